@@ -1,0 +1,100 @@
+"""Run a training function on a group of Ray actors.
+
+from drawbar import train
+
+def train_func(config):
+    for epoch in range(config["epochs"]):
+        ...
+        train.report({"loss": loss})
+
+result = train.DataParallelTrainer(
+    train_func,
+    train_loop_config={"epochs": 3},
+    scaling_config=train.ScalingConfig(num_workers=2),
+).fit()
+"""
+
+from drawbar.train import backend, collective
+from drawbar.train._callback import RunContext, UserCallback
+from drawbar.train._checkpoint import Checkpoint, Manifest
+from drawbar.train._config import (
+    CheckpointConfig,
+    DataConfig,
+    FailureConfig,
+    LoggingConfig,
+    RunConfig,
+    ScalingConfig,
+)
+from drawbar.train._context import (
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+    TrainContext,
+    checkpoint_dir,
+    get_all_reported_checkpoints,
+    get_checkpoint,
+    get_context,
+    get_dataset_shard,
+    report,
+)
+from drawbar.train._errors import (
+    CheckpointError,
+    ControllerError,
+    DivergenceError,
+    HangError,
+    InsufficientResourcesError,
+    PreemptionError,
+    ResumeError,
+    TrainingFailedError,
+    UserAbort,
+    WorkerError,
+    WorkerFailure,
+    WorkerGroupError,
+)
+from drawbar.train._result import Result
+from drawbar.train._timeline import AttemptTimes, Timeline
+from drawbar.train._trainer import DataParallelTrainer
+from drawbar.train._upload import CheckpointUploadMode
+from drawbar.train.backend import Backend, BackendConfig
+
+__all__ = [
+    "AttemptTimes",
+    "Backend",
+    "BackendConfig",
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointError",
+    "CheckpointUploadMode",
+    "ControllerError",
+    "DataConfig",
+    "DataParallelTrainer",
+    "DivergenceError",
+    "FailureConfig",
+    "HangError",
+    "InsufficientResourcesError",
+    "LoggingConfig",
+    "Manifest",
+    "PreemptionError",
+    "ReportedCheckpoint",
+    "ReportedCheckpointStatus",
+    "Result",
+    "ResumeError",
+    "RunConfig",
+    "RunContext",
+    "ScalingConfig",
+    "Timeline",
+    "TrainContext",
+    "TrainingFailedError",
+    "UserAbort",
+    "UserCallback",
+    "WorkerError",
+    "WorkerFailure",
+    "WorkerGroupError",
+    "backend",
+    "checkpoint_dir",
+    "collective",
+    "get_all_reported_checkpoints",
+    "get_checkpoint",
+    "get_context",
+    "get_dataset_shard",
+    "report",
+]

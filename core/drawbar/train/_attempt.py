@@ -1,0 +1,182 @@
+"""One attempt: what each thing that a rank says means.
+
+An attempt begins when every process is up and has its ranks, and ends when every function has
+returned or one has failed. It is steered by plain calls from the controller and knows no event loop
+of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from drawbar.train._callback import Callbacks
+from drawbar.train._checkpoint import Manifest
+from drawbar.train._commit import Committer
+from drawbar.train._console import Console
+from drawbar.train._decide import AttemptEnd
+from drawbar.train._errors import WorkerFailure
+from drawbar.train._failure import describe_divergence
+from drawbar.train._journal import Event, ReportReceived, UserFunctionStarted
+from drawbar.train._messages import (
+    Answer,
+    Asked,
+    CollectiveCalled,
+    CollectiveDone,
+    Failed,
+    Finished,
+    FunctionStarted,
+    Gone,
+    Interrupted,
+    Message,
+    Order,
+    Persisted,
+    Printed,
+    Reported,
+    WorkerInfo,
+)
+from drawbar.train._progress import Progress
+
+
+@dataclass
+class AttemptFailed(Exception):
+    """The attempt is over before its end. `cause` is set when no worker is to blame."""
+
+    end: AttemptEnd
+    failures: list[WorkerFailure] = field(default_factory=list)
+    gone: dict[int, Gone] = field(default_factory=dict)
+    cause: Exception | None = None
+
+
+class Attempt:
+    """The state of one attempt.
+
+    Args:
+        number: Number of the attempt in its run.
+        first_index: Number of the first report.
+        workers: Where each rank's process is, in rank order.
+        order: Gives one rank an order.
+        log: Writes an event to the journal.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        run_id: str,
+        first_index: int,
+        workers: Sequence[WorkerInfo],
+        order: Callable[[int, Order], None],
+        log: Callable[[Event], None],
+        commits: Committer,
+        console: Console,
+        callbacks: Callbacks,
+    ) -> None:
+        self.number = number
+        self.workers = list(workers)
+        self.values: dict[int, Finished] = {}
+        self._run_id = run_id
+        self._order = order
+        self._log = log
+        self._commits = commits
+        self._console = console
+        self._callbacks = callbacks
+        self._progress = Progress(len(workers), first_index, keep_all_rounds=bool(callbacks))
+        self._metrics: dict[int, list[dict[str, object]]] = {}
+
+    def receive(self, rank: int, message: Message) -> None:
+        """Take one message of one rank.
+
+        Raises:
+            AttemptFailed: The rank failed or died, or its ranks can never meet.
+        """
+        match message:
+            case Reported():
+                self._reported(rank, message)
+            case Printed():
+                self._console.printed(rank, message)
+            case Persisted():
+                self._commits.persisted(rank, message)
+            case CollectiveCalled():
+                self._called(rank, message)
+            case Asked():
+                self._order(
+                    rank, Answer(number=message.number, checkpoints=self._commits.listing())
+                )
+            case FunctionStarted():
+                self._log(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
+            case Finished():
+                self.values[rank] = message
+                self._progress.finished(rank)
+                self._check_divergence()
+            case Failed():
+                failure = message.failure
+                end: AttemptEnd = "configuration" if failure.kind == "configuration" else "worker"
+                raise AttemptFailed(end, [failure])
+            case Gone():
+                raise AttemptFailed("worker", gone={rank: message})
+            case Interrupted():
+                pass  # the controller asked for it
+
+    @property
+    def finished(self) -> bool:
+        """Whether the function has returned on every rank."""
+        return len(self.values) == len(self.workers)
+
+    def reports_of(self, rank: int) -> int:
+        """How often a rank has reported in this attempt."""
+        return self._progress.ranks[rank].reports - self._progress.first_index
+
+    def committed(self, manifest: Manifest, order: Order) -> None:
+        """Take note of a commit and tell every rank."""
+        self._progress.committed(manifest.index)
+        for rank in range(len(self.workers)):
+            if rank not in self.values:
+                self._order(rank, order)
+        metrics = self._metrics.pop(manifest.index, None)
+        if metrics is not None:
+            self._callbacks.after_report(metrics, self._commits.checkpoint(manifest))
+
+    def _reported(self, rank: int, report: Reported) -> None:
+        self._log(
+            ReportReceived(
+                time=report.time,
+                attempt=self.number,
+                rank=rank,
+                index=report.index,
+                metrics=report.metrics,
+            )
+        )
+        self._console.report(rank, report.index, report.metrics)
+        for complete in self._progress.reported(rank, report):
+            if self._callbacks:
+                metrics = [complete.reports[each].metrics for each in sorted(complete.reports)]
+                if complete.offers:
+                    self._metrics[complete.index] = metrics
+                else:
+                    self._callbacks.after_report(metrics, None)
+            self._commits.begin(
+                complete,
+                run_id=self._run_id,
+                attempt=self.number,
+                world_size=len(self.workers),
+                order=self._order,
+            )
+        if report.offer is not None:
+            self._check_divergence()
+
+    def _called(self, rank: int, call: CollectiveCalled) -> None:
+        calls = self._progress.called(rank, call)
+        if calls is None:
+            self._check_divergence()
+            return
+        payloads = tuple(calls[each].payload for each in sorted(calls))
+        if call.kind == "broadcast_from_rank_zero":
+            payloads = payloads[:1]
+        for each in calls:
+            self._order(each, CollectiveDone(sequence=call.sequence, payloads=payloads))
+
+    def _check_divergence(self) -> None:
+        reason = self._progress.divergence()
+        if reason is not None:
+            raise AttemptFailed("divergence", [describe_divergence(reason)])

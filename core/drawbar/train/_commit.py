@@ -1,0 +1,204 @@
+"""From a complete round of reports to a committed checkpoint.
+
+Ranks whose files are not staged yet are told which to persist; when the last one has, the
+checkpoint is committed, journaled, retention is applied, and every rank is told. Commits happen one
+at a time, in order, off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drawbar.train import _faults, _retention
+from drawbar.train._checkpoint import Checkpoint, Manifest
+from drawbar.train._config import CheckpointConfig
+from drawbar.train._journal import CheckpointCommitted, CheckpointDeleted, Event
+from drawbar.train._messages import Committed, Order, Persist, Persisted
+from drawbar.train._progress import Round
+from drawbar.train._storage import Part, RunDirectory, make_manifest
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that ranks still persist. `awaited`: those that have not said so yet."""
+
+    manifest: Callable[[list[Part]], Manifest]
+    began: float
+    parts: dict[int, Part] = field(default_factory=dict)
+    awaited: dict[int, Any] = field(default_factory=dict)
+
+
+class Committer:
+    """Commits the checkpoints of a run, over all its attempts.
+
+    Args:
+        directory: Where the run lies.
+        config: Retention and durability.
+        metadata: The trainer's metadata, put into each checkpoint.
+        journal: Writes events.
+        committed: Called on the event loop for each commit, after the journal has it.
+        failed: Called on the event loop when the filesystem refuses a commit.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: CheckpointConfig,
+        metadata: dict[str, Any],
+        journal: Callable[[Event], None],
+        committed: Callable[[Manifest, float], None],
+        failed: Callable[[OSError], None],
+    ) -> None:
+        self._directory = directory
+        self._config = config
+        self._metadata = json.dumps(metadata).encode() if metadata else None
+        self._journal = journal
+        self._on_commit = committed
+        self._on_failure = failed
+        self._pending: dict[int, _Pending] = {}
+        self._ready: asyncio.Queue[_Pending] = asyncio.Queue()
+        self._background: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self.kept = directory.intact_checkpoints()
+
+    @property
+    def newest(self) -> Manifest | None:
+        """The newest checkpoint, which a restart goes on from."""
+        return self.kept[-1] if self.kept else None
+
+    def begin(
+        self,
+        complete: Round,
+        *,
+        run_id: str,
+        attempt: int,
+        world_size: int,
+        order: Callable[[int, Order], None],
+    ) -> None:
+        """Make a checkpoint of what the ranks offered in this round."""
+        offers = complete.offers
+        if not offers:
+            return
+        names = [offer.name for offer in offers.values() if offer.name]
+        name = names[0] if names else f"checkpoint_{complete.index:06d}"
+        metrics = complete.reports[min(offers)].metrics
+
+        def manifest(parts: list[Part]) -> Manifest:
+            return make_manifest(
+                name=name,
+                index=complete.index,
+                attempt=attempt,
+                run_id=run_id,
+                parts=parts,
+                world_size=world_size,
+                metrics=metrics,
+            )
+
+        pending = _Pending(manifest, time.monotonic())
+        for rank, offer in offers.items():
+            share = complete.shares[rank]
+            if offer.staged:
+                pending.parts[rank] = Part(Path(offer.directory), share)
+            elif share:
+                pending.awaited[rank] = share
+                order(rank, Persist(index=complete.index, files=share))
+        self._pending[complete.index] = pending
+        self._commit_if_ready(complete.index)
+
+    def persisted(self, rank: int, message: Persisted) -> None:
+        """Take note that a rank has staged its share."""
+        pending = self._pending.get(message.index)
+        if pending is not None and rank in pending.awaited:
+            share = pending.awaited.pop(rank)
+            pending.parts[rank] = Part(Path(message.directory), share)
+            self._commit_if_ready(message.index)
+
+    def _commit_if_ready(self, index: int) -> None:
+        if self._pending[index].awaited:
+            return
+        self._ready.put_nowait(self._pending.pop(index))
+        if self._task is None:
+            self._task = asyncio.create_task(self._commit_forever())
+
+    async def _commit_forever(self) -> None:
+        while True:
+            pending = await self._ready.get()
+            try:
+                await self._commit(pending)
+            except OSError as error:
+                self._on_failure(error)
+            finally:
+                self._ready.task_done()
+
+    async def _commit(self, pending: _Pending) -> None:
+        parts = [pending.parts[rank] for rank in sorted(pending.parts)]
+        manifest = pending.manifest(parts)
+        await asyncio.to_thread(
+            self._directory.commit,
+            manifest,
+            parts,
+            durable=self._config.durable,
+            metadata=self._metadata,
+        )
+        seconds = time.monotonic() - pending.began
+        self._journal(
+            CheckpointCommitted(
+                time=manifest.time,
+                attempt=manifest.attempt,
+                index=manifest.index,
+                name=manifest.name,
+                nbytes=manifest.nbytes,
+                seconds=seconds,
+                metrics=manifest.metrics,
+            )
+        )
+        _faults.reached("commit.journaled")
+        self.kept.append(manifest)
+        self._on_commit(manifest, seconds)
+        self._retain()
+        self._in_background(self._directory.write_checksums, manifest.name)
+
+    def _retain(self) -> None:
+        for manifest in _retention.to_delete(self.kept, self._config):
+            self.kept.remove(manifest)
+            self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
+            self._in_background(self._directory.delete, manifest.name)
+
+    def _in_background(self, action: Callable[[str], None], name: str) -> None:
+        task = asyncio.create_task(asyncio.to_thread(action, name))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def checkpoint(self, manifest: Manifest) -> Checkpoint:
+        """Give the checkpoint of a manifest."""
+        return Checkpoint(self._directory.path / manifest.name)
+
+    def listing(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+        """List the checkpoints that are kept, oldest first, as (path, metrics)."""
+        return tuple((self.checkpoint(each).path, each.metrics) for each in self.kept)
+
+    def committed_order(self, manifest: Manifest) -> Committed:
+        """Give the order that tells a rank of this commit."""
+        return Committed(index=manifest.index, path=self.checkpoint(manifest).path)
+
+    async def settle(self) -> None:
+        """Finish the commits that every rank has persisted; the others' attempt is over."""
+        self._pending.clear()
+        await self._ready.join()
+
+    async def close(self) -> None:
+        """Finish everything, checksums and deletions too."""
+        await self.settle()
+        if self._background:
+            await asyncio.wait(self._background)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task

@@ -1,0 +1,355 @@
+"""How a run is configured. Every class here is frozen, checks itself, and touches nothing outside.
+
+A mistake in a config is a `ValueError` or `TypeError` at the line that makes it, before a process
+starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from drawbar.train._callback import UserCallback
+
+PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+Resume = Literal["auto", "never", "must"]
+ScoreOrder = Literal["max", "min"]
+
+DEFAULT_STORAGE_PATH = "~/drawbar_results"
+
+
+class _ShowsWhatWasSet:
+    """A repr of the fields that differ from their defaults: one short line in a notebook."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            default = item.default
+            if item.default_factory is not dataclasses.MISSING:
+                default = item.default_factory()
+            value = getattr(self, item.name)
+            if value != default:
+                shown.append(f"{item.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ScalingConfig(_ShowsWhatWasSet):
+    """How many workers, on what.
+
+    Args:
+        num_workers: Number of worker processes, each on its own Ray actor. 0 runs the function in
+            this very process, where `pdb` works, with the same reports, checkpoints and `Result`.
+        use_gpu: One GPU per worker, unless `resources_per_worker` says how many.
+        resources_per_worker: Ray resources of one worker, such as `{"CPU": 4, "GPU": 1}`; `memory`
+            is in bytes, any other key is a custom resource. Default `{"CPU": 1}`, with `use_gpu`
+            `{"GPU": 1}`.
+        placement_strategy: Ray's placement group strategy: "PACK" (as few nodes as possible),
+            "SPREAD", "STRICT_PACK" (one node or fail), "STRICT_SPREAD" (a node each or fail).
+        accelerator_type: Only nodes with this accelerator, such as "A100"
+            (`ray.util.accelerators`).
+        label_selector: Ray node labels that a worker's node must have: one mapping for all workers,
+            or a list with one mapping per worker.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range; the message says which.
+    """
+
+    num_workers: int = 1
+    use_gpu: bool = False
+    resources_per_worker: Mapping[str, float] | None = None
+    placement_strategy: PlacementStrategy = "PACK"
+    accelerator_type: str | None = None
+    label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("ScalingConfig.num_workers", self.num_workers, at_least=0)
+        _require_type("ScalingConfig.use_gpu", self.use_gpu, bool)
+        _require_choice(
+            "ScalingConfig.placement_strategy", self.placement_strategy, get_args(PlacementStrategy)
+        )
+        self._check_resources()
+        self._check_labels()
+
+    def _check_resources(self) -> None:
+        resources = self.resources_per_worker
+        if resources is None:
+            return
+        _require_type("ScalingConfig.resources_per_worker", resources, Mapping)
+        for key, amount in resources.items():
+            name = f"ScalingConfig.resources_per_worker[{key!r}]"
+            if isinstance(amount, bool) or not isinstance(amount, int | float):
+                raise TypeError(f"{name} must be a number, found {amount!r}")
+            if amount < 0:
+                raise ValueError(f"{name} must not be negative, found {amount!r}")
+        gpus = resources.get("GPU", 0)
+        if self.use_gpu and "GPU" in resources and not gpus:
+            raise ValueError(
+                "ScalingConfig has use_gpu=True and resources_per_worker['GPU']=0; "
+                "set use_gpu=False or ask for a GPU"
+            )
+        if gpus and not self.use_gpu:
+            raise ValueError(
+                f"ScalingConfig has resources_per_worker['GPU']={gpus} and use_gpu=False; "
+                "set use_gpu=True so that the workers use their GPUs"
+            )
+
+    def _check_labels(self) -> None:
+        selector = self.label_selector
+        if selector is None or isinstance(selector, Mapping):
+            return
+        if isinstance(selector, str) or not isinstance(selector, Sequence):
+            raise TypeError(
+                "ScalingConfig.label_selector must be a mapping, or a list with one mapping per "
+                f"worker, found {selector!r}"
+            )
+        if len(selector) != self.num_workers:
+            raise ValueError(
+                f"ScalingConfig.label_selector lists {len(selector)} selectors for "
+                f"num_workers={self.num_workers}; give one per worker, or one mapping for all"
+            )
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Resources of one worker, defaults filled in and zero entries dropped."""
+        resources = dict(self.resources_per_worker or {})
+        if self.use_gpu:
+            resources.setdefault("GPU", 1)
+        elif self.resources_per_worker is None:
+            resources["CPU"] = 1
+        if self.accelerator_type:
+            resources[f"accelerator_type:{self.accelerator_type}"] = 0.001
+        return {key: float(amount) for key, amount in resources.items() if amount}
+
+    @property
+    def total_resources(self) -> dict[str, float]:
+        """Resources of all workers together."""
+        return {key: amount * max(self.num_workers, 1) for key, amount in self.bundle.items()}
+
+    @property
+    def num_cpus_per_worker(self) -> float:
+        """CPUs of one worker."""
+        return self.bundle.get("CPU", 0.0)
+
+    @property
+    def num_gpus_per_worker(self) -> float:
+        """GPUs of one worker."""
+        return self.bundle.get("GPU", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FailureConfig(_ShowsWhatWasSet):
+    """What to do when workers fail. Mistakes in the configuration are never retried.
+
+    Args:
+        max_failures: How often the group may restart from the newest committed checkpoint after a
+            worker failed; 0 never, -1 without limit.
+        max_startup_failures: How often starting the workers may fail before the run does; -1
+            without limit.
+        keep_survivors: Keep the processes of the workers that did not fail, with their imports and
+            `get_context().cache`, when their backend allows it and they stop within a second.
+    """
+
+    max_failures: int = 0
+    max_startup_failures: int = 2
+    keep_survivors: bool = True
+
+    def __post_init__(self) -> None:
+        _require_int("FailureConfig.max_failures", self.max_failures, at_least=-1)
+        _require_int("FailureConfig.max_startup_failures", self.max_startup_failures, at_least=-1)
+        _require_type("FailureConfig.keep_survivors", self.keep_survivors, bool)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CheckpointConfig(_ShowsWhatWasSet):
+    """Which checkpoints stay, and how safe a committed one is.
+
+    Args:
+        num_to_keep: Keep this many of the best; None keeps all. The newest always stays too, since
+            a restart begins there.
+        checkpoint_score_attribute: The reported metric that ranks checkpoints; nested keys are
+            joined with "/". None ranks by age, newest best. A checkpoint without the metric ranks
+            last.
+        checkpoint_score_order: "max" if a higher score is better, "min" if a lower one is.
+        durable: Also survive a power cut, by fsync of each file and folder before the commit.
+            Without it a committed checkpoint survives the death of any process.
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str | None = None
+    checkpoint_score_order: ScoreOrder = "max"
+    durable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_to_keep is not None:
+            _require_int("CheckpointConfig.num_to_keep", self.num_to_keep, at_least=1)
+        if self.checkpoint_score_attribute is not None:
+            name = "CheckpointConfig.checkpoint_score_attribute"
+            _require_type(name, self.checkpoint_score_attribute, str)
+        _require_choice(
+            "CheckpointConfig.checkpoint_score_order",
+            self.checkpoint_score_order,
+            get_args(ScoreOrder),
+        )
+        _require_type("CheckpointConfig.durable", self.durable, bool)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LoggingConfig(_ShowsWhatWasSet):
+    """What a run shows on the driver's console. The files under `<run>/logs` always get everything.
+
+    Args:
+        log_level: "INFO" shows the run's progress, rank 0's output and all errors; "WARNING" leaves
+            the progress out; "ERROR" leaves rank 0's output out too.
+    """
+
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        _require_type("LoggingConfig.log_level", self.log_level, str)
+        levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+        _require_choice("LoggingConfig.log_level", self.log_level.upper(), levels)
+
+    @property
+    def level(self) -> int:
+        """The level as the number that `logging` uses."""
+        return logging.getLevelNamesMapping()[self.log_level.upper()]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RunConfig(_ShowsWhatWasSet):
+    """Where a run lies and how it is kept going.
+
+    Args:
+        name: Name of the run's directory. Default: the date, time and six random hex digits.
+        storage_path: Where runs lie: a local or shared path. Default `~/drawbar_results`.
+        storage_filesystem: A `pyarrow.fs.FileSystem` for `storage_path`, which then has no scheme.
+        failure_config: Restarts; see `FailureConfig`.
+        checkpoint_config: Retention and durability; see `CheckpointConfig`.
+        callbacks: Observers of the run; see `UserCallback`.
+        worker_runtime_env: Ray runtime environment of the worker processes.
+        logging_config: What the console shows; see `LoggingConfig`.
+        forward_env: Names of environment variables, or patterns such as "MY_*", that the workers
+            get from the driver besides the documented default set.
+        resume: What to do if the run's directory already holds a run. "auto": go on from its newest
+            checkpoint. "never": fail. "must": fail if there is nothing to go on from.
+    """
+
+    name: str | None = None
+    storage_path: str | os.PathLike[str] | None = None
+    storage_filesystem: Any | None = None
+    failure_config: FailureConfig = field(default_factory=FailureConfig)
+    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
+    callbacks: Sequence[UserCallback] = ()
+    worker_runtime_env: Mapping[str, Any] | None = None
+    logging_config: LoggingConfig = field(default_factory=LoggingConfig)
+    forward_env: Sequence[str] = ()
+    resume: Resume = "auto"
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("failure_config", FailureConfig),
+            ("checkpoint_config", CheckpointConfig),
+            ("logging_config", LoggingConfig),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, kind())
+            _require_type(f"RunConfig.{name}", getattr(self, name), kind)
+        if self.name is not None:
+            _check_run_name(self.name)
+        if self.storage_path is not None:
+            _require_type("RunConfig.storage_path", self.storage_path, (str, Path))
+        _require_choice("RunConfig.resume", self.resume, get_args(Resume))
+        if isinstance(self.forward_env, str):
+            raise TypeError(
+                "RunConfig.forward_env must be a list of names or patterns, "
+                f"found the string {self.forward_env!r}; write [{self.forward_env!r}]"
+            )
+        if self.worker_runtime_env is not None:
+            _require_type("RunConfig.worker_runtime_env", self.worker_runtime_env, Mapping)
+        self._check_callbacks()
+
+    def _check_callbacks(self) -> None:
+        from drawbar.train._callback import UserCallback
+
+        object.__setattr__(self, "callbacks", tuple(self.callbacks or ()))
+        for callback in self.callbacks:
+            if not isinstance(callback, UserCallback):
+                raise TypeError(
+                    "RunConfig.callbacks must hold instances of drawbar.train.UserCallback, "
+                    f"found {callback!r}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DataConfig(_ShowsWhatWasSet):
+    """Which datasets are split between the workers, and how Ray Data runs them.
+
+    Args:
+        datasets_to_split: "all", or the names of the datasets that are split evenly and streamed.
+            Every other one is whole on each worker. Default: only "train" is split.
+        execution_options: `ray.data.ExecutionOptions` for all datasets, or one per name.
+        enable_shard_locality: Prefer giving a worker the blocks that lie on its own node.
+    """
+
+    datasets_to_split: Literal["all"] | Sequence[str] = ("train",)
+    execution_options: Any | None = None
+    enable_shard_locality: bool = True
+
+    def __post_init__(self) -> None:
+        names = self.datasets_to_split
+        if names == "all":
+            return
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                'DataConfig.datasets_to_split must be "all" or a list of dataset names, '
+                f"found {names!r}"
+            )
+        object.__setattr__(self, "datasets_to_split", tuple(names))
+
+    def splits(self, name: str) -> bool:
+        """Whether the dataset of this name is split between the workers."""
+        return self.datasets_to_split == "all" or name in self.datasets_to_split
+
+
+def _check_run_name(name: str) -> None:
+    _require_type("RunConfig.name", name, str)
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(
+            f"RunConfig.name={name!r} would leave the storage path; "
+            "give a plain name, and the folder as storage_path"
+        )
+    if not name.strip() or name in (".", "./") or re.search(r"[\x00-\x1f]", name):
+        raise ValueError(f"RunConfig.name={name!r} is not a usable folder name")
+    if len(path.parts) != 1:
+        raise ValueError(
+            f"RunConfig.name={name!r} has folders in it; give the folder as storage_path"
+        )
+
+
+def _require_type(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        expected = " or ".join(k.__name__ for k in kinds)
+        raise TypeError(f"{name} must be {expected}, found {value!r} ({type(value).__name__})")
+
+
+def _require_int(name: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, found {value!r} ({type(value).__name__})")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, found {value}")
+
+
+def _require_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {listed}, found {value!r}")

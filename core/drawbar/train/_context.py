@@ -1,0 +1,240 @@
+"""What a training function calls: `report`, `get_context`, `get_checkpoint` and their companions.
+
+Each function finds the session of the attempt it runs in. A worker process has one; the threads of
+`drawbar.train.testing` have one each.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from drawbar.train._checkpoint import Checkpoint
+from drawbar.train._session import Session
+from drawbar.train._upload import CheckpointUploadMode
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator
+
+_process_session: Session | None = None
+_thread = threading.local()
+
+
+@contextmanager
+def in_session(session: Session, *, whole_process: bool) -> Iterator[None]:
+    """Make a session the current one: of the process, or of the calling thread only."""
+    global _process_session
+    if whole_process:
+        previous, _process_session = _process_session, session
+    else:
+        _thread.session = session
+    try:
+        yield
+    finally:
+        if whole_process:
+            _process_session = previous
+        else:
+            del _thread.session
+
+
+def current_session(caller: str) -> Session:
+    """Give the session of this thread or process.
+
+    Raises:
+        RuntimeError: The caller is not inside a training function.
+    """
+    session: Session | None = getattr(_thread, "session", None) or _process_session
+    if session is None:
+        raise RuntimeError(
+            f"{caller}() works inside a training function that a Drawbar trainer runs; "
+            "this is the driver, or another process. Call it from train_loop_per_worker"
+        )
+    return session
+
+
+class TrainContext:
+    """Who this worker is and which run it belongs to. Get it by `get_context()`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._assignment = session.assignment
+
+    def get_experiment_name(self) -> str:
+        """Name of the run: `RunConfig.name`."""
+        return self._assignment.run_name
+
+    def get_run_id(self) -> str:
+        """Identity of the run, 32 hex digits; the same over restarts and resumes."""
+        return self._assignment.run_id
+
+    def get_attempt(self) -> int:
+        """Number of this attempt: 0 at first, one more for every restart and resume."""
+        return self._assignment.attempt
+
+    def get_world_size(self) -> int:
+        """Number of workers."""
+        return self._assignment.ranks.world_size
+
+    def get_world_rank(self) -> int:
+        """This worker's number among all, from 0."""
+        return self._assignment.ranks.world_rank
+
+    def get_local_rank(self) -> int:
+        """This worker's number among those on its node, from 0."""
+        return self._assignment.ranks.local_rank
+
+    def get_local_world_size(self) -> int:
+        """Number of workers on this node."""
+        return self._assignment.ranks.local_world_size
+
+    def get_node_rank(self) -> int:
+        """Number of this node among those with workers, from 0."""
+        return self._assignment.ranks.node_rank
+
+    def get_accelerator_ids(self) -> tuple[str, ...]:
+        """Ids of the GPUs that Ray gave to this worker, as Ray names them."""
+        return self._assignment.gpu_ids
+
+    def get_storage(self) -> Path:
+        """The run's directory. Files put there are yours; names with a leading "." are not."""
+        return self._session.directory.path
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The trainer's `metadata`."""
+        return dict(self._assignment.metadata)
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """A dict that lives as long as this process: a restart finds again what is put there.
+
+        Use it for what is expensive to load and does not change: a dataset, a tokenizer, a compiled
+        model.
+        """
+        return self._session.cache
+
+    def __repr__(self) -> str:
+        ranks = self._assignment.ranks
+        return (
+            f"TrainContext({self.get_experiment_name()!r}, rank {ranks.world_rank} of "
+            f"{ranks.world_size}, attempt {self.get_attempt()})"
+        )
+
+
+def get_context() -> TrainContext:
+    """Give this worker's context: ranks, names, cache.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+    """
+    return TrainContext(current_session("get_context"))
+
+
+def report(
+    metrics: Mapping[str, Any],
+    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    checkpoint_dir_name: str | None = None,
+    checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    delete_local_checkpoint_after_upload: bool | None = None,
+) -> None:
+    """Report metrics, and with them perhaps a checkpoint.
+
+    Without a checkpoint this never blocks and needs no other rank. Every rank's metrics are kept.
+
+    With a checkpoint, the k-th report of each rank belongs together. Ranks that give files are
+    merged into one checkpoint; a file that several ranks give is stored once, from the lowest rank;
+    a rank whose k-th report has no checkpoint gives no files and does not wait. So `if rank == 0`
+    may decide who saves, while all ranks report. The checkpoint carries the metrics of the lowest
+    rank that gave files.
+
+    Args:
+        metrics: Numbers, strings, booleans, None, lists and dicts of them, NumPy scalars, tensors
+            of one element. NaN and infinity are kept as they are.
+        checkpoint: A directory, as a `Checkpoint` or a path. One made by `checkpoint_dir()` is
+            committed by a rename; any other is copied.
+        checkpoint_dir_name: Name of the checkpoint's directory in the run. Default: `checkpoint_`
+            and the report's number in six digits.
+        checkpoint_upload_mode: SYNC returns when the checkpoint is committed; ASYNC as soon as the
+            files may be overwritten.
+        delete_local_checkpoint_after_upload: Hand the local directory over: it is moved, not
+            copied. Default: False for SYNC, True for ASYNC.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+        TypeError, ValueError: A metric cannot be kept; the message names its key.
+        FileNotFoundError: `checkpoint` is not a directory here.
+    """
+    session: Session | None = getattr(_thread, "session", None) or _process_session
+    if session is None:
+        session = current_session("report")
+    session.report(
+        metrics,
+        checkpoint,
+        name=checkpoint_dir_name,
+        mode=checkpoint_upload_mode,
+        delete_local=delete_local_checkpoint_after_upload,
+    )
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Give the newest committed checkpoint of the run, None if there is none yet.
+
+    At the start of an attempt that is the one to go on from; after a report with a checkpoint, that
+    one.
+    """
+    return current_session("get_checkpoint").checkpoint
+
+
+def checkpoint_dir() -> AbstractContextManager[Path]:
+    """Give a new directory that already lies where the checkpoint will.
+
+    Save into it and report it: on a local filesystem the commit is a rename and no byte is copied.
+    Report inside the `with` block or after it. If the block raises, the directory is removed.
+
+        with train.checkpoint_dir() as path:
+            torch.save(model.state_dict(), path / "model.pt")
+            train.report({"loss": loss}, checkpoint=path)
+    """
+    return current_session("checkpoint_dir").checkpoint_dir()
+
+
+class ReportedCheckpointStatus(Enum):
+    """How far a reported checkpoint is."""
+
+    COMMITTED = "committed"
+
+
+class ReportedCheckpoint(NamedTuple):
+    """A committed checkpoint and the metrics that came with it."""
+
+    checkpoint: Checkpoint
+    metrics: dict[str, Any]
+    status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
+
+
+def get_all_reported_checkpoints(timeout_s: float | None = None) -> list[ReportedCheckpoint]:
+    """List the committed checkpoints that are still kept, oldest first.
+
+    Args:
+        timeout_s: How long to wait for the controller's answer, in seconds; None waits without
+            limit.
+
+    Raises:
+        TimeoutError: No answer came in that time.
+    """
+    found = current_session("get_all_reported_checkpoints").all_checkpoints(timeout_s)
+    return [ReportedCheckpoint(checkpoint, metrics) for checkpoint, metrics in found]
+
+
+def get_dataset_shard(dataset_name: str = "train") -> DataIterator:
+    """Give this worker's shard of one of the trainer's datasets, or the whole if it is not split.
+
+    Raises:
+        KeyError: The trainer was given no dataset of this name; the message lists the names.
+    """
+    shard: DataIterator = current_session("get_dataset_shard").dataset_shard(dataset_name)
+    return shard

@@ -1,0 +1,136 @@
+"""What to do next: pure decisions from values to a value. No Ray, no files, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal
+
+from drawbar.train._config import FailureConfig, Resume
+from drawbar.train._errors import ResumeError
+
+AttemptEnd = Literal["worker", "startup", "configuration", "divergence", "storage"]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """How much of each budget is used up."""
+
+    failures: int = 0
+    startups: int = 0
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start another attempt from the newest committed checkpoint; `spent` is the new count."""
+
+    spent: Spent
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The run has failed; `reason` says which budget is spent, or why none applies."""
+
+    reason: str
+
+
+def after_failure(end: AttemptEnd, spent: Spent, config: FailureConfig) -> Restart | GiveUp:
+    """Decide whether a failed attempt is followed by another one.
+
+    What will fail again in the same way is not tried again: a mistake in the configuration, ranks
+    that diverge, a storage that refuses to take a checkpoint.
+    """
+    match end:
+        case "worker":
+            if _left(spent.failures, config.max_failures):
+                return Restart(replace(spent, failures=spent.failures + 1))
+            return GiveUp(f"FailureConfig.max_failures={config.max_failures} is used up")
+        case "startup":
+            if _left(spent.startups, config.max_startup_failures):
+                return Restart(replace(spent, startups=spent.startups + 1))
+            limit = config.max_startup_failures
+            return GiveUp(f"FailureConfig.max_startup_failures={limit} is used up")
+        case "configuration" | "divergence" | "storage":
+            return GiveUp("it would fail again in the same way")
+
+
+def _left(spent: int, limit: int) -> bool:
+    return limit < 0 or spent < limit
+
+
+class RunState(Enum):
+    """What a run directory holds."""
+
+    NONE = "no run"
+    UNFINISHED = "an unfinished run"
+    FINISHED = "a finished run"
+    DAMAGED = "a run with damaged parts"
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """How to go on: a fresh run, or the one that is there. `warning` is for the user."""
+
+    fresh: bool
+    warning: str = ""
+
+
+def resume_plan(state: RunState, resume: Resume, *, path: str, newest: str | None) -> ResumePlan:
+    """Decide what a run directory and `RunConfig.resume` mean together.
+
+    | the directory holds | "auto"                        | "never"     | "must"
+    |
+    |---------------------|-------------------------------|-------------|-------------------------------|
+    | no run              | a new run                     | a new run   | ResumeError
+    | | an unfinished run   | goes on from its newest       | ResumeError | goes on; without a
+    checkpoint | |                     | checkpoint, or from the start |             | ResumeError
+    | | a finished run      | goes on, with a warning       | ResumeError | ResumeError
+    | | damaged parts       | goes on from the newest       | ResumeError | the same; without an
+    intact   | |                     | intact one, with a warning    |             | checkpoint
+    ResumeError        |
+
+    Args:
+        state: What the directory holds.
+        resume: What the user wants.
+        path: The directory, for messages.
+        newest: Name of the newest intact checkpoint, None if there is none.
+
+    Raises:
+        ResumeError: They do not go together; the message says what to set instead.
+    """
+    if state is RunState.NONE:
+        if resume == "must":
+            raise ResumeError(
+                f'RunConfig.resume="must", but there is no run at {path}; '
+                'check name and storage_path, or set resume="auto" to start one'
+            )
+        return ResumePlan(fresh=True)
+    if resume == "never":
+        raise ResumeError(
+            f'RunConfig.resume="never", but {path} holds {state.value}; '
+            'choose another name, delete it, or set resume="auto" to go on from it'
+        )
+    if resume == "must" and state is RunState.FINISHED:
+        raise ResumeError(
+            f'RunConfig.resume="must", but the run at {path} is finished. Its result is '
+            f'Result.from_path({path!r}); to train further set resume="auto"'
+        )
+    if resume == "must" and newest is None:
+        raise ResumeError(
+            f'RunConfig.resume="must", but the run at {path} has no intact checkpoint; '
+            'set resume="auto" to start it again from the beginning'
+        )
+    return ResumePlan(fresh=False, warning=_warning(state, path, newest))
+
+
+def _warning(state: RunState, path: str, newest: str | None) -> str:
+    start = f"checkpoint {newest}" if newest else "the beginning, since it has no checkpoint"
+    if state is RunState.FINISHED:
+        return (
+            f"the run at {path} is FINISHED already; training goes on from {start}. "
+            "A function that counts its epochs from the checkpoint may find nothing left to do. "
+            'For a new run choose another RunConfig.name; resume="never" makes this an error'
+        )
+    if state is RunState.DAMAGED:
+        return f"the run at {path} has damaged parts; training goes on from {start}"
+    return ""

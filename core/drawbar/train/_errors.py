@@ -1,0 +1,180 @@
+"""What can go wrong with a run, as exceptions and as data.
+
+A worker never sends an exception object as the only account of a failure: it sends a
+`WorkerFailure`, plain data that any process can read, and the pickled exception as an optional
+extra. The exceptions below are built from it in the driver, and every one of them pickles.
+
+    TrainingFailedError             fit() did not finish
+    ├── WorkerGroupError            one or more workers failed; the root cause comes first
+    │   ├── DivergenceError         ranks wait for each other in a way that can never end
+    │   └── HangError               no rank made progress for the time allowed
+    ├── ControllerError             the run's own machinery failed (storage, start-up)
+    ├── PreemptionError             nodes were taken away more often than the budget allows
+    └── InsufficientResourcesError  the cluster can never hold what was asked for
+    ResumeError (ValueError)        the run directory and `RunConfig.resume` do not go together
+    CheckpointError (RuntimeError)  a checkpoint is missing, incomplete or altered
+    WorkerError (RuntimeError)      stands for a worker's exception that could not be unpickled
+    UserAbort (KeyboardInterrupt)   the run was stopped by Ctrl-C; its directory can be resumed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+FailureKind = Literal["exception", "died", "configuration", "divergence", "startup"]
+
+
+class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one worker's failure. Plain data: it needs none of the worker's classes.
+
+    `rank` is -1 where no single rank is to blame. `where` is the innermost line of the user's own
+    code as `file:line in function`, or "" when there is none. `time` is in seconds since the epoch
+    on the worker's node; the earliest failure of an attempt is its root cause. `pickled` holds the
+    exception itself if it could be pickled.
+    """
+
+    rank: int
+    kind: FailureKind
+    type_name: str
+    message: str
+    traceback: str = ""
+    where: str = ""
+    hostname: str = ""
+    node_id: str = ""
+    pid: int = 0
+    time: float = 0.0
+    reports: int = 0
+    log_path: str = ""
+    pickled: bytes | None = None
+
+    def headline(self) -> str:
+        """Give the failure in one line: `rank 1: ValueError: boom (train.py:12 in step)`."""
+        what = f"{self.type_name}: {self.message}" if self.message else self.type_name
+        first_line = what.strip().splitlines()[0]
+        who = f"rank {self.rank}: " if self.rank >= 0 else ""
+        return f"{who}{first_line}" + (f" ({self.where})" if self.where else "")
+
+    def describe(self) -> str:
+        """Give the failure in full: headline, process, reports made, traceback and log file."""
+        lines = [self.headline()]
+        if self.pid:
+            lines.append(f"  pid {self.pid} on {self.hostname}, after {self.reports} reports")
+        if self.log_path:
+            lines.append(f"  its full output: {self.log_path}")
+        rest = self.message.strip().splitlines()[1:]
+        if rest and not self.traceback:
+            lines += [f"  {line}" for line in rest]
+        if self.traceback:
+            lines += ["", *(f"  {line}" for line in self.traceback.rstrip().splitlines())]
+        return "\n".join(lines)
+
+
+def root_cause_first(failures: Sequence[WorkerFailure]) -> list[WorkerFailure]:
+    """Sort failures by time, which puts the root cause first.
+
+    A death is noticed from outside, up to some milliseconds after the peers' connections broke; it
+    counts as a tenth of a second earlier, since a broken connection is what a death leads to and
+    never the reverse.
+    """
+    return sorted(failures, key=lambda f: (f.time - 0.1 * (f.kind == "died"), f.rank))
+
+
+class TrainingFailedError(RuntimeError):
+    """`fit()` did not finish. The message says why, with the root cause first.
+
+    `path` is the run directory, or "" if none was made: every checkpoint that was committed is
+    there and loads.
+    """
+
+    def __init__(self, error_message: str, *, path: str = "") -> None:
+        super().__init__(error_message)
+        self.error_message = error_message
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class WorkerGroupError(TrainingFailedError):
+    """One or more workers failed and the failure budget is spent.
+
+    `failures` lists every `WorkerFailure`, the root cause first; `worker_failures` maps rank to the
+    worker's exception, or to a `WorkerError` where that could not be unpickled.
+    """
+
+    def __init__(
+        self,
+        error_message: str,
+        worker_failures: Mapping[int, Exception] | None = None,
+        *,
+        failures: Sequence[WorkerFailure] = (),
+        path: str = "",
+    ) -> None:
+        super().__init__(error_message, path=path)
+        self.worker_failures = dict(worker_failures or {})
+        self.failures = list(failures)
+
+
+class DivergenceError(WorkerGroupError):
+    """Some rank waits for something that a finished or diverged rank can never give."""
+
+
+class HangError(WorkerGroupError):
+    """No rank made progress for `FailureConfig.hang_timeout`."""
+
+
+class ControllerError(TrainingFailedError):
+    """The run's own machinery failed, not the function; `controller_failure` is the cause."""
+
+    def __init__(
+        self, error_message: str, controller_failure: Exception | None = None, *, path: str = ""
+    ) -> None:
+        super().__init__(error_message, path=path)
+        self.controller_failure = controller_failure
+
+
+class PreemptionError(TrainingFailedError):
+    """Nodes were taken away more often than `FailureConfig` allows."""
+
+    def __init__(
+        self, error_message: str, preemption_info: object | None = None, *, path: str = ""
+    ) -> None:
+        super().__init__(error_message, path=path)
+        self.preemption_info = preemption_info
+
+
+class InsufficientResourcesError(TrainingFailedError):
+    """The cluster can never hold the workers asked for. The message names the largest node."""
+
+
+class ResumeError(ValueError):
+    """The state of the run directory and `RunConfig.resume` do not go together."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, incomplete or was altered. The message names the file."""
+
+
+class WorkerError(RuntimeError):
+    """Stands for a worker's exception that could not be unpickled here. Carries its `failure`."""
+
+    def __init__(self, failure: WorkerFailure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return self.failure.describe()
+
+
+class UserAbort(KeyboardInterrupt):
+    """Ctrl-C stopped the run. The message says where it lies and how to resume it."""

@@ -1,0 +1,194 @@
+"""From an exception or a dead process to a `WorkerFailure`: errors as data."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sysconfig
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import cloudpickle
+from ray.exceptions import RuntimeEnvSetupError
+
+from drawbar.train._decide import AttemptEnd
+from drawbar.train._errors import (
+    ControllerError,
+    DivergenceError,
+    FailureKind,
+    TrainingFailedError,
+    WorkerError,
+    WorkerFailure,
+    WorkerGroupError,
+)
+from drawbar.train._exit_status import verdict, wait_for_report
+from drawbar.train._messages import Gone, WorkerInfo
+from drawbar.train._session import Assignment
+from drawbar.train._storage import RunDirectory
+
+EXIT_REPORT_SECONDS = 0.5
+
+_LIBRARIES = tuple(
+    os.path.realpath(path)
+    for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+)
+_MAX_PICKLED = 1_000_000
+
+
+def describe_exception(error: BaseException, assignment: Assignment, reports: int) -> WorkerFailure:
+    """Describe what a training function, or the set-up before it, raised."""
+    frames = _without_own(error.__traceback__)
+    return WorkerFailure(
+        rank=assignment.ranks.world_rank,
+        kind=_kind_of(error),
+        type_name=type(error).__name__,
+        message=_message_of(error),
+        traceback="".join(traceback.format_exception(type(error), error, frames)),
+        where=_user_line(frames),
+        hostname=os.uname().nodename,
+        pid=os.getpid(),
+        time=time.time(),
+        reports=reports,
+        log_path=str(RunDirectory(Path(assignment.run_path)).log(assignment.ranks.world_rank)),
+        pickled=_pickled(error),
+    )
+
+
+class ConfigurationError(ValueError):
+    """The run cannot work as it is configured; it is not tried again."""
+
+
+def _kind_of(error: BaseException) -> FailureKind:
+    return "configuration" if isinstance(error, ConfigurationError) else "exception"
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<its __str__ raised {type(broken).__name__}>"
+
+
+def _without_own(tb: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames of Drawbar that lead to the user's function."""
+    first = tb
+    while tb is not None and tb.tb_frame.f_globals.get("__name__", "").startswith("drawbar."):
+        tb = tb.tb_next
+    return tb if tb is not None else first
+
+
+def _user_line(tb: TracebackType | None) -> str:
+    """Give the innermost line that is neither a library's nor Python's own."""
+    frames = traceback.extract_tb(tb)
+    own = [frame for frame in frames if not os.path.realpath(frame.filename).startswith(_LIBRARIES)]
+    if not frames:
+        return ""
+    frame = (own or list(frames))[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        data = cloudpickle.dumps(error)
+    except Exception:
+        return None
+    return data if len(data) <= _MAX_PICKLED else None
+
+
+# -- in the controller
+
+
+async def describe_death(
+    rank: int, gone: Gone, worker: WorkerInfo, directory: RunDirectory, reports: int
+) -> WorkerFailure:
+    """Describe a process that died: what killed it, as far as this system tells, and when."""
+    report = await wait_for_report(directory.exit_report(worker.pid), EXIT_REPORT_SECONDS)
+    log = directory.log(rank)
+    cause = verdict(report, gone.detail, _tail(log))
+    return WorkerFailure(
+        rank=rank,
+        kind="died",
+        type_name="worker process died",
+        message=cause,
+        hostname=worker.hostname,
+        node_id=worker.node_id,
+        pid=worker.pid,
+        time=report.time if report is not None else gone.time,
+        reports=reports,
+        log_path=str(log),
+    )
+
+
+def describe_divergence(reason: str) -> WorkerFailure:
+    """Describe ranks that can never meet."""
+    return WorkerFailure(
+        rank=-1, kind="divergence", type_name="ranks diverged", message=reason, time=time.time()
+    )
+
+
+def exceptions_of(failures: Sequence[WorkerFailure]) -> dict[int, Exception]:
+    """Give each rank's exception: the user's own where it unpickles, else a `WorkerError`."""
+    found: dict[int, Exception] = {}
+    for failure in failures:
+        if failure.rank >= 0:
+            found.setdefault(failure.rank, _exception_of(failure))
+    return found
+
+
+def _exception_of(failure: WorkerFailure) -> Exception:
+    if failure.pickled is not None:
+        with contextlib.suppress(Exception):
+            error = cloudpickle.loads(failure.pickled)
+            if isinstance(error, Exception):
+                return error
+    return WorkerError(failure)
+
+
+def startup_end(error: Exception) -> AttemptEnd:
+    """Tell a start that may work next time from one that cannot."""
+    hopeless = (RuntimeEnvSetupError, ValueError, TypeError, ImportError)
+    return "configuration" if isinstance(error, hopeless) else "startup"
+
+
+def training_failed(
+    end: AttemptEnd,
+    failures: Sequence[WorkerFailure],
+    cause: Exception | None,
+    *,
+    reason: str,
+    path: str,
+    newest: str | None,
+) -> TrainingFailedError:
+    """Build the error that `fit()` raises: the root cause first, the rest folded under it."""
+    loads = f"newest committed checkpoint: {newest}" if newest else "no checkpoint was committed"
+    footer = f"\n\nThe run ends: {reason}.\nrun directory: {path}\n{loads}"
+    if not failures:
+        message = f"the run failed in its {_PART[end]}: {type(cause).__name__}: {cause}{footer}"
+        return ControllerError(message, cause, path=path)
+    message = failures[0].describe()
+    if len(failures) > 1:
+        others = "\n".join(f"  {failure.headline()}" for failure in failures[1:])
+        message += f"\n\nafter it also failed:\n{others}"
+    kind = DivergenceError if end == "divergence" else WorkerGroupError
+    return kind(message + footer, exceptions_of(failures), failures=failures, path=path)
+
+
+_PART = {
+    "startup": "start-up",
+    "configuration": "configuration",
+    "storage": "storage",
+    "worker": "workers",
+    "divergence": "ranks",
+}
+
+
+def _tail(path: Path, nbytes: int = 20_000) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - nbytes))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,139 @@
+"""Files of a checkpoint on a local or mounted filesystem: list, copy, move, sync, hash."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from drawbar.train import _faults
+from drawbar.train._messages import FileEntry
+
+# Drawbar's own files in a checkpoint. They are not part of what the user saved.
+MANIFEST = ".drawbar.json"
+CHECKSUMS = ".drawbar-checksums.json"
+METADATA = ".metadata.json"
+
+_COPY_THREADS = 8
+_CHUNK = 64 * 1024 * 1024
+_NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY}
+
+
+def list_files(directory: Path) -> tuple[FileEntry, ...]:
+    """List every file below `directory`, sorted by path, without Drawbar's own.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: `directory` is not there, or is a file.
+    """
+    found = []
+    stack = [""]
+    while stack:
+        folder = stack.pop()
+        with os.scandir(directory / folder) as entries:
+            for entry in entries:
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir():
+                    stack.append(path)
+                elif path not in (MANIFEST, CHECKSUMS):
+                    found.append(FileEntry(path, entry.stat().st_size))
+    return tuple(sorted(found, key=lambda file: file.path))
+
+
+def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
+    """Copy these files, several at a time, inside the kernel where the filesystem allows it.
+
+    `copy_file_range` shares the blocks instead of copying them on filesystems with reflinks.
+    """
+    _faults.reached("persist.start")
+    _for_each(files, lambda file: _copy_file(source / file.path, target / file.path))
+
+
+def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
+    """Move these files: a rename each on one filesystem, else copy and delete."""
+    _faults.reached("persist.start")
+    for number, file in enumerate(files):
+        if number == (len(files) + 1) // 2:
+            _faults.reached("persist.half")
+        destination = target / file.path
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.rename(source / file.path, destination)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            _copy_file(source / file.path, destination)
+            os.unlink(source / file.path)
+
+
+def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -> None:
+    if len(files) <= 1:
+        for file in files:
+            action(file)
+        return
+    with ThreadPoolExecutor(min(_COPY_THREADS, len(files))) as pool:
+        for number, _ in enumerate(pool.map(action, files)):
+            if number == 0:
+                _faults.reached("persist.half")
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        if not _copy_in_kernel(reader.fileno(), writer.fileno()):
+            reader.seek(0)
+            writer.seek(0)
+            shutil.copyfileobj(reader, writer, _CHUNK)
+    shutil.copymode(source, target)
+
+
+def _copy_in_kernel(reader: int, writer: int) -> bool:
+    if not hasattr(os, "copy_file_range"):
+        return False
+    try:
+        while os.copy_file_range(reader, writer, _CHUNK):
+            _faults.reached("persist.half")
+    except OSError as error:
+        if error.errno not in _NOT_IN_KERNEL:
+            raise
+        return False
+    return True
+
+
+def sync_tree(directory: Path) -> None:
+    """Have the kernel write every file and folder below `directory` to the disk."""
+    for root, _, names in os.walk(directory):
+        for name in names:
+            sync(Path(root) / name)
+        sync(Path(root))
+
+
+def sync(path: Path) -> None:
+    """Have the kernel write one file or folder to the disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write a whole file or none of it: a temporary file beside it, then a rename."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    if durable:
+        sync(temporary)
+    os.replace(temporary, path)
+
+
+def checksum(path: Path) -> str:
+    """Give the xxh3 (64 bit) of a file's content as 16 hex digits."""
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while chunk := file.read(4 * 1024 * 1024):
+            digest.update(chunk)
+    return str(digest.hexdigest())

@@ -1,0 +1,184 @@
+"""From a checked configuration to a running controller: the run directory, Ray, the thread."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import queue
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drawbar.train._config import DEFAULT_STORAGE_PATH, RunConfig, ScalingConfig
+from drawbar.train._controller import Controller, Outcome
+from drawbar.train._decide import RunState, resume_plan
+from drawbar.train._errors import UserAbort
+from drawbar.train._journal import (
+    AttemptStarted,
+    Event,
+    Journal,
+    RunEnded,
+    RunStarted,
+    salvage,
+)
+from drawbar.train._preflight import check_storage_path
+from drawbar.train._storage import RunDirectory
+
+Job = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run directory that this process holds, ready for the next attempt."""
+
+    name: str
+    run_id: str
+    directory: RunDirectory
+    journal: Journal
+    first_attempt: int
+    warning: str
+
+
+def run_path(config: RunConfig) -> Path:
+    """Where the run lies. A run without a name gets one."""
+    storage = Path(config.storage_path or DEFAULT_STORAGE_PATH).expanduser().absolute()
+    return storage / (config.name or _new_name())
+
+
+def _new_name() -> str:
+    return f"drawbar_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
+
+
+def open_run(path: Path, config: RunConfig, scaling: ScalingConfig) -> OpenRun:
+    """Take hold of a run directory: look at what is there, decide how to go on, sweep leftovers.
+
+    Raises:
+        ResumeError: What is there and `RunConfig.resume` do not go together.
+        JournalLockedError: The run goes on in another process.
+        OSError: The storage cannot be written.
+    """
+    directory = RunDirectory(path)
+    state, events = _look(directory)
+    intact = directory.intact_checkpoints() if state is not RunState.NONE else []
+    newest = intact[-1].name if intact else None
+    plan = resume_plan(state, config.resume, path=str(path), newest=newest)
+    check_storage_path(path)
+    directory.create()
+    journal = Journal(directory.journal)
+    directory.sweep()
+    starts = [event for event in events if isinstance(event, RunStarted)]
+    run_id = starts[0].run_id if starts else uuid.uuid4().hex
+    attempts = [event.attempt for event in events if isinstance(event, AttemptStarted)]
+    journal.append([_run_started(run_id, path.name, config, scaling)])
+    return OpenRun(
+        path.name, run_id, directory, journal, max(attempts, default=-1) + 1, plan.warning
+    )
+
+
+def _look(directory: RunDirectory) -> tuple[RunState, list[Event]]:
+    if not directory.journal.exists():
+        return RunState.NONE, []
+    events, whole = salvage(directory.journal)
+    if not events:
+        return RunState.NONE if whole else RunState.DAMAGED, events
+    if not whole or directory.damaged():
+        return RunState.DAMAGED, events
+    ended = isinstance(events[-1], RunEnded) and events[-1].outcome == "finished"
+    return (RunState.FINISHED if ended else RunState.UNFINISHED), events
+
+
+def _run_started(run_id: str, name: str, config: RunConfig, scaling: ScalingConfig) -> RunStarted:
+    written: dict[str, Any] = {
+        "scaling_config": repr(scaling),
+        "failure_config": dataclasses.asdict(config.failure_config),
+        "checkpoint_config": dataclasses.asdict(config.checkpoint_config),
+    }
+    return RunStarted(time=time.time(), run_id=run_id, name=name, config=written)
+
+
+def connect_to_ray() -> None:
+    """Stay in this process's Ray, or join the one `RAY_ADDRESS` names, or start a local one."""
+    import logging
+
+    import ray
+
+    if not ray.is_initialized():
+        starts_its_own = "RAY_ADDRESS" not in os.environ
+        options: dict[str, Any] = {"include_dashboard": False} if starts_its_own else {}
+        ray.init(logging_level=logging.WARNING, **options)
+
+
+def host(make_controller: Callable[[Callable[[Job], None]], Controller], path: str) -> Outcome:
+    """Run a controller on an event loop in a thread of its own; this thread does its jobs.
+
+    `make_controller` is called on that loop with a function that runs a job in this thread, which
+    is how `num_workers=0` keeps the training function where `pdb` works. The first Ctrl-C stops the
+    run in order, the second one kills it.
+
+    Raises:
+        UserAbort: The user stopped the run.
+    """
+    jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    hosted = _Hosted(make_controller, jobs)
+    thread = threading.Thread(target=hosted.run, name="drawbar-controller", daemon=True)
+    thread.start()
+    interrupts = 0
+    while True:
+        try:
+            job = jobs.get()
+            if job is None:
+                break
+            job()
+        except KeyboardInterrupt:
+            interrupts += 1
+            hosted.stop(at_once=interrupts > 1)
+    thread.join()
+    if interrupts:
+        raise UserAbort(f'stopped by Ctrl-C; the run lies at {path} and goes on with resume="auto"')
+    return hosted.outcome()
+
+
+class _Hosted:
+    """A controller on an event loop of its own. `jobs` gets None when it has ended."""
+
+    def __init__(
+        self,
+        make_controller: Callable[[Callable[[Job], None]], Controller],
+        jobs: queue.SimpleQueue[Job | None],
+    ) -> None:
+        self._make = make_controller
+        self._jobs = jobs
+        self._controller: Controller | None = None
+        self._ended: Outcome | BaseException | None = None
+
+    def run(self) -> None:
+        """Run the controller to its end, in the calling thread."""
+        try:
+            self._ended = asyncio.run(self._run())
+        except BaseException as error:
+            self._ended = error
+        finally:
+            self._jobs.put(None)
+
+    async def _run(self) -> Outcome:
+        self._controller = self._make(self._jobs.put)
+        running: Coroutine[Any, Any, Outcome] = self._controller.run()
+        return await running
+
+    def stop(self, *, at_once: bool) -> None:
+        """End the run: in order, or at once."""
+        if self._controller is not None:
+            (self._controller.kill if at_once else self._controller.stop)()
+
+    def outcome(self) -> Outcome:
+        """Give how the run ended; raises what the controller raised."""
+        if isinstance(self._ended, BaseException):
+            raise self._ended
+        assert self._ended is not None  # run() has ended
+        return self._ended

@@ -1,0 +1,143 @@
+"""Workers in this very process, without Ray: `num_workers=0`, and the worlds of `testing`.
+
+With `num_workers=0` the function runs in the thread that called `fit()`, so that `pdb`, `input()`
+and a debugger's breakpoints work, while the controller goes on in its own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from drawbar.train._messages import Interrupt, Message, Order, Ranks, WorkerInfo
+from drawbar.train._output import capture_output
+from drawbar.train._session import Assignment, AttemptInterrupted, Session
+from drawbar.train._worker import Payload, perform, raise_in
+from drawbar.train._worker_group import Hear
+
+Spawn = Callable[[Callable[[], None]], None]
+
+
+class LocalWorkerGroup:
+    """Workers as threads of this process.
+
+    Args:
+        payload: What every rank runs.
+        count: Number of ranks.
+        spawn: Runs a job in the thread that is to be rank 0's, or None to start a thread for each
+            rank.
+    """
+
+    def __init__(self, payload: Payload, count: int = 1, spawn: Spawn | None = None) -> None:
+        self._payload = payload
+        self._count = count
+        self._spawn = spawn
+        self._sessions: dict[int, Session] = {}
+        self._done: dict[int, asyncio.Event] = {}
+        self._threads: dict[int, threading.Thread] = {}
+        self._caches: list[dict[Any, Any]] = [{} for _ in range(count)]
+
+    def __len__(self) -> int:
+        return self._count
+
+    async def start(self, on_wait: Callable[[], None]) -> list[WorkerInfo]:
+        """There is nothing to bring up."""
+        host = os.uname().nodename
+        here = WorkerInfo(node_id=host, node_ip="127.0.0.1", hostname=host, pid=os.getpid())
+        return [here] * self._count
+
+    def take_ranks(self, ranks: Sequence[Ranks]) -> None:
+        """Slots are ranks here."""
+
+    def run(self, assignments: Sequence[Assignment], hear: Hear) -> None:
+        """Begin an attempt."""
+        loop = asyncio.get_running_loop()
+        for assignment in assignments:
+            rank = assignment.ranks.world_rank
+            done = self._done[rank] = asyncio.Event()
+            say = partial(_say_from_thread, loop, hear, rank)
+            session = self._sessions[rank] = Session(assignment, say, self._caches[rank])
+            job = partial(self._perform, rank, session, say, partial(_set_from_thread, loop, done))
+            if self._spawn is not None:
+                self._spawn(job)
+            else:
+                threading.Thread(target=job, name=f"rank-{rank}", daemon=True).start()
+
+    def _perform(
+        self, rank: int, session: Session, say: Callable[[Message], None], done: Callable[[], None]
+    ) -> None:
+        self._threads[rank] = threading.current_thread()
+        alone = self._spawn is not None
+        try:
+            with _as_before() if alone else contextlib.nullcontext():
+                log = session.directory.log(rank)
+                with (
+                    capture_output(log, None, errors_only=False, redirect_fds=False)
+                    if alone
+                    else contextlib.nullcontext()
+                ):
+                    perform(session, self._payload, say, whole_process=alone)
+        finally:
+            done()
+
+    def order(self, rank: int, order: Order) -> None:
+        """Give one rank an order."""
+        self._sessions[rank].obey(order)
+        if isinstance(order, Interrupt) and rank in self._threads:
+            raise_in(self._threads[rank], AttemptInterrupted)
+
+    async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:
+        """Interrupt every running function and wait for it: a thread cannot be killed."""
+        running = [rank for rank, done in self._done.items() if not done.is_set()]
+        for rank in running:
+            self.order(rank, Interrupt(reason="the attempt is over"))
+        for rank in running:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._done[rank].wait(), grace)
+
+    async def stop(self) -> None:
+        """There is nothing to take down."""
+
+    def kill(self) -> None:
+        """There is nothing to kill."""
+
+    def execute_single_async(
+        self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a function here; gives its result."""
+        return function(*args, **kwargs)
+
+    def execute_async(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a function once per rank, here; gives the results."""
+        return [function(*args, **kwargs) for _ in range(self._count)]
+
+    execute_single = execute_single_async
+    execute = execute_async
+
+
+def _say_from_thread(
+    loop: asyncio.AbstractEventLoop, hear: Hear, rank: int, message: Message
+) -> None:
+    loop.call_soon_threadsafe(hear, rank, [message])
+
+
+def _set_from_thread(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(done.set)
+
+
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    """Give this process its environment and folder back."""
+    environment, folder = dict(os.environ), os.getcwd()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)

@@ -1,0 +1,186 @@
+"""What a worker and the controller say to each other. Plain data, no behaviour.
+
+A worker says `Message`s, in order, on the one stream that `Worker.run` yields; the controller gives
+`Order`s through the actor's control group. Everything here pickles without any of the user's
+classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from drawbar.train._errors import WorkerFailure
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one worker landed: said by the actor itself, before ranks are given."""
+
+    node_id: str
+    node_ip: str
+    hostname: str
+    pid: int
+    gpu_ids: tuple[str, ...] = ()
+
+
+class Ranks(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's place in its group, by the names that torchrun uses."""
+
+    world_rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One file of a checkpoint: its path in it, with "/" between folders, and its bytes."""
+
+    path: str
+    size: int
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """The files that one rank gives to a checkpoint.
+
+    `directory` is where they are now. `staged` means that they already lie in the run's staging
+    area, so that committing them moves no byte. `name` is the directory name that the user asked
+    for, or None.
+    """
+
+    directory: str
+    files: tuple[FileEntry, ...]
+    staged: bool
+    name: str | None = None
+
+
+class Reported(msgspec.Struct, frozen=True, kw_only=True):
+    """`report()` was called. `waits`: the rank stands still until the checkpoint is committed."""
+
+    index: int
+    metrics: dict[str, Any]
+    time: float
+    where: str
+    offer: Offer | None = None
+    waits: bool = False
+
+
+class Persisted(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank has put its share of checkpoint `index` into the staging area, at `directory`."""
+
+    index: int
+    directory: str
+
+
+CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather"]
+
+
+class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank stands in its `sequence`-th collective. `payload` is pickled by the worker."""
+
+    sequence: int
+    kind: CollectiveKind
+    payload: bytes | None
+    where: str
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank asks for the committed checkpoints; answered by `Answer` with this number."""
+
+    number: int
+
+
+class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line of the user's function is about to run."""
+
+    time: float
+
+
+class Printed(msgspec.Struct, frozen=True, kw_only=True):
+    """A line for the driver's console.
+
+    `transient` marks a state of a line that was redrawn with a carriage return, as tqdm does.
+    """
+
+    text: str
+    stream: Literal["stdout", "stderr"] = "stdout"
+    transient: bool = False
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """The function returned `value`, pickled; `value_error` says why that is None."""
+
+    time: float
+    value: bytes | None = None
+    value_error: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True):
+    """The function, or its set-up, raised."""
+
+    failure: WorkerFailure
+
+
+class Interrupted(msgspec.Struct, frozen=True, kw_only=True):
+    """The function ended because the controller asked it to; the process can run another."""
+
+
+class Gone(msgspec.Struct, frozen=True, kw_only=True):
+    """Said by the worker group for the worker: the process is dead. `detail` is Ray's account."""
+
+    detail: str
+    time: float
+    preempted: bool = False
+
+
+Message = (
+    Reported
+    | Persisted
+    | CollectiveCalled
+    | Asked
+    | FunctionStarted
+    | Printed
+    | Finished
+    | Failed
+    | Interrupted
+    | Gone
+)
+
+
+class Persist(msgspec.Struct, frozen=True, kw_only=True):
+    """Put these files of your offer for checkpoint `index` into the staging area."""
+
+    index: int
+    files: tuple[FileEntry, ...]
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """Checkpoint `index` is committed and lies at `path`."""
+
+    index: int
+    path: str
+
+
+class CollectiveDone(msgspec.Struct, frozen=True, kw_only=True):
+    """The `sequence`-th collective is complete. `payloads` has one entry, or one per rank."""
+
+    sequence: int
+    payloads: tuple[bytes | None, ...]
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The committed checkpoints that are still kept, oldest first, as (path, metrics)."""
+
+    number: int
+    checkpoints: tuple[tuple[str, dict[str, Any]], ...]
+
+
+class Interrupt(msgspec.Struct, frozen=True, kw_only=True):
+    """End the function as soon as possible; the reason is for its log."""
+
+    reason: str
+
+
+Order = Persist | Committed | CollectiveDone | Answer | Interrupt

@@ -1,0 +1,91 @@
+"""Reported metrics: what is taken, and how they are written so that nothing changes on the way.
+
+JSON has no NaN and no infinity; a score that silently becomes null breaks ranking later. So they
+are written as `{"$float": "nan"}`, and come back as the floats they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_PLAIN = (str, bool, int, type(None))
+_TAG = "$float"
+
+
+def normalise(metrics: object) -> dict[str, Any]:
+    """Turn what the user reported into plain Python values.
+
+    Takes any JSON-able value, NumPy scalars and 0-d arrays, and tensors of one element. Keys become
+    strings.
+
+    Raises:
+        TypeError: `metrics` is no mapping, or a value is none of these; the message names its key.
+        ValueError: a tensor or array has more than one element.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"report() takes a dict of metrics, found {metrics!r}")
+    return {str(key): _plain(value, str(key)) for key, value in metrics.items()}
+
+
+def _plain(value: Any, key: str) -> Any:
+    kind = type(value)
+    if kind is float or kind in _PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, f"{key}/{k}") for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v, f"{key}/{i}") for i, v in enumerate(value)]
+    if hasattr(value, "item") and hasattr(value, "shape"):
+        return _plain(_scalar(value, key), key)
+    if isinstance(value, str | bool | int | float):  # enums and other subclasses
+        return next(base(value) for base in (str, bool, int, float) if isinstance(value, base))
+    raise TypeError(
+        f"metric {key!r} is a {type(value).__module__}.{type(value).__qualname__}; report() takes "
+        "numbers, strings, booleans, None, lists and dicts of them, and tensors of one element. "
+        "Put larger objects into a checkpoint"
+    )
+
+
+def _scalar(value: Any, key: str) -> Any:
+    shape = tuple(value.shape)
+    if math.prod(shape) != 1:
+        raise ValueError(
+            f"metric {key!r} is a {type(value).__name__} of shape {shape}; report() takes "
+            "tensors of one element. Reduce it first, for example with .mean(), or write .tolist()"
+        )
+    return value.item()
+
+
+def to_json(value: Any) -> Any:
+    """Replace NaN and infinities by what JSON can hold. Everything else is returned as it is."""
+    if type(value) is float and not math.isfinite(value):
+        return {_TAG: repr(value)}
+    if isinstance(value, dict):
+        return {k: to_json(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [to_json(v) for v in value]
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """Undo `to_json`."""
+    if isinstance(value, dict):
+        if len(value) == 1 and _TAG in value:
+            return float(value[_TAG])
+        return {k: from_json(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [from_json(v) for v in value]
+    return value
+
+
+def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join nested keys with "/": `{"val": {"loss": 1}}` becomes `{"val/loss": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in metrics.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}/"))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,161 @@
+"""What came of a run: built from its directory, so that it can be had again at any time."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from drawbar.train._checkpoint import Checkpoint
+from drawbar.train._config import CheckpointConfig
+from drawbar.train._errors import TrainingFailedError
+from drawbar.train._journal import ReportReceived, RunEnded, RunStarted, history, replay
+from drawbar.train._metrics import flatten
+from drawbar.train._retention import ranked, score
+from drawbar.train._storage import RunDirectory
+from drawbar.train._timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(kw_only=True, repr=False)
+class Result:
+    """The result of a run.
+
+    Attributes:
+        path: The run's directory.
+        metrics: The last metrics of the lowest rank that reported, usually rank 0; None without
+            reports.
+        checkpoint: The newest committed checkpoint, None if there is none.
+        best_checkpoints: The checkpoints that are kept, with their metrics, worst first and best
+            last, as `CheckpointConfig` ranks them.
+        error: Why the run failed, None if it did not. `fit()` raises it; `from_path` gives it here.
+        return_values: What the training function returned on each rank, in rank order. Empty after
+            `from_path`.
+    """
+
+    path: str
+    metrics: dict[str, Any] | None
+    checkpoint: Checkpoint | None
+    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]]
+    error: TrainingFailedError | None = None
+    return_values: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def from_path(cls, path: str | os.PathLike[str]) -> Result:
+        """Read the result of a run from its directory, also of one that failed or still goes on.
+
+        Raises:
+            FileNotFoundError: There is no run at `path`.
+        """
+        directory = RunDirectory(Path(path).expanduser().absolute())
+        if not directory.journal.exists():
+            raise FileNotFoundError(
+                f"{directory.path} holds no Drawbar run: it has no {directory.journal.name}"
+            )
+        events = list(replay(directory.journal))
+        config, error = CheckpointConfig(), None
+        for event in events:
+            if isinstance(event, RunStarted):
+                config, error = _checkpoint_config(event), None
+            elif isinstance(event, RunEnded) and event.outcome == "failed":
+                error = TrainingFailedError(event.error, path=str(directory.path))
+        manifests = directory.intact_checkpoints()
+        pairs = {m.name: (Checkpoint(directory.path / m.name), m.metrics) for m in manifests}
+        return cls(
+            path=str(directory.path),
+            metrics=_last_metrics(history(events)),
+            checkpoint=pairs[manifests[-1].name][0] if manifests else None,
+            best_checkpoints=[pairs[m.name] for m in ranked(manifests, config)],
+            error=error,
+        )
+
+    @property
+    def return_value(self) -> Any:
+        """What the training function returned on rank 0."""
+        return self.return_values[0] if self.return_values else None
+
+    @property
+    def metrics_dataframe(self) -> pandas.DataFrame:
+        """All reports that count: a row per rank and report.
+
+        Columns: `rank`, `index` (number of the report), `attempt`, `time` (seconds since the
+            epoch), and the
+        metrics, nested keys joined with "/"; a metric of the same name as one of the four is found
+        as `metric/<name>`. A restart leaves neither gap nor duplicate.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                'Result.metrics_dataframe needs pandas: pip install "drawbar[data]"'
+            ) from error
+        reports = history(replay(RunDirectory(Path(self.path)).journal))
+        rows = [_row(r) for r in sorted(reports, key=lambda r: (r.index, r.rank))]
+        return pandas.DataFrame(rows, columns=None if rows else list(_COLUMNS))
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where the time went: start-up, checkpoints and outcome of every attempt."""
+        return Timeline.of(replay(RunDirectory(Path(self.path)).journal))
+
+    def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
+        """Give the kept checkpoint with the lowest or highest value of a metric.
+
+        Args:
+            metric: Name of a reported metric; nested keys are joined with "/".
+            mode: "min" or "max".
+
+        Raises:
+            ValueError: `mode` is neither.
+            KeyError: No kept checkpoint has that metric; the message lists those there are.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f'mode must be "min" or "max", found {mode!r}')
+        if not self.best_checkpoints:
+            return None
+        scored = [(score(metrics, metric), c) for c, metrics in self.best_checkpoints]
+        usable = [(value, checkpoint) for value, checkpoint in scored if value is not None]
+        if not usable:
+            names = sorted(
+                {name for _, metrics in self.best_checkpoints for name in flatten(metrics)}
+            )
+            raise KeyError(f"no checkpoint has the metric {metric!r}; they have {names}")
+        choose = max if mode == "max" else min
+        return choose(usable, key=lambda pair: pair[0])[1]
+
+    def __repr__(self) -> str:
+        lines = [
+            f"path={self.path!r}",
+            f"metrics={self.metrics!r}",
+            f"checkpoint={self.checkpoint!r}",
+        ]
+        if self.error is not None:
+            lines.append(f"error={self.error!r}")
+        return "Result(\n  " + ",\n  ".join(lines) + ",\n)"
+
+
+_COLUMNS = ("rank", "index", "attempt", "time")
+
+
+def _row(report: ReportReceived) -> dict[str, Any]:
+    row = {name: getattr(report, name) for name in _COLUMNS}
+    for name, value in flatten(report.metrics).items():
+        row[f"metric/{name}" if name in _COLUMNS else name] = value
+    return row
+
+
+def _last_metrics(reports: list[ReportReceived]) -> dict[str, Any] | None:
+    if not reports:
+        return None
+    lowest = min(report.rank for report in reports)
+    return next(report.metrics for report in reversed(reports) if report.rank == lowest)
+
+
+def _checkpoint_config(event: RunStarted) -> CheckpointConfig:
+    return CheckpointConfig(**event.config.get("checkpoint_config", {}))

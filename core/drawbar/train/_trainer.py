@@ -1,0 +1,310 @@
+"""`DataParallelTrainer`: a training function, what it runs on, and `fit()`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import cloudpickle
+import ray
+
+from drawbar.train import _data, _environment, _placement, _preflight
+from drawbar.train._callback import Callbacks, RunContext
+from drawbar.train._checkpoint import Checkpoint
+from drawbar.train._config import DataConfig, RunConfig, ScalingConfig
+from drawbar.train._console import Console
+from drawbar.train._controller import Controller, Outcome, Run
+from drawbar.train._journal import AttemptStarted
+from drawbar.train._launch import Job, OpenRun, connect_to_ray, host, open_run, run_path
+from drawbar.train._local import LocalWorkerGroup
+from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._result import Result
+from drawbar.train._session import Assignment
+from drawbar.train._storage import RunDirectory
+from drawbar.train._worker import Payload
+from drawbar.train._worker_group import RayWorkerGroup, WorkerGroup
+from drawbar.train.backend import BackendConfig
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+T = TypeVar("T")
+
+TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
+
+
+class DataParallelTrainer:
+    """Runs a training function on a group of Ray actors.
+
+    Args:
+        train_loop_per_worker: The training function, of no argument or one: the
+            `train_loop_config`. It runs once per worker; inside it use `drawbar.train.report`,
+            `get_context` and the other functions.
+        train_loop_config: Passed to the function. Default: an empty dict.
+        backend_config: How the workers of a framework meet, such as `drawbar.torch.TorchConfig()`.
+            Default: none.
+        scaling_config: How many workers, on what.
+        run_config: Where the run lies, restarts, checkpoints, callbacks.
+        datasets: Ray Data datasets by name, or functions that make them. "train" is split evenly
+            and streamed, the others are whole on each worker; `dataset_config` changes that.
+        dataset_config: Which datasets are split.
+        metadata: A JSON-able dict, found by `get_context().get_metadata()` and in every checkpoint.
+        resume_from_checkpoint: A checkpoint, also of another run, that a new run starts from. A run
+            that has checkpoints of its own goes on from those.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; the message says which, what was found and what
+            to do.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: TrainFunction,
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        backend_config: BackendConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        dataset_config: DataConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self.train_loop_per_worker = train_loop_per_worker
+        self.train_loop_config = train_loop_config
+        self.backend_config = _instance("backend_config", backend_config, BackendConfig)
+        self.scaling_config = _instance("scaling_config", scaling_config, ScalingConfig)
+        self.run_config = _instance("run_config", run_config, RunConfig)
+        self.dataset_config = _instance("dataset_config", dataset_config, DataConfig)
+        self.datasets = dict(datasets or {})
+        self.metadata = _json_dict("metadata", metadata)
+        self.resume_from_checkpoint = resume_from_checkpoint
+        if resume_from_checkpoint is not None:
+            _instance("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
+        self._takes_config = _preflight.check_function(train_loop_per_worker)
+        _preflight.check_config(self._takes_config, train_loop_config)
+        _data.check_datasets(datasets, self.dataset_config)
+
+    def fit(self) -> Result:
+        """Run the training function to its end.
+
+        Everything that can be checked is checked before a process starts. A local Ray is started if
+        this process is not connected to one and `RAY_ADDRESS` names none. With `num_workers=0` no
+        Ray is needed.
+
+        Raises:
+            TrainingFailedError: The run failed; its subclass and message say why.
+            UserAbort: Ctrl-C stopped it.
+            ResumeError: The run's directory and `RunConfig.resume` do not go together.
+            TypeError, ValueError, ImportError, OSError: The run cannot start as configured.
+        """
+        self.backend_config.preflight(self.scaling_config)
+        work = self._payload()
+        pickled = _preflight.pickle_function(work.function) and cloudpickle.dumps(work)
+        path = run_path(self.run_config)
+        if self.scaling_config.num_workers:
+            connect_to_ray()
+            _placement.check_cluster(self.scaling_config)
+        opened = open_run(path, self.run_config, self.scaling_config)
+        console = Console(self.run_config.logging_config.level, str(path))
+        try:
+            self._save(opened.directory)
+            outcome = self._run(opened, work, pickled, console)
+        finally:
+            opened.journal.close()
+            console.close()
+        if outcome.error is not None:
+            raise outcome.error
+        return self._result(opened.directory, outcome)
+
+    def _payload(self) -> Payload:
+        return Payload(
+            self.train_loop_per_worker,
+            self._takes_config,
+            self.train_loop_config or {},
+            self.backend_config,
+        )
+
+    def _run(self, opened: OpenRun, work: Payload, pickled: bytes, console: Console) -> Outcome:
+        if opened.warning:
+            console.notice(opened.warning)
+        start_from = self.resume_from_checkpoint
+        run = Run(
+            run_id=opened.run_id,
+            directory=opened.directory,
+            config=self.run_config,
+            backend_config=self.backend_config,
+            metadata=self.metadata,
+            first_attempt=opened.first_attempt,
+            checkpoint=start_from.path if start_from else None,
+        )
+        context = RunContext(
+            name=opened.name,
+            run_id=opened.run_id,
+            path=str(opened.directory.path),
+            scaling_config=self.scaling_config,
+            run_config=self.run_config,
+        )
+        callbacks = Callbacks(self.run_config.callbacks, context)
+
+        def make_controller(in_this_thread: Callable[[Job], None]) -> Controller:
+            group: WorkerGroup
+            if self.scaling_config.num_workers:
+                env = self.run_config.worker_runtime_env
+                group = RayWorkerGroup(self.scaling_config, context.path, pickled, env)
+            else:
+                group = LocalWorkerGroup(work, spawn=in_this_thread)
+            plan = _Plan(self, opened)
+            return Controller(
+                run, plan, group, lambda event: opened.journal.append([event]), console, callbacks
+            )
+
+        try:
+            return host(make_controller, context.path)
+        finally:
+            callbacks.close()
+
+    def _result(self, directory: RunDirectory, outcome: Outcome) -> Result:
+        result = Result.from_path(directory.path)
+        for rank in sorted(outcome.values):
+            finished = outcome.values[rank]
+            value = None if finished.value is None else cloudpickle.loads(finished.value)
+            result.return_values.append(value)
+        return result
+
+    # -- restore
+
+    def _save(self, directory: RunDirectory) -> None:
+        keep = ("train_loop_per_worker", "train_loop_config", "backend_config", "scaling_config")
+        state = {name: getattr(self, name) for name in (*keep, "dataset_config", "metadata")}
+        directory.trainer.write_bytes(cloudpickle.dumps(state))
+
+    @classmethod
+    def can_restore(cls, path: str | os.PathLike[str]) -> bool:
+        """Whether `restore(path)` will find a run there."""
+        directory = RunDirectory(Path(path).expanduser().absolute())
+        return directory.journal.exists() and directory.trainer.exists()
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        run_config: RunConfig | None = None,
+        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        **changed: Any,
+    ) -> Self:
+        """Make the trainer of an earlier run again; its `fit()` goes on from the newest checkpoint.
+
+        Args:
+            path: The run's directory.
+            run_config: Failure, checkpoint and logging settings; name and storage path come from
+                `path`.
+            datasets: Must be given again if the run had any.
+            changed: Any of `train_loop_per_worker`, `train_loop_config`, `backend_config`,
+                `scaling_config`, `dataset_config`, `metadata` that is to differ.
+
+        Raises:
+            FileNotFoundError: There is no run at `path`.
+        """
+        directory = RunDirectory(Path(path).expanduser().absolute())
+        if not cls.can_restore(path):
+            raise FileNotFoundError(f"{directory.path} holds no run that can be restored")
+        state = cloudpickle.loads(directory.trainer.read_bytes()) | changed
+        import dataclasses
+
+        config = dataclasses.replace(
+            run_config or RunConfig(),
+            name=directory.path.name,
+            storage_path=directory.path.parent,
+        )
+        trainer = cls.__new__(cls)
+        DataParallelTrainer.__init__(trainer, run_config=config, datasets=datasets, **state)
+        return trainer
+
+    def __repr__(self) -> str:
+        name = getattr(self.train_loop_per_worker, "__name__", self.train_loop_per_worker)
+        return f"{type(self).__name__}({name}, {self.scaling_config!r}, {self.run_config!r})"
+
+
+class _Plan:
+    """What this trainer has each attempt's workers do."""
+
+    def __init__(self, trainer: DataParallelTrainer, opened: OpenRun) -> None:
+        self._trainer = trainer
+        self._opened = opened
+        self._environment = _environment.forwarded(os.environ, trainer.run_config.forward_env)
+
+    def assignments(
+        self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
+    ) -> list[Assignment]:
+        """Say what each slot is to do."""
+        places = list(zip(workers, ranks, strict=True))
+        by_rank = [worker for worker, _ in sorted(places, key=lambda each: each[1].world_rank)]
+        shards = self._shards([worker.node_id for worker in by_rank])
+        resources = self._trainer.scaling_config.resources_per_worker
+        return [
+            Assignment(
+                run_name=self._opened.name,
+                run_id=self._opened.run_id,
+                run_path=str(self._opened.directory.path),
+                attempt=start.attempt,
+                first_index=start.first_index,
+                checkpoint=start.checkpoint,
+                ranks=each,
+                metadata=self._trainer.metadata,
+                gpu_ids=worker.gpu_ids,
+                environment=self._environment_of(worker, workers),
+                cpus=resources.get("CPU") if resources else None,
+                working_directory=os.getcwd(),
+                import_paths=tuple(sys.path),
+                shards=shards[each.world_rank],
+            )
+            for worker, each in places
+        ]
+
+    def _environment_of(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> dict[str, str]:
+        if not self._trainer.backend_config.backend_cls.share_cuda_visible_devices:
+            return self._environment
+        if not worker.gpu_ids:
+            return self._environment
+        neighbours = [each for each in workers if each.node_id == worker.node_id]
+        devices = _environment.visible_devices(neighbours)
+        return {**self._environment, "CUDA_VISIBLE_DEVICES": devices}
+
+    def _shards(self, node_ids: Sequence[str]) -> list[Any]:
+        datasets, config = self._trainer.datasets, self._trainer.dataset_config
+        if not datasets:
+            return [None] * len(node_ids)
+        shards = _data.shard(datasets, config, node_ids)
+        local = self._trainer.scaling_config.num_workers == 0
+        return list(shards) if local else [ray.put(each) for each in shards]
+
+    def waiting_for(self) -> str:
+        """Say what the workers that have not started are waiting for."""
+        scaling = self._trainer.scaling_config
+        return _placement.missing(_placement.node_shapes(), [scaling.bundle] * scaling.num_workers)
+
+
+def _instance(name: str, value: T | None, kind: type[T]) -> T:
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, found {value!r}")
+    return value
+
+
+def _json_dict(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict, found {value!r}")
+    try:
+        json.dumps(dict(value))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be JSON-able: {error}") from error
+    return dict(value)

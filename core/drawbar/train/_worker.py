@@ -1,0 +1,194 @@
+"""One worker: runs the training function in a thread of its own and streams what it says.
+
+`Worker.run` is a streaming generator: reports, prints, collective calls, the return value and the
+error as data are one ordered stream that the controller awaits. The control group takes the
+controller's few orders meanwhile. The same `perform` runs the function in this process for
+`num_workers=0`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import ray
+
+from drawbar.train import _environment, _sentinel
+from drawbar.train._context import in_session
+from drawbar.train._failure import describe_exception
+from drawbar.train._messages import (
+    Failed,
+    Finished,
+    FunctionStarted,
+    Interrupt,
+    Interrupted,
+    Message,
+    Order,
+    WorkerInfo,
+)
+from drawbar.train._output import capture_output
+from drawbar.train._session import Assignment, AttemptInterrupted, Session
+from drawbar.train._storage import RunDirectory
+from drawbar.train.backend import BackendConfig
+
+_TERMINAL = (Finished, Failed, Interrupted)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What every rank runs. Pickled once in the driver; unpickled only where it runs."""
+
+    function: Callable[..., Any]
+    takes_config: bool
+    config: dict[str, Any]
+    backend_config: BackendConfig
+
+    def call(self) -> Any:
+        """Run the training function inside its backend's context."""
+        return self.function(self.config) if self.takes_config else self.function()
+
+
+class Worker:
+    """The actor. One per rank; it can run one attempt after another."""
+
+    def __init__(self, run_path: str) -> None:
+        self._cache: dict[Any, Any] = {}
+        self._session: Session | None = None
+        self._thread: threading.Thread | None = None
+        report = RunDirectory(Path(run_path)).exit_report(os.getpid())
+        threading.Thread(target=_sentinel.start, args=(report,), daemon=True).start()
+
+    def describe(self) -> WorkerInfo:
+        """Say where this worker landed."""
+        context = ray.get_runtime_context()
+        return WorkerInfo(
+            node_id=context.get_node_id(),
+            node_ip=_node_ip(),
+            hostname=os.uname().nodename,
+            pid=os.getpid(),
+            gpu_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
+        )
+
+    def execute(self, call: bytes) -> Any:
+        """Run a pickled (function, args, kwargs) for a backend."""
+        function, args, kwargs = cloudpickle.loads(call)
+        return function(*args, **kwargs)
+
+    def run(self, assignment: Assignment, payload: bytes) -> Iterator[list[Message]]:
+        """Run the training function; yields everything it says, all that has gathered at a time."""
+        outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        session = Session(assignment, outbox.put, self._cache)
+        self._session = session
+        self._thread = threading.Thread(
+            target=_perform_in_process, args=(session, payload, outbox.put), name="training"
+        )
+        self._thread.start()
+        while True:
+            batch = [outbox.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    batch.append(outbox.get_nowait())
+            yield batch
+            if isinstance(batch[-1], _TERMINAL):
+                self._thread.join()
+                return
+
+    def obey(self, order: Order) -> None:
+        """Take an order for the running attempt (control group)."""
+        if self._session is None or self._thread is None:
+            return
+        self._session.obey(order)
+        if isinstance(order, Interrupt):
+            raise_in(self._thread, AttemptInterrupted)
+
+    def leave(self) -> None:
+        """End this process in an orderly way: exit handlers run."""
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]  # Ray has no types here
+
+
+def _node_ip() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types here
+
+
+def raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
+    """Raise an exception in another thread, at its next Python instruction."""
+    if thread.ident is not None and thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(exception)
+        )
+
+
+def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message], None]) -> None:
+    """Run an attempt in a worker process: its streams, environment and folder are the run's."""
+    assignment = session.assignment
+    rank = assignment.ranks.world_rank
+    log = session.directory.log(rank)
+    with capture_output(log, say, errors_only=rank != 0, redirect_fds=True):
+        with contextlib.suppress(OSError):
+            os.chdir(assignment.working_directory)
+        sys.path += [path for path in assignment.import_paths if path not in sys.path]
+        perform(session, payload, say, whole_process=True)
+
+
+def perform(
+    session: Session,
+    payload: bytes | Payload,
+    say: Callable[[Message], None],
+    *,
+    whole_process: bool,
+) -> None:
+    """Run the training function and say how it ended, whatever happens."""
+    try:
+        with in_session(session, whole_process=whole_process):
+            if whole_process:
+                os.environ.update(environment_of(session.assignment))
+            work = payload if isinstance(payload, Payload) else cloudpickle.loads(payload)
+            with work.backend_config.train_func_context():
+                say(FunctionStarted(time=time.time()))
+                value = work.call()
+                session.flush()
+        say(_finished(value))
+    except AttemptInterrupted:
+        say(Interrupted())
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and _in_main_thread():
+            say(Interrupted())
+            raise  # Ctrl-C in the user's own process, with num_workers=0
+        say(Failed(failure=describe_exception(error, session.assignment, session.reports_made)))
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def environment_of(assignment: Assignment) -> dict[str, str]:
+    """Give the variables that this worker's process gets before user code."""
+    ranks = assignment.ranks
+    threads = _environment.thread_count(
+        cpus_per_worker=assignment.cpus,
+        local_world_size=ranks.local_world_size,
+        cores=_environment.available_cores(),
+    )
+    return {
+        **assignment.environment,
+        **_environment.thread_variables(threads, os.environ, assignment.environment),
+        **_environment.torchrun_variables(ranks),
+    }
+
+
+def _finished(value: Any) -> Finished:
+    try:
+        return Finished(time=time.time(), value=cloudpickle.dumps(value))
+    except Exception as error:
+        reason = f"the return value, a {type(value).__qualname__}, does not pickle: {error}"
+        return Finished(time=time.time(), value_error=reason)

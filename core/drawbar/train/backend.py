@@ -1,0 +1,100 @@
+"""How the workers of one framework meet: the contract for integrations.
+
+An integration is a `BackendConfig` (what the user sets) and its `Backend` (what is done with it).
+Most need no more than `train_func_context`, which runs on each worker around the training function
+and may use `drawbar.train.collective` to agree on an address; it costs no round trip of its own.
+The three hooks of `Backend` run in the controller, for frameworks that need something there, such
+as a tracker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+from drawbar.train._config import ScalingConfig
+from drawbar.train._preflight import require_package
+
+__all__ = ["Backend", "BackendConfig", "WorkerGroupView", "require_package"]
+
+R = TypeVar("R")
+
+
+class WorkerGroupView(Protocol):
+    """The started workers, as a `Backend` sees them. Results come in rank order."""
+
+    def __len__(self) -> int:
+        """Give the number of workers."""
+        ...
+
+    def execute(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> list[R]:
+        """Run a function on every worker and wait for all results."""
+        ...
+
+    def execute_async(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a function on every worker; gives object references."""
+        ...
+
+    def execute_single(self, rank: int, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Run a function on one worker and wait for its result."""
+        ...
+
+    def execute_single_async(
+        self, rank: int, function: Callable[..., R], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a function on one worker; gives an object reference."""
+        ...
+
+
+class Backend:
+    """What the controller does for a framework. All hooks do nothing unless overridden.
+
+    A hook that raises fails the start of the workers; `on_shutdown` runs also after a failure, and
+    what it raises is logged.
+    """
+
+    share_cuda_visible_devices: bool = False
+    """Whether each worker sees all GPUs that this run has on its node, rather than its own only."""
+
+    reentrant: bool = False
+    """Whether a process whose attempt has ended can be set up again, with another world size."""
+
+    def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        """Run when all workers are up and have their ranks, before anything of the user's runs."""
+
+    def on_training_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        """Run right after `on_start`, when its work is done on every worker."""
+
+    def on_shutdown(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        """Run when the attempt is over, while the workers that did not fail still live."""
+
+
+class BackendConfig:
+    """What the user sets for a framework. Subclass it as a frozen dataclass."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The class with the controller's part."""
+        return PlainBackend
+
+    def preflight(self, scaling_config: ScalingConfig) -> None:
+        """Check packages and arguments in the driver, before a process starts.
+
+        Raises:
+            ImportError, ValueError, TypeError: The run cannot work as configured.
+        """
+
+    def train_func_context(self) -> AbstractContextManager[None]:
+        """Wrap the training function on each worker: set the framework up, take it down.
+
+        `get_context()`, the environment and `drawbar.train.collective` work inside. It is left also
+        when the function raised or was interrupted, and must not wait for other ranks then.
+        """
+        return nullcontext()
+
+
+class PlainBackend(Backend):
+    """No framework: the function alone."""
+
+    reentrant = True

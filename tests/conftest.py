@@ -1,0 +1,26 @@
+"""Shared by all tests: one Ray per test process, and a place for runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from drawbar.train import RunConfig
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray with 8 logical CPUs and 4 logical GPUs, whatever the machine has."""
+    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def run_config(tmp_path: Path) -> RunConfig:
+    """Put the run below the test's own folder, under the name `run`."""
+    return RunConfig(name="run", storage_path=tmp_path)

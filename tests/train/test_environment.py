@@ -1,0 +1,198 @@
+"""What a worker's environment holds before the user's code runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drawbar.train._environment import (
+    THREAD_VARIABLES,
+    available_cores,
+    forwarded,
+    thread_count,
+    thread_variables,
+    torchrun_variables,
+    visible_devices,
+)
+from drawbar.train._messages import Ranks, WorkerInfo
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "MLFLOW_TRACKING_URI",
+        "AWS_REGION",
+        "NCCL_DEBUG",
+        "TORCH_LOGS",
+        "CUDA_LAUNCH_BLOCKING",
+        "TF_CPP_MIN_LOG_LEVEL",
+        "OMP_NUM_THREADS",
+        "TOKENIZERS_PARALLELISM",
+    ],
+)
+def test_forwarded_by_default(name: str) -> None:
+    assert forwarded({name: "1"}) == {name: "1"}
+
+
+@pytest.mark.parametrize("name", ["PATH", "HOME", "MY_TOKEN", "LD_PRELOAD", "AWS", "XHF_TOKEN"])
+def test_not_forwarded_unless_asked_for(name: str) -> None:
+    assert forwarded({name: "1"}) == {}
+    assert forwarded({name: "1"}, [name]) == {name: "1"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "RAY_ADDRESS",
+        "RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "TF_CONFIG",
+        "PYTHONPATH",
+        "NEURON_RT_VISIBLE_CORES",
+    ],
+)
+def test_never_forwarded(name: str) -> None:
+    assert forwarded({name: "1"}, ["*"]) == {}
+    with pytest.raises(ValueError, match=f"forward_env names '{name}', which is never forwarded"):
+        forwarded({}, [name])
+
+
+def test_user_patterns() -> None:
+    environ = {"MY_A": "1", "MY_B": "2", "my_c": "3", "OTHER": "4"}
+    assert forwarded(environ, ["MY_*", "NOT_SET"]) == {"MY_A": "1", "MY_B": "2"}
+
+
+def test_a_thread_count_set_by_ray_is_not_the_users() -> None:
+    job = {"RAY_RAYLET_PID": "7", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "3"}
+    assert forwarded(job) == {"MKL_NUM_THREADS": "3"}
+    assert forwarded(job, ["OMP_NUM_THREADS"])["OMP_NUM_THREADS"] == "1"
+
+
+def test_torchrun_variables_are_those_of_torchrun(tmp_path: Path) -> None:
+    """Run torchrun itself; compare all that it set, less what the rendezvous and its agent add."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, json; print(json.dumps(dict(os.environ)))")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    shown = subprocess.run(
+        [sys.executable, *launch], env=env, check=True, capture_output=True, text=True
+    )
+    theirs = json.loads(shown.stdout.splitlines()[-1])
+    ours = torchrun_variables(
+        Ranks(
+            world_rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1
+        )
+    )
+    assert ours.items() <= (theirs | {"NODE_RANK": "0"}).items()
+    names = {name for name in theirs if name.endswith(("RANK", "WORLD_SIZE")) or "ROLE" in name}
+    assert names <= ours.keys()
+
+
+def test_torchrun_variables() -> None:
+    ranks = Ranks(
+        world_rank=3, world_size=5, local_rank=1, local_world_size=2, node_rank=1, num_nodes=3
+    )
+    assert torchrun_variables(ranks) == {
+        "RANK": "3",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "NODE_RANK": "1",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "3",
+        "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "5",
+        "ROLE_NAME": "default",
+    }
+
+
+@pytest.mark.parametrize(
+    ("cpus_per_worker", "local_world_size", "cores", "expected"),
+    [
+        (None, 1, 8, 8),  # one worker on an idle machine uses all of it
+        (None, 3, 8, 2),
+        (None, 4, 2, 1),
+        (4, 1, 16, 4),
+        (4, 1, 2, 2),
+        (2.9, 1, 16, 2),
+        (0.5, 1, 16, 1),
+        (0, 1, 16, 1),
+    ],
+)
+def test_thread_count(
+    cpus_per_worker: float | None, local_world_size: int, cores: int, expected: int
+) -> None:
+    count = thread_count(
+        cpus_per_worker=cpus_per_worker, local_world_size=local_world_size, cores=cores
+    )
+    assert count == expected
+
+
+def test_rays_thread_count_is_replaced() -> None:
+    assert thread_variables(4, {"OMP_NUM_THREADS": "1"}, {}) == dict.fromkeys(THREAD_VARIABLES, "4")
+
+
+def test_the_users_thread_counts_win() -> None:
+    variables = thread_variables(
+        4, {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "6"}, {"MKL_NUM_THREADS": "3"}
+    )
+    assert variables.keys() == {
+        "OMP_NUM_THREADS",
+        "NUMEXPR_NUM_THREADS",
+        "VECLIB_MAXIMUM_THREADS",
+    }
+
+
+def test_the_users_omp_threads_hold_for_all_libraries() -> None:
+    variables = thread_variables(4, {}, {"OMP_NUM_THREADS": "2,1"})
+    assert variables == dict.fromkeys(THREAD_VARIABLES[1:], "2")
+
+
+@pytest.mark.parametrize(
+    ("gpu_ids", "expected"),
+    [
+        ([], ""),
+        ([()], ""),
+        ([("10", "2"), ("0",)], "0,2,10"),
+        ([("0",), ("0",)], "0"),
+        ([("GPU-b",), ("GPU-a",)], "GPU-a,GPU-b"),
+    ],
+)
+def test_visible_devices(gpu_ids: list[tuple[str, ...]], expected: str) -> None:
+    workers = [
+        WorkerInfo(node_id="a", node_ip="10.0.0.1", hostname="host", pid=1, gpu_ids=ids)
+        for ids in gpu_ids
+    ]
+    assert visible_devices(workers) == expected
+
+
+def test_available_cores_follow_the_affinity() -> None:
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
+        "from drawbar.train._environment import available_cores; print(available_cores())"
+    )
+    env = {"PYTHONPATH": ":".join(sys.path)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "1\n"
+
+
+@pytest.mark.parametrize("quota", ["150000 100000", "50000 100000"])
+@pytest.mark.parametrize("group", ["", "outer", "outer/inner"])
+def test_available_cores_follow_the_cgroup_quota(tmp_path: Path, group: str, quota: str) -> None:
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "outer" / "cpu.max").write_text("max 100000\n")
+    (tmp_path / group / "cpu.max").write_text(f"{quota}\n")
+    (tmp_path / "membership").write_text("1:cpu:/elsewhere\n0::/outer/inner\n")
+    cores = available_cores(cgroup_root=tmp_path, membership=tmp_path / "membership")
+    assert cores == 1
+
+
+def test_available_cores_without_cgroups(tmp_path: Path) -> None:
+    assert available_cores(cgroup_root=tmp_path, membership=tmp_path / "none") >= 1

@@ -1,0 +1,169 @@
+"""What a cluster can never hold is refused with its values; what it can hold never is."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from drawbar.train._errors import InsufficientResourcesError
+from drawbar.train._placement import (
+    NodeShape,
+    autoscaling,
+    check_fits,
+    matches,
+    missing,
+    names_node_types,
+    node_shapes,
+)
+
+
+def node(name: str, labels: dict[str, str] | None = None, /, **total: float) -> NodeShape:
+    return NodeShape(node_id=name, hostname=name, total=total, available=total, labels=labels or {})
+
+
+SMALL, LARGE = node("small", {"zone": "a"}, CPU=2), node("large", {"zone": "b"}, CPU=8, GPU=2)
+
+
+@pytest.mark.parametrize(
+    ("workers", "bundle", "strategy"),
+    [
+        (10, {"CPU": 1}, "PACK"),
+        (8, {"CPU": 1}, "STRICT_PACK"),
+        (2, {"CPU": 2}, "STRICT_SPREAD"),
+        (4, {"GPU": 0.5}, "SPREAD"),
+        (20, {"GPU": 0.1}, "SPREAD"),
+        (1, {"CPU": 8, "GPU": 2}, "PACK"),
+        (99, {}, "PACK"),
+        (0, {"TPU": 1}, "PACK"),
+    ],
+)
+def test_what_fits_is_not_refused(workers: int, bundle: dict[str, float], strategy: str) -> None:
+    check_fits([SMALL, LARGE], [bundle] * workers, strategy, autoscaling=False)
+
+
+@pytest.mark.parametrize(
+    ("workers", "bundle", "strategy", "message"),
+    [
+        (1, {"CPU": 50}, "PACK", r"needs CPU=50; the largest of 2 .* \(host large\) has CPU=8"),
+        (1, {"CPU": 9, "GPU": 1}, "PACK", r"CPU=9, GPU=1; .*\(host large\) has CPU=8, GPU=2"),
+        (11, {"CPU": 1}, "PACK", r"11 workers of CPU=1 never fit .* at most 10 do on the whole"),
+        (11, {"CPU": 1}, "PACK", r"workers per host: small: 2, large: 8"),
+        (4, {"CPU": 3}, "SPREAD", "at most 2 do"),
+        (5, {"GPU": 0.4}, "PACK", "at most 4 do"),
+        (
+            9,
+            {"CPU": 1},
+            "STRICT_PACK",
+            "placement_strategy='STRICT_PACK': at most 8 do on one node",
+        ),
+        (3, {"CPU": 1}, "STRICT_SPREAD", "at most 2 do with a node for each"),
+        (2, {"CPU": 3}, "STRICT_SPREAD", "at most 1 do with a node for each"),
+        (1, {"TPU": 1}, "PACK", "no node of this cluster has the resource 'TPU'.*: CPU, GPU$"),
+    ],
+)
+def test_what_never_fits(
+    workers: int, bundle: dict[str, float], strategy: str, message: str
+) -> None:
+    with pytest.raises(InsufficientResourcesError, match=message):
+        check_fits([SMALL, LARGE], [bundle] * workers, strategy, autoscaling=False)
+    check_fits([SMALL, LARGE], [bundle] * workers, strategy, autoscaling=True)
+
+
+def test_fractions_are_exact() -> None:
+    check_fits([node("n", CPU=0.3)], [{"CPU": 0.1}] * 3, "PACK", autoscaling=False)
+
+
+def test_memory_is_shown_in_gib() -> None:
+    nodes = [node("n", memory=2.0 * 2**30)]
+    with pytest.raises(InsufficientResourcesError, match=r"memory=4.0 GiB; .* memory=2.0 GiB"):
+        check_fits(nodes, [{"memory": 4.0 * 2**30}], "PACK", autoscaling=False)
+
+
+def test_a_cluster_without_nodes() -> None:
+    with pytest.raises(InsufficientResourcesError, match="no live node"):
+        check_fits([], [{"CPU": 1}], "PACK", autoscaling=False)
+
+
+@pytest.mark.parametrize(
+    ("selectors", "strategy", "message"),
+    [
+        ([{"zone": "c"}], "PACK", r"matches none .* 2 nodes; the values that exist are zone: a, b"),
+        ([{"tier": "x"}], "PACK", "the values that exist are tier: none"),
+        ([{"zone": "a"}] * 3, "PACK", r"3 workers .* label_selector={'zone': 'a'} .* at most 2 do"),
+        ([{"zone": "a"}, {"zone": "b"}], "STRICT_PACK", "at most 0 do on one node"),
+        ([{"zone": "a"}, *[{"zone": "b"}] * 9], "PACK", r"9 workers .*'zone': 'b'.* at most 8"),
+    ],
+)
+def test_label_selectors_that_never_match(
+    selectors: list[dict[str, str]], strategy: str, message: str
+) -> None:
+    bundles = [{"CPU": 1.0}] * len(selectors)
+    with pytest.raises(InsufficientResourcesError, match=message):
+        check_fits([SMALL, LARGE], bundles, strategy, selectors, autoscaling=False)
+
+
+def test_label_selectors_per_worker_that_match() -> None:
+    selectors = [{"zone": "a"}] * 2 + [{"zone": "!a"}] * 8
+    check_fits([SMALL, LARGE], [{"CPU": 1}] * 10, "PACK", selectors, autoscaling=False)
+
+
+@pytest.mark.parametrize(
+    ("condition", "matching"),
+    [
+        ("a", {"a"}),
+        ("!a", {"b", None}),
+        ("in(a, b)", {"a", "b"}),
+        ("in(b)", {"b"}),
+        ("!in(a,b)", {None}),
+    ],
+)
+def test_label_selector_syntax(condition: str, matching: set[str | None]) -> None:
+    nodes: dict[str | None, dict[str, str]] = {"a": {"zone": "a"}, "b": {"zone": "b"}, None: {}}
+    assert {k for k, labels in nodes.items() if matches(labels, {"zone": condition})} == matching
+
+
+def test_missing_with_nothing_asked_for() -> None:
+    line = missing([SMALL], [{"CPU": 0}])
+    assert line.endswith("free are CPU=2 on 1 node, room for 1 worker")
+
+
+def test_missing_says_what_is_free() -> None:
+    nodes = [
+        NodeShape(node_id=name, hostname=name, total={"CPU": 4}, available={"CPU": free})
+        for name, free in [("a", 1), ("b", 2)]
+    ]
+    assert missing(nodes, [{"CPU": 2}] * 2) == (
+        "waiting for CPU=4 (2 workers of CPU=2); free are CPU=3 on 2 nodes, room for 1 worker"
+    )
+
+
+@pytest.mark.parametrize(
+    ("node_types", "expected"),
+    [
+        ({}, False),
+        ({"node_" + "0f" * 28: 1}, False),  # what Ray 2.60 shows for nodes that it did not launch
+        ({"ray.head.default": 1}, True),
+        ({"node_" + "0f" * 28: 1, "gpu-workers": 2}, True),
+    ],
+)
+def test_autoscaler_status(node_types: dict[str, int], expected: bool) -> None:
+    status = {"load_metrics_report": {}, "autoscaler_report": {"active_nodes": node_types}}
+    assert names_node_types(json.dumps(status).encode()) is expected
+
+
+@pytest.fixture(scope="module")
+def small_cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, labels={"zone": "a"})
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("small_cluster")
+def test_the_cluster_as_ray_shows_it() -> None:
+    (only,) = node_shapes()
+    assert only.total["CPU"] == only.available["CPU"] == 2
+    assert only.labels["zone"] == "a"
+    assert not autoscaling()
+    with pytest.raises(InsufficientResourcesError, match=f"host {only.hostname}.* has CPU=2"):
+        check_fits([only], [{"CPU": 50}], "PACK", autoscaling=False)

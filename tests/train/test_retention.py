@@ -1,0 +1,87 @@
+"""Which checkpoints stay, by table."""
+
+from typing import Any
+
+import pytest
+
+from drawbar.train._config import CheckpointConfig
+from drawbar.train._checkpoint import Manifest
+from drawbar.train._retention import ranked, score, to_delete
+
+
+def _checkpoint(name: str, index: int, metrics: dict[str, Any]) -> Manifest:
+    return Manifest(
+        name=name, index=index, attempt=0, world_size=1, time=0.0, files=(), metrics=metrics
+    )
+
+
+def by_index(**metrics: list[Any]) -> list[Manifest]:
+    """One checkpoint per value, index 0 first; None: the metric was not reported."""
+    ((name, values),) = metrics.items()
+    return [
+        _checkpoint(name=f"c{i}", index=i, metrics={} if v is None else {name: v})
+        for i, v in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "attribute", "expected"),
+    [
+        ({"loss": 2}, "loss", 2.0),
+        ({"eval": {"loss": 0.5}}, "eval/loss", 0.5),
+        ({"eval/loss": 1.0, "eval": {"loss": 0.5}}, "eval/loss", 1.0),
+        ({"a/b": {"c": 3}}, "a/b/c", 3.0),
+        ({"loss": float("-inf")}, "loss", float("-inf")),
+        ({"loss": float("nan")}, "loss", None),
+        ({"loss": "low"}, "loss", None),
+        ({"loss": None}, "loss", None),
+        ({"eval": {"loss": 0.5}}, "eval", None),
+        ({}, "loss", None),
+    ],
+)
+def test_score(metrics: dict[str, Any], attribute: str, expected: float | None) -> None:
+    assert score(metrics, attribute) == expected
+
+
+@pytest.mark.parametrize(
+    ("losses", "order", "worst_to_best"),
+    [
+        ([3, 1, 2], "max", [1, 2, 0]),
+        ([3, 1, 2], "min", [0, 2, 1]),
+        ([1, None, 2], "max", [1, 0, 2]),
+        ([1, None, 2], "min", [1, 2, 0]),
+        ([1, float("nan")], "min", [1, 0]),
+        ([1, 1, 1], "max", [0, 1, 2]),
+        ([1, 1, 1], "min", [0, 1, 2]),
+        ([None, None], "min", [0, 1]),
+    ],
+)
+def test_ranked(losses: list[float | None], order: Any, worst_to_best: list[int]) -> None:
+    config = CheckpointConfig(checkpoint_score_attribute="loss", checkpoint_score_order=order)
+    given = list(reversed(by_index(loss=losses)))
+    assert [checkpoint.index for checkpoint in ranked(given, config)] == worst_to_best
+
+
+def test_without_a_score_newer_is_better() -> None:
+    checkpoints = ranked(by_index(loss=[9, 1, 5])[::-1], CheckpointConfig())
+    assert [checkpoint.index for checkpoint in checkpoints] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("losses", "num_to_keep", "deleted"),
+    [
+        ([], 1, []),
+        ([3, 1, 2], None, []),
+        ([3, 1, 2], 3, []),
+        ([3, 1, 2], 2, [0]),
+        ([3, 1, 2], 1, [0]),  # 1 is the best, 2 the newest
+        ([1, 2, 3], 1, [1]),
+        ([3, 2, 1], 1, [0, 1]),  # the newest is the best
+        ([1, None, None], 1, [1]),
+    ],
+)
+def test_to_delete(losses: list[float | None], num_to_keep: int | None, deleted: list[int]) -> None:
+    config = CheckpointConfig(
+        num_to_keep=num_to_keep, checkpoint_score_attribute="loss", checkpoint_score_order="min"
+    )
+    assert [c.index for c in to_delete(by_index(loss=losses), config)] == deleted
