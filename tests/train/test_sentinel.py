@@ -168,6 +168,17 @@ def test_a_crash_without_a_status_is_known_from_faulthandler() -> None:
     assert verdict(report(None), "", fault_log) == f"killed by SIGABRT: {fault_log}"
 
 
+def test_a_log_without_a_crash_is_not_quoted() -> None:
+    said = verdict(report(11), "", "epoch 1\nepoch 2\n")
+    assert said == "killed by SIGSEGV"
+
+
+def test_the_account_of_a_crash_is_short() -> None:
+    stacks = "".join(f"  File train.py, line {line} in step\n" for line in range(100))
+    fault_log = f"epoch 1\nFatal Python error: Bus error\n\n{stacks}\nExtension modules: numpy"
+    assert len(verdict(report(7), "", fault_log).splitlines()) == 40
+
+
 def test_without_a_status_the_oom_count_still_speaks() -> None:
     said = verdict(report(None, oom_kill=True), "", "")
     assert said.startswith("vanished, probably killed, by the kernel's OOM killer")

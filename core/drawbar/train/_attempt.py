@@ -16,7 +16,7 @@ from drawbar.train._commit import Committer
 from drawbar.train._console import Console
 from drawbar.train._decide import AttemptEnd
 from drawbar.train._errors import WorkerFailure
-from drawbar.train._failure import describe_divergence
+from drawbar.train._failure import describe_divergence, describe_interruption
 from drawbar.train._journal import Event, ReportReceived, UserFunctionStarted
 from drawbar.train._messages import (
     Answer,
@@ -116,7 +116,7 @@ class Attempt:
             case Gone():
                 raise AttemptFailed("worker", gone={rank: message})
             case Interrupted():
-                pass  # the controller asked for it
+                raise AttemptFailed("worker", [describe_interruption(rank)])
 
     @property
     def finished(self) -> bool:

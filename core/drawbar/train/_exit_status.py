@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 _FATAL_ERROR = "Fatal Python error: "
+_MAX_CRASH_LINES = 40
 
 # What faulthandler calls the signals that it catches (Modules/faulthandler.c), by name.
 _FAULTS = {
@@ -76,19 +77,25 @@ def verdict(report: ExitReport | None, ray_detail: str, fault_log: str) -> str:
         report: The sentinel's report, if there is one.
         ray_detail: Ray's error for the dead actor, as text.
         fault_log: What faulthandler wrote, or "". If it tells of a crash, the sentence ends with
-            its text, the stacks on the lines that follow.
+            its text, the first stacks on the lines that follow.
     """
     out_of_memory = _RAY_OOM.search(ray_detail)
     if out_of_memory:
         return f"killed by Ray's memory monitor: {out_of_memory[1].strip()}"
-    fault = fault_log.rpartition(_FATAL_ERROR)
-    crash = (fault[1] + fault[2]).strip()
+    crash = _crash(fault_log)
     if report is None or report.status is None:
         return _without_status(report, crash)
     if os.WIFSIGNALED(report.status):
         return _killed_by(_signal_name(os.WTERMSIG(report.status)), report, crash)
     code = os.waitstatus_to_exitcode(report.status)
     return f"exited with code {code} by os._exit or sys.exit"
+
+
+def _crash(fault_log: str) -> str:
+    """Cut faulthandler's account of a crash out of its log, without the list of loaded modules."""
+    _, found, account = fault_log.rpartition(_FATAL_ERROR)
+    stacks = (found + account).partition("\nExtension modules:")[0] if found else ""
+    return "\n".join(stacks.strip().splitlines()[:_MAX_CRASH_LINES])
 
 
 def _killed_by(name: str, report: ExitReport | None, crash: str) -> str:
@@ -109,12 +116,12 @@ def _without_status(report: ExitReport | None, crash: str) -> str:
 def _who_killed(report: ExitReport | None) -> str:
     if report is None:
         return ""
-    memory = f"last RSS {_size(report.rss)}" if report.rss else "its RSS is not known"
+    memory = f", last RSS {_size(report.rss)}" if report.rss else ""
     if report.oom_kill:
-        return f", by the kernel's OOM killer: the cgroup's oom_kill count rose, {memory}"
+        return f", by the kernel's OOM killer: the cgroup's oom_kill count rose{memory}"
     if report.oom_kill is None:
-        return f", from outside, {memory}"
-    return f", from outside, not by the kernel's OOM killer (its count did not rise), {memory}"
+        return f", from outside{memory}"
+    return f", from outside, not by the kernel's OOM killer (its count did not rise){memory}"
 
 
 def _size(number: int) -> str:

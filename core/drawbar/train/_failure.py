@@ -105,7 +105,9 @@ async def describe_death(
     rank: int, gone: Gone, worker: WorkerInfo, directory: RunDirectory, reports: int
 ) -> WorkerFailure:
     """Describe a process that died: what killed it, as far as this system tells, and when."""
-    report = await wait_for_report(directory.exit_report(worker.pid), EXIT_REPORT_SECONDS)
+    report = await wait_for_report(
+        directory.exit_report(worker.hostname, worker.pid), EXIT_REPORT_SECONDS
+    )
     log = directory.log(rank)
     cause = verdict(report, gone.detail, _tail(log))
     return WorkerFailure(
@@ -126,6 +128,17 @@ def describe_divergence(reason: str) -> WorkerFailure:
     """Describe ranks that can never meet."""
     return WorkerFailure(
         rank=-1, kind="divergence", type_name="ranks diverged", message=reason, time=time.time()
+    )
+
+
+def describe_interruption(rank: int) -> WorkerFailure:
+    """Describe a rank that ended as if the controller had interrupted it, which it had not."""
+    return WorkerFailure(
+        rank=rank,
+        kind="exception",
+        type_name="AttemptInterrupted",
+        message="the training function ended by an interrupt that was not the controller's",
+        time=time.time(),
     )
 
 

@@ -121,7 +121,7 @@ class Journal:
     """The open journal of a run. One process at a time holds it; the lock goes with the process."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = open(path, "ab")  # noqa: SIM115  # closed by close()
+        self._file: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by close()
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -139,15 +139,11 @@ class Journal:
         if whole != len(data):
             os.truncate(path, whole)
 
-    def append(self, events: Iterable[Event]) -> None:
-        """Write events. They survive this process's death when this returns."""
-        self._file.write(b"".join(self._line(event) for event in events))
-        self._file.flush()
-
-    def _line(self, event: Event) -> bytes:
+    def append(self, event: Event) -> None:
+        """Write an event. It survives this process's death when this returns."""
         if isinstance(event, ReportReceived | CheckpointCommitted):
             event = msgspec.structs.replace(event, metrics=to_json(event.metrics))
-        return self._encoder.encode(event) + b"\n"
+        self._file.write(self._encoder.encode(event) + b"\n")
 
     def close(self) -> None:
         """Close the file, which releases the lock."""

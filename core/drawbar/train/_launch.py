@@ -75,7 +75,7 @@ def open_run(path: Path, config: RunConfig, scaling: ScalingConfig) -> OpenRun:
     starts = [event for event in events if isinstance(event, RunStarted)]
     run_id = starts[0].run_id if starts else uuid.uuid4().hex
     attempts = [event.attempt for event in events if isinstance(event, AttemptStarted)]
-    journal.append([_run_started(run_id, path.name, config, scaling)])
+    journal.append(_run_started(run_id, path.name, config, scaling))
     return OpenRun(
         path.name, run_id, directory, journal, max(attempts, default=-1) + 1, plan.warning
     )

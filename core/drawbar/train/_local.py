@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from drawbar.train._messages import Interrupt, Message, Order, Ranks, WorkerInfo
+from drawbar.train._messages import Interrupt, Interrupted, Message, Order, Ranks, WorkerInfo
 from drawbar.train._output import capture_output
 from drawbar.train._session import Assignment, AttemptInterrupted, Session
 from drawbar.train._worker import Payload, perform, raise_in
@@ -73,6 +73,7 @@ class LocalWorkerGroup:
     ) -> None:
         self._threads[rank] = threading.current_thread()
         alone = self._spawn is not None
+        ending: Message = Interrupted()
         try:
             with _as_before() if alone else contextlib.nullcontext():
                 log = session.directory.log(rank)
@@ -81,8 +82,9 @@ class LocalWorkerGroup:
                     if alone
                     else contextlib.nullcontext()
                 ):
-                    perform(session, self._payload, say, whole_process=alone)
+                    ending = perform(session, self._payload, say, whole_process=alone)
         finally:
+            say(ending)
             done()
 
     def order(self, rank: int, order: Order) -> None:

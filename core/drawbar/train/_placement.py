@@ -199,8 +199,8 @@ def _check_one_worker(nodes: Sequence[NodeShape], bundle: Mapping[str, float]) -
     )
     has = {name: largest.total.get(name, 0) for name in bundle}
     raise InsufficientResourcesError(
-        f"one worker needs {_show(bundle)}; the largest of {_count(len(nodes), 'suitable node')} "
-        f"(host {largest.hostname}) has {_show(has)}. Ask for less in "
+        f"one worker needs {_show(bundle)}; the largest node (host {largest.hostname}, "
+        f"of {_count(len(nodes), 'suitable node')}) has {_show(has)}. Ask for less in "
         "ScalingConfig.resources_per_worker, or add a larger node"
     )
 

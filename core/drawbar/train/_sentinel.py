@@ -58,6 +58,7 @@ def start(report_file: Path) -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     report_file.parent.mkdir(parents=True, exist_ok=True)
+    report_file.unlink(missing_ok=True)  # that of an earlier process with this pid
     marker = f"{os.getpid()}-{os.urandom(8).hex()}"
     os.environ[MARKER_VARIABLE] = marker
     reader, _held_until_death = os.pipe()

@@ -65,9 +65,9 @@ class RunDirectory:
         """File with one rank's full output."""
         return self.path / "logs" / f"rank_{rank}.log"
 
-    def exit_report(self, pid: int) -> Path:
+    def exit_report(self, hostname: str, pid: int) -> Path:
         """File that tells how a worker process ended."""
-        return self.path / ".workers" / f"{pid}.json"
+        return self.path / ".workers" / f"{hostname}-{pid}.json"
 
     def create(self) -> None:
         """Make the folders that a run needs."""

@@ -106,11 +106,10 @@ class DataParallelTrainer:
         work = self._payload()
         pickled = _preflight.pickle_function(work.function) and cloudpickle.dumps(work)
         path = run_path(self.run_config)
-        if self.scaling_config.num_workers:
-            connect_to_ray()
-            _placement.check_cluster(self.scaling_config)
+        self._connect()
         opened = open_run(path, self.run_config, self.scaling_config)
-        console = Console(self.run_config.logging_config.level, str(path))
+        level = self.run_config.logging_config.level
+        console = Console(level, str(path), live=self.scaling_config.num_workers > 0)
         try:
             self._save(opened.directory)
             outcome = self._run(opened, work, pickled, console)
@@ -152,21 +151,28 @@ class DataParallelTrainer:
         callbacks = Callbacks(self.run_config.callbacks, context)
 
         def make_controller(in_this_thread: Callable[[Job], None]) -> Controller:
-            group: WorkerGroup
-            if self.scaling_config.num_workers:
-                env = self.run_config.worker_runtime_env
-                group = RayWorkerGroup(self.scaling_config, context.path, pickled, env)
-            else:
-                group = LocalWorkerGroup(work, spawn=in_this_thread)
-            plan = _Plan(self, opened)
-            return Controller(
-                run, plan, group, lambda event: opened.journal.append([event]), console, callbacks
-            )
+            group = self._make_group(context.path, work, pickled, in_this_thread)
+            log = opened.journal.append
+            return Controller(run, _Plan(self, opened), group, log, console, callbacks)
 
         try:
             return host(make_controller, context.path)
         finally:
             callbacks.close()
+
+    def _connect(self) -> None:
+        """Make sure of a cluster that can hold the workers."""
+        if self.scaling_config.num_workers:
+            connect_to_ray()
+            _placement.check_cluster(self.scaling_config)
+
+    def _make_group(
+        self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]
+    ) -> WorkerGroup:
+        if not self.scaling_config.num_workers:
+            return LocalWorkerGroup(work, spawn=in_this_thread)
+        runtime_env = self.run_config.worker_runtime_env
+        return RayWorkerGroup(self.scaling_config, path, pickled, runtime_env)
 
     def _result(self, directory: RunDirectory, outcome: Outcome) -> Result:
         result = Result.from_path(directory.path)

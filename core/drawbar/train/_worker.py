@@ -65,7 +65,7 @@ class Worker:
         self._cache: dict[Any, Any] = {}
         self._session: Session | None = None
         self._thread: threading.Thread | None = None
-        report = RunDirectory(Path(run_path)).exit_report(os.getpid())
+        report = RunDirectory(Path(run_path)).exit_report(os.uname().nodename, os.getpid())
         threading.Thread(target=_sentinel.start, args=(report,), daemon=True).start()
 
     def describe(self) -> WorkerInfo:
@@ -103,9 +103,11 @@ class Worker:
                 self._thread.join()
                 return
 
-    def obey(self, order: Order) -> None:
-        """Take an order for the running attempt (control group)."""
+    def obey(self, attempt: int, order: Order) -> None:
+        """Take an order (control group). One for an attempt that is over here comes too late."""
         if self._session is None or self._thread is None:
+            return
+        if self._session.assignment.attempt != attempt:
             return
         self._session.obey(order)
         if isinstance(order, Interrupt):
@@ -133,11 +135,15 @@ def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message
     assignment = session.assignment
     rank = assignment.ranks.world_rank
     log = session.directory.log(rank)
-    with capture_output(log, say, errors_only=rank != 0, redirect_fds=True):
-        with contextlib.suppress(OSError):
-            os.chdir(assignment.working_directory)
-        sys.path += [path for path in assignment.import_paths if path not in sys.path]
-        perform(session, payload, say, whole_process=True)
+    ending: Message = Interrupted()
+    try:
+        with capture_output(log, say, errors_only=rank != 0, redirect_fds=True):
+            with contextlib.suppress(OSError):
+                os.chdir(assignment.working_directory)
+            sys.path += [path for path in assignment.import_paths if path not in sys.path]
+            ending = perform(session, payload, say, whole_process=True)
+    finally:
+        say(ending)
 
 
 def perform(
@@ -146,8 +152,8 @@ def perform(
     say: Callable[[Message], None],
     *,
     whole_process: bool,
-) -> None:
-    """Run the training function and say how it ended, whatever happens."""
+) -> Finished | Failed | Interrupted:
+    """Run the training function and give how it ended, whatever happens."""
     try:
         with in_session(session, whole_process=whole_process):
             if whole_process:
@@ -157,14 +163,14 @@ def perform(
                 say(FunctionStarted(time=time.time()))
                 value = work.call()
                 session.flush()
-        say(_finished(value))
+        return _finished(value)
     except AttemptInterrupted:
-        say(Interrupted())
+        return Interrupted()
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and _in_main_thread():
-            say(Interrupted())
             raise  # Ctrl-C in the user's own process, with num_workers=0
-        say(Failed(failure=describe_exception(error, session.assignment, session.reports_made)))
+        failure = describe_exception(error, session.assignment, session.reports_made)
+        return Failed(failure=failure)
 
 
 def _in_main_thread() -> bool:

@@ -92,6 +92,7 @@ class RayWorkerGroup:
         self._infos: dict[int, WorkerInfo] = {}
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._slot_of: dict[int, int] = {}
+        self._attempt = -1
 
     def __len__(self) -> int:
         return self._scaling.num_workers
@@ -151,6 +152,7 @@ class RayWorkerGroup:
 
     def run(self, assignments: Sequence[Assignment], hear: Hear) -> None:
         """Begin an attempt: one call per worker, whose stream is read from now on."""
+        self._attempt = assignments[0].attempt
         for slot, assignment in enumerate(assignments):
             run = self._actors[slot].run.options(num_returns="streaming")
             stream = run.remote(assignment, self._payload)
@@ -170,7 +172,7 @@ class RayWorkerGroup:
         """Give one rank an order; if its process is dead, its stream tells."""
         actor = self._actors.get(self._slot_of[rank])
         if actor is not None:
-            actor.obey.options(concurrency_group="control").remote(order)
+            actor.obey.options(concurrency_group="control").remote(self._attempt, order)
 
     async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:
         """Interrupt every running function; kill whoever has not stopped in `grace` seconds."""

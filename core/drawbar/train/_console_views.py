@@ -1,0 +1,277 @@
+"""How a run looks: one live line on a terminal and in a notebook, plain lines elsewhere.
+
+A view shows what `Console` found worth showing; the `Status` holds what the live line is made of.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, TextIO
+
+_PLAIN_PERIOD_S = 10.0
+_NOTEBOOK_PERIOD_S = 0.25
+_MAX_METRICS = 6
+
+StreamName = Literal["stdout", "stderr"]
+
+logger = logging.getLogger(__name__)
+
+
+class Status:
+    """What is known of the run; the views read it, from other threads too."""
+
+    def __init__(self) -> None:
+        self.state = ""
+        self.detail = ""
+        self.workers = 0
+        self.report: tuple[int, Mapping[str, Any]] | None = None
+        self.checkpoint = ""
+        self.redrawn = ""
+        self._began = time.monotonic()
+
+    def elapsed(self) -> str:
+        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"
+
+    def activity(self) -> str:
+        workers = f" on {self.workers} worker{'s' * (self.workers != 1)}"
+        shown = self.state + (workers if self.state == "running" and self.workers else "")
+        return f"{shown}: {self.detail}" if self.detail else shown
+
+    def metrics(self) -> str:
+        if self.report is None:
+            return ""
+        index, metrics = self.report
+        shown = [f"{key} {short}" for key, value in metrics.items() if (short := _short(value))]
+        return f"report {index}: " + ", ".join(shown[:_MAX_METRICS])
+
+    def one_line(self) -> str:
+        """Everything there is, the most telling first, since the end may not fit the screen."""
+        parts = [self.activity(), self.metrics(), self.checkpoint, self.redrawn]
+        return f"[drawbar {self.elapsed()}] " + " | ".join(part for part in parts if part)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, bool | int | str):
+        return str(value)[:24]
+    try:
+        return f"{float(value):.4g}"  # type: ignore[arg-type]  # numpy scalars, 0-d tensors
+    except (TypeError, ValueError):
+        return ""
+
+
+def readable_size(nbytes: int) -> str:
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} TB"
+
+
+class Streams:
+    """Where lines go. `sys.stdout` and `sys.stderr` are looked up each time: tests replace them."""
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+
+    def get(self, name: StreamName) -> TextIO:
+        stream: TextIO = self._file or getattr(sys, name)
+        return stream
+
+    def write_line(self, name: StreamName, text: str) -> None:
+        stream = self.get(name)
+        stream.write(text + "\n")
+        stream.flush()
+
+
+class View(Protocol):
+    """How a run looks. The `Status` it was made with has changed before a method tells it so.
+
+    `line` (Drawbar's own) and `user_line` show what stays; the others show what is outdated soon,
+    or leave it: there may be thousands of reports per second.
+    """
+
+    def line(self, text: str) -> None: ...
+
+    def user_line(self, text: str, stream: StreamName) -> None: ...
+
+    def redrawn(self, text: str, stream: StreamName) -> None: ...
+
+    def state_changed(self) -> None: ...
+
+    def reported(self) -> None: ...
+
+    def committed(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Sparse:
+    """Lets one in `_PLAIN_PERIOD_S` seconds pass, and remembers whether the newest did not."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self.held = False
+
+    def passes(self) -> bool:
+        now = time.monotonic()
+        self.held = now < self._next
+        if not self.held:
+            self._next = now + _PLAIN_PERIOD_S
+        return not self.held
+
+
+class PlainView:
+    """Plain lines."""
+
+    def __init__(self, streams: Streams, status: Status) -> None:
+        self._streams = streams
+        self._status = status
+        self._shown_state = ""
+        self._metrics = _Sparse()
+        self._checkpoints = _Sparse()
+        self._redraws = _Sparse()
+
+    def line(self, text: str) -> None:
+        self._streams.write_line("stderr", f"[drawbar {self._status.elapsed()}] {text}")
+
+    def user_line(self, text: str, stream: StreamName) -> None:
+        self._streams.write_line(stream, text)
+
+    def redrawn(self, text: str, stream: StreamName) -> None:
+        if self._redraws.passes():
+            self._streams.write_line(stream, text)
+
+    def state_changed(self) -> None:
+        shown = self._status.activity()
+        if shown != self._shown_state:
+            if self._status.state in ("finished", "failed"):
+                self.close()
+            self._shown_state = shown
+            self.line(shown)
+
+    def reported(self) -> None:
+        if self._metrics.passes():
+            self.line(self._status.metrics())
+
+    def committed(self) -> None:
+        if self._checkpoints.passes():
+            self._line_of_checkpoint()
+
+    def _line_of_checkpoint(self) -> None:
+        self.line(f"committed {self._status.checkpoint}")
+
+    def close(self) -> None:
+        if self._metrics.held:
+            self._metrics.held = False
+            self.line(self._status.metrics())
+        if self._checkpoints.held:
+            self._checkpoints.held = False
+            self._line_of_checkpoint()
+
+
+class _TerminalView:
+    """One live line at the bottom of the terminal, redrawn by rich four times per second.
+
+    A stream that does not lead to the terminal (`python train.py > out.txt`) is left alone.
+    """
+
+    def __init__(self, streams: Streams, status: Status, file: TextIO | None) -> None:
+        from rich.console import Console as RichConsole
+        from rich.live import Live
+        from rich.text import Text
+
+        def draw() -> Text:
+            return Text(status.one_line(), no_wrap=True, overflow="ellipsis")
+
+        self._streams = streams
+        self._status = status
+        self._live = Live(
+            console=RichConsole(file=file, stderr=True),
+            get_renderable=draw,
+            transient=True,
+            redirect_stdout=file is None and streams.get("stdout").isatty(),
+            redirect_stderr=file is None,
+        )
+        self._live.start()
+
+    def line(self, text: str) -> None:
+        self._above(f"[drawbar {self._status.elapsed()}] {text}")
+
+    def user_line(self, text: str, stream: StreamName) -> None:
+        if self._streams.get(stream).isatty():
+            self._above(text)
+        else:
+            self._streams.write_line(stream, text)
+
+    def _above(self, text: str) -> None:
+        self._live.console.out(text, highlight=False)
+
+    def redrawn(self, text: str, stream: StreamName) -> None:
+        pass  # until the next redraw
+
+    def state_changed(self) -> None:
+        pass  # until the next redraw
+
+    reported = committed = state_changed
+
+    def close(self) -> None:
+        self._live.stop()
+        self._streams.write_line("stderr", self._status.one_line())
+
+
+class _NotebookView(PlainView):
+    """One line in the cell's output that is updated in place, and plain lines below it.
+
+    Made with IPython's display handle: rich would need ipywidgets, and turn each line into HTML.
+    """
+
+    def __init__(self, streams: Streams, status: Status) -> None:
+        from IPython import display
+
+        super().__init__(streams, status)
+        self._drawn_at = time.monotonic()
+        make_handle: Any = display.DisplayHandle  # has no types
+        self._handle = make_handle()
+        self._handle.display(self._content(), raw=True)
+
+    def _content(self) -> dict[str, str]:
+        return {"text/plain": self._status.one_line()}
+
+    def state_changed(self) -> None:
+        self._drawn_at = time.monotonic()
+        self._handle.update(self._content(), raw=True)
+
+    def reported(self) -> None:
+        if time.monotonic() - self._drawn_at >= _NOTEBOOK_PERIOD_S:
+            self.state_changed()
+
+    def redrawn(self, text: str, stream: StreamName) -> None:
+        self.reported()
+
+    committed = close = state_changed
+
+
+def live_view(streams: Streams, status: Status, file: TextIO | None) -> View | None:
+    """Give the view with a live line, or None where nothing can be redrawn."""
+    try:
+        terminal = streams.get("stderr").isatty()
+        if terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
+            return _TerminalView(streams, status, file)
+        if file is None and _in_notebook():
+            return _NotebookView(streams, status)
+    except Exception:
+        logger.debug("no live line", exc_info=True)
+    return None
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return type(shell).__name__ == "ZMQInteractiveShell"

@@ -1,0 +1,177 @@
+"""For tests of training functions, integrations and failures. Stable, like the rest of the package.
+
+`run_in_threads` is a world without Ray: a training function on several ranks in threads of this
+process, with real reports, checkpoints, collectives and restarts, in milliseconds. `kill_at` stops
+a process at a named step of a checkpoint commit. `BackendContract` is what every integration's
+backend must pass.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from drawbar.train import _faults, collective
+from drawbar.train._config import FailureConfig, RunConfig, ScalingConfig
+from drawbar.train._context import get_checkpoint, get_context, report
+from drawbar.train._errors import WorkerGroupError
+from drawbar.train._launch import Job
+from drawbar.train._local import LocalWorkerGroup
+from drawbar.train._result import Result
+from drawbar.train._trainer import DataParallelTrainer, TrainFunction
+from drawbar.train._worker import Payload
+from drawbar.train._worker_group import WorkerGroup
+from drawbar.train.backend import BackendConfig
+
+__all__ = ["FAULT_POINTS", "BackendContract", "kill_at", "run_in_threads"]
+
+FAULT_POINTS = _faults.POINTS
+"""The steps of a checkpoint commit that `kill_at` knows, in their order."""
+
+
+def kill_at(point: str, *, times: int = 1, signal_number: int = signal.SIGKILL) -> None:
+    """Have this very process killed when it reaches a step of a checkpoint commit.
+
+    Call it in the training function for the worker's steps (`persist.*`), in the driver for the
+    controller's (`commit.*`).
+
+    Args:
+        point: One of `FAULT_POINTS`.
+        times: At which passage of that step.
+        signal_number: The signal that the process sends itself.
+
+    Raises:
+        ValueError: There is no such step.
+    """
+    if point not in FAULT_POINTS:
+        raise ValueError(f"there is no fault point {point!r}; there are {', '.join(FAULT_POINTS)}")
+    left = times
+
+    def strike() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal_number)
+
+    _faults.armed[point] = strike
+
+
+def run_in_threads(
+    function: TrainFunction,
+    *,
+    num_workers: int = 2,
+    train_loop_config: dict[str, Any] | None = None,
+    run_config: RunConfig | None = None,
+) -> Result:
+    """Run a training function on several ranks in threads of this process, without Ray.
+
+    Reports, checkpoints, collectives, divergence, restarts and the `Result` are the real ones. What
+    belongs to a process is shared: the environment, the working directory, `print`; so torch's
+    process groups cannot be used.
+
+    Raises:
+        TrainingFailedError: As `fit()` does.
+    """
+    return _ThreadTrainer(
+        function,
+        train_loop_config=train_loop_config,
+        scaling_config=ScalingConfig(num_workers=num_workers),
+        run_config=run_config,
+    ).fit()
+
+
+class _ThreadTrainer(DataParallelTrainer):
+    def _connect(self) -> None:
+        """No cluster is needed."""
+
+    def _make_group(
+        self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]
+    ) -> WorkerGroup:
+        return LocalWorkerGroup(work, self.scaling_config.num_workers)
+
+
+class BackendContract:
+    """What a backend must do, as tests for pytest: subclass it and give `backend_config`.
+
+
+    class TestTorch(BackendContract):
+        backend_config = TorchConfig()
+    """
+
+    backend_config: BackendConfig
+
+    def _fit(
+        self, function: TrainFunction, path: Path, num_workers: int, max_failures: int = 0
+    ) -> Result:
+        failures = FailureConfig(max_failures=max_failures)
+        return DataParallelTrainer(
+            function,
+            backend_config=self.backend_config,
+            scaling_config=ScalingConfig(num_workers=num_workers),
+            run_config=RunConfig(name="contract", storage_path=path, failure_config=failures),
+        ).fit()
+
+    def test_every_rank_meets_the_others(self, tmp_path: Path) -> None:
+        """Set-up ends on every rank, and the ranks are those of the context."""
+        result = self._fit(_gather_ranks, tmp_path, num_workers=2)
+        assert result.return_values == [[0, 1], [0, 1]]
+
+    def test_one_worker_works(self, tmp_path: Path) -> None:
+        """A world of one is set up by the same calls."""
+        assert self._fit(_gather_ranks, tmp_path, num_workers=1).return_values == [[0]]
+
+    def test_this_very_process_works(self, tmp_path: Path) -> None:
+        """`num_workers=0` is set up by the same calls, and leaves the environment as it was."""
+        before = dict(os.environ)
+        assert self._fit(_gather_ranks, tmp_path, num_workers=0).return_values == [[0]]
+        assert dict(os.environ) == before
+
+    def test_an_error_on_one_rank_ends_the_run(self, tmp_path: Path) -> None:
+        """The others, who wait for it, do not hold the run up."""
+        import pytest
+
+        with pytest.raises(WorkerGroupError) as raised:
+            self._fit(_fail_on_rank_1, tmp_path, num_workers=2)
+        error = raised.value
+        assert error.failures[0].type_name == "ZeroDivisionError"
+        assert error.failures[0].rank == 1
+
+    def test_a_killed_worker_is_replaced(self, tmp_path: Path) -> None:
+        """The next attempt is set up in full, whatever the first one left behind."""
+        result = self._fit(_die_once_on_rank_1, tmp_path, num_workers=2, max_failures=1)
+        attempts = [attempt for attempt, _, _ in result.return_values]
+        assert attempts == [1, 1]
+        assert [ranks for _, ranks, _ in result.return_values] == [[0, 1], [0, 1]]
+
+    def test_survivors_are_kept_if_it_is_reentrant(self, tmp_path: Path) -> None:
+        """A kept process has its cache and is set up again; otherwise every process is new."""
+        result = self._fit(_die_once_on_rank_1, tmp_path, num_workers=2, max_failures=1)
+        kept = [cached for _, _, cached in result.return_values]
+        assert kept == [self.backend_config.backend_cls.reentrant, False]
+
+
+def _gather_ranks() -> list[int]:
+    return collective.all_gather(get_context().get_world_rank())
+
+
+def _fail_on_rank_1() -> None:
+    if get_context().get_world_rank() == 1:
+        _ = 1 / 0
+    collective.barrier()
+
+
+def _die_once_on_rank_1() -> tuple[int, list[int], bool]:
+    context = get_context()
+    cached = "seen" in context.cache
+    context.cache["seen"] = True
+    report({"attempt": context.get_attempt()})
+    if context.get_attempt() == 0:
+        collective.barrier()
+        if context.get_world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        collective.barrier()
+    assert get_checkpoint() is None
+    return context.get_attempt(), _gather_ranks(), cached

@@ -1,0 +1,84 @@
+"""The plain backend passes the contract; the hooks of others are called around each attempt."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from drawbar.train import (
+    Backend,
+    BackendConfig,
+    ControllerError,
+    DataParallelTrainer,
+    RunConfig,
+    ScalingConfig,
+)
+from drawbar.train.backend import WorkerGroupView
+from drawbar.train.testing import BackendContract
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class TestPlainBackend(BackendContract):
+    backend_config = BackendConfig()
+
+
+def _set_tracker(value: str) -> None:
+    os.environ["TRACKER"] = value
+
+
+class _Tracker(Backend):
+    def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        pids = worker_group.execute(os.getpid)
+        assert len(pids) == len(worker_group) == 2
+        assert worker_group.execute_single(1, os.getpid) == pids[1]
+        for rank in range(2):
+            worker_group.execute_single(rank, _set_tracker, f"{rank} of 2")
+
+    def on_training_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        assert len(worker_group.execute_async(os.getpid)) == 2
+        assert worker_group.execute(os.getenv, "TRACKER") == ["0 of 2", "1 of 2"]
+
+    def on_shutdown(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        backend_config.path.append(worker_group.execute(os.getenv, "TRACKER"))
+
+
+@dataclass(frozen=True)
+class _TrackerConfig(BackendConfig):
+    path: list[Any]
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _Tracker
+
+
+def test_hooks_run_on_the_workers_in_rank_order(run_config: RunConfig) -> None:
+    shutdowns: list[Any] = []
+    result = DataParallelTrainer(
+        lambda: os.environ["TRACKER"],
+        backend_config=_TrackerConfig(shutdowns),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=run_config,
+    ).fit()
+    assert result.return_values == ["0 of 2", "1 of 2"]
+    assert shutdowns == [["0 of 2", "1 of 2"]]
+
+
+class _Broken(Backend):
+    def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        raise ValueError("the tracker has no address")
+
+
+class _BrokenConfig(BackendConfig):
+    backend_cls = _Broken
+
+
+def test_a_hook_that_raises_fails_the_start(run_config: RunConfig) -> None:
+    trainer = DataParallelTrainer(
+        lambda: None, backend_config=_BrokenConfig(), run_config=run_config
+    )
+    with pytest.raises(ControllerError, match="the tracker has no address"):
+        trainer.fit()

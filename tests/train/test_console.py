@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+
+from drawbar.train._console import Console
+from drawbar.train._errors import WorkerFailure
+from drawbar.train._messages import Printed
+
+FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="killed by SIGKILL")
+
+A_RUN = """
+import logging
+from drawbar.train._console import Console
+from drawbar.train._messages import Printed
+
+console = Console(logging.INFO, "/runs/mnist")
+console.workers(2)
+console.state("running")
+for step in range(3000):
+    console.report(0, step, {"loss": 0.123456, "epoch": 1})
+    console.printed(0, Printed(text=f" {step}/3000", transient=True))
+    if step % 1000 == 0:
+        console.printed(0, Printed(text=f"[b]{step}[/b] " + "wide " * 30 + "."))
+        print("the driver prints", step)
+console.checkpoint("/runs/mnist/checkpoint_000001", 123_000_000, 0.5)
+console.state("finished")
+console.close()
+"""
+
+
+def plain(level: int = logging.INFO) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(level, "/runs/mnist", file=file), file
+
+
+def unstamped(text: str) -> str:
+    return re.sub(r"\[drawbar [\d:]+\]", "[drawbar]", text)
+
+
+def show_everything(console: Console) -> None:
+    console.workers(2)
+    console.state("running")
+    console.report(0, 7, {"loss": 0.123456789, "note": "warm-up", "table": [1]})
+    console.report(1, 7, {"loss": 9.0})
+    console.checkpoint("/runs/mnist/checkpoint_000001", 1_234_567_890, 0.52)
+    console.printed(0, Printed(text="hello"))
+    console.printed(1, Printed(text="ERROR user: bad batch", stream="stderr"))
+    console.notice("waiting for CPU=4")
+    console.failure(FAILURE)
+
+
+def test_plain_lines_tell_the_run() -> None:
+    console, file = plain()
+    show_everything(console)
+    assert unstamped(file.getvalue()).splitlines() == [
+        "[drawbar] run directory /runs/mnist",
+        "[drawbar] running on 2 workers",
+        "[drawbar] report 7: loss 0.1235, note warm-up",
+        "[drawbar] committed checkpoint_000001 (1.23 GB in 0.5 s)",
+        "hello",
+        "[rank 1] ERROR user: bad batch",
+        "[drawbar] waiting for CPU=4",
+        *f"[drawbar] {FAILURE.describe()}".splitlines(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [
+        (logging.WARNING, ["hello", "[rank 1]", "waiting", "WorkerDied"]),
+        (logging.ERROR, ["[rank 1]", "WorkerDied"]),
+    ],
+)
+def test_the_level_leaves_out_what_is_less_urgent(level: int, shown: list[str]) -> None:
+    console, file = plain(level)
+    show_everything(console)
+    console.close()
+    everything = ["running", "loss", "committed", "hello", "[rank 1]", "waiting", "WorkerDied"]
+    assert [word for word in everything if word in file.getvalue()] == shown
+
+
+def test_thousands_of_reports_are_the_first_and_the_last() -> None:
+    console, file = plain()
+    for index in range(5000):
+        console.report(0, index, {"loss": index})
+    console.close()
+    console.close()
+    assert re.findall(r"report (\d+)", file.getvalue()) == ["0", "4999"]
+
+
+def test_of_many_checkpoints_the_first_and_the_last_are_told() -> None:
+    console, file = plain()
+    for number in range(100):
+        console.checkpoint(f"/runs/mnist/checkpoint_{number}", 10, 0.1)
+    console.state("finished")
+    assert re.findall(r"checkpoint_(\d+)", file.getvalue()) == ["0", "99"]
+    assert file.getvalue().endswith("finished\n")
+
+
+def test_a_thousand_redraws_are_few_lines() -> None:
+    console, file = plain()
+    for number in range(1000):
+        console.printed(0, Printed(text=f"{number}/1000", stream="stderr", transient=True))
+    console.printed(0, Printed(text="1000/1000", stream="stderr"))
+    assert file.getvalue() == "0/1000\n1000/1000\n"
+
+
+def test_a_state_is_told_once_and_a_change_of_size_again() -> None:
+    console, file = plain()
+    for count in (2, 2, 1):
+        console.state("running")
+        console.workers(count)
+    console.state("restarting", "rank 1 died")
+    told = [line.split("] ")[1] for line in file.getvalue().splitlines()[1:]]
+    assert told == [
+        "running",
+        "running on 2 workers",
+        "running on 1 worker",
+        "restarting: rank 1 died",
+    ]
+
+
+def test_lines_go_to_the_stream_that_they_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(logging.INFO, "")
+    console.printed(0, Printed(text="[bold]out[/bold]"))
+    console.printed(0, Printed(text="err", stream="stderr"))
+    console.notice("drawbar's own")
+    out, err = capsys.readouterr()
+    assert out == "[bold]out[/bold]\n"
+    assert unstamped(err) == "err\n[drawbar] drawbar's own\n"
+
+
+def test_nothing_is_raised_when_nothing_can_be_shown() -> None:
+    console, file = plain()
+    file.close()
+    show_everything(console)
+    console.close()
+
+
+def run_on_a_terminal(code: str, *, columns: int = 80) -> str:
+    """Run Python code with stdout and stderr on a terminal; give all that was written to it."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": str(columns)}
+    written = b""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ):
+        os.close(theirs)
+        try:
+            while chunk := os.read(ours, 65536):
+                written += chunk
+        except OSError:  # how the end of a terminal is told on Linux
+            os.close(ours)
+    return written.decode()
+
+
+def screen(written: str) -> list[str]:
+    """Give what a terminal shows in the end: it knows newline, return, cursor up and erase line."""
+    lines, row = [""], 0
+    for token in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif token == "\x1b[1A":
+            row -= 1
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif token[0] not in "\x1b\r":
+            lines[row] = token
+    return lines
+
+
+def test_on_a_terminal_one_live_line_stays_below_the_users_lines() -> None:
+    written = unstamped(run_on_a_terminal(A_RUN))
+    wide = "wide " * 30 + "."
+    assert screen(written) == [
+        "[drawbar] run directory /runs/mnist",
+        f"[b]0[/b] {wide}",
+        "the driver prints 0",
+        f"[b]1000[/b] {wide}",
+        "the driver prints 1000",
+        f"[b]2000[/b] {wide}",
+        "the driver prints 2000",
+        "[drawbar] finished | report 2999: loss 0.1235, epoch 1 | "
+        "checkpoint_000001 (123 MB in 0.5 s)",
+        "",
+    ]
+    assert written.count("running on 2 workers") < 20
+
+
+def test_a_redirected_stdout_gets_the_users_lines_only() -> None:
+    redirected = "import os\nos.dup2(os.open(os.devnull, os.O_WRONLY), 1)\n"
+    written = run_on_a_terminal(redirected + A_RUN)
+    assert "finished" in written
+    assert "wide" not in written
+    assert "the driver prints" not in written
+
+
+def test_in_a_notebook_one_output_is_updated_and_lines_follow_it() -> None:
+    code = f"import threading\nrun = threading.Thread(target=exec, args=({A_RUN!r}, {{}}))"
+    make: Any = nbformat.v4  # has no types
+    cell = make.new_code_cell(f"{code}\nrun.start()\nrun.join()")
+    notebook = make.new_notebook(cells=[cell])
+    nbclient.NotebookClient(notebook, timeout=60).execute()
+    outputs = notebook.cells[0].outputs
+    live = [output.data["text/plain"] for output in outputs if output.output_type == "display_data"]
+    stdout = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    assert len(live) == 1
+    assert "finished | report 2999: loss 0.1235" in live[0]
+    assert stdout.count("wide") == 90
+
+
+def test_without_a_live_line_a_terminal_gets_plain_lines() -> None:
+    written = run_on_a_terminal(A_RUN.replace('"/runs/mnist")', '"/runs/mnist", live=False)', 1))
+    assert "\x1b" not in written
+    assert "running on 2 workers" in written

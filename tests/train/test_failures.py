@@ -1,0 +1,248 @@
+"""What a user sees when workers fail, diverge, die or can never start: on real processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray.util import placement_group_table
+
+from drawbar import train
+from drawbar.train import (
+    DataParallelTrainer,
+    DivergenceError,
+    FailureConfig,
+    InsufficientResourcesError,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    WorkerError,
+    WorkerGroupError,
+    collective,
+)
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def fit(
+    function: Any, config: RunConfig, num_workers: int = 2, max_failures: int = 0, **options: Any
+) -> Result:
+    failures = FailureConfig(max_failures=max_failures, **options)
+    run_config = RunConfig(
+        name=config.name, storage_path=config.storage_path, failure_config=failures
+    )
+    return DataParallelTrainer(
+        function, scaling_config=ScalingConfig(num_workers=num_workers), run_config=run_config
+    ).fit()
+
+
+class TwoArguments(Exception):
+    """Pickles, and does not unpickle."""
+
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(a)
+
+
+def test_the_users_error_is_told_with_rank_file_and_line(run_config: RunConfig) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 1:
+            raise TwoArguments("boom", "x")
+        collective.barrier()
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, run_config)
+    text = str(raised.value)
+    line = function.__code__.co_firstlineno + 2
+    assert text.startswith(f"rank 1: TwoArguments: boom ({__file__}:{line} in function)")
+    assert isinstance(raised.value.worker_failures[1], WorkerError)
+    assert "raise TwoArguments" in text
+
+
+def test_an_exception_that_unpickles_is_given_as_it_is(run_config: RunConfig) -> None:
+    def function() -> None:
+        raise KeyError("missing")
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, run_config, num_workers=1)
+    assert isinstance(raised.value.worker_failures[0], KeyError)
+
+
+def test_the_first_error_in_time_is_told_first_and_once(run_config: RunConfig) -> None:
+    def function() -> None:
+        rank = train.get_context().get_world_rank()
+        if rank == 2:
+            raise ValueError("the root")
+        try:
+            collective.barrier()
+        except BaseException:
+            raise ConnectionResetError("a peer is gone") from None
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, run_config, num_workers=4)
+    assert raised.value.failures[0].message == "the root"
+    assert str(raised.value).startswith("rank 2: ValueError: the root")
+    assert str(raised.value).count("raise ValueError") == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"),
+        (lambda: ctypes.string_at(0), "SIGSEGV"),
+        (lambda: os._exit(137), "code 137"),
+    ],
+)
+def test_a_dead_process_is_explained(run_config: RunConfig, end: Any, told: str) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 1:
+            end()
+        collective.barrier()
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, run_config)
+    assert "rank 1: worker process died" in str(raised.value)
+    assert told in str(raised.value)
+
+
+def test_a_rank_that_returns_without_its_report_is_named(run_config: RunConfig) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 0:
+            with train.checkpoint_dir() as path:
+                (path / "model").write_text("m")
+                train.report({}, checkpoint=path)
+
+    began = time.monotonic()
+    with pytest.raises(DivergenceError) as raised:
+        fit(function, run_config)
+    assert time.monotonic() - began < 60
+    line = function.__code__.co_firstlineno + 4
+    assert "rank 1 finished after 0 reports" in str(raised.value)
+    assert f"rank 0 waits for report #0 with a checkpoint at {__file__}:{line}" in str(raised.value)
+
+
+def test_a_barrier_against_a_broadcast_is_named(run_config: RunConfig) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 0:
+            collective.barrier()
+        else:
+            collective.broadcast_from_rank_zero(1)
+
+    with pytest.raises(DivergenceError) as raised:
+        fit(function, run_config, max_failures=5)
+    assert "(barrier)" in str(raised.value)
+    assert "(broadcast_from_rank_zero)" in str(raised.value)
+
+
+def test_metrics_alone_need_no_other_rank(run_config: RunConfig) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 1:
+            for step in range(100):
+                train.report({"step": step})
+
+    result = fit(function, run_config)
+    assert result.metrics == {"step": 99}
+    assert len(result.metrics_dataframe) == 100
+
+
+def test_a_restart_goes_on_from_the_newest_checkpoint(run_config: RunConfig) -> None:
+    def function() -> int:
+        checkpoint = train.get_checkpoint()
+        first = int((Path(checkpoint) / "step").read_text()) + 1 if checkpoint else 0
+        for step in range(first, 5):
+            with train.checkpoint_dir() as path:
+                if train.get_context().get_world_rank() == 0:
+                    (path / "step").write_text(str(step))
+                train.report({"step": step}, checkpoint=path)
+            if step == 2 and first == 0 and train.get_context().get_world_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            collective.barrier()
+        return first
+
+    result = fit(function, run_config, max_failures=1)
+    assert result.return_values == [3, 3]
+    frame = result.metrics_dataframe
+    for rank in (0, 1):
+        assert list(frame[frame["rank"] == rank]["step"]) == [0, 1, 2, 3, 4]
+    assert [attempt.outcome.split(":")[0] for attempt in result.timeline.attempts] == [
+        "failed",
+        "finished",
+    ]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_survivors_keep_their_process_and_cache(run_config: RunConfig, keep: bool) -> None:
+    def function() -> tuple[bool, int]:
+        context = train.get_context()
+        known = "loaded" in context.cache
+        context.cache["loaded"] = True
+        collective.barrier()
+        if context.get_attempt() == 0 and context.get_world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        collective.barrier()
+        return known, context.get_attempt()
+
+    result = fit(function, run_config, num_workers=3, max_failures=1, keep_survivors=keep)
+    assert result.return_values == [(keep, 1), (False, 1), (keep, 1)]
+
+
+def test_a_survivor_that_does_not_stop_is_replaced(run_config: RunConfig) -> None:
+    def function() -> bool:
+        context = train.get_context()
+        known = "loaded" in context.cache
+        context.cache["loaded"] = True
+        collective.barrier()
+        if context.get_attempt() == 0:
+            if context.get_world_rank() == 1:
+                raise ValueError("once")
+            ctypes.CDLL(None).sleep(600)  # one long C call: an interrupt never arrives
+        return known
+
+    assert fit(function, run_config, max_failures=1).return_values == [False, True]
+
+
+def test_the_budget_is_kept(run_config: RunConfig, tmp_path: Path) -> None:
+    def function() -> None:
+        (tmp_path / f"attempt_{train.get_context().get_attempt()}").touch()
+        raise ValueError("always")
+
+    with pytest.raises(WorkerGroupError, match="max_failures=2 is used up"):
+        fit(function, run_config, num_workers=1, max_failures=2)
+    assert len(list(tmp_path.glob("attempt_*"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("scaling", "told"),
+    [
+        (ScalingConfig(resources_per_worker={"CPU": 50}), "largest node"),
+        (ScalingConfig(num_workers=9), "8"),
+        (ScalingConfig(resources_per_worker={"unobtainium": 1}), "unobtainium"),
+        (ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD"), "STRICT_SPREAD"),
+    ],
+)
+def test_an_impossible_request_fails_at_once(
+    run_config: RunConfig, scaling: ScalingConfig, told: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(InsufficientResourcesError, match=told):
+        DataParallelTrainer(lambda: None, scaling_config=scaling, run_config=run_config).fit()
+    assert time.monotonic() - began < 3
+
+
+def living_placement_groups() -> set[str]:
+    table = placement_group_table()
+    return {name for name, group in table.items() if group["state"] != "REMOVED"}
+
+
+def test_nothing_is_left_of_a_run(run_config: RunConfig) -> None:
+    before = living_placement_groups()
+    result = fit(os.getpid, run_config, num_workers=3)
+    workers = [psutil.Process(pid) for pid in result.return_values if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
+    assert living_placement_groups() <= before
