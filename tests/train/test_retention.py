@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from drawbar.train._config import CheckpointConfig
 from drawbar.train._checkpoint import Manifest
+from drawbar.train._config import CheckpointConfig
 from drawbar.train._retention import ranked, score, to_delete
 
 

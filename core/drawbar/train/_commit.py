@@ -44,7 +44,7 @@ class Committer:
         metadata: The trainer's metadata, put into each checkpoint.
         journal: Writes events.
         committed: Called on the event loop for each commit, after the journal has it.
-        failed: Called on the event loop when the filesystem refuses a commit.
+        failed: Called on the event loop when a commit fails, such as on a full disk.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Committer:
         metadata: dict[str, Any],
         journal: Callable[[Event], None],
         committed: Callable[[Manifest, float], None],
-        failed: Callable[[OSError], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._directory = directory
         self._config = config
@@ -132,7 +132,7 @@ class Committer:
             pending = await self._ready.get()
             try:
                 await self._commit(pending)
-            except OSError as error:
+            except Exception as error:  # whatever it is, the controller must hear of it
                 self._on_failure(error)
             finally:
                 self._ready.task_done()

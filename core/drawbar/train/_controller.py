@@ -72,7 +72,7 @@ class _Said:
 
 @dataclass(frozen=True)
 class _StorageFailed:
-    error: OSError
+    error: Exception
 
 
 @dataclass(frozen=True)

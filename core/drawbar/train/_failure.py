@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 import cloudpickle
-from ray.exceptions import RuntimeEnvSetupError
+from ray.exceptions import RayTaskError, RuntimeEnvSetupError
 
 from drawbar.train._decide import AttemptEnd
 from drawbar.train._errors import (
@@ -128,6 +128,18 @@ def describe_divergence(reason: str) -> WorkerFailure:
     """Describe ranks that can never meet."""
     return WorkerFailure(
         rank=-1, kind="divergence", type_name="ranks diverged", message=reason, time=time.time()
+    )
+
+
+def describe_broken_worker(rank: int, error: RayTaskError) -> WorkerFailure:
+    """Describe a worker whose own code failed outside the training function."""
+    return WorkerFailure(
+        rank=rank,
+        kind="exception",
+        type_name=type(error.cause).__name__,
+        message=str(error.cause),
+        traceback=error.traceback_str,
+        time=time.time(),
     )
 
 

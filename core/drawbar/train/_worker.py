@@ -25,7 +25,7 @@ import ray
 
 from drawbar.train import _environment, _sentinel
 from drawbar.train._context import in_session
-from drawbar.train._failure import describe_exception
+from drawbar.train._failure import ConfigurationError, describe_exception
 from drawbar.train._messages import (
     Failed,
     Finished,
@@ -135,6 +135,9 @@ def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message
     assignment = session.assignment
     rank = assignment.ranks.world_rank
     log = session.directory.log(rank)
+    if not session.directory.journal.exists():
+        say(Failed(failure=describe_exception(_not_shared(assignment), assignment, 0)))
+        return
     ending: Message = Interrupted()
     try:
         with capture_output(log, say, errors_only=rank != 0, redirect_fds=True):
@@ -144,6 +147,13 @@ def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message
             ending = perform(session, payload, say, whole_process=True)
     finally:
         say(ending)
+
+
+def _not_shared(assignment: Assignment) -> ConfigurationError:
+    return ConfigurationError(
+        f"the run directory {assignment.run_path} is not there on node {os.uname().nodename}; "
+        "with workers on several nodes RunConfig.storage_path must be a folder that they all share"
+    )
 
 
 def perform(

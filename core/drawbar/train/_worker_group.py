@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import cloudpickle
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drawbar.train._config import ScalingConfig
-from drawbar.train._messages import Gone, Interrupt, Message, Order, Ranks, WorkerInfo
+from drawbar.train._failure import describe_broken_worker
+from drawbar.train._messages import Failed, Gone, Interrupt, Message, Order, Ranks, WorkerInfo
 from drawbar.train._session import Assignment
 from drawbar.train._worker import Worker
 from drawbar.train.backend import WorkerGroupView
@@ -164,6 +165,9 @@ class RayWorkerGroup:
         try:
             async for reference in stream:
                 hear(rank, await reference)
+        except RayTaskError as error:
+            self._infos.pop(slot, None)
+            hear(rank, [Failed(failure=describe_broken_worker(rank, error))])
         except RayError as error:
             self._infos.pop(slot, None)
             hear(rank, [_gone(error)])
@@ -181,13 +185,14 @@ class RayWorkerGroup:
         for rank, slot in self._slot_of.items():
             if slot in running:
                 self.order(rank, Interrupt(reason="the attempt is over"))
-        if running and keep:
+        if running:
             await asyncio.wait(running.values(), timeout=grace)
         stuck = [slot for slot, task in running.items() if not task.done()]
-        self._discard(stuck if keep else list(self._infos), replace)
+        died = [slot for slot in self._actors if slot not in self._infos]
+        self._discard({*stuck, *died} if keep else list(self._infos), replace)
         self._streams = {}
 
-    def _discard(self, slots: Sequence[int], replace: bool) -> None:
+    def _discard(self, slots: Iterable[int], replace: bool) -> None:
         for slot in slots:
             task = self._streams.get(slot)
             if task is not None:

@@ -1,0 +1,47 @@
+# Two commands do everything on a machine with Python >= 3.11 and make:
+#   make demo    train a small network on two workers and show what came of it
+#   make test    run the tests
+# `make check` runs the linters and the type checker, `make bench` the benchmarks, `make docs` builds the site.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check bench docs clean
+
+demo: $(VENV)/dev
+	$(BIN)/python examples/pytorch.py --storage-path demo-results
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/bench
+	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/docs
+	$(BIN)/mkdocs build --strict
+
+# Each of these files stands for an installed set of extras, renewed when the project's metadata changes.
+$(VENV)/dev: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Drawbar needs Python >= 3.11; set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Drawbar and what its tests need into $(VENV): some minutes the first time"
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+$(VENV)/bench: $(VENV)/dev
+	$(PIP) --editable '.[bench]'
+	touch $@
+
+$(VENV)/docs: $(VENV)/dev
+	$(PIP) --editable '.[docs]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) site dist
