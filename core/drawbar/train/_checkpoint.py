@@ -34,6 +34,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     files: tuple[FileEntry, ...]
     metrics: dict[str, Any]
+    positions: dict[str, Any] = {}
     run_id: str = ""
     version: int = 1
 

@@ -88,7 +88,7 @@ class Committer:
             return
         names = [offer.name for offer in offers.values() if offer.name]
         name = names[0] if names else f"checkpoint_{complete.index:06d}"
-        metrics = complete.reports[min(offers)].metrics
+        report = complete.reports[min(offers)]
 
         def manifest(parts: list[Part]) -> Manifest:
             return make_manifest(
@@ -98,7 +98,8 @@ class Committer:
                 run_id=run_id,
                 parts=parts,
                 world_size=world_size,
-                metrics=metrics,
+                metrics=report.metrics,
+                positions=report.positions,
             )
 
         pending = _Pending(manifest, time.monotonic())

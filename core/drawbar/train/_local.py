@@ -62,14 +62,19 @@ class LocalWorkerGroup:
             done = self._done[rank] = asyncio.Event()
             say = partial(_say_from_thread, loop, hear, rank)
             session = self._sessions[rank] = Session(assignment, say, self._caches[rank])
-            job = partial(self._perform, rank, session, say, partial(_set_from_thread, loop, done))
+            end = partial(_end_from_thread, loop, hear, rank, done)
+            job = partial(self._perform, rank, session, say, end)
             if self._spawn is not None:
                 self._spawn(job)
             else:
                 threading.Thread(target=job, name=f"rank-{rank}", daemon=True).start()
 
     def _perform(
-        self, rank: int, session: Session, say: Callable[[Message], None], done: Callable[[], None]
+        self,
+        rank: int,
+        session: Session,
+        say: Callable[[Message], None],
+        end: Callable[[Message], None],
     ) -> None:
         self._threads[rank] = threading.current_thread()
         alone = self._spawn is not None
@@ -84,8 +89,7 @@ class LocalWorkerGroup:
                 ):
                     ending = perform(session, self._payload, say, whole_process=alone)
         finally:
-            say(ending)
-            done()
+            end(ending)
 
     def order(self, rank: int, order: Order) -> None:
         """Give one rank an order."""
@@ -128,9 +132,17 @@ def _say_from_thread(
     loop.call_soon_threadsafe(hear, rank, [message])
 
 
-def _set_from_thread(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
+def _end_from_thread(
+    loop: asyncio.AbstractEventLoop, hear: Hear, rank: int, done: asyncio.Event, ending: Message
+) -> None:
+    """Say how the function ended; whoever hears it must not interrupt this thread any more."""
+
+    def end() -> None:
+        done.set()
+        hear(rank, [ending])
+
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(done.set)
+        loop.call_soon_threadsafe(end)
 
 
 @contextlib.contextmanager

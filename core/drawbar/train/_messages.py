@@ -57,7 +57,11 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reported(msgspec.Struct, frozen=True, kw_only=True):
-    """`report()` was called. `waits`: the rank stands still until the checkpoint is committed."""
+    """`report()` was called.
+
+    `waits`: the rank stands still until the checkpoint is committed. `positions`: with a
+    checkpoint, how far the rank's data has been consumed, by the name of its source.
+    """
 
     index: int
     metrics: dict[str, Any]
@@ -65,6 +69,7 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
     where: str
     offer: Offer | None = None
     waits: bool = False
+    positions: dict[str, Any] = {}
 
 
 class Persisted(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,6 +73,7 @@ class Assignment:
     working_directory: str = ""
     import_paths: tuple[str, ...] = ()
     shards: Any = None
+    positions: dict[str, Any] = field(default_factory=dict)
 
 
 class Session:
@@ -96,6 +97,7 @@ class Session:
         self._background: ThreadPoolExecutor | None = None
         self._in_flight: list[Future[None]] = []
         self._shards: dict[str, Any] | None = None
+        self._position_of: dict[str, Callable[[], Any]] = {}
 
     @property
     def reports_made(self) -> int:
@@ -137,6 +139,7 @@ class Session:
                 where=caller_line(),
                 offer=offer,
                 waits=waits,
+                positions={name: position() for name, position in self._position_of.items()},
             )
         )
         if waits:
@@ -224,6 +227,11 @@ class Session:
             raise KeyError(
                 f"the trainer was given no dataset {name!r}; its datasets: {names}"
             ) from None
+
+    def keep_data_position(self, name: str, position: Callable[[], Any]) -> Any:
+        """Do what `drawbar.train.backend.keep_data_position` says."""
+        self._position_of[name] = position
+        return self.assignment.positions.get(name)
 
     # -- collectives
 

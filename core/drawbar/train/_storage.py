@@ -222,6 +222,7 @@ def make_manifest(
     parts: Sequence[Part],
     world_size: int,
     metrics: dict[str, object],
+    positions: dict[str, object],
 ) -> Manifest:
     """Describe a checkpoint of these parts, less the user's metadata file, which may change."""
     files = (file for part in parts for file in part.files if file.path != _files.METADATA)
@@ -234,4 +235,5 @@ def make_manifest(
         time=time.time(),
         files=tuple(sorted(files, key=lambda file: file.path)),
         metrics=metrics,
+        positions=positions,
     )

@@ -253,6 +253,8 @@ class _Plan:
         by_rank = [worker for worker, _ in sorted(places, key=lambda each: each[1].world_rank)]
         shards = self._shards([worker.node_id for worker in by_rank])
         resources = self._trainer.scaling_config.resources_per_worker
+        manifest = Checkpoint(start.checkpoint).manifest if start.checkpoint else None
+        positions = manifest.positions if manifest else {}
         return [
             Assignment(
                 run_name=self._opened.name,
@@ -269,6 +271,7 @@ class _Plan:
                 working_directory=os.getcwd(),
                 import_paths=tuple(sys.path),
                 shards=shards[each.world_rank],
+                positions=positions,
             )
             for worker, each in places
         ]

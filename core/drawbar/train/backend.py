@@ -14,11 +14,36 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from drawbar.train._config import ScalingConfig
+from drawbar.train._context import current_session
 from drawbar.train._preflight import require_package
 
-__all__ = ["Backend", "BackendConfig", "WorkerGroupView", "require_package"]
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "WorkerGroupView",
+    "keep_data_position",
+    "require_package",
+]
 
 R = TypeVar("R")
+
+
+def keep_data_position(name: str, position: Callable[[], Any]) -> Any:
+    """Put how far a source of data has been consumed into every checkpoint of this worker.
+
+    For data loaders and shards, inside the training function. The checkpoint gets the position of
+    the lowest rank that gives files, so it should be told independently of the world size: samples
+    consumed by all ranks together, not by this one.
+
+    Args:
+        name: Name of the source, the same on every rank and in every attempt.
+        position: Gives the position as a small JSON-able value; called at each report with a
+            checkpoint.
+
+    Returns:
+        The position in the checkpoint that this attempt goes on from, None if it has none.
+    """
+    return current_session("keep_data_position").keep_data_position(name, position)
 
 
 class WorkerGroupView(Protocol):
