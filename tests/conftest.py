@@ -15,7 +15,13 @@ from drawbar.train import RunConfig
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """One local Ray with 8 logical CPUs and 4 logical GPUs, whatever the machine has."""
-    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local",  # never one that happens to run on this machine
+        num_cpus=8,
+        num_gpus=4,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+    )
     yield
     ray.shutdown()
 

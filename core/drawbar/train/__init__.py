@@ -30,10 +30,12 @@ from drawbar.train._context import (
     ReportedCheckpointStatus,
     TrainContext,
     checkpoint_dir,
+    checkpoint_requested,
     get_all_reported_checkpoints,
     get_checkpoint,
     get_context,
     get_dataset_shard,
+    get_preemption_info,
     report,
 )
 from drawbar.train._errors import (
@@ -50,6 +52,7 @@ from drawbar.train._errors import (
     WorkerFailure,
     WorkerGroupError,
 )
+from drawbar.train._preemption import PreemptionInfo
 from drawbar.train._result import Result
 from drawbar.train._timeline import AttemptTimes, Timeline
 from drawbar.train._trainer import DataParallelTrainer
@@ -74,6 +77,7 @@ __all__ = [
     "LoggingConfig",
     "Manifest",
     "PreemptionError",
+    "PreemptionInfo",
     "ReportedCheckpoint",
     "ReportedCheckpointStatus",
     "Result",
@@ -91,10 +95,12 @@ __all__ = [
     "WorkerGroupError",
     "backend",
     "checkpoint_dir",
+    "checkpoint_requested",
     "collective",
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
+    "get_preemption_info",
     "report",
 ]

@@ -7,8 +7,10 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import cloudpickle
 
 from drawbar.train._callback import Callbacks
 from drawbar.train._checkpoint import Manifest
@@ -23,6 +25,7 @@ from drawbar.train._messages import (
     Asked,
     CollectiveCalled,
     CollectiveDone,
+    DiagnosisAsked,
     Failed,
     Finished,
     FunctionStarted,
@@ -35,6 +38,7 @@ from drawbar.train._messages import (
     Reported,
     WorkerInfo,
 )
+from drawbar.train._preemption import PreemptionInfo, Wishes
 from drawbar.train._progress import Progress
 
 
@@ -57,6 +61,7 @@ class Attempt:
         workers: Where each rank's process is, in rank order.
         order: Gives one rank an order.
         log: Writes an event to the journal.
+        diagnose: Finds out where all ranks stand and tells the one that asked.
     """
 
     def __init__(
@@ -71,16 +76,19 @@ class Attempt:
         commits: Committer,
         console: Console,
         callbacks: Callbacks,
+        diagnose: Callable[[int, DiagnosisAsked], None],
     ) -> None:
         self.number = number
         self.workers = list(workers)
         self.values: dict[int, Finished] = {}
+        self.wishes = Wishes()
         self._run_id = run_id
         self._order = order
         self._log = log
         self._commits = commits
         self._console = console
         self._callbacks = callbacks
+        self._diagnose = diagnose
         self._progress = Progress(len(workers), first_index, keep_all_rounds=bool(callbacks))
         self._metrics: dict[int, list[dict[str, object]]] = {}
 
@@ -103,6 +111,8 @@ class Attempt:
                 self._order(
                     rank, Answer(number=message.number, checkpoints=self._commits.listing())
                 )
+            case DiagnosisAsked():
+                self._diagnose(rank, message)
             case FunctionStarted():
                 self._log(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case Finished():
@@ -122,6 +132,23 @@ class Attempt:
     def finished(self) -> bool:
         """Whether the function has returned on every rank."""
         return len(self.values) == len(self.workers)
+
+    def preempted(self, draining: Mapping[str, int]) -> PreemptionInfo | None:
+        """Take note of nodes that go; gives what is new about this attempt's workers."""
+        ranks: dict[str, list[int]] = {}
+        for rank, worker in enumerate(self.workers):
+            if worker.node_id in draining:
+                ranks.setdefault(worker.node_id, []).append(rank)
+        deadlines = [draining[node] for node in ranks if draining[node]]
+        info = PreemptionInfo(min(deadlines, default=None), ranks)
+        if not ranks or info == self.wishes.preemption:
+            return None
+        self.wishes = Wishes(checkpoint=True, preemption=info)
+        return info
+
+    def request_checkpoint(self) -> None:
+        """Have `checkpoint_requested()` say yes."""
+        self.wishes = replace(self.wishes, checkpoint=True)
 
     def reports_of(self, rank: int) -> int:
         """How often a rank has reported in this attempt."""
@@ -171,6 +198,8 @@ class Attempt:
             self._check_divergence()
             return
         payloads = tuple(calls[each].payload for each in sorted(calls))
+        if call.kind == "wishes":
+            payloads = (cloudpickle.dumps(self.wishes),)
         if call.kind == "broadcast_from_rank_zero":
             payloads = payloads[:1]
         for each in calls:

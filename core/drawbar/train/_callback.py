@@ -10,6 +10,7 @@ from typing import Any
 
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import RunConfig, ScalingConfig
+from drawbar.train._preemption import PreemptionInfo
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -43,6 +44,9 @@ class UserCallback:
         `metrics` has one entry per rank, in rank order.
         """
 
+    def on_preemption(self, run_context: RunContext, info: PreemptionInfo) -> None:
+        """Run when nodes of this run are about to be taken away."""
+
     def after_exception(
         self, run_context: RunContext, worker_exceptions: dict[int, Exception]
     ) -> None:
@@ -69,6 +73,11 @@ class Callbacks:
         """Tell every callback of a failed attempt."""
         for each in self._callbacks:
             self._submit(each.after_exception, dict(worker_exceptions))
+
+    def on_preemption(self, info: PreemptionInfo) -> None:
+        """Tell every callback that nodes are about to go."""
+        for each in self._callbacks:
+            self._submit(each.on_preemption, info)
 
     def _submit(self, method: Callable[..., None], *args: Any) -> None:
         self._thread.submit(self._call, method, *args)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from datetime import timedelta
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -40,6 +42,13 @@ class _ShowsWhatWasSet:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+def fields_of(config: Any) -> dict[str, Any]:
+    """Give a config's fields as JSON-able values, for the journal."""
+    plain = (str, int, float, bool, type(None))
+    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    return {name: v if isinstance(v, plain) else repr(v) for name, v in values.items()}
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ScalingConfig(_ShowsWhatWasSet):
     """How many workers, on what.
@@ -47,6 +56,8 @@ class ScalingConfig(_ShowsWhatWasSet):
     Args:
         num_workers: Number of worker processes, each on its own Ray actor. 0 runs the function in
             this very process, where `pdb` works, with the same reports, checkpoints and `Result`.
+            (low, high) is elastic: the run starts with what there is room for, goes on with fewer
+            when workers are lost, and takes in new ones when a checkpoint is committed.
         use_gpu: One GPU per worker, unless `resources_per_worker` says how many.
         resources_per_worker: Ray resources of one worker, such as `{"CPU": 4, "GPU": 1}`; `memory`
             is in bytes, any other key is a custom resource. Default `{"CPU": 1}`, with `use_gpu`
@@ -62,7 +73,7 @@ class ScalingConfig(_ShowsWhatWasSet):
         TypeError, ValueError: An argument has the wrong type or range; the message says which.
     """
 
-    num_workers: int = 1
+    num_workers: int | tuple[int, int] = 1
     use_gpu: bool = False
     resources_per_worker: Mapping[str, float] | None = None
     placement_strategy: PlacementStrategy = "PACK"
@@ -70,13 +81,29 @@ class ScalingConfig(_ShowsWhatWasSet):
     label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
 
     def __post_init__(self) -> None:
-        _require_int("ScalingConfig.num_workers", self.num_workers, at_least=0)
+        self._check_num_workers()
         _require_type("ScalingConfig.use_gpu", self.use_gpu, bool)
         _require_choice(
             "ScalingConfig.placement_strategy", self.placement_strategy, get_args(PlacementStrategy)
         )
+        if self.accelerator_type is not None:
+            _require_type("ScalingConfig.accelerator_type", self.accelerator_type, str)
         self._check_resources()
         self._check_labels()
+
+    def _check_num_workers(self) -> None:
+        if not isinstance(self.num_workers, tuple | list):
+            _require_int("ScalingConfig.num_workers", self.num_workers, at_least=0)
+            return
+        if len(self.num_workers) != 2:
+            raise ValueError(
+                "ScalingConfig.num_workers must be an int, or (low, high) for an elastic group, "
+                f"found {self.num_workers!r}"
+            )
+        low, high = self.num_workers
+        _require_int("ScalingConfig.num_workers[0]", low, at_least=1)
+        _require_int("ScalingConfig.num_workers[1]", high, at_least=low)
+        object.__setattr__(self, "num_workers", (low, high))
 
     def _check_resources(self) -> None:
         resources = self.resources_per_worker
@@ -84,11 +111,12 @@ class ScalingConfig(_ShowsWhatWasSet):
             return
         _require_type("ScalingConfig.resources_per_worker", resources, Mapping)
         for key, amount in resources.items():
+            _require_type("ScalingConfig.resources_per_worker: a key", key, str)
             name = f"ScalingConfig.resources_per_worker[{key!r}]"
             if isinstance(amount, bool) or not isinstance(amount, int | float):
                 raise TypeError(f"{name} must be a number, found {amount!r}")
-            if amount < 0:
-                raise ValueError(f"{name} must not be negative, found {amount!r}")
+            if not 0 <= amount < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, found {amount!r}")
         gpus = resources.get("GPU", 0)
         if self.use_gpu and "GPU" in resources and not gpus:
             raise ValueError(
@@ -105,12 +133,13 @@ class ScalingConfig(_ShowsWhatWasSet):
         selector = self.label_selector
         if selector is None or isinstance(selector, Mapping):
             return
-        if isinstance(selector, str) or not isinstance(selector, Sequence):
+        is_list = isinstance(selector, Sequence) and not isinstance(selector, str)
+        if not is_list or not all(isinstance(each, Mapping) for each in selector):
             raise TypeError(
                 "ScalingConfig.label_selector must be a mapping, or a list with one mapping per "
                 f"worker, found {selector!r}"
             )
-        if len(selector) != self.num_workers:
+        if len(selector) != self.max_workers:
             raise ValueError(
                 f"ScalingConfig.label_selector lists {len(selector)} selectors for "
                 f"num_workers={self.num_workers}; give one per worker, or one mapping for all"
@@ -130,8 +159,31 @@ class ScalingConfig(_ShowsWhatWasSet):
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Resources of all workers together."""
-        return {key: amount * max(self.num_workers, 1) for key, amount in self.bundle.items()}
+        """Resources of all workers together, at the largest number of them."""
+        return {key: amount * max(self.max_workers, 1) for key, amount in self.bundle.items()}
+
+    @property
+    def elasticity_enabled(self) -> bool:
+        """Whether the number of workers may change while the run goes on."""
+        return isinstance(self.num_workers, tuple)
+
+    @property
+    def min_workers(self) -> int:
+        """The smallest number of workers that the run goes on with."""
+        return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def max_workers(self) -> int:
+        """The largest number of workers."""
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def selectors(self) -> list[dict[str, str]]:
+        """The label selector of each worker; empty if there is none."""
+        selector = self.label_selector
+        if isinstance(selector, Mapping):
+            return [dict(selector)] * self.max_workers
+        return [dict(each) for each in selector or ()]
 
     @property
     def num_cpus_per_worker(self) -> float:
@@ -151,20 +203,49 @@ class FailureConfig(_ShowsWhatWasSet):
     Args:
         max_failures: How often the group may restart from the newest committed checkpoint after a
             worker failed; 0 never, -1 without limit.
+        max_preemption_failures: How often workers may be lost with their nodes, counted apart; -1
+            without limit.
         max_startup_failures: How often starting the workers may fail before the run does; -1
             without limit.
         keep_survivors: Keep the processes of the workers that did not fail, with their imports and
             `get_context().cache`, when their backend allows it and they stop within a second.
+        hang_timeout: When no rank has said anything (report, collective, output) for so long, in
+            seconds or as a timedelta, every rank's stacks are written to `<run>/stacks`, and the
+            attempt fails with a `HangError` that names the odd rank out. It counts in
+            `max_failures`. None waits without limit.
     """
 
     max_failures: int = 0
+    max_preemption_failures: int = -1
     max_startup_failures: int = 2
     keep_survivors: bool = True
+    hang_timeout: float | timedelta | None = None
 
     def __post_init__(self) -> None:
-        _require_int("FailureConfig.max_failures", self.max_failures, at_least=-1)
-        _require_int("FailureConfig.max_startup_failures", self.max_startup_failures, at_least=-1)
+        for name in ("max_failures", "max_preemption_failures", "max_startup_failures"):
+            _require_int(f"FailureConfig.{name}", getattr(self, name), at_least=-1)
+        self._check_hang_timeout()
         _require_type("FailureConfig.keep_survivors", self.keep_survivors, bool)
+
+    def _check_hang_timeout(self) -> None:
+        timeout = self.hang_timeout
+        if timeout is None:
+            return
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float | timedelta):
+            raise TypeError(
+                "FailureConfig.hang_timeout must be a timedelta, seconds or None, "
+                f"found {timeout!r} ({type(timeout).__name__})"
+            )
+        if isinstance(timeout, int | float):
+            if not math.isfinite(timeout):
+                raise ValueError(
+                    f"FailureConfig.hang_timeout must be finite, found {timeout}; "
+                    "None waits without limit"
+                )
+            timeout = timedelta(seconds=timeout)
+            object.__setattr__(self, "hang_timeout", timeout)
+        if timeout <= timedelta(0):
+            raise ValueError(f"FailureConfig.hang_timeout must be positive, found {timeout}")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -265,12 +346,14 @@ class RunConfig(_ShowsWhatWasSet):
         if self.name is not None:
             _check_run_name(self.name)
         if self.storage_path is not None:
-            _require_type("RunConfig.storage_path", self.storage_path, (str, Path))
+            _require_type("RunConfig.storage_path", self.storage_path, (str, os.PathLike))
+            if not os.fspath(self.storage_path):
+                raise ValueError("RunConfig.storage_path must not be empty; None is the default")
         _require_choice("RunConfig.resume", self.resume, get_args(Resume))
-        if isinstance(self.forward_env, str):
+        if not _is_list_of(str, self.forward_env):
             raise TypeError(
-                "RunConfig.forward_env must be a list of names or patterns, "
-                f"found the string {self.forward_env!r}; write [{self.forward_env!r}]"
+                "RunConfig.forward_env must be a list of names or patterns such as ['MY_*'], "
+                f"found {self.forward_env!r}"
             )
         if self.worker_runtime_env is not None:
             _require_type("RunConfig.worker_runtime_env", self.worker_runtime_env, Mapping)
@@ -279,13 +362,13 @@ class RunConfig(_ShowsWhatWasSet):
     def _check_callbacks(self) -> None:
         from drawbar.train._callback import UserCallback
 
-        object.__setattr__(self, "callbacks", tuple(self.callbacks or ()))
-        for callback in self.callbacks:
-            if not isinstance(callback, UserCallback):
-                raise TypeError(
-                    "RunConfig.callbacks must hold instances of drawbar.train.UserCallback, "
-                    f"found {callback!r}"
-                )
+        callbacks = () if self.callbacks is None else self.callbacks
+        if not _is_list_of(UserCallback, callbacks):
+            raise TypeError(
+                "RunConfig.callbacks must be a list of instances of drawbar.train.UserCallback, "
+                f"found {callbacks!r}"
+            )
+        object.__setattr__(self, "callbacks", tuple(callbacks))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -304,10 +387,11 @@ class DataConfig(_ShowsWhatWasSet):
     enable_shard_locality: bool = True
 
     def __post_init__(self) -> None:
+        _require_type("DataConfig.enable_shard_locality", self.enable_shard_locality, bool)
         names = self.datasets_to_split
         if names == "all":
             return
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        if not _is_list_of(str, names):
             raise TypeError(
                 'DataConfig.datasets_to_split must be "all" or a list of dataset names, '
                 f"found {names!r}"
@@ -340,6 +424,11 @@ def _require_type(name: str, value: object, kind: type | tuple[type, ...]) -> No
         kinds = kind if isinstance(kind, tuple) else (kind,)
         expected = " or ".join(k.__name__ for k in kinds)
         raise TypeError(f"{name} must be {expected}, found {value!r} ({type(value).__name__})")
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    is_list = isinstance(value, Sequence | Set) and not isinstance(value, str)
+    return is_list and all(isinstance(item, kind) for item in value)
 
 
 def _require_int(name: str, value: object, *, at_least: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drawbar.train._checkpoint import Checkpoint
+from drawbar.train._preemption import PreemptionInfo
 from drawbar.train._session import Session
 from drawbar.train._upload import CheckpointUploadMode
 
@@ -108,6 +109,10 @@ class TrainContext:
         """The trainer's `metadata`."""
         return dict(self._assignment.metadata)
 
+    def diagnose(self) -> str:
+        """Write every rank's stacks to `<run>/stacks`, and say in words which ranks stand where."""
+        return self._session.diagnose()
+
     @property
     def cache(self) -> dict[Any, Any]:
         """A dict that lives as long as this process: a restart finds again what is put there.
@@ -187,6 +192,24 @@ def get_checkpoint() -> Checkpoint | None:
     one.
     """
     return current_session("get_checkpoint").checkpoint
+
+
+def get_preemption_info() -> PreemptionInfo | None:
+    """Tell whether nodes of this run are about to be taken away, and until when they stay.
+
+    A collective: every rank must call it equally often, and all get the same answer. When there is
+    one, save a checkpoint: once it is committed, the run moves to other nodes by itself.
+    """
+    return current_session("get_preemption_info").wishes().preemption
+
+
+def checkpoint_requested() -> bool:
+    """Tell whether the run wants a checkpoint now: nodes are to be taken away, or it is to stop.
+
+    A collective, like `get_preemption_info`. Call it once in a while, at a step where all ranks
+    could save.
+    """
+    return current_session("checkpoint_requested").wishes().checkpoint
 
 
 def checkpoint_dir() -> AbstractContextManager[Path]:

@@ -11,56 +11,44 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 from drawbar.train._attempt import Attempt, AttemptFailed
 from drawbar.train._callback import Callbacks
 from drawbar.train._checkpoint import Manifest
 from drawbar.train._commit import Committer
-from drawbar.train._config import RunConfig
 from drawbar.train._console import Console
-from drawbar.train._decide import GiveUp, Restart, Spent, after_failure
-from drawbar.train._errors import TrainingFailedError, WorkerFailure, root_cause_first
-from drawbar.train._failure import describe_death, exceptions_of, startup_end, training_failed
+from drawbar.train._decide import AttemptEnd, GiveUp, Restart, after_failure
+from drawbar.train._errors import WorkerFailure, root_cause_first
+from drawbar.train._failure import (
+    describe_death,
+    describe_hang,
+    exceptions_of,
+    startup_end,
+    training_failed,
+)
 from drawbar.train._journal import AttemptFailed as AttemptFailedEvent
 from drawbar.train._journal import AttemptStarted, Event, RunEnded, WorkersStarted
-from drawbar.train._messages import Failed, Finished, Gone, Message, Ranks, WorkerInfo
+from drawbar.train._messages import (
+    Diagnosis,
+    DiagnosisAsked,
+    Failed,
+    Gone,
+    Message,
+    Ranks,
+    WorkerInfo,
+)
 from drawbar.train._ranks import assign
-from drawbar.train._session import Assignment
-from drawbar.train._storage import RunDirectory
+from drawbar.train._run import Outcome, Plan, Run
+from drawbar.train._stacks import write_stacks
 from drawbar.train._worker_group import WorkerGroup
-from drawbar.train.backend import Backend, BackendConfig
+from drawbar.train.backend import Backend
 
 RESTART_GRACE_SECONDS = 1.0
 FAIL_GRACE_SECONDS = 0.2
-
-
-class Plan(Protocol):
-    """What the trainer contributes to each attempt."""
-
-    def assignments(
-        self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
-    ) -> list[Assignment]:
-        """Say what each slot is to do; datasets are sharded anew."""
-        ...
-
-    def waiting_for(self) -> str:
-        """Say in one line what the workers that have not started are waiting for."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What does not change while a run goes on."""
-
-    run_id: str
-    directory: RunDirectory
-    config: RunConfig
-    backend_config: BackendConfig
-    metadata: dict[str, Any]
-    first_attempt: int
-    checkpoint: str | None
+DRAIN_CHECK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -76,11 +64,10 @@ class _StorageFailed:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How the run ended: each rank's return value, or the error; neither if the user stopped it."""
+class _Interruption:
+    """The controller itself wants the attempt to end and another one to follow."""
 
-    values: dict[int, Finished] = field(default_factory=dict)
-    error: TrainingFailedError | None = None
+    end: AttemptEnd
 
 
 class Controller:
@@ -104,8 +91,10 @@ class Controller:
         self._backend: Backend = run.backend_config.backend_cls()
         self._attempt: Attempt | None = None
         self._number = run.first_attempt
-        self._spent = Spent()
-        self._inbox: asyncio.Queue[_Said | _StorageFailed] = asyncio.Queue()
+        self._spent = run.spent
+        self._inbox: asyncio.Queue[_Said | _StorageFailed | _Interruption] = asyncio.Queue()
+        self._background: set[asyncio.Task[None]] = set()
+        self._stops_at_commit = False
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[Outcome] | None = None
         self._commits = Committer(
@@ -122,6 +111,19 @@ class Controller:
         if self._task is not None:
             self._loop.call_soon_threadsafe(self._task.cancel)
 
+    def stop_after_checkpoint(self) -> None:
+        """Ask the function for a checkpoint, and end the run when one is committed. Any thread."""
+        self._loop.call_soon_threadsafe(self._request_checkpoint)
+
+    def _request_checkpoint(self) -> None:
+        self._stops_at_commit = True
+        if self._attempt is not None:
+            self._attempt.request_checkpoint()
+
+    def write_diagnosis(self) -> None:
+        """Write where every rank stands to the run's directory, and say so. From any thread."""
+        self._loop.call_soon_threadsafe(self._diagnose, None, None)
+
     def kill(self) -> None:
         """End every process at once. From any thread."""
         self._loop.call_soon_threadsafe(self._group.kill)
@@ -129,6 +131,7 @@ class Controller:
     async def run(self) -> Outcome:
         """Follow the run to its end. Always leaves no process behind."""
         self._task = asyncio.create_task(self._run_attempts())
+        watch = asyncio.create_task(self._watch_nodes())
         try:
             outcome = await self._task
         except asyncio.CancelledError:
@@ -136,6 +139,7 @@ class Controller:
             await self._group.end_attempt(grace=RESTART_GRACE_SECONDS, keep=True, replace=False)
             self._log(RunEnded(time=time.time(), outcome="stopped"))
         finally:
+            watch.cancel()
             await self._commits.close()
             await self._group.stop()
         return outcome
@@ -146,8 +150,8 @@ class Controller:
                 attempt = await self._start_attempt()
                 await self._follow(attempt)
             except AttemptFailed as failed:
-                decision = after_failure(failed.end, self._spent, self._run.config.failure_config)
-                await self._end_attempt(failed, restart=isinstance(decision, Restart))
+                await self._end_attempt(failed)
+                decision = self._decide(failed.end)
                 if isinstance(decision, GiveUp):
                     return self._give_up(failed, decision)
                 self._spent = decision.spent
@@ -180,7 +184,10 @@ class Controller:
             commits=self._commits,
             console=self._console,
             callbacks=self._callbacks,
+            diagnose=self._diagnose,
         )
+        if self._stops_at_commit:
+            attempt.request_checkpoint()
         places = list(zip(workers, ranks, strict=True))
         self._log(WorkersStarted(time=time.time(), attempt=self._number, workers=places))
         self._console.workers(len(workers))
@@ -212,27 +219,85 @@ class Controller:
 
     async def _follow(self, attempt: Attempt) -> None:
         while not attempt.finished:
-            match await self._inbox.get():
+            match await self._next_event(attempt):
                 case _Said(number, rank, messages) if number == attempt.number:
                     for message in messages:
                         attempt.receive(rank, message)
                 case _StorageFailed(error):
                     raise AttemptFailed("storage", cause=error)
+                case _Interruption(end):
+                    raise AttemptFailed(end)
                 case _Said():
                     pass  # said by a process of an attempt that is over
         await self._commits.settle()
         await asyncio.to_thread(self._shut_down_backend)
 
+    async def _next_event(self, attempt: Attempt) -> _Said | _StorageFailed | _Interruption:
+        """Wait for what happens next, `hang_timeout` at the longest."""
+        timeout = self._run.config.failure_config.hang_timeout
+        if timeout is None:
+            return await self._inbox.get()
+        assert isinstance(timeout, timedelta)  # FailureConfig makes it one
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                return await self._inbox.get()
+        except TimeoutError:
+            folder, difference = await self._write_stacks(f"hang_{attempt.number}")
+            failure = describe_hang(timeout.total_seconds(), difference, folder)
+            raise AttemptFailed("hang", [failure]) from None
+
     def _committed(self, manifest: Manifest, seconds: float) -> None:
         path = self._commits.checkpoint(manifest).path
         self._console.checkpoint(path, manifest.nbytes, seconds)
-        if self._attempt is not None:
-            self._attempt.committed(manifest, self._commits.committed_order(manifest))
+        attempt = self._attempt
+        if attempt is None:
+            return
+        attempt.committed(manifest, self._commits.committed_order(manifest))
+        if self._stops_at_commit:
+            self.stop()
+        elif attempt.wishes.preemption is not None:
+            self._inbox.put_nowait(_Interruption("preemption"))
+        elif self._group.spare:
+            self._inbox.put_nowait(_Interruption("resize"))
+
+    # -- watching
+
+    async def _watch_nodes(self) -> None:
+        """Look for nodes that are about to go: Ray has no event for it, so this is asked for."""
+        while True:
+            await asyncio.sleep(DRAIN_CHECK_SECONDS)
+            draining = await asyncio.to_thread(self._plan.draining)
+            info = self._attempt.preempted(draining) if self._attempt is not None else None
+            if info is not None:
+                ranks = ", ".join(map(str, info.preempted_ranks))
+                self._console.notice(f"the nodes of ranks {ranks} are to be taken away")
+                self._callbacks.on_preemption(info)
+
+    def _diagnose(self, rank: int | None, asked: DiagnosisAsked | None) -> None:
+        task = asyncio.create_task(self._tell_diagnosis(rank, asked))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _tell_diagnosis(self, rank: int | None, asked: DiagnosisAsked | None) -> None:
+        folder, difference = await self._write_stacks(f"diagnosis_{int(time.time() * 1000)}")
+        self._console.notice(f"where the ranks stand ({folder}):\n{difference}")
+        if rank is not None and asked is not None:
+            self._group.order(rank, Diagnosis(number=asked.number, text=difference))
+
+    async def _write_stacks(self, name: str) -> tuple[Path, str]:
+        folder = self._run.directory.path / "stacks" / name
+        stacks = await self._group.stacks()
+        return folder, await asyncio.to_thread(write_stacks, folder, stacks)
 
     # -- failures
 
-    async def _end_attempt(self, failed: AttemptFailed, *, restart: bool) -> None:
+    def _decide(self, end: AttemptEnd) -> Restart | GiveUp:
+        return after_failure(end, self._spent, self._run.config.failure_config)
+
+    async def _end_attempt(self, failed: AttemptFailed) -> None:
         """Bring every process to a stop and gather what the other ranks have to say about it."""
+        ends: tuple[AttemptEnd, ...] = (failed.end, "preemption")
+        restart = any(isinstance(self._decide(end), Restart) for end in ends)
         keep = self._run.config.failure_config.keep_survivors and self._backend.reentrant
         await self._group.end_attempt(
             grace=RESTART_GRACE_SECONDS if restart and keep else FAIL_GRACE_SECONDS,
@@ -240,12 +305,16 @@ class Controller:
             replace=restart,
         )
         self._gather(failed)
+        if failed.end == "worker" and any(gone.preempted for gone in failed.gone.values()):
+            failed.end = "preemption"
         for rank, gone in failed.gone.items():
             failed.failures.append(await self._describe_death(rank, gone))
         failed.failures = root_cause_first(failed.failures)
         await self._commits.settle()
-        if failed.end != "startup":
+        if failed.end not in ("startup", "configuration"):
             await asyncio.to_thread(self._shut_down_backend)
+        if self._attempt is not None and self._attempt.wishes.preemption is not None:
+            self._group.move()
         self._note(failed)
 
     def _gather(self, failed: AttemptFailed) -> None:
@@ -276,7 +345,9 @@ class Controller:
         )
         for failure in failed.failures[:1]:
             self._console.failure(failure)
-        if self._callbacks:
+        if failed.end == "resize":
+            self._console.notice("there is room for more workers: the group grows")
+        elif self._callbacks:
             self._callbacks.after_exception(exceptions_of(failed.failures))
 
     def _give_up(self, failed: AttemptFailed, decision: GiveUp) -> Outcome:

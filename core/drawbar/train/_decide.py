@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from drawbar.train._config import FailureConfig, Resume
 from drawbar.train._errors import ResumeError
 
-AttemptEnd = Literal["worker", "startup", "configuration", "divergence", "storage"]
+AttemptEnd = Literal[
+    "worker", "hang", "preemption", "resize", "startup", "configuration", "divergence", "storage"
+]
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,20 @@ class Spent:
     """How much of each budget is used up."""
 
     failures: int = 0
+    preemptions: int = 0
     startups: int = 0
+
+    def after(self, end: AttemptEnd) -> Spent:
+        """Count one more attempt that ended so. A resize costs nothing."""
+        match end:
+            case "worker" | "hang":
+                return replace(self, failures=self.failures + 1)
+            case "preemption":
+                return replace(self, preemptions=self.preemptions + 1)
+            case "startup":
+                return replace(self, startups=self.startups + 1)
+            case _:
+                return self
 
 
 @dataclass(frozen=True)
@@ -41,21 +57,40 @@ def after_failure(end: AttemptEnd, spent: Spent, config: FailureConfig) -> Resta
     that diverge, a storage that refuses to take a checkpoint.
     """
     match end:
-        case "worker":
-            if _left(spent.failures, config.max_failures):
-                return Restart(replace(spent, failures=spent.failures + 1))
-            return GiveUp(f"FailureConfig.max_failures={config.max_failures} is used up")
+        case "worker" | "hang":
+            used, name, limit = spent.failures, "max_failures", config.max_failures
+        case "preemption":
+            used, name = spent.preemptions, "max_preemption_failures"
+            limit = config.max_preemption_failures
         case "startup":
-            if _left(spent.startups, config.max_startup_failures):
-                return Restart(replace(spent, startups=spent.startups + 1))
-            limit = config.max_startup_failures
-            return GiveUp(f"FailureConfig.max_startup_failures={limit} is used up")
+            used, name, limit = spent.startups, "max_startup_failures", config.max_startup_failures
+        case "resize":
+            return Restart(spent)
         case "configuration" | "divergence" | "storage":
             return GiveUp("it would fail again in the same way")
+    if limit < 0 or used < limit:
+        return Restart(spent.after(end))
+    return GiveUp(f"FailureConfig.{name}={limit} is used up")
 
 
-def _left(spent: int, limit: int) -> bool:
-    return limit < 0 or spent < limit
+def spent_so_far(ends: Iterable[AttemptEnd]) -> Spent:
+    """Count the budgets used by attempts that ended so, for a run that goes on in a new driver."""
+    spent = Spent()
+    for end in ends:
+        spent = spent.after(end)
+    return spent
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Name what differs between two configurations, key by key: `a.b: 1 -> 2`."""
+    found = []
+    for key in sorted({*before, *now}):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += changes(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}: {old!r} -> {new!r}")
+    return found
 
 
 class RunState(Enum):

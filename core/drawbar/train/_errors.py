@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import msgspec
 
-FailureKind = Literal["exception", "died", "configuration", "divergence", "startup"]
+FailureKind = Literal["exception", "died", "configuration", "divergence", "hang", "startup"]
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +52,8 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     def headline(self) -> str:
         """Give the failure in one line: `rank 1: ValueError: boom (train.py:12 in step)`."""
-        what = f"{self.type_name}: {self.message}" if self.message else self.type_name
-        first_line = what.strip().splitlines()[0]
+        message = self.message.strip()
+        first_line = f"{self.type_name}: {message}".splitlines()[0] if message else self.type_name
         who = f"rank {self.rank}: " if self.rank >= 0 else ""
         return f"{who}{first_line}" + (f" ({self.where})" if self.where else "")
 

@@ -19,6 +19,8 @@ from drawbar.train._errors import (
     ControllerError,
     DivergenceError,
     FailureKind,
+    HangError,
+    PreemptionError,
     TrainingFailedError,
     WorkerError,
     WorkerFailure,
@@ -143,6 +145,17 @@ def describe_broken_worker(rank: int, error: RayTaskError) -> WorkerFailure:
     )
 
 
+def describe_hang(seconds: float, difference: str, folder: Path) -> WorkerFailure:
+    """Describe ranks that have not said anything for so long."""
+    return WorkerFailure(
+        rank=-1,
+        kind="hang",
+        type_name="no progress",
+        message=f"no rank made progress for {seconds:g} s\n{difference}\nstacks: {folder}",
+        time=time.time(),
+    )
+
+
 def describe_interruption(rank: int) -> WorkerFailure:
     """Describe a rank that ended as if the controller had interrupted it, which it had not."""
     return WorkerFailure(
@@ -197,7 +210,10 @@ def training_failed(
     if len(failures) > 1:
         others = "\n".join(f"  {failure.headline()}" for failure in failures[1:])
         message += f"\n\nafter it also failed:\n{others}"
-    kind = DivergenceError if end == "divergence" else WorkerGroupError
+    if end == "preemption":
+        return PreemptionError(message + footer, path=path)
+    kinds: dict[str, type[WorkerGroupError]] = {"divergence": DivergenceError, "hang": HangError}
+    kind = kinds.get(end, WorkerGroupError)
     return kind(message + footer, exceptions_of(failures), failures=failures, path=path)
 
 
@@ -207,6 +223,9 @@ _PART = {
     "storage": "storage",
     "worker": "workers",
     "divergence": "ranks",
+    "hang": "workers",
+    "preemption": "nodes",
+    "resize": "workers",
 }
 
 

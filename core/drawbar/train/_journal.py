@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import msgspec
 
+from drawbar.train._decide import AttemptEnd
 from drawbar.train._files import write_atomically
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
@@ -87,7 +88,7 @@ class AttemptFailed(_Event, frozen=True, kw_only=True, tag="attempt_failed"):
     """The attempt ended early. `failures` are headlines, the root cause first."""
 
     attempt: int
-    kind: str
+    kind: AttemptEnd
     failures: list[str]
 
 

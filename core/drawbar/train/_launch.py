@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import queue
 import secrets
@@ -15,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drawbar.train._config import DEFAULT_STORAGE_PATH, RunConfig, ScalingConfig
-from drawbar.train._controller import Controller, Outcome
-from drawbar.train._decide import RunState, resume_plan
+from drawbar.train._config import DEFAULT_STORAGE_PATH, RunConfig
+from drawbar.train._controller import Controller
+from drawbar.train._decide import AttemptEnd, RunState, Spent, changes, resume_plan, spent_so_far
 from drawbar.train._errors import UserAbort
 from drawbar.train._journal import (
+    AttemptFailed,
     AttemptStarted,
     Event,
     Journal,
@@ -28,6 +28,7 @@ from drawbar.train._journal import (
     salvage,
 )
 from drawbar.train._preflight import check_storage_path
+from drawbar.train._run import Outcome
 from drawbar.train._storage import RunDirectory
 
 Job = Callable[[], None]
@@ -43,6 +44,7 @@ class OpenRun:
     journal: Journal
     first_attempt: int
     warning: str
+    spent: Spent
 
 
 def run_path(config: RunConfig) -> Path:
@@ -55,8 +57,10 @@ def _new_name() -> str:
     return f"drawbar_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
 
 
-def open_run(path: Path, config: RunConfig, scaling: ScalingConfig) -> OpenRun:
+def open_run(path: Path, config: RunConfig, settings: dict[str, Any]) -> OpenRun:
     """Take hold of a run directory: look at what is there, decide how to go on, sweep leftovers.
+
+    `settings` are journaled; what differs from the last start is named in the warning.
 
     Raises:
         ResumeError: What is there and `RunConfig.resume` do not go together.
@@ -75,10 +79,35 @@ def open_run(path: Path, config: RunConfig, scaling: ScalingConfig) -> OpenRun:
     starts = [event for event in events if isinstance(event, RunStarted)]
     run_id = starts[0].run_id if starts else uuid.uuid4().hex
     attempts = [event.attempt for event in events if isinstance(event, AttemptStarted)]
-    journal.append(_run_started(run_id, path.name, config, scaling))
+    journal.append(RunStarted(time=time.time(), run_id=run_id, name=path.name, config=settings))
     return OpenRun(
-        path.name, run_id, directory, journal, max(attempts, default=-1) + 1, plan.warning
+        name=path.name,
+        run_id=run_id,
+        directory=directory,
+        journal=journal,
+        first_attempt=max(attempts, default=-1) + 1,
+        warning=_with_changes(plan.warning, starts, settings),
+        spent=spent_so_far(_failed_since_the_end(events)),
     )
+
+
+def _with_changes(warning: str, starts: list[RunStarted], settings: dict[str, Any]) -> str:
+    changed = changes(starts[-1].config, settings) if starts else []
+    if not changed:
+        return warning
+    listed = "changed since the run's last start: " + "; ".join(changed)
+    return f"{warning}; {listed}" if warning else listed
+
+
+def _failed_since_the_end(events: list[Event]) -> list[AttemptEnd]:
+    """Give how attempts failed since the run last ended: a dead driver leaves them to the next."""
+    ends: list[AttemptEnd] = []
+    for event in events:
+        if isinstance(event, RunEnded):
+            ends = []
+        elif isinstance(event, AttemptFailed):
+            ends.append(event.kind)
+    return ends
 
 
 def _look(directory: RunDirectory) -> tuple[RunState, list[Event]]:
@@ -91,15 +120,6 @@ def _look(directory: RunDirectory) -> tuple[RunState, list[Event]]:
         return RunState.DAMAGED, events
     ended = isinstance(events[-1], RunEnded) and events[-1].outcome == "finished"
     return (RunState.FINISHED if ended else RunState.UNFINISHED), events
-
-
-def _run_started(run_id: str, name: str, config: RunConfig, scaling: ScalingConfig) -> RunStarted:
-    written: dict[str, Any] = {
-        "scaling_config": repr(scaling),
-        "failure_config": dataclasses.asdict(config.failure_config),
-        "checkpoint_config": dataclasses.asdict(config.checkpoint_config),
-    }
-    return RunStarted(time=time.time(), run_id=run_id, name=name, config=written)
 
 
 def connect_to_ray() -> None:

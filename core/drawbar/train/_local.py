@@ -17,8 +17,11 @@ from typing import Any
 from drawbar.train._messages import Interrupt, Interrupted, Message, Order, Ranks, WorkerInfo
 from drawbar.train._output import capture_output
 from drawbar.train._session import Assignment, AttemptInterrupted, Session
+from drawbar.train._stacks import Stack, take_stack
 from drawbar.train._worker import Payload, perform, raise_in
 from drawbar.train._worker_group import Hear
+
+STOP_SECONDS = 1.0
 
 Spawn = Callable[[Callable[[], None]], None]
 
@@ -41,6 +44,11 @@ class LocalWorkerGroup:
         self._done: dict[int, asyncio.Event] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._caches: list[dict[Any, Any]] = [{} for _ in range(count)]
+
+    @property
+    def spare(self) -> int:
+        """Nobody comes late."""
+        return 0
 
     def __len__(self) -> int:
         return self._count
@@ -74,11 +82,11 @@ class LocalWorkerGroup:
         rank: int,
         session: Session,
         say: Callable[[Message], None],
-        end: Callable[[Message], None],
+        end: Callable[[Message | None], None],
     ) -> None:
         self._threads[rank] = threading.current_thread()
         alone = self._spawn is not None
-        ending: Message = Interrupted()
+        ending: Message | None = Interrupted()
         try:
             with _as_before() if alone else contextlib.nullcontext():
                 log = session.directory.log(rank)
@@ -88,6 +96,9 @@ class LocalWorkerGroup:
                     else contextlib.nullcontext()
                 ):
                     ending = perform(session, self._payload, say, whole_process=alone)
+        except KeyboardInterrupt:
+            ending = None  # Ctrl-C: it is no failure, and whoever called this stops the run
+            raise
         finally:
             end(ending)
 
@@ -106,8 +117,16 @@ class LocalWorkerGroup:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._done[rank].wait(), grace)
 
+    async def stacks(self) -> dict[int, Stack | None]:
+        """Look where every rank's thread stands."""
+        return {rank: take_stack(thread) for rank, thread in self._threads.items()}
+
+    def move(self) -> None:
+        """There is nowhere to move to."""
+
     async def stop(self) -> None:
-        """There is nothing to take down."""
+        """Interrupt what still runs: it would wait for ever for a controller that has failed."""
+        await self.end_attempt(grace=STOP_SECONDS, keep=True, replace=False)
 
     def kill(self) -> None:
         """There is nothing to kill."""
@@ -133,13 +152,18 @@ def _say_from_thread(
 
 
 def _end_from_thread(
-    loop: asyncio.AbstractEventLoop, hear: Hear, rank: int, done: asyncio.Event, ending: Message
+    loop: asyncio.AbstractEventLoop,
+    hear: Hear,
+    rank: int,
+    done: asyncio.Event,
+    ending: Message | None,
 ) -> None:
     """Say how the function ended; whoever hears it must not interrupt this thread any more."""
 
     def end() -> None:
         done.set()
-        hear(rank, [ending])
+        if ending is not None:
+            hear(rank, [ending])
 
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
         loop.call_soon_threadsafe(end)

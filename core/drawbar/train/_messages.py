@@ -79,7 +79,8 @@ class Persisted(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
 
 
-CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather"]
+CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "wishes"]
+"""`wishes` asks all ranks at once what the controller wishes of them, so that they agree."""
 
 
 class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +94,12 @@ class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The rank asks for the committed checkpoints; answered by `Answer` with this number."""
+
+    number: int
+
+
+class DiagnosisAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank asks where all ranks stand; answered by `Diagnosis` with this number."""
 
     number: int
 
@@ -145,6 +152,7 @@ Message = (
     | Persisted
     | CollectiveCalled
     | Asked
+    | DiagnosisAsked
     | FunctionStarted
     | Printed
     | Finished
@@ -182,10 +190,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[tuple[str, dict[str, Any]], ...]
 
 
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """Where all ranks stood, in words; their full stacks are below the run's directory."""
+
+    number: int
+    text: str
+
+
 class Interrupt(msgspec.Struct, frozen=True, kw_only=True):
     """End the function as soon as possible; the reason is for its log."""
 
     reason: str
 
 
-Order = Persist | Committed | CollectiveDone | Answer | Interrupt
+Order = Persist | Committed | CollectiveDone | Answer | Diagnosis | Interrupt

@@ -12,6 +12,7 @@ from typing import Any
 
 _PLAIN = (str, bool, int, type(None))
 _TAG = "$float"
+_NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def normalise(metrics: object) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def to_json(value: Any) -> Any:
 def from_json(value: Any) -> Any:
     """Undo `to_json`."""
     if isinstance(value, dict):
-        if len(value) == 1 and _TAG in value:
+        if len(value) == 1 and value.get(_TAG) in _NOT_FINITE:
             return float(value[_TAG])
         return {k: from_json(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -36,13 +36,11 @@ class NodeShape:
 
 def check_cluster(scaling: ScalingConfig) -> None:
     """Refuse workers that the connected Ray cluster can never hold; see `check_fits`."""
-    count, selector = scaling.num_workers, scaling.label_selector
-    labels = [selector] * count if isinstance(selector, Mapping) else list(selector or ())
     check_fits(
         node_shapes(),
-        [scaling.bundle] * count,
+        [scaling.bundle] * scaling.min_workers,
         scaling.placement_strategy,
-        labels,
+        scaling.selectors[: scaling.min_workers],
         autoscaling=autoscaling(),
     )
 
@@ -134,6 +132,23 @@ def node_shapes() -> list[NodeShape]:
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
     ]
+
+
+def draining_nodes() -> dict[str, int]:
+    """Ask the connected Ray which nodes are to be taken away: id to deadline.
+
+    The deadline is in milliseconds since the epoch, 0 if none is known. There is no public call.
+    """
+    from ray._private.state import state
+
+    draining: dict[str, int] = state.get_draining_nodes()
+    return draining
+
+
+def node_is_safe(node_id: str) -> bool:
+    """Whether a node is alive and is not to be taken away."""
+    living = {node.node_id for node in node_shapes()}
+    return node_id in living and node_id not in draining_nodes()
 
 
 def autoscaling() -> bool:

@@ -31,6 +31,8 @@ from drawbar.train._messages import (
     CollectiveDone,
     CollectiveKind,
     Committed,
+    Diagnosis,
+    DiagnosisAsked,
     Interrupt,
     Message,
     Offer,
@@ -41,6 +43,7 @@ from drawbar.train._messages import (
     Reported,
 )
 from drawbar.train._metrics import normalise
+from drawbar.train._preemption import Wishes
 from drawbar.train._storage import RunDirectory
 from drawbar.train._upload import CheckpointUploadMode
 
@@ -252,6 +255,20 @@ class Session:
         assert isinstance(done, CollectiveDone)
         return [cloudpickle.loads(p) for p in done.payloads if p is not None]
 
+    def wishes(self) -> Wishes:
+        """Ask, together with all ranks, what the controller wishes."""
+        (wishes,) = self.collective("wishes")
+        found: Wishes = wishes
+        return found
+
+    def diagnose(self) -> str:
+        """Have the stacks of all ranks written; gives what tells them apart."""
+        number, self._next_question = self._next_question, self._next_question + 1
+        self._say(DiagnosisAsked(number=number))
+        answer = self._wait_for_any((Diagnosis, number))
+        assert isinstance(answer, Diagnosis)
+        return answer.text
+
     # -- orders
 
     def obey(self, order: Order) -> None:
@@ -260,7 +277,7 @@ class Session:
             match order:
                 case Interrupt():
                     self._interrupted = order.reason
-                case Answer():
+                case Answer() | Diagnosis():
                     self._orders[type(order), order.number] = order
                 case CollectiveDone():
                     self._orders[type(order), order.sequence] = order

@@ -15,14 +15,15 @@ import ray
 from drawbar.train import _data, _environment, _placement, _preflight
 from drawbar.train._callback import Callbacks, RunContext
 from drawbar.train._checkpoint import Checkpoint
-from drawbar.train._config import DataConfig, RunConfig, ScalingConfig
+from drawbar.train._config import DataConfig, RunConfig, ScalingConfig, fields_of
 from drawbar.train._console import Console
-from drawbar.train._controller import Controller, Outcome, Run
+from drawbar.train._controller import Controller
 from drawbar.train._journal import AttemptStarted
 from drawbar.train._launch import Job, OpenRun, connect_to_ray, host, open_run, run_path
 from drawbar.train._local import LocalWorkerGroup
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._result import Result
+from drawbar.train._run import Outcome, Run
 from drawbar.train._session import Assignment
 from drawbar.train._storage import RunDirectory
 from drawbar.train._worker import Payload
@@ -107,9 +108,9 @@ class DataParallelTrainer:
         pickled = _preflight.pickle_function(work.function) and cloudpickle.dumps(work)
         path = run_path(self.run_config)
         self._connect()
-        opened = open_run(path, self.run_config, self.scaling_config)
+        opened = open_run(path, self.run_config, self._settings())
         level = self.run_config.logging_config.level
-        console = Console(level, str(path), live=self.scaling_config.num_workers > 0)
+        console = Console(level, str(path), live=self.scaling_config.max_workers > 0)
         try:
             self._save(opened.directory)
             outcome = self._run(opened, work, pickled, console)
@@ -119,6 +120,17 @@ class DataParallelTrainer:
         if outcome.error is not None:
             raise outcome.error
         return self._result(opened.directory, outcome)
+
+    def _settings(self) -> dict[str, Any]:
+        """Give what a resumed run compares with the last start, key by key."""
+        function = self.train_loop_per_worker
+        return {
+            "train_loop_per_worker": getattr(function, "__qualname__", repr(function)),
+            "train_loop_config": {k: repr(v) for k, v in (self.train_loop_config or {}).items()},
+            "scaling_config": fields_of(self.scaling_config),
+            "failure_config": fields_of(self.run_config.failure_config),
+            "checkpoint_config": fields_of(self.run_config.checkpoint_config),
+        }
 
     def _payload(self) -> Payload:
         return Payload(
@@ -140,6 +152,7 @@ class DataParallelTrainer:
             metadata=self.metadata,
             first_attempt=opened.first_attempt,
             checkpoint=start_from.path if start_from else None,
+            spent=opened.spent,
         )
         context = RunContext(
             name=opened.name,
@@ -162,14 +175,14 @@ class DataParallelTrainer:
 
     def _connect(self) -> None:
         """Make sure of a cluster that can hold the workers."""
-        if self.scaling_config.num_workers:
+        if self.scaling_config.max_workers:
             connect_to_ray()
             _placement.check_cluster(self.scaling_config)
 
     def _make_group(
         self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]
     ) -> WorkerGroup:
-        if not self.scaling_config.num_workers:
+        if not self.scaling_config.max_workers:
             return LocalWorkerGroup(work, spawn=in_this_thread)
         runtime_env = self.run_config.worker_runtime_env
         return RayWorkerGroup(self.scaling_config, path, pickled, runtime_env)
@@ -243,6 +256,7 @@ class _Plan:
     def __init__(self, trainer: DataParallelTrainer, opened: OpenRun) -> None:
         self._trainer = trainer
         self._opened = opened
+        self._in_ray = ray.is_initialized()
         self._environment = _environment.forwarded(os.environ, trainer.run_config.forward_env)
 
     def assignments(
@@ -290,13 +304,18 @@ class _Plan:
         if not datasets:
             return [None] * len(node_ids)
         shards = _data.shard(datasets, config, node_ids)
-        local = self._trainer.scaling_config.num_workers == 0
+        local = self._trainer.scaling_config.max_workers == 0
         return list(shards) if local else [ray.put(each) for each in shards]
 
     def waiting_for(self) -> str:
         """Say what the workers that have not started are waiting for."""
         scaling = self._trainer.scaling_config
-        return _placement.missing(_placement.node_shapes(), [scaling.bundle] * scaling.num_workers)
+        bundles = [scaling.bundle] * scaling.min_workers
+        return _placement.missing(_placement.node_shapes(), bundles)
+
+    def draining(self) -> dict[str, int]:
+        """Give the nodes that are about to go."""
+        return _placement.draining_nodes() if self._in_ray else {}
 
 
 def _instance(name: str, value: T | None, kind: type[T]) -> T:

@@ -38,6 +38,7 @@ from drawbar.train._messages import (
 )
 from drawbar.train._output import capture_output
 from drawbar.train._session import Assignment, AttemptInterrupted, Session
+from drawbar.train._stacks import Stack, take_stack
 from drawbar.train._storage import RunDirectory
 from drawbar.train.backend import BackendConfig
 
@@ -112,6 +113,10 @@ class Worker:
         self._session.obey(order)
         if isinstance(order, Interrupt):
             raise_in(self._thread, AttemptInterrupted)
+
+    def stack(self) -> Stack:
+        """Say where the threads of this process stand (control group)."""
+        return take_stack(self._thread)
 
     def leave(self) -> None:
         """End this process in an orderly way: exit handlers run."""

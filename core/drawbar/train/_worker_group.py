@@ -11,22 +11,27 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import cloudpickle
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drawbar.train._config import ScalingConfig
 from drawbar.train._failure import describe_broken_worker
 from drawbar.train._messages import Failed, Gone, Interrupt, Message, Order, Ranks, WorkerInfo
+from drawbar.train._placement import node_is_safe
 from drawbar.train._session import Assignment
+from drawbar.train._stacks import Stack
 from drawbar.train._worker import Worker
 from drawbar.train.backend import WorkerGroupView
 
 LEAVE_SECONDS = 2.0
+SETTLE_SECONDS = 2.0
+STACK_SECONDS = 2.0
 NOTICE_SECONDS = 5.0
 
 
@@ -36,12 +41,20 @@ Hear = Callable[[int, Sequence[Message]], None]
 class WorkerGroup(WorkerGroupView, Protocol):
     """What the controller needs of a group of workers."""
 
+    @property
+    def spare(self) -> int:
+        """Processes that are up and do not take part in the attempt."""
+        ...
+
     async def start(self, on_wait: Callable[[], None]) -> list[WorkerInfo]:
-        """Bring up every slot that has no living worker; gives where all of them are, by slot."""
+        """Bring up every slot that has no living worker; gives where they are, by slot.
+
+        An elastic group gives those that there is room for. `on_wait` is called now and then.
+        """
         ...
 
     def take_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Learn the rank of each slot; from now on workers are spoken of by rank."""
+        """Learn the rank of each worker that `start` gave; from now on ranks are spoken of."""
         ...
 
     def run(self, assignments: Sequence[Assignment], hear: Hear) -> None:
@@ -71,9 +84,22 @@ class WorkerGroup(WorkerGroupView, Protocol):
         """End every process at once."""
         ...
 
+    def move(self) -> None:
+        """Have the next start place every process anew."""
+        ...
+
+    async def stacks(self) -> dict[int, Stack | None]:
+        """Ask every rank where its threads stand; None for one that does not answer."""
+        ...
+
 
 class RayWorkerGroup:
-    """Workers as Ray actors."""
+    """Workers as Ray actors.
+
+    A group of fixed size has one placement group, which outlives attempts. An elastic one has none:
+    the actors that do not fit stay pending, which costs nothing and tells an autoscaler what is
+    missing; one that starts is `spare`, and takes part from the next attempt on.
+    """
 
     def __init__(
         self,
@@ -89,43 +115,61 @@ class RayWorkerGroup:
         self._actor_class = remote(concurrency_groups={"control": 1})(Worker)
         self._runtime_env = dict(runtime_env) if runtime_env else None
         self._placement: PlacementGroup | None = None
-        self._actors: dict[int, Any] = {}
-        self._infos: dict[int, WorkerInfo] = {}
-        self._streams: dict[int, asyncio.Task[None]] = {}
-        self._slot_of: dict[int, int] = {}
+        self._members: dict[int, _Member] = {}
+        self._ranks: dict[int, _Member] = {}
         self._attempt = -1
 
     def __len__(self) -> int:
-        return self._scaling.num_workers
+        return len(self._ranks)
 
     # -- processes
 
     async def start(self, on_wait: Callable[[], None]) -> list[WorkerInfo]:
-        """Create what is missing, all at once, and wait until every process says where it is."""
-        if self._placement is None:
+        """Create what is missing, all at once, and wait until enough processes are up."""
+        if self._placement is None and not self._scaling.elasticity_enabled:
             self._placement = self._make_placement_group()
-        for slot in range(len(self)):
-            if slot not in self._actors:
+        for slot in range(self._scaling.max_workers):
+            if slot not in self._members:
                 self._create(slot)
-        unknown = [slot for slot in self._actors if slot not in self._infos]
-        asked = asyncio.gather(*[_ask(self._actors[slot].describe.remote()) for slot in unknown])
-        while not (await asyncio.wait([asked], timeout=NOTICE_SECONDS))[0]:
-            on_wait()
-        self._infos.update(zip(unknown, asked.result(), strict=True))
-        return [self._infos[slot] for slot in range(len(self))]
+        while not self._enough(settled=False):
+            waiting = [each.up for each in self._members.values() if not each.up.done()]
+            timeout = SETTLE_SECONDS if self._enough(settled=True) else NOTICE_SECONDS
+            arrived, _ = await asyncio.wait(
+                waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not arrived and self._enough(settled=True):
+                break
+            if not arrived:
+                on_wait()
+        return [member.up.result() for member in self._up()]
+
+    @property
+    def spare(self) -> int:
+        """Processes that came up too late for the attempt."""
+        return sum(member.stream is None for member in self._up())
+
+    def _up(self) -> list[_Member]:
+        members = (self._members[slot] for slot in sorted(self._members))
+        return [member for member in members if member.up.done()]
+
+    def _enough(self, *, settled: bool) -> bool:
+        """Whether an attempt can start; `settled`: nobody else has come for a while."""
+        wanted = self._scaling.min_workers if settled else self._scaling.max_workers
+        for member in self._up():
+            member.up.result()  # raises what kept the process from starting
+        return len(self._up()) >= wanted
 
     def _make_placement_group(self) -> PlacementGroup:
-        selector = self._scaling.label_selector
-        labels = [selector] * len(self) if isinstance(selector, Mapping) else selector
+        count = self._scaling.max_workers
+        labels = self._scaling.selectors
         made: PlacementGroup = placement_group(
-            [self._scaling.bundle or {"CPU": 0.001}] * len(self),
+            [self._scaling.bundle or {"CPU": 0.001}] * count,
             strategy=self._scaling.placement_strategy,
-            bundle_label_selector=[dict(each) for each in labels] if labels else None,
+            bundle_label_selector=labels or None,
         )
         return made
 
     def _create(self, slot: int) -> None:
-        assert self._placement is not None  # start() makes it first
         resources = self._scaling.bundle
         options: dict[str, Any] = {
             "num_cpus": resources.pop("CPU", 0),
@@ -133,90 +177,102 @@ class RayWorkerGroup:
             "memory": resources.pop("memory", None),
             "resources": resources,
             "max_restarts": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement, slot),
         }
+        if self._placement is not None:
+            strategy = PlacementGroupSchedulingStrategy(self._placement, slot)
+            options["scheduling_strategy"] = strategy
+        elif self._scaling.selectors:
+            options["label_selector"] = self._scaling.selectors[slot]
         if self._runtime_env:
             options["runtime_env"] = self._runtime_env
-        self._actors[slot] = self._actor_class.options(**options).remote(self._run_path)
+        actor = self._actor_class.options(**options).remote(self._run_path)
+        up = asyncio.ensure_future(_await(actor.describe.remote()))
+        self._members[slot] = _Member(actor, up)
 
     def _forget(self, slot: int) -> None:
-        actor = self._actors.pop(slot, None)
-        self._infos.pop(slot, None)
-        if actor is not None:
-            ray.kill(actor)
+        member = self._members.pop(slot)
+        for task in (member.up, member.stream):
+            if task is not None:
+                task.cancel()
+        ray.kill(member.actor)
 
     # -- one attempt
 
     def take_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Learn the rank of each slot."""
-        self._slot_of = {each.world_rank: slot for slot, each in enumerate(ranks)}
+        """Learn the rank of each worker that `start` gave."""
+        pairs = zip(ranks, self._up(), strict=False)
+        self._ranks = {each.world_rank: member for each, member in pairs}
 
     def run(self, assignments: Sequence[Assignment], hear: Hear) -> None:
         """Begin an attempt: one call per worker, whose stream is read from now on."""
         self._attempt = assignments[0].attempt
-        for slot, assignment in enumerate(assignments):
-            run = self._actors[slot].run.options(num_returns="streaming")
+        for assignment in assignments:
+            rank = assignment.ranks.world_rank
+            member = self._ranks[rank]
+            run = member.actor.run.options(num_returns="streaming")
             stream = run.remote(assignment, self._payload)
-            self._streams[slot] = asyncio.create_task(
-                self._listen(assignment.ranks.world_rank, slot, stream, hear)
-            )
+            member.stream = asyncio.ensure_future(self._listen(rank, member, stream, hear))
 
-    async def _listen(self, rank: int, slot: int, stream: Any, hear: Hear) -> None:
+    async def _listen(self, rank: int, member: _Member, stream: Any, hear: Hear) -> None:
         try:
             async for reference in stream:
                 hear(rank, await reference)
         except RayTaskError as error:
-            self._infos.pop(slot, None)
+            member.dead = True
             hear(rank, [Failed(failure=describe_broken_worker(rank, error))])
         except RayError as error:
-            self._infos.pop(slot, None)
-            hear(rank, [_gone(error)])
+            member.dead = True
+            hear(rank, [await asyncio.to_thread(_gone, error, member.up.result().node_id)])
 
     def order(self, rank: int, order: Order) -> None:
         """Give one rank an order; if its process is dead, its stream tells."""
-        actor = self._actors.get(self._slot_of[rank])
-        if actor is not None:
-            actor.obey.options(concurrency_group="control").remote(self._attempt, order)
+        control = self._ranks[rank].actor.obey.options(concurrency_group="control")
+        control.remote(self._attempt, order)
+
+    async def stacks(self) -> dict[int, Stack | None]:
+        """Ask every rank where its threads stand; None for one that does not answer."""
+        answers = await asyncio.gather(*[_stack_of(member) for member in self._ranks.values()])
+        return dict(zip(self._ranks, answers, strict=True))
 
     async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:
         """Interrupt every running function; kill whoever has not stopped in `grace` seconds."""
-        self._discard([slot for slot in self._actors if slot not in self._infos], replace)
-        running = {slot: task for slot, task in self._streams.items() if not task.done()}
-        for rank, slot in self._slot_of.items():
-            if slot in running:
-                self.order(rank, Interrupt(reason="the attempt is over"))
+        taking_part = [slot for slot, member in self._members.items() if member.stream is not None]
+        dead = [slot for slot in taking_part if self._members[slot].dead]
+        self._discard(dead, replace)
+        running = {rank: each.stream for rank, each in self._ranks.items() if each.is_running}
+        for rank in running:
+            self.order(rank, Interrupt(reason="the attempt is over"))
         if running:
-            await asyncio.wait(running.values(), timeout=grace)
-        stuck = [slot for slot, task in running.items() if not task.done()]
-        died = [slot for slot in self._actors if slot not in self._infos]
-        self._discard({*stuck, *died} if keep else list(self._infos), replace)
-        self._streams = {}
+            await asyncio.wait([task for task in running.values() if task], timeout=grace)
+        for slot in set(taking_part) - set(dead):
+            member = self._members[slot]
+            if member.dead or member.is_running or not keep:
+                self._discard([slot], replace)
+            member.stream = None
 
     def _discard(self, slots: Iterable[int], replace: bool) -> None:
         for slot in slots:
-            task = self._streams.get(slot)
-            if task is not None:
-                task.cancel()
             self._forget(slot)
             if replace:
                 self._create(slot)
+
+    def move(self) -> None:
+        """Give up every process and the placement group: the next start places all of them anew."""
+        self.kill()
 
     # -- the end
 
     async def stop(self) -> None:
         """Let idle processes run their exit handlers, kill the rest, remove the placement group."""
-        idle = [slot for slot in self._infos if self._is_idle(slot)]
-        leaving = [asyncio.ensure_future(_leave(self._actors[slot])) for slot in idle]
+        idle = [each for each in self._up() if not each.dead and not each.is_running]
+        leaving = [asyncio.ensure_future(_leave(member)) for member in idle]
         if leaving:
             await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
         self.kill()
 
-    def _is_idle(self, slot: int) -> bool:
-        return slot not in self._streams or self._streams[slot].done()
-
     def kill(self) -> None:
         """Kill every process and remove the placement group."""
-        for slot in list(self._actors):
+        for slot in list(self._members):
             self._forget(slot)
         if self._placement is not None:
             remove_placement_group(self._placement)
@@ -229,11 +285,11 @@ class RayWorkerGroup:
     ) -> Any:
         """Run a function on one worker; gives an object reference."""
         call = cloudpickle.dumps((function, args, kwargs))
-        return self._actors[self._slot_of[rank]].execute.remote(call)
+        return self._ranks[rank].actor.execute.remote(call)
 
     def execute_async(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run a function on every worker; gives object references in rank order."""
-        ranks = sorted(self._slot_of)
+        ranks = sorted(self._ranks)
         return [self.execute_single_async(rank, function, *args, **kwargs) for rank in ranks]
 
     def execute_single(
@@ -247,15 +303,38 @@ class RayWorkerGroup:
         return list(ray.get(self.execute_async(function, *args, **kwargs)))
 
 
-async def _ask(reference: Any) -> Any:
+@dataclass
+class _Member:
+    """One slot's process. `up` gives where it is; `stream` is there during an attempt."""
+
+    actor: Any
+    up: asyncio.Future[WorkerInfo]
+    stream: asyncio.Future[None] | None = None
+    dead: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.stream is not None and not self.stream.done()
+
+
+async def _await(reference: Any) -> Any:
     return await reference
 
 
-async def _leave(actor: Any) -> None:
-    with contextlib.suppress(RayActorError):
-        await actor.leave.remote()
+async def _leave(member: _Member) -> None:
+    with contextlib.suppress(RayError):
+        await member.actor.leave.remote()
 
 
-def _gone(error: RayError) -> Gone:
-    preempted = isinstance(error, ActorDiedError) and bool(getattr(error, "preempted", False))
+async def _stack_of(member: _Member) -> Stack | None:
+    asked = member.actor.stack.options(concurrency_group="control").remote()
+    with contextlib.suppress(RayError, TimeoutError):
+        stack: Stack = await asyncio.wait_for(_await(asked), STACK_SECONDS)
+        return stack
+    return None
+
+
+def _gone(error: RayError, node_id: str) -> Gone:
+    """Describe a death; a worker whose node is gone or going was preempted."""
+    preempted = bool(getattr(error, "preempted", False)) or not node_is_safe(node_id)
     return Gone(detail=str(error), time=time.time(), preempted=preempted)

@@ -90,7 +90,7 @@ class _ThreadTrainer(DataParallelTrainer):
     def _make_group(
         self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]
     ) -> WorkerGroup:
-        return LocalWorkerGroup(work, self.scaling_config.num_workers)
+        return LocalWorkerGroup(work, self.scaling_config.max_workers)
 
 
 class BackendContract:

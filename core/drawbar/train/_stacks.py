@@ -1,0 +1,109 @@
+"""Where every rank stands: Python stacks, and the difference that names the odd rank out."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+_LIBRARIES = tuple(
+    os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")
+)
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the line is neither Python's, nor a library's, nor Drawbar's."""
+        return not os.path.realpath(self.file).startswith((*_LIBRARIES, _OWN))
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+_OWN = str(Path(__file__).resolve().parents[1])
+
+
+class Stack(msgspec.Struct, frozen=True, kw_only=True):
+    """The training thread's frames, outermost first, and the text of all threads' stacks."""
+
+    frames: tuple[Frame, ...]
+    text: str
+
+    @property
+    def place(self) -> str:
+        """The user's innermost line, and what it called if it stands in there."""
+        users = [frame for frame in self.frames if frame.is_users]
+        if not self.frames:
+            return "not in the training function"
+        innermost = self.frames[-1]
+        if not users:
+            return str(innermost)
+        if users[-1] == innermost:
+            return str(innermost)
+        return f"{users[-1]}, inside {innermost.function} ({_short(innermost.file)})"
+
+
+def take_stack(thread: threading.Thread | None) -> Stack:
+    """Take the stacks of this process; `thread` is the one that runs the training function."""
+    frames = sys._current_frames()
+    names = {each.ident: each.name for each in threading.enumerate()}
+    texts = []
+    training: tuple[Frame, ...] = ()
+    for ident, frame in frames.items():
+        summary = traceback.extract_stack(frame)
+        if thread is not None and ident == thread.ident:
+            training = tuple(Frame(f.filename, f.lineno or 0, f.name) for f in summary)
+        texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(summary.format()))
+    return Stack(frames=training, text="\n".join(texts))
+
+
+def difference(stacks: Mapping[int, Stack | None]) -> str:
+    """Say which ranks stand where, the smallest group first: it holds the odd ranks out."""
+    groups: dict[str, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        silent = "does not answer: one long call that holds the interpreter, or a dead process"
+        groups.setdefault(stack.place if stack else silent, []).append(rank)
+    lines: list[str] = []
+    for place, ranks in sorted(groups.items(), key=lambda group: (len(group[1]), group[1])):
+        odd = "   <- the odd one out" if not lines and _is_odd(ranks, groups) else ""
+        lines.append(f"  {_ranks(ranks)}: {place}{odd}")
+    return "\n".join(lines)
+
+
+def _is_odd(ranks: list[int], groups: Mapping[str, list[int]]) -> bool:
+    others = [len(each) for each in groups.values() if each is not ranks]
+    return bool(others) and len(ranks) < min(others)
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (f" ... {ranks[-1]}" if len(ranks) > 8 else "")
+    return f"ranks {shown} ({len(ranks)})"
+
+
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-3:])
+
+
+def write_stacks(folder: Path, stacks: Mapping[int, Stack | None]) -> str:
+    """Write every rank's stacks and their difference below `folder`; gives the difference."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = difference(stacks)
+    for rank, stack in stacks.items():
+        (folder / f"rank_{rank}.txt").write_text(stack.text if stack else "no answer\n")
+    (folder / "difference.txt").write_text(summary + "\n")
+    return summary
