@@ -1,0 +1,29 @@
+"""Drawbar at a glance: a classifier of handwritten digits, trained on two workers."""
+
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+from drawbar.torch import TorchTrainer, prepare_data_loader, prepare_model
+from drawbar.train import ScalingConfig, report
+
+
+def train_digits(config):
+    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    dataset = TensorDataset(images.float() / 16, labels)
+    loader = prepare_data_loader(DataLoader(dataset, batch_size=32, shuffle=True))
+    model = prepare_model(torch.nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
+    for epoch in range(config["epochs"]):
+        for x, y in loader:
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        report({"epoch": epoch, "loss": loss.item()})
+
+
+if __name__ == "__main__":
+    config, workers = {"epochs": 5, "lr": 0.01}, ScalingConfig(num_workers=2)
+    result = TorchTrainer(train_digits, train_loop_config=config, scaling_config=workers).fit()
+    print(result.metrics, "in", result.path)

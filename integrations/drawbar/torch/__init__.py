@@ -1,0 +1,25 @@
+"""PyTorch training functions on a group of Ray actors, and helpers to use inside them."""
+
+from drawbar.torch._backend import TorchBackend, TorchConfig
+from drawbar.torch._data_loader import prepare_data_loader
+from drawbar.torch._devices import get_device, get_devices
+from drawbar.torch._loop import prepare_model
+from drawbar.torch._mixed_precision import accelerate, backward, prepare_optimizer
+from drawbar.torch._reproducibility import enable_reproducibility
+from drawbar.torch._trainer import TorchTrainer
+from drawbar.torch._xla import TorchXLAConfig
+
+__all__ = [
+    "TorchBackend",
+    "TorchConfig",
+    "TorchTrainer",
+    "TorchXLAConfig",
+    "accelerate",
+    "backward",
+    "enable_reproducibility",
+    "get_device",
+    "get_devices",
+    "prepare_data_loader",
+    "prepare_model",
+    "prepare_optimizer",
+]

@@ -1,0 +1,140 @@
+"""How PyTorch workers are set up: the settings, and what is done with them around the function.
+
+All of it happens on the workers, inside `train_func_context`; the controller has nothing to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, get_args
+
+from drawbar.train import ScalingConfig, get_context
+from drawbar.train.backend import Backend, BackendConfig
+
+try:
+    import torch
+except ImportError as missing:
+    raise ImportError('drawbar.torch needs PyTorch; run: pip install "drawbar[torch]"') from missing
+
+from drawbar.torch._devices import get_device
+from drawbar.torch._process_group import process_group
+from drawbar.torch._undo import at_end, set_variable, undone_at_end
+
+InitMethod = Literal["env", "tcp"]
+
+
+@dataclass(frozen=True)
+class TorchConfig(BackendConfig):
+    """How the process group is made that is up when the training function starts.
+
+    Every worker has `torch.distributed` initialised, its CUDA device set, and as many threads as
+    its share of the node's cores. Accelerate finds the device in ACCELERATE_TORCH_DEVICE and, on a
+    CPU worker, ACCELERATE_USE_CPU.
+
+    Args:
+        backend: A backend of `torch.distributed`, such as "gloo" or "cpu:gloo,cuda:nccl". Default:
+            "nccl" if the workers have GPUs, otherwise "gloo".
+        init_method: "env" also puts the address of the group's store into MASTER_ADDR and
+            MASTER_PORT, as torchrun does; "tcp" leaves these variables alone. Either way rank 0
+            binds a free port first and tells it after.
+        timeout_s: How long a collective waits for the other ranks, in seconds.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or value.
+    """
+
+    backend: str | None = None
+    init_method: InitMethod = "env"
+    timeout_s: float = 1800
+
+    def __post_init__(self) -> None:
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise TypeError(f"TorchConfig.backend must be a str or None, found {self.backend!r}")
+        if self.init_method not in get_args(InitMethod):
+            raise ValueError(
+                f"TorchConfig.init_method must be 'env' or 'tcp', found {self.init_method!r}"
+            )
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
+            raise TypeError(f"TorchConfig.timeout_s must be a number, found {self.timeout_s!r}")
+        if self.timeout_s <= 0:
+            raise ValueError(
+                f"TorchConfig.timeout_s must be more than 0 seconds, found {self.timeout_s}"
+            )
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The class with the controller's part, of which there is none."""
+        return TorchBackend
+
+    def backend_for(self, *, gpus: bool) -> str:
+        """Say which backend of `torch.distributed` is used on workers with or without GPUs."""
+        return self.backend or ("nccl" if gpus else "gloo")
+
+    def preflight(self, scaling_config: ScalingConfig) -> None:
+        """Check the backend against the workers' GPUs.
+
+        Raises:
+            ValueError: NCCL without GPUs, or with workers that may share one.
+        """
+        gpus = scaling_config.num_gpus_per_worker
+        backend = self.backend_for(gpus=gpus > 0)
+        if "nccl" not in backend:
+            return
+        if not gpus:
+            raise ValueError(
+                f"TorchConfig has backend={backend!r}, but the workers have no GPU; set "
+                'ScalingConfig(use_gpu=True), or TorchConfig(backend="gloo") to train on CPUs'
+            )
+        if gpus < 1 and scaling_config.max_workers > 1:
+            raise ValueError(
+                f"TorchConfig's backend is {backend!r}, which refuses workers that share a GPU, as "
+                f"{scaling_config.max_workers} workers with resources_per_worker['GPU']={gpus:g} "
+                'may; give each worker a whole GPU, or set TorchConfig(backend="gloo")'
+            )
+
+    def train_func_context(self) -> AbstractContextManager[None]:
+        """Make the process group before the training function, take it down after it."""
+        return _set_up(self)
+
+
+class TorchBackend(Backend):
+    """PyTorch needs nothing in the controller; a worker's process can be set up again and again."""
+
+    share_cuda_visible_devices = True
+    reentrant = True
+
+
+@contextmanager
+def _set_up(config: TorchConfig) -> Iterator[None]:
+    backend = config.backend_for(gpus=bool(get_context().get_accelerator_ids()))
+    with undone_at_end():
+        use_given_threads()
+        device = _use_device(required="nccl" in backend)
+        timeout = timedelta(seconds=config.timeout_s)
+        with process_group(backend, timeout, device, publish=config.init_method == "env"):
+            yield
+
+
+def use_given_threads() -> None:
+    """Use as many threads as OMP_NUM_THREADS says, which torch reads only once per process."""
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if threads.isdecimal():
+        at_end(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(int(threads))
+
+
+def _use_device(*, required: bool) -> torch.device:
+    """Make the worker's GPU the current one. Without NCCL it may have one that torch cannot use."""
+    if not required and get_context().get_accelerator_ids() and not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    set_variable("ACCELERATE_TORCH_DEVICE", str(device))
+    if device.type == "cpu":
+        set_variable("ACCELERATE_USE_CPU", "true")
+    return device

@@ -1,0 +1,215 @@
+"""Data loaders in the training function: split between the ranks, their batches on the worker's
+device.
+
+A loader is copied and its sampler exchanged, rather than made anew from a list of settings, so that
+every setting it has, and every one that a coming version of PyTorch or a subclass gives it, is
+kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from drawbar.torch._data_position import BatchCounter, Counter, StateCounter, keep
+from drawbar.torch._devices import get_device
+from drawbar.torch._reproducibility import chosen_seed, derive_seed
+from drawbar.torch._sampler import EpochSampler, Position
+from drawbar.torch._transfer import moved
+from drawbar.train import collective, get_context
+
+T = TypeVar("T")
+
+
+def prepare_data_loader(
+    data_loader: DataLoader[T],
+    add_dist_sampler: bool = True,
+    move_to_device: bool = True,
+    auto_transfer: bool = True,
+    *,
+    resume: bool = True,
+    name: str | None = None,
+) -> DataLoader[T]:
+    """Split a loader's data between the workers, and put its batches on this worker's device.
+
+    All ranks must call this, for the same loaders in the same order. What comes back is a
+    `DataLoader` with all settings of yours, and has the same number of batches on every rank.
+
+    The order of the data is that of your own sampler (shuffled or not, weighted, custom, or a batch
+    sampler), split between the ranks: each sample goes to one of them. A few are repeated so that
+    all ranks get equally many, or left out if the loader has `drop_last`. Each iteration is a new
+    epoch with its own order; `loader.sampler.set_epoch(n)` is honoured but not needed. The order
+    follows from the epoch and a seed that rank 0 gives: that of the loader's `generator`, or
+    `torch.initial_seed()`; it does not depend on the number of workers.
+
+    Each checkpoint has the position in the data, and an attempt that starts from one goes on after
+    the samples that were received when it was reported, on any number of workers, without loading
+    what comes before: the first iteration gives the rest of the interrupted epoch. `len()` remains
+    that of a whole epoch. See the guide's page on data.
+
+    A sampler that is distributed already is kept as it is, and an `IterableDataset` is left alone:
+    split it by `get_context().get_world_rank()` in its `__iter__`. Such loaders have no position,
+    but for an `IterableDataset` with `state_dict` and `load_state_dict` and `num_workers=0`, whose
+    state, as JSON, is kept. A subclass with an `__iter__` of its own goes on from the beginning of
+    the epoch.
+
+    After `enable_reproducibility`, the loader's worker processes are seeded by the seed, the rank
+    and the epoch, which makes augmentations repeatable and different on every rank; a `generator`
+    that the loader has is not replaced.
+
+    Args:
+        data_loader: The loader; it is not changed.
+        add_dist_sampler: Whether to split the data.
+        move_to_device: Whether to move batches to `get_device()`: tensors, also inside dicts,
+            lists, tuples, dataclasses and objects with a method `to`.
+        auto_transfer: On a GPU, copy the next batch while the model works on this one. Give the
+            loader `pin_memory=True`, otherwise the copy has to wait.
+        resume: Whether checkpoints have this loader's position.
+        name: Tells this loader from others over restarts. Default: its number, in the order of the
+            calls; so name the loaders if that order changes.
+
+    Raises:
+        TypeError: It is not a `torch.utils.data.DataLoader`.
+        RuntimeError: Called outside a training function.
+    """
+    get_context()  # raises outside a training function
+    if isinstance(data_loader, PreparedDataLoader):
+        return data_loader
+    if not isinstance(data_loader, DataLoader):
+        raise TypeError(
+            f"prepare_data_loader takes a torch.utils.data.DataLoader, found {data_loader!r} "
+            f"({type(data_loader).__name__})"
+        )
+    loader = copy.copy(data_loader)
+    sampler = None
+    if add_dist_sampler and not isinstance(loader.dataset, IterableDataset):
+        sampler = _split(loader)
+    counter = _resume(loader, sampler, name) if resume else None
+    device = get_device() if move_to_device else torch.device("cpu")
+    ahead = auto_transfer and not isinstance(counter, StateCounter)
+    return PreparedDataLoader(
+        loader, device, ahead=ahead, counter=counter, seeding=_seeding(loader, sampler)
+    )
+
+
+class PreparedDataLoader(DataLoader[T]):
+    """A loader whose batches are moved to a device on the way; its attributes are `loader`'s."""
+
+    def __init__(
+        self,
+        loader: DataLoader[T],
+        device: torch.device,
+        *,
+        ahead: bool,
+        counter: Counter | None,
+        seeding: Callable[[], object],
+    ) -> None:
+        # Without super().__init__(): `loader` has been made already, with settings that this one
+        # only shows.
+        self._loader = loader
+        self._device = device
+        self._ahead = ahead
+        self._counter = counter
+        self._seeding = seeding
+
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # a plain iterator over the loader's own
+        self._seeding()
+        if self._counter is None:
+            return self._batches()
+        self._counter.begin()
+        return self._counter.count(self._batches())
+
+    def _batches(self) -> Iterator[T]:
+        if self._device.type == "cpu":  # where the batches are
+            return iter(self._loader)
+        return moved(self._loader, self._device, ahead=self._ahead)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not set yet: this object is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def _split(loader: DataLoader[Any]) -> EpochSampler[Any] | None:
+    """Exchange the sampler of a loader, unless it is a distributed one."""
+    if _is_distributed(loader.sampler) or _is_distributed(loader.batch_sampler):
+        return None
+    context = get_context()
+    generator = loader.generator
+    seed = torch.initial_seed() if generator is None else generator.initial_seed()
+    if context.get_world_size() > 1:
+        seed = collective.broadcast_from_rank_zero(seed)
+
+    def split(source: Any, drop_last: bool) -> EpochSampler[Any]:
+        rank, size = context.get_world_rank(), context.get_world_size()
+        return EpochSampler(source, rank=rank, world_size=size, seed=seed, drop_last=drop_last)
+
+    exchanged: dict[str, Any]
+    batches = loader.batch_sampler
+    if batches is not None and loader.batch_size is None:  # the user's own: split by whole batches
+        sampler = split(batches, bool(getattr(batches, "drop_last", False)))
+        exchanged = {"batch_sampler": sampler}
+    else:
+        sampler = split(loader.sampler, loader.drop_last)
+        exchanged = {"sampler": sampler}
+        if loader.batch_size is not None:
+            exchanged["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    # DataLoader refuses to have these set, since an iterator may be running; this copy has none
+    # yet.
+    vars(loader).update(exchanged, _iterator=None)
+    return sampler
+
+
+def _resume(
+    loader: DataLoader[Any], sampler: EpochSampler[Any] | None, name: str | None
+) -> Counter | None:
+    """Keep the loader's position, if it has one, and go on from the recorded one."""
+    if sampler is not None:
+        one_to_one = type(loader).__iter__ is DataLoader.__iter__
+        counter = BatchCounter(sampler, (loader.batch_size or 1) if one_to_one else 0)
+        if recorded := keep(counter, name):
+            sampler.go_on_from(Position(**recorded))
+        return counter
+    dataset = loader.dataset
+    if loader.num_workers or not isinstance(dataset, IterableDataset):
+        return None
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        return None
+    states = StateCounter(dataset)
+    if recorded := keep(states, name):
+        states.go_on_from(recorded)
+    return states
+
+
+def _seeding(loader: DataLoader[Any], sampler: EpochSampler[Any] | None) -> Callable[[], object]:
+    """Give what seeds the loader's processes, by rank and place in the data, before each pass."""
+    seed = chosen_seed()
+    if seed is None or loader.generator is not None:
+        return lambda: None
+    rank = get_context().get_world_rank()
+    generator = loader.generator = torch.Generator()
+    generator.manual_seed(derive_seed(seed, rank))
+    if sampler is None:
+        return lambda: None
+
+    def place() -> object:
+        begin = sampler.upcoming
+        return generator.manual_seed(derive_seed(seed, rank, begin.epoch, begin.consumed))
+
+    return place
+
+
+def _is_distributed(sampler: Any) -> bool:
+    inner = getattr(sampler, "sampler", None)
+    return any(
+        isinstance(each, DistributedSampler)
+        or (hasattr(each, "num_replicas") and hasattr(each, "rank"))
+        for each in (sampler, inner)
+    )

@@ -1,0 +1,190 @@
+"""Mixed precision by three calls, for training functions that have no framework around them.
+
+    drawbar.torch.accelerate(amp=True)
+    model = drawbar.torch.prepare_model(model)
+    optimizer = drawbar.torch.prepare_optimizer(optimizer)
+    ...
+    drawbar.torch.backward(loss)
+    optimizer.step()
+
+Thin on purpose: what needs more (clipping of unscaled gradients, several dtypes) is a few lines of
+`torch.amp`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from drawbar.torch._devices import get_device
+from drawbar.torch._undo import at_end, in_attempt
+
+_precision: Precision | None = None
+
+
+def accelerate(amp: bool | torch.dtype = False) -> None:
+    """Choose the precision of this training function. Call it once, before any `prepare_` function.
+
+    Args:
+        amp: True for mixed precision: float16 with scaled gradients on CUDA, bfloat16 elsewhere. A
+            dtype, `torch.float16` or `torch.bfloat16`, chooses that one. False is full precision.
+
+    Raises:
+        RuntimeError: Called twice, after a function that depends on it, or outside a training
+            function of a trainer that uses `TorchConfig`.
+        ValueError: Mixed precision has no such dtype.
+    """
+    device = get_device()
+    if not in_attempt():
+        raise RuntimeError(
+            "accelerate() needs a trainer that uses TorchConfig, as TorchTrainer does"
+        )
+    if _precision is not None:
+        raise RuntimeError(
+            "accelerate() must be called once, before prepare_model, prepare_optimizer and backward"
+        )
+    dtype = _dtype(amp, device)
+    if dtype not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(f"amp must be a bool, torch.float16 or torch.bfloat16, found {amp!r}")
+    _choose(Precision(device, dtype))
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Have an optimizer unscale its gradients, and leave a step out if one of them is not finite.
+
+    Where gradients are not scaled, that is without float16, the optimizer itself comes back.
+    """
+    precision = _current()
+    return ScaledOptimizer(optimizer, precision) if precision.scaler.is_enabled() else optimizer
+
+
+def backward(tensor: torch.Tensor) -> None:
+    """Do `tensor.backward()`, on a scaled loss if the precision chosen by `accelerate` needs it."""
+    _current().backward(tensor)
+
+
+def autocast_forward(model: nn.Module) -> None:
+    """Have a model compute in the precision chosen by `accelerate` and give results in float32."""
+    precision = _current()
+    if precision.dtype is not None:
+        hooks = _AutocastHooks(precision.device.type, precision.dtype)
+        model.register_forward_pre_hook(hooks.enter)
+        model.register_forward_hook(hooks.leave, always_call=True)
+
+
+class Precision:
+    """The precision of a training function: a dtype, or None for full precision, and its scaler."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+        self._stepped = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Go backward from the scaled loss.
+
+        The scale changes only here, so that several optimizers can step under the same one.
+        """
+        if self._stepped:
+            self.scaler.update()
+            self._stepped = False
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients and take a step, unless one is not finite."""
+        self._stepped = True
+        self.scaler.step(optimizer)
+
+
+class ScaledOptimizer(torch.optim.Optimizer):
+    """An optimizer whose steps go through the gradient scaler. All else is that of `optimizer`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+        # Without super().__init__(): parameters and state stay with `optimizer`, which this one
+        # only shows.
+        self.optimizer = optimizer
+        self._precision = precision
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # gives no loss back
+        """Take a step with unscaled gradients, unless one is not finite.
+
+        Raises:
+            ValueError: A closure was given; it would compute its gradients without scaling.
+        """
+        if closure is not None:
+            raise ValueError("an optimizer with scaled gradients takes no closure; use backward()")
+        self._precision.step(self.optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do what the optimizer does."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Do what the optimizer does."""
+        self.optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet: this object is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+class _AutocastHooks:
+    """Autocast around a module's forward, as hooks.
+
+    A replaced `forward` would still be bound to this module in a copy of it, as averaging makes.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self._device_type = device_type
+        self._dtype = dtype
+        self._open: list[torch.autocast] = []
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        autocast = torch.autocast(self._device_type, self._dtype)
+        autocast.__enter__()  # type: ignore[no-untyped-call]
+        self._open.append(autocast)
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+        return tree_map_only(torch.Tensor, self._to_float, output)
+
+    def _to_float(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype == self._dtype else tensor
+
+
+def _dtype(amp: bool | torch.dtype, device: torch.device) -> torch.dtype | None:
+    if amp is True:
+        return torch.float16 if device.type == "cuda" else torch.bfloat16
+    return None if amp is False else amp
+
+
+def _current() -> Precision:
+    """Give the precision chosen, which is full precision if none was; from now on it is chosen."""
+    return _precision or _choose(Precision(get_device(), None))
+
+
+def _choose(precision: Precision) -> Precision:
+    global _precision
+    if in_attempt():
+        at_end(_forget)
+        _precision = precision
+    return precision
+
+
+def _forget() -> None:
+    global _precision
+    _precision = None

@@ -1,0 +1,56 @@
+"""What is wrong with a configuration is told before a process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from drawbar.torch import TorchConfig, TorchTrainer
+from drawbar.train import ScalingConfig
+
+
+def test_arguments_have_the_order_of_ray_train() -> None:
+    config = TorchConfig("gloo", "tcp", 60)
+    assert (config.backend, config.init_method, config.timeout_s) == ("gloo", "tcp", 60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ({"init_method": "file"}, ValueError, "must be 'env' or 'tcp', found 'file'"),
+        ({"timeout_s": 0}, ValueError, "must be more than 0 seconds, found 0"),
+        ({"timeout_s": "30"}, TypeError, "must be a number, found '30'"),
+        ({"backend": 1}, TypeError, "must be a str or None, found 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        TorchConfig(**arguments)
+
+
+def test_the_backend_follows_the_device() -> None:
+    assert TorchConfig().backend_for(gpus=True) == "nccl"
+    assert TorchConfig().backend_for(gpus=False) == "gloo"
+    assert TorchConfig(backend="mpi").backend_for(gpus=True) == "mpi"
+
+
+def test_nccl_without_gpus_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"backend='nccl', but the workers have no GPU"):
+        TorchConfig(backend="nccl").preflight(ScalingConfig(num_workers=2))
+
+
+def test_nccl_with_workers_that_share_a_gpu_is_refused() -> None:
+    half = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5})
+    with pytest.raises(
+        ValueError, match=r"workers that share a GPU.*\['GPU'\]=0.5.*backend=\"gloo\""
+    ):
+        TorchConfig().preflight(half)
+    TorchConfig(backend="gloo").preflight(half)
+
+
+def test_the_trainer_takes_only_a_torch_config() -> None:
+    with pytest.raises(TypeError, match="torch_config must be a TorchConfig, found 'gloo'"):
+        TorchTrainer(print, torch_config="gloo")  # type: ignore[arg-type]

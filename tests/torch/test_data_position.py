@@ -1,0 +1,367 @@
+"""Each sample of an epoch is seen once, over a kill and on any number of workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+
+from drawbar import train
+from drawbar.torch import prepare_data_loader
+from drawbar.torch._sampler import EpochSampler, Position
+from drawbar.train import FailureConfig, Result, RunConfig, TrainingFailedError, collective
+from drawbar.train.testing import run_in_threads
+
+SAMPLES = 1000
+
+
+class Ids(Dataset[int]):
+    """The samples are their own indices; counts how many were loaded in this process."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.count = count
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded += 1
+        return index
+
+
+def save(**values: Any) -> None:
+    """Report a checkpoint to which every rank gives what it has seen."""
+    rank = train.get_context().get_world_rank()
+    with train.checkpoint_dir() as path:
+        (path / f"{rank}.json").write_text(json.dumps(values))
+        train.report({}, checkpoint=path)
+
+
+def saved() -> list[dict[str, Any]]:
+    """What every rank had saved in the checkpoint that this attempt starts from."""
+    checkpoint = train.get_checkpoint()
+    files = sorted(Path(checkpoint.path).glob("?.json")) if checkpoint else []
+    return [json.loads(file.read_text()) for file in files]
+
+
+def die() -> None:
+    """End the attempt, on rank 0; the others wait for that."""
+    if train.get_context().get_world_rank() == 0:
+        raise RuntimeError("killed")
+    collective.barrier()
+
+
+def kill() -> None:
+    """Kill rank 1; the others wait for that."""
+    if train.get_context().get_world_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    collective.barrier()
+
+
+def walk(
+    loader: Callable[[], DataLoader[Any]],
+    save_at: int = 0,
+    die_at: int | None = None,
+    end: Callable[[], None] = die,
+) -> Callable[[], list[list[int]]]:
+    """A function that goes through one epoch; gives the ids seen before the checkpoint and after.
+
+    Saves at one batch, and at a later one ends its first attempt.
+    """
+
+    def function() -> list[list[int]]:
+        before, now = [rank["seen"] for rank in saved()], list[int]()
+        for step, batch in enumerate(prepare_data_loader(loader()), 1):
+            now += map(int, chain(*batch) if isinstance(batch[0], list) else batch)
+            if step == save_at and not before:
+                save(seen=now)
+            if step == die_at and train.get_context().get_attempt() == 0:
+                end()
+        return [*before, now]
+
+    return function
+
+
+def shuffled(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Ids(), 10, shuffle=True, collate_fn=list, **options)
+
+
+def interrupted(loader: Callable[[], DataLoader[Any]], config: RunConfig, *workers: int) -> Result:
+    """A run that dies after 23 batches, saved after 16, and is gone on with by other workers."""
+    first, second = workers
+    with pytest.raises(TrainingFailedError, match="killed"):
+        run_in_threads(walk(loader, 16, 23), num_workers=first, run_config=config)
+    return run_in_threads(walk(loader), num_workers=second, run_config=config)
+
+
+def restarted(function: Callable[[], Any], config: RunConfig) -> Any:
+    """Run a function that dies once, on one worker; give what it returns then."""
+    config = replace(config, failure_config=FailureConfig(max_failures=1))
+    return run_in_threads(function, num_workers=1, run_config=config).return_value
+
+
+def everything(result: Result) -> list[int]:
+    """The ids seen up to the checkpoint by the ranks of then, and after it by those of now."""
+    ranks = result.return_values
+    return sorted(chain(*ranks[0][:-1], *(rank[-1] for rank in ranks)))
+
+
+@pytest.mark.parametrize("workers", [(2, 2), (2, 4), (4, 2), (1, 3), (3, 1)])
+def test_each_sample_is_seen_once(run_config: RunConfig, workers: tuple[int, int]) -> None:
+    assert everything(interrupted(shuffled, run_config, *workers)) == list(range(SAMPLES))
+
+
+def test_the_order_is_that_of_an_uninterrupted_run(run_config: RunConfig, tmp_path: Path) -> None:
+    whole = run_in_threads(
+        walk(shuffled), run_config=RunConfig(name="whole", storage_path=tmp_path)
+    )
+    result = interrupted(shuffled, run_config, 2, 2)
+    orders = [rank[index] + rank[-1] for index, rank in enumerate(result.return_values)]
+    assert orders == [rank[-1] for rank in whole.return_values]
+
+
+def test_what_the_loaders_processes_have_loaded_ahead_is_not_lost(run_config: RunConfig) -> None:
+    def loader() -> DataLoader[Any]:
+        return shuffled(num_workers=1, prefetch_factor=4, multiprocessing_context="fork")
+
+    assert everything(interrupted(loader, run_config, 1, 1)) == list(range(SAMPLES))
+
+
+def test_whole_batches_of_a_batch_sampler(run_config: RunConfig) -> None:
+    def loader() -> DataLoader[Any]:
+        batches = BatchSampler(RandomSampler(range(SAMPLES)), 10, drop_last=False)
+        return DataLoader(Ids(), batch_sampler=batches, collate_fn=list)
+
+    assert everything(interrupted(loader, run_config, 2, 4)) == list(range(SAMPLES))
+
+
+def test_only_padding_is_repeated(run_config: RunConfig) -> None:
+    seen = everything(interrupted(shuffled, run_config, 2, 3))  # 680 samples are left for 3
+    assert sorted(set(seen)) == list(range(SAMPLES))
+    assert len(seen) == SAMPLES + 1
+
+
+@pytest.mark.parametrize("save_at", [2, 80])
+def test_going_on_loads_nothing_that_was_consumed(run_config: RunConfig, save_at: int) -> None:
+    def function() -> int:
+        dataset = Ids()
+        loader = prepare_data_loader(DataLoader(dataset, 10, collate_fn=list))
+        for step, _ in enumerate(loader, 1):
+            if step == save_at and not saved():
+                save()
+                die()
+        return dataset.loaded
+
+    assert restarted(function, run_config) == SAMPLES - 10 * save_at
+
+
+def epochs(
+    save_when: Callable[[int, int], bool], *, set_epoch: bool = False
+) -> Callable[[], list[Any]]:
+    """A function of three epochs of two batches, that ends its first attempt where it saves.
+
+    `save_when(epoch, step)`; step 2 is after the loop over the batches.
+    """
+
+    def function() -> list[Any]:
+        before = saved()
+        history = before[0]["history"] if before else []
+        loader = prepare_data_loader(DataLoader(Ids(6), 3, shuffle=True, collate_fn=list))
+
+        def save_and_die(epoch: int, step: int, start: int) -> None:
+            if save_when(epoch, step) and not before:
+                save(history=history, start=start)
+                die()
+
+        for epoch in range(before[0]["start"] if before else 0, 3):
+            if set_epoch:
+                loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            for step, batch in enumerate(loader):
+                history.append(batch)
+                save_and_die(epoch, step, epoch)
+            save_and_die(epoch, 2, epoch + 1)
+        return history
+
+    return function
+
+
+@pytest.mark.parametrize("set_epoch", [False, True])
+@pytest.mark.parametrize("place", [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 2)])
+def test_epochs_go_on_where_they_were(
+    run_config: RunConfig, tmp_path: Path, place: tuple[int, int], set_epoch: bool
+) -> None:
+    def here(*now: int) -> bool:
+        return now == place
+
+    whole = epochs(lambda *_: False, set_epoch=set_epoch)
+    function = epochs(here, set_epoch=set_epoch)
+    expected = restarted(whole, RunConfig(name="whole", storage_path=tmp_path))
+    assert restarted(function, run_config) == expected
+
+
+class Stream(IterableDataset[int]):
+    """Numbers from 0 to 99; knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 100:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_that_knows_where_it_is_goes_on_from_there(run_config: RunConfig) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Stream(), 4, collate_fn=list)
+
+    assert everything(interrupted(loader, run_config, 1, 1)) == list(range(100))
+
+
+class Doubled(DataLoader[Any]):
+    """Gives every batch twice."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
+def test_a_loader_with_its_own_iteration_begins_the_epoch_anew(run_config: RunConfig) -> None:
+    def loader() -> DataLoader[Any]:
+        return Doubled(Ids(), 10, collate_fn=list)
+
+    before, now = interrupted(loader, run_config, 1, 1).return_value
+    assert len(before) == 160
+    assert sorted(now) == sorted([*range(SAMPLES)] * 2)
+
+
+def test_other_data_begin_the_epoch_anew(run_config: RunConfig) -> None:
+    def function() -> list[int]:
+        first = train.get_checkpoint() is None
+        loader = prepare_data_loader(DataLoader(Ids(100 if first else 90), 10, collate_fn=list))
+        if not first:
+            with pytest.warns(UserWarning, match="10 of its 100 items .* now it has 90 items"):
+                return list(chain(*loader))
+        for _ in loader:
+            save()
+            die()
+        return []
+
+    assert restarted(function, run_config) == list(range(90))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "lengths"),
+    [({}, {}, (2, 3)), ({"resume": False}, {}, (4, 3)), ({"name": "b"}, {"name": "a"}, (2, 3))],
+)
+def test_each_loader_has_its_own_position(
+    run_config: RunConfig, first: Any, second: Any, lengths: tuple[int, int]
+) -> None:
+    def function() -> tuple[int, int]:
+        training = prepare_data_loader(DataLoader(Ids(4), collate_fn=list), **first)
+        testing = prepare_data_loader(DataLoader(Ids(4), collate_fn=list), **second)
+        if train.get_checkpoint() is None:
+            running = iter(training), iter(testing)
+            for each in (*running, running[0]):
+                next(each)
+            save()
+            die()
+        return len(list(training)), len(list(testing))
+
+    assert restarted(function, run_config) == lengths
+
+
+def test_the_length_stays_that_of_a_whole_epoch(run_config: RunConfig) -> None:
+    def function() -> int:
+        loader = prepare_data_loader(DataLoader(Ids(40), 10, collate_fn=list))
+        for _ in loader:
+            if not saved():
+                save()
+                die()
+            break
+        return len(loader)
+
+    assert restarted(function, run_config) == 4
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_each_sample_is_seen_once_when_a_worker_is_killed(
+    fit: Callable[..., Result], run_config: RunConfig
+) -> None:
+    config = replace(run_config, failure_config=FailureConfig(max_failures=1))
+    function = walk(lambda: shuffled(num_workers=1), 16, 23, kill)
+    result = fit(function, num_workers=2, run_config=config)
+    assert result.return_values[0][-1] != result.return_values[1][-1]
+    assert everything(result) == list(range(SAMPLES))
+
+
+def samplers(world_size: int, position: Position, **options: Any) -> list[EpochSampler[int]]:
+    """The samplers of all ranks, which go on from a position."""
+    ranks = [
+        EpochSampler(RandomSampler(range(60)), rank=rank, world_size=world_size, seed=0, **options)
+        for rank in range(world_size)
+    ]
+    for each in ranks:
+        each.go_on_from(position)
+    return ranks
+
+
+def position_after(items: int) -> tuple[Position, list[int]]:
+    """A position in epoch 4, through JSON, and the whole order of that epoch."""
+    (sampler,) = samplers(1, Position(seed=2**64 - 1, epoch=4))
+    order = list(sampler)
+    recorded = json.loads(json.dumps(asdict(sampler.current.after(items))))
+    return Position(**recorded), order
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("consumed", [0, 1, 24, 59, 60])
+def test_any_number_of_ranks_share_what_is_left(world_size: int, consumed: int) -> None:
+    position, order = position_after(consumed)
+    shares = [list(each) for each in samplers(world_size, position)]
+    turns = [item for turn in zip(*shares, strict=True) for item in turn]
+    padding = len(turns) - (60 - consumed)
+    assert turns == (order[consumed:] + order)[: len(turns)]
+    assert 0 <= padding < world_size
+
+
+def test_dropping_the_last_repeats_nothing_of_what_is_left() -> None:
+    position, order = position_after(25)
+    shares = [list(each) for each in samplers(3, position, drop_last=True)]
+    assert sorted(chain(*shares)) == sorted(order[25:58])
+
+
+def test_the_end_of_an_epoch_is_not_gone_beyond() -> None:
+    position, _ = position_after(61)
+    assert position.consumed == 60
+
+
+@pytest.mark.parametrize(("epoch", "left"), [(4, 36), (5, 60), (0, 60)])
+def test_set_epoch_goes_on_with_the_recorded_epoch_only(epoch: int, left: int) -> None:
+    (sampler,) = samplers(1, position_after(24)[0])
+    sampler.set_epoch(epoch)
+    assert [len(list(sampler)) for _ in range(2)] == [left, 60]
+    assert sampler.upcoming == Position(seed=2**64 - 1, epoch=epoch + 2)
+
+
+def test_a_stream_of_indices_is_gone_on_with() -> None:
+    (sampler,) = [EpochSampler(iter(range(9)), rank=0, world_size=1, seed=0)]
+    sampler.go_on_from(Position(seed=0, consumed=4))
+    assert list(sampler) == [4, 5, 6, 7, 8]
+    assert sampler.current.after(3) == Position(seed=0, consumed=7)

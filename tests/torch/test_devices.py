@@ -1,0 +1,70 @@
+"""Which device a worker computes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from drawbar.torch import TorchConfig, get_device, get_devices
+from drawbar.torch._devices import visible_indices
+from drawbar.train import Result, ScalingConfig, WorkerGroupError, get_context
+
+without_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="says what happens where torch cannot use CUDA"
+)
+
+
+@pytest.mark.parametrize(
+    ("gpu_ids", "visible", "indices"),
+    [
+        (["2"], "0,2,5", [1]),
+        (["5", "0"], "0,2,5", [2, 0]),
+        (["3"], None, [3]),
+        (["MIG-b"], "MIG-a, MIG-b", [1]),
+    ],
+)
+def test_cuda_counts_only_what_is_visible(
+    gpu_ids: list[str], visible: str | None, indices: list[int]
+) -> None:
+    assert visible_indices(gpu_ids, visible) == indices
+
+
+def test_a_hidden_gpu_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="GPU 1, which CUDA_VISIBLE_DEVICES='0' hides"):
+        visible_indices(["1"], "0")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has MPS")
+def test_without_gpus_the_device_is_the_cpu(fit: Callable[..., Result]) -> None:
+    assert fit(get_devices).return_value == [torch.device("cpu")]
+
+
+def test_there_is_no_device_outside_a_training_function() -> None:
+    with pytest.raises(RuntimeError, match="inside a training function"):
+        get_device()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_workers_of_a_node_see_each_others_gpus(fit: Callable[..., Result]) -> None:
+    def function() -> tuple[Any, ...]:
+        ids = get_context().get_accelerator_ids()
+        visible = os.environ["CUDA_VISIBLE_DEVICES"]
+        return ids, visible, visible_indices(ids, visible)
+
+    scaling = ScalingConfig(num_workers=2, use_gpu=True)
+    result = fit(function, scaling_config=scaling, torch_config=TorchConfig(backend="gloo"))
+    (ids_0, visible, index_0), (ids_1, visible_1, index_1) = result.return_values
+    assert (index_0, index_1) == ([0], [1])
+    assert visible == visible_1 == f"{ids_0[0]},{ids_1[0]}"
+
+
+@without_cuda
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_gpu_that_torch_cannot_use_is_an_error(fit: Callable[..., Result]) -> None:
+    scaling = ScalingConfig(num_workers=1, use_gpu=True)
+    with pytest.raises(WorkerGroupError, match=r"Ray gave this worker GPU \d, but torch .* cannot"):
+        fit(lambda: None, scaling_config=scaling)

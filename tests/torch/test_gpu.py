@@ -1,0 +1,121 @@
+"""What only a CUDA device can show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drawbar.torch import (
+    TorchConfig,
+    accelerate,
+    backward,
+    get_device,
+    prepare_data_loader,
+    prepare_model,
+    prepare_optimizer,
+)
+from drawbar.torch._transfer import moved
+from drawbar.train import Result, ScalingConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+ONE_GPU = ScalingConfig(num_workers=1, use_gpu=True)
+TWO_GPUS = ScalingConfig(num_workers=2, use_gpu=True)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_nccl_is_up_and_bound_to_the_workers_gpu(fit: Callable[..., Result]) -> None:
+    def function() -> list[Any]:
+        ones = torch.ones(1, device=get_device())
+        dist.all_reduce(ones)
+        return [dist.get_backend(), float(ones), torch.cuda.current_device() == ones.device.index]
+
+    assert fit(function, scaling_config=ONE_GPU).return_value == ["nccl", 1.0, True]
+
+
+@two_gpus
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
+def test_every_strategy_trains_over_nccl(fit: Callable[..., Result], strategy: Any) -> None:
+    def function() -> Any:
+        model = prepare_model(nn.Linear(8, 1), parallel_strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.ones(4, 8, device=get_device())
+        for _ in range(50):
+            optimizer.zero_grad()
+            loss = (model(x) - 1).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    for loss in fit(function, scaling_config=TWO_GPUS).return_values:
+        assert loss < 1e-3
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_gloo_leaves_the_gpu_to_the_function(fit: Callable[..., Result]) -> None:
+    def function() -> float:
+        return float(torch.ones(1, device=get_device()))
+
+    config = TorchConfig(backend="gloo")
+    assert fit(function, scaling_config=ONE_GPU, torch_config=config).return_value == 1.0
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_batches_copied_ahead_are_those_of_the_loader(fit: Callable[..., Result]) -> None:
+    def function() -> float:
+        data = TensorDataset(torch.arange(4096.0).repeat(1000, 1).T.contiguous())
+        loader: Any = prepare_data_loader(DataLoader(data, 64, pin_memory=True))
+        worst = 0.0
+        for number, (batch,) in enumerate(loader):
+            heavy = batch @ batch.T.contiguous()  # work that the next copy overlaps with
+            expected = torch.arange(64.0, device=batch.device) + 64 * number
+            worst = max(
+                worst, float((batch[:, 0] - expected).abs().max()), float(heavy.isnan().any())
+            )
+        return worst
+
+    assert fit(function, scaling_config=ONE_GPU).return_value == 0.0
+
+
+def test_opaque_batches_survive_the_reuse_of_memory() -> None:
+    class Opaque:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+        def to(self, device: torch.device) -> Opaque:
+            return Opaque(self.x.to(device, non_blocking=True))
+
+    device = torch.device("cuda", 0)
+    batches = [Opaque(torch.full((1 << 20,), float(i)).pin_memory()) for i in range(50)]
+    sums = []
+    for batch in moved(batches, device, ahead=True):
+        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+        sums.append(batch.x.mean())
+    assert torch.stack(sums).tolist() == [float(i) for i in range(50)]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_mixed_precision_scales_gradients(fit: Callable[..., Result]) -> None:
+    def function() -> list[Any]:
+        accelerate(amp=True)
+        model = prepare_model(nn.Linear(8, 1))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        x = torch.ones(4, 8, device=get_device())
+        for _ in range(100):
+            optimizer.zero_grad()
+            loss = (model(x) - 1).pow(2).mean()
+            backward(loss)
+            optimizer.step()
+        return [type(optimizer).__name__, loss.item() < 1e-2]
+
+    assert fit(function, scaling_config=ONE_GPU).return_value == ["ScaledOptimizer", True]

@@ -1,0 +1,98 @@
+"""The process group of one worker in this process: it is up inside, and nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from drawbar.torch import TorchConfig
+from drawbar.torch._process_group import interface_towards
+from drawbar.train import Result, WorkerGroupError, checkpoint_dir, report
+
+VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "ACCELERATE_TORCH_DEVICE")
+
+
+def test_the_group_is_up_inside(fit: Callable[..., Result]) -> None:
+    def function() -> list[Any]:
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        return [dist.get_rank(), dist.get_world_size(), dist.get_backend(), float(ones)]
+
+    assert fit(function).return_value == [0, 1, "gloo", 1.0]
+
+
+def test_nothing_stays(fit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    threads = torch.get_num_threads()
+    sockets = len(psutil.Process().net_connections())
+
+    def function() -> Any:
+        return [os.environ.get(name) for name in VARIABLES], torch.get_num_threads()
+
+    values, threads_inside = fit(function).return_value
+    assert all(values)
+    assert threads_inside == 3
+    assert [os.environ.get(name) for name in VARIABLES] == [None] * 4
+    assert torch.get_num_threads() == threads
+    assert not dist.is_initialized()
+    assert len(psutil.Process().net_connections()) == sockets
+
+
+def test_nothing_stays_of_a_function_that_failed(fit: Callable[..., Result]) -> None:
+    def function() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(WorkerGroupError, match="ValueError: boom"):
+        fit(function)
+    assert not dist.is_initialized()
+    assert "MASTER_PORT" not in os.environ
+
+
+def test_tcp_leaves_the_variables_alone(
+    fit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    config = TorchConfig(init_method="tcp")
+    assert fit(lambda: os.environ["MASTER_PORT"], torch_config=config).return_value == "1"
+
+
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("own_group")
+def test_a_group_of_the_users_own_is_not_touched(fit: Callable[..., Result]) -> None:
+    with pytest.raises(WorkerGroupError, match=r"call torch.distributed.destroy_process_group\(\)"):
+        fit(lambda: None)
+    assert dist.is_initialized()
+
+
+def test_the_interface_is_that_of_the_route() -> None:
+    loopback = interface_towards("127.0.0.1", 1)
+    assert loopback is not None
+    addresses = psutil.net_if_addrs()[loopback]
+    assert "127.0.0.1" in [each.address for each in addresses if each.family == socket.AF_INET]
+    assert interface_towards("no.such.host.invalid", 1) is None
+
+
+def test_a_checkpoint_is_loaded_again(fit: Callable[..., Result]) -> None:
+    def function() -> None:
+        with checkpoint_dir() as path:
+            torch.save({"weight": torch.ones(2)}, path / "model.pt")
+            report({"loss": torch.tensor(0.5)}, checkpoint=path)
+
+    result = fit(function)
+    assert result.metrics == {"loss": 0.5}
+    assert result.checkpoint is not None
+    with result.checkpoint.as_directory() as path:
+        assert torch.equal(torch.load(f"{path}/model.pt")["weight"], torch.ones(2))

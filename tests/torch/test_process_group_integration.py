@@ -1,0 +1,89 @@
+"""Two workers on Ray: how they meet, and what happens to the others when one leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drawbar.torch import TorchConfig, prepare_model
+from drawbar.train import FailureConfig, Result, RunConfig, WorkerGroupError, get_context
+from drawbar.train.testing import BackendContract
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class TestTorchBackend(BackendContract):
+    backend_config = TorchConfig()
+
+
+def train_until(leave: Callable[[], None]) -> None:
+    """Train in lockstep for ever; rank 1 leaves after a few steps."""
+    model = prepare_model(torch.nn.Linear(1, 1))
+    for step in range(1_000_000):
+        if step == 3 and get_context().get_world_rank() == 1:
+            leave()
+            return
+        model(torch.ones(1, 1)).sum().backward()
+
+
+def boom() -> None:
+    raise ValueError("boom")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_script_can_make_its_own_group_instead(fit: Callable[..., Result]) -> None:
+    def function() -> list[Any]:
+        sizes = []
+        for _ in range(2):
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo")
+            sizes.append(dist.get_world_size(dist.new_group([0, 1])))
+        return sizes
+
+    assert fit(function, num_workers=2).return_values == [[2, 2], [2, 2]]
+
+
+def test_a_rank_that_fails_is_not_waited_for(fit: Callable[..., Result]) -> None:
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(lambda: train_until(boom), num_workers=2)
+    assert raised.value.failures[0].headline().startswith("rank 1: ValueError: boom")
+
+
+def test_a_rank_that_returns_is_not_waited_for(fit: Callable[..., Result]) -> None:
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(lambda: train_until(lambda: None), num_workers=2)
+    assert raised.value.failures[0].rank == 0
+    assert "another rank failed or left its training function" in str(raised.value)
+
+
+@pytest.mark.parametrize("leave", [boom, kill])
+def test_the_survivor_meets_the_others_again(
+    fit: Callable[..., Result], run_config: RunConfig, leave: Callable[[], None]
+) -> None:
+    def function() -> tuple[bool, float]:
+        context = get_context()
+        if context.get_attempt() == 0:
+            context.cache["kept"] = True
+            train_until(leave)
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        return "kept" in context.cache, float(ones)
+
+    config = RunConfig(
+        name=run_config.name,
+        storage_path=run_config.storage_path,
+        failure_config=FailureConfig(max_failures=1),
+    )
+    (kept, total), (_, total_1) = fit(function, num_workers=2, run_config=config).return_values
+    assert kept
+    assert total == total_1 == 2.0

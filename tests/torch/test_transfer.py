@@ -1,0 +1,66 @@
+"""Batches of any shape reach the device. The meta device stands for one that is not the CPU."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from drawbar.torch._transfer import move, moved
+
+META = torch.device("meta")
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    name: str
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """Moves in place and gives nothing back."""
+
+    def to(self, device: torch.device) -> None:
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+
+
+@pytest.mark.parametrize(
+    ("batch", "tensor"),
+    [
+        ((torch.ones(1), "label"), lambda moved: moved[0]),
+        ([torch.ones(1)], lambda moved: moved[0]),
+        ({"a": {"b": torch.ones(1)}}, lambda moved: moved["a"]["b"]),
+        (OrderedDict(a=torch.ones(1)), lambda moved: moved["a"]),
+        (Pair(torch.ones(1), "label"), lambda moved: moved.x),
+        (Sample(torch.ones(1), "label"), lambda moved: moved.x),
+        (Encoding(a=torch.ones(1)), lambda moved: moved["a"]),
+        (
+            torch.nn.utils.rnn.pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2])),
+            lambda moved: moved.data,
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_tensors_are_moved_and_the_rest_is_kept(batch: Any, tensor: Any) -> None:
+    there = move(batch, META)
+    assert type(there) is type(batch)
+    assert tensor(there).device == META
+
+
+def test_what_is_no_tensor_stays() -> None:
+    batch = {"a": ["text", 1, None], "b": range(3)}
+    assert move(batch, META) == batch
+
+
+def test_every_batch_is_moved_and_none_may_be_none() -> None:
+    batches = list(moved([torch.ones(1), None, torch.ones(1)], META, ahead=True))
+    assert batches[1] is None
+    assert batches[0].device == batches[2].device == META

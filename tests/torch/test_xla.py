@@ -1,0 +1,70 @@
+"""What TorchXLAConfig does on a machine without an XLA device."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from drawbar.torch import TorchConfig, TorchTrainer, TorchXLAConfig
+from drawbar.torch._xla import compile_graphs
+from drawbar.train import ScalingConfig
+
+without_xla = pytest.mark.skipif(
+    importlib.util.find_spec("torch_xla") is not None, reason="says what happens without torch_xla"
+)
+
+
+def test_it_is_a_torch_config_with_the_backend_xla() -> None:
+    config = TorchXLAConfig(timeout_s=60)
+    assert isinstance(config, TorchConfig)
+    assert config.backend_for(gpus=False) == "xla"
+    assert not config.neuron_parallel_compile
+
+
+@without_xla
+def test_a_missing_torch_xla_is_told_with_what_to_install() -> None:
+    trainer = TorchTrainer(
+        print, torch_config=TorchXLAConfig(), scaling_config=ScalingConfig(num_workers=0)
+    )
+    with pytest.raises(ImportError, match=r"needs torch_xla.*pip install torch-neuronx"):
+        trainer.fit()
+
+
+@pytest.fixture
+def neuron_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Put a `neuron_parallel_compile` of the given script on the PATH; its arguments are logged."""
+
+    def install(script: str) -> Path:
+        log, command = tmp_path / "log", tmp_path / "neuron_parallel_compile"
+        command.write_text(f'#!/bin/sh\necho "$@" > {log}\n{script}\n')
+        command.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        return log
+
+    return install
+
+
+def test_graphs_are_compiled_by_the_documented_command(
+    neuron_command: Callable[[str], Path],
+) -> None:
+    log = neuron_command("exit 0")
+    compile_graphs()
+    assert log.read_text().startswith("--command compile")
+
+
+def test_a_failed_compilation_is_an_error(neuron_command: Callable[[str], Path]) -> None:
+    neuron_command("exit 3")
+    with pytest.raises(RuntimeError, match=r"neuron_parallel_compile .* ended with exit code 3"):
+        compile_graphs()
+
+
+def test_a_missing_compiler_is_told_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"not on the worker's PATH.*pip install torch-neuronx"):
+        compile_graphs()
