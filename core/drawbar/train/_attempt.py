@@ -23,10 +23,12 @@ from drawbar.train._journal import Event, ReportReceived, UserFunctionStarted
 from drawbar.train._messages import (
     Answer,
     Asked,
+    Chunk,
     CollectiveCalled,
     CollectiveDone,
     DiagnosisAsked,
     Failed,
+    FileAsked,
     Finished,
     FunctionStarted,
     Gone,
@@ -105,6 +107,10 @@ class Attempt:
                 self._console.printed(rank, message)
             case Persisted():
                 self._commits.persisted(rank, message)
+            case Chunk():
+                self._order(rank, self._commits.take(rank, message))
+            case FileAsked():
+                self._order(rank, self._commits.read(message))
             case CollectiveCalled():
                 self._called(rank, message)
             case Asked():
@@ -117,6 +123,8 @@ class Attempt:
                 self._log(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case Finished():
                 self.values[rank] = message
+                if message.value_error:
+                    self._console.notice(f"rank {rank}: {message.value_error}")
                 self._progress.finished(rank)
                 self._check_divergence()
             case Failed():

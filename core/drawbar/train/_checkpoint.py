@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 
 from drawbar.train import _files
+from drawbar.train._download import shared_copy
 from drawbar.train._errors import CheckpointError
+from drawbar.train._filesystem import Folder, locate, same_filesystem
 from drawbar.train._messages import FileEntry
 from drawbar.train._metrics import from_json, to_json
 
@@ -59,31 +61,59 @@ class Checkpoint:
     """A directory with whatever the training function saved.
 
     Args:
-        path: The directory: a local or mounted path.
+        path: The directory: a local or mounted path, or a URI such as `s3://bucket/folder`.
+        filesystem: A `pyarrow.fs.FileSystem`, or one of fsspec, that `path` lies on. Default: the
+            one that the URI names.
 
-    A checkpoint is equal to another one at the same place. `os.fspath(checkpoint)` gives its path,
-    so that it can be handed to anything that opens a path.
+    Attributes:
+        path: The directory's path on its filesystem, without a scheme.
+        filesystem: The `pyarrow.fs.FileSystem`; None for a local path.
+
+    A checkpoint is equal to another one at the same place. `os.fspath(checkpoint)` gives its path
+    if it is a local one, so that it can be handed to anything that opens a path.
+
+    Raises:
+        ImportError, ValueError, TypeError: `path` and `filesystem` name no storage that can be used
+            here.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], filesystem: Any | None = None) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"Checkpoint takes the path of a directory, found {path!r}")
-        self.path = os.path.abspath(os.path.expanduser(os.fspath(path)))
+        self._place = locate(path, filesystem)
+        self.path = self._place.path if isinstance(self._place, Folder) else str(self._place)
+        self.filesystem: Any = getattr(self._place, "filesystem", None)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Refer to a local directory. Nothing is copied or checked until the checkpoint is used."""
         return cls(path)
 
+    @classmethod
+    def at(cls, place: Path | Folder) -> Checkpoint:
+        """Refer to a place that is known already."""
+        if isinstance(place, Path):
+            return cls(place)
+        checkpoint = cls(place.path, place.filesystem)
+        checkpoint._place = place
+        return checkpoint
+
     @contextmanager
     def as_directory(self) -> Iterator[str]:
         """Give a local path to read from. A local checkpoint is not copied; do not write to it.
 
+        Any other is downloaded, once for all processes of a node that read it at the same time; the
+        copy is removed when the last of them leaves the block.
+
         Raises:
             CheckpointError: The directory is not there.
         """
-        self._require()
-        yield self.path
+        self.require()
+        if isinstance(self._place, Path):
+            yield self.path
+            return
+        with shared_copy(self._place) as path:
+            yield str(path)
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
         """Copy the files to a directory of your own and return its path.
@@ -93,25 +123,32 @@ class Checkpoint:
 
         Raises:
             CheckpointError: The checkpoint is not there.
+            ValueError: `path` is the checkpoint itself.
         """
-        self._require()
+        self.require()
         target = Path(path) if path is not None else Path(tempfile.mkdtemp(prefix="checkpoint_"))
         target.mkdir(parents=True, exist_ok=True)
-        _files.copy_files(Path(self.path), target, _files.list_files(Path(self.path)))
+        if isinstance(self._place, Path):
+            if target.samefile(self._place):
+                raise ValueError(f"to_directory() was given the checkpoint's own path, {target}")
+            _files.copy_files(self._place, target, _files.list_files(self._place))
+        else:
+            self._place.download(target, user_files(self._place))
         return str(target)
 
     def get_metadata(self) -> dict[str, Any]:
         """Give the metadata set for this checkpoint, with the trainer's `metadata` in it."""
-        try:
-            found: dict[str, Any] = json.loads((Path(self.path) / _files.METADATA).read_bytes())
-        except FileNotFoundError:
-            return {}
+        data = read_file(self._place, _files.METADATA)
+        found: dict[str, Any] = json.loads(data) if data is not None else {}
         return found
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the metadata: any JSON-able mapping."""
         data = json.dumps(dict(metadata)).encode()
-        _files.write_atomically(Path(self.path) / _files.METADATA, data)
+        if isinstance(self._place, Path):
+            _files.write_atomically(self._place / _files.METADATA, data)
+        else:
+            self._place.write(_files.METADATA, data)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add to the metadata; keys that are there already are replaced."""
@@ -120,73 +157,125 @@ class Checkpoint:
     @property
     def manifest(self) -> Manifest | None:
         """What the commit wrote down: files, sizes, metrics. None if it is not committed."""
-        return read_manifest(Path(self.path))
+        return read_manifest(self._place)
 
     def verify(self) -> None:
         """Check that the checkpoint is committed and unaltered: every file, its size, its checksum.
 
         Checksums are computed after the commit; where the process died before that, sizes alone are
-        checked.
+        checked. A checkpoint that is not local is read in whole.
 
         Raises:
             CheckpointError: Something is missing or differs; the message names the file.
         """
-        self._require()
+        self.require()
         manifest = self.manifest
         if manifest is None:
-            raise CheckpointError(f"{self.path} holds no manifest: it was never committed")
-        check_files(Path(self.path), manifest)
-        sums = Path(self.path) / _files.CHECKSUMS
-        if not sums.exists():
+            raise CheckpointError(f"{self._place} holds no manifest: it was never committed")
+        check_files(self._place, manifest)
+        sums = read_checksums(self._place)
+        if sums is None:
             return
-        for name, expected in json.loads(sums.read_bytes()).items():
-            found = _files.checksum(Path(self.path) / name)
-            if found != expected:
-                raise CheckpointError(
-                    f"{self.path}/{name} was altered after the commit: its xxh3 is {found}, "
-                    f"the commit has {expected}"
-                )
+        with self.as_directory() as folder:
+            for name, expected in sums.items():
+                found = _files.checksum(Path(folder) / name)
+                if found != expected:
+                    raise CheckpointError(
+                        f"{self._place}/{name} was altered after the commit: its xxh3 is {found}, "
+                        f"the commit has {expected}"
+                    )
 
-    def _require(self) -> None:
-        if not os.path.isdir(self.path):
-            raise CheckpointError(f"there is no checkpoint at {self.path}: not a directory")
+    def require(self) -> None:
+        """Check that the directory is there. Raises `CheckpointError` if it is not."""
+        there = self._place.is_dir() if isinstance(self._place, Path) else self._place.exists()
+        if not there:
+            raise CheckpointError(f"there is no checkpoint at {self._place}: not a directory")
 
     def __fspath__(self) -> str:
+        if self.filesystem is not None:
+            raise TypeError(
+                f"{self!r} is not on a local path; open it by "
+                "`with checkpoint.as_directory() as path:`"
+            )
         return self.path
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Checkpoint) and self.path == other.path
+        if not isinstance(other, Checkpoint) or self.path != other.path:
+            return False
+        if self.filesystem is None or other.filesystem is None:
+            return self.filesystem is other.filesystem
+        return same_filesystem(self.filesystem, other.filesystem)
 
     def __hash__(self) -> int:
         return hash(self.path)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.path!r})"
+        if self.filesystem is None:
+            return f"Checkpoint({self.path!r})"
+        return f"Checkpoint({str(self._place)!r}, filesystem={self.filesystem.type_name!r})"
 
 
-def read_manifest(directory: Path) -> Manifest | None:
-    """Read the manifest of a checkpoint directory; None if there is none that can be read."""
+def read_file(place: Path | Folder, name: str) -> bytes | None:
+    """Read a file of a checkpoint; None if it is not there."""
+    if isinstance(place, Folder):
+        return place.read_if_there(name)
     try:
-        return Manifest.decode((directory / _files.MANIFEST).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
+        return (place / name).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def check_files(directory: Path, manifest: Manifest) -> None:
+def read_checksums(place: Path | Folder) -> dict[str, str] | None:
+    """Read the checksums of a checkpoint; None if they were not written yet."""
+    data = read_file(place, _files.CHECKSUMS)
+    try:
+        return None if data is None else msgspec.json.decode(data, type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{place}/{_files.CHECKSUMS} cannot be read: {error}") from error
+
+
+def user_files(place: Folder) -> tuple[FileEntry, ...]:
+    """List what the user saved, as `_files.list_files` does for a local directory."""
+    own = (_files.MANIFEST, _files.CHECKSUMS)
+    return tuple(file for file in place.list_files() if file.path not in own)
+
+
+def read_manifest(place: Path | Folder) -> Manifest | None:
+    """Read the manifest of a checkpoint directory; None if there is none that can be read."""
+    data = read_file(place, _files.MANIFEST)
+    if data is None:
+        return None
+    try:
+        return Manifest.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def check_files(place: Path | Folder, manifest: Manifest) -> None:
     """Check that each file of the manifest is there with its size.
 
     Raises:
         CheckpointError: A file is missing or has another size.
     """
+    if isinstance(place, Folder):
+        sizes: dict[str, int | None] = {file.path: file.size for file in place.list_files()}
+    else:
+        sizes = {file.path: _size(place / file.path) for file in manifest.files}
     for file in manifest.files:
-        try:
-            size = os.stat(directory / file.path).st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"{directory}/{file.path} is missing") from None
+        size = sizes.get(file.path)
+        if size is None:
+            raise CheckpointError(f"{place}/{file.path} is missing")
         if size != file.size:
             raise CheckpointError(
-                f"{directory}/{file.path} has {size} bytes, the commit has {file.size}"
+                f"{place}/{file.path} has {size} bytes, the commit has {file.size}"
             )
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def remove_tree(path: Path) -> None:

@@ -10,19 +10,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from drawbar.train import _faults, _retention
 from drawbar.train._checkpoint import Checkpoint, Manifest
 from drawbar.train._config import CheckpointConfig
 from drawbar.train._journal import CheckpointCommitted, CheckpointDeleted, Event
-from drawbar.train._messages import Committed, Order, Persist, Persisted
+from drawbar.train._messages import (
+    Chunk,
+    Committed,
+    FileAnswer,
+    FileAsked,
+    Order,
+    Persist,
+    Persisted,
+    Taken,
+)
 from drawbar.train._progress import Round
-from drawbar.train._storage import Part, RunDirectory, make_manifest
+from drawbar.train._session import default_name
+from drawbar.train._storage import Part, RunDirectory, committed_already, make_manifest
+from drawbar.train._unshared import read_piece
+
+_logger = logging.getLogger("drawbar.train")
 
 
 @dataclass
@@ -31,6 +47,9 @@ class _Pending:
 
     manifest: Callable[[list[Part]], Manifest]
     began: float
+    name: str
+    in_place: bool = False
+    stages: dict[int, Path] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
     awaited: dict[int, Any] = field(default_factory=dict)
 
@@ -87,7 +106,10 @@ class Committer:
         if not offers:
             return
         names = [offer.name for offer in offers.values() if offer.name]
-        name = names[0] if names else f"checkpoint_{complete.index:06d}"
+        name = names[0] if names else default_name(complete.index)
+        if any(each.name == name for each in self.kept):
+            self._on_failure(committed_already(self._directory.place(name)))
+            return
         report = complete.reports[min(offers)]
 
         def manifest(parts: list[Part]) -> Manifest:
@@ -102,14 +124,15 @@ class Committer:
                 positions=report.positions,
             )
 
-        pending = _Pending(manifest, time.monotonic())
+        in_place = any(offer.in_place for offer in offers.values())
+        pending = _Pending(manifest, time.monotonic(), name, in_place)
         for rank, offer in offers.items():
             share = complete.shares[rank]
             if offer.staged:
                 pending.parts[rank] = Part(Path(offer.directory), share)
             elif share:
                 pending.awaited[rank] = share
-                order(rank, Persist(index=complete.index, files=share))
+                order(rank, Persist(index=complete.index, files=share, name=name))
         self._pending[complete.index] = pending
         self._commit_if_ready(complete.index)
 
@@ -118,8 +141,27 @@ class Committer:
         pending = self._pending.get(message.index)
         if pending is not None and rank in pending.awaited:
             share = pending.awaited.pop(rank)
-            pending.parts[rank] = Part(Path(message.directory), share)
+            directory = Path(message.directory) if message.directory else None
+            directory = directory or pending.stages.get(rank)
+            pending.parts[rank] = Part(directory, share, message.checksums)
             self._commit_if_ready(message.index)
+
+    def take(self, rank: int, chunk: Chunk) -> Taken:
+        """Write a piece of a file that travels here from a node of its own."""
+        for pending in self._pending.values():
+            if pending.name == chunk.name:
+                if rank not in pending.stages:
+                    pending.stages[rank] = self._directory.new_stage(f"rank_{rank}")
+                target = pending.stages[rank] / chunk.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with open(target, "ab" if chunk.offset else "wb") as file:
+                    file.write(chunk.data)
+        return Taken(number=chunk.number)
+
+    def read(self, asked: FileAsked) -> FileAnswer:
+        """Give a piece of a committed checkpoint to a worker on a node of its own."""
+        answer = read_piece(self._directory, asked.name, asked.path, asked.offset)
+        return msgspec.structs.replace(answer, number=asked.number)
 
     def _commit_if_ready(self, index: int) -> None:
         if self._pending[index].awaited:
@@ -141,12 +183,15 @@ class Committer:
     async def _commit(self, pending: _Pending) -> None:
         parts = [pending.parts[rank] for rank in sorted(pending.parts)]
         manifest = pending.manifest(parts)
+        if pending.in_place:
+            manifest = await asyncio.to_thread(self._directory.manifest_in_place, manifest)
         await asyncio.to_thread(
             self._directory.commit,
             manifest,
             parts,
             durable=self._config.durable,
             metadata=self._metadata,
+            in_place=pending.in_place,
         )
         seconds = time.monotonic() - pending.began
         self._journal(
@@ -165,6 +210,7 @@ class Committer:
         self._on_commit(manifest, seconds)
         self._retain()
         self._in_background(self._directory.write_checksums, manifest.name)
+        self._in_background(self._directory.publish)
 
     def _retain(self) -> None:
         for manifest in _retention.to_delete(self.kept, self._config):
@@ -172,22 +218,22 @@ class Committer:
             self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
             self._in_background(self._directory.delete, manifest.name)
 
-    def _in_background(self, action: Callable[[str], None], name: str) -> None:
-        task = asyncio.create_task(asyncio.to_thread(action, name))
+    def _in_background(self, action: Callable[..., None], *arguments: str) -> None:
+        task = asyncio.create_task(asyncio.to_thread(_logged, action, *arguments))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     def checkpoint(self, manifest: Manifest) -> Checkpoint:
         """Give the checkpoint of a manifest."""
-        return Checkpoint(self._directory.path / manifest.name)
+        return self._directory.checkpoint(manifest.name)
 
     def listing(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """List the checkpoints that are kept, oldest first, as (path, metrics)."""
-        return tuple((self.checkpoint(each).path, each.metrics) for each in self.kept)
+        """List the checkpoints that are kept, oldest first, as (name, metrics)."""
+        return tuple((each.name, each.metrics) for each in self.kept)
 
     def committed_order(self, manifest: Manifest) -> Committed:
         """Give the order that tells a rank of this commit."""
-        return Committed(index=manifest.index, path=self.checkpoint(manifest).path)
+        return Committed(index=manifest.index, name=manifest.name)
 
     async def settle(self) -> None:
         """Finish the commits that every rank has persisted; the others' attempt is over."""
@@ -203,3 +249,11 @@ class Committer:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+
+
+def _logged(action: Callable[..., None], *arguments: str) -> None:
+    """Do something that no checkpoint depends on."""
+    try:
+        action(*arguments)
+    except OSError as error:
+        _logger.warning("%s", error)

@@ -310,8 +310,10 @@ class RunConfig(_ShowsWhatWasSet):
 
     Args:
         name: Name of the run's directory. Default: the date, time and six random hex digits.
-        storage_path: Where runs lie: a local or shared path. Default `~/drawbar_results`.
-        storage_filesystem: A `pyarrow.fs.FileSystem` for `storage_path`, which then has no scheme.
+        storage_path: Where runs lie: a local or shared path, or a URI that pyarrow or fsspec knows,
+            such as `s3://bucket/folder`. Default `~/drawbar_results`.
+        storage_filesystem: A `pyarrow.fs.FileSystem`, or one of fsspec, that `storage_path` lies
+            on; the path then needs no scheme.
         failure_config: Restarts; see `FailureConfig`.
         checkpoint_config: Retention and durability; see `CheckpointConfig`.
         callbacks: Observers of the run; see `UserCallback`.
@@ -378,8 +380,11 @@ class DataConfig(_ShowsWhatWasSet):
     Args:
         datasets_to_split: "all", or the names of the datasets that are split evenly and streamed.
             Every other one is whole on each worker. Default: only "train" is split.
-        execution_options: `ray.data.ExecutionOptions` for all datasets, or one per name.
-        enable_shard_locality: Prefer giving a worker the blocks that lie on its own node.
+        execution_options: `ray.data.ExecutionOptions` for all datasets, or one per name. Without
+            them the order of the rows is preserved, so that a restart goes on inside an epoch; with
+            them it is if they say `preserve_order=True`.
+        enable_shard_locality: Prefer giving a worker the blocks that lie on its own node. Ray Data
+            does so only where the order is not preserved.
     """
 
     datasets_to_split: Literal["all"] | Sequence[str] = ("train",)

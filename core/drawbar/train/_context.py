@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._preemption import PreemptionInfo
 from drawbar.train._session import Session
-from drawbar.train._upload import CheckpointUploadMode
+from drawbar.train._upload import CheckpointUploadFn, CheckpointUploadMode
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -102,7 +102,10 @@ class TrainContext:
         return self._assignment.gpu_ids
 
     def get_storage(self) -> Path:
-        """The run's directory. Files put there are yours; names with a leading "." are not."""
+        """The run's directory. Files put there are yours; names with a leading "." are not.
+
+        If the run's storage is not a mounted filesystem, it is the work folder on this node.
+        """
         return self._session.directory.path
 
     def get_metadata(self) -> dict[str, Any]:
@@ -145,6 +148,7 @@ def report(
     checkpoint_dir_name: str | None = None,
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     delete_local_checkpoint_after_upload: bool | None = None,
+    checkpoint_upload_fn: CheckpointUploadFn | None = None,
 ) -> None:
     """Report metrics, and with them perhaps a checkpoint.
 
@@ -164,13 +168,19 @@ def report(
         checkpoint_dir_name: Name of the checkpoint's directory in the run. Default: `checkpoint_`
             and the report's number in six digits.
         checkpoint_upload_mode: SYNC returns when the checkpoint is committed; ASYNC as soon as the
-            files may be overwritten.
+            files may be overwritten; NO_UPLOAD commits a directory that lies directly in the run's
+            directory already, where it is.
         delete_local_checkpoint_after_upload: Hand the local directory over: it is moved, not
             copied. Default: False for SYNC, True for ASYNC.
+        checkpoint_upload_fn: Called as `function(checkpoint, name)` instead of Drawbar's own
+            upload, on each rank that has files of its own; puts them into the run's storage under
+            that name and returns the `Checkpoint` there.
 
     Raises:
         RuntimeError: Called outside a training function.
-        TypeError, ValueError: A metric cannot be kept; the message names its key.
+        TypeError, ValueError: A metric cannot be kept; the message names its key. Or the checkpoint
+            does not lie where its mode wants it.
+        OSError: The storage did not take the files; the message has the path and the bytes.
         FileNotFoundError: `checkpoint` is not a directory here.
     """
     session: Session | None = getattr(_thread, "session", None) or _process_session
@@ -182,6 +192,7 @@ def report(
         name=checkpoint_dir_name,
         mode=checkpoint_upload_mode,
         delete_local=delete_local_checkpoint_after_upload,
+        upload_fn=checkpoint_upload_fn,
     )
 
 
@@ -191,7 +202,7 @@ def get_checkpoint() -> Checkpoint | None:
     At the start of an attempt that is the one to go on from; after a report with a checkpoint, that
     one.
     """
-    return current_session("get_checkpoint").checkpoint
+    return current_session("get_checkpoint").newest_checkpoint()
 
 
 def get_preemption_info() -> PreemptionInfo | None:

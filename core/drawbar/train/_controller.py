@@ -48,6 +48,7 @@ from drawbar.train.backend import Backend
 
 RESTART_GRACE_SECONDS = 1.0
 FAIL_GRACE_SECONDS = 0.2
+STOP_GRACE_SECONDS = 5.0  # the user's own clean-up; a second Ctrl-C cuts it short
 DRAIN_CHECK_SECONDS = 2.0
 
 
@@ -108,8 +109,11 @@ class Controller:
 
     def stop(self) -> None:
         """Ask for an orderly end, from any thread: functions are interrupted, commits finished."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
         if self._task is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
+            self._task.cancel()
 
     def stop_after_checkpoint(self) -> None:
         """Ask the function for a checkpoint, and end the run when one is committed. Any thread."""
@@ -136,7 +140,7 @@ class Controller:
             outcome = await self._task
         except asyncio.CancelledError:
             outcome = Outcome()
-            await self._group.end_attempt(grace=RESTART_GRACE_SECONDS, keep=True, replace=False)
+            await self._group.end_attempt(grace=STOP_GRACE_SECONDS, keep=True, replace=False)
             self._log(RunEnded(time=time.time(), outcome="stopped"))
         finally:
             watch.cancel()
@@ -356,7 +360,7 @@ class Controller:
             failed.failures,
             failed.cause,
             reason=decision.reason,
-            path=str(self._run.directory.path),
+            path=self._run.directory.location,
             newest=self._start_point().checkpoint,
         )
         self._log(RunEnded(time=time.time(), outcome="failed", error=error.error_message))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._config import DataConfig
+from drawbar.train._dataset_shard import DatasetShard, Read, RowPosition
 
 if TYPE_CHECKING:
-    from ray.data import Dataset
+    from ray.data import DataIterator, Dataset
 
     DatasetOrFactory = Dataset | Callable[[], Dataset]
 
@@ -37,31 +40,97 @@ def check_datasets(datasets: Mapping[str, Any] | None, config: DataConfig) -> No
         )
 
 
+def make(datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """Call the functions that make datasets."""
+    return {name: each() if callable(each) else each for name, each in datasets.items()}
+
+
+def lazy(datasets: Mapping[str, Any]) -> list[str]:
+    """Name the datasets that Ray Data computes as they are read; of those that are made already."""
+    made = {name: each for name, each in datasets.items() if not callable(each)}
+    if not made:
+        return []
+    from ray.data.dataset import MaterializedDataset
+
+    return [name for name, each in made.items() if not isinstance(each, MaterializedDataset)]
+
+
 def shard(
-    datasets: Mapping[str, Any], config: DataConfig, node_ids: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Give each rank its iterators, by name: an even streamed split, or the whole.
+    datasets: Mapping[str, Any],
+    config: DataConfig,
+    node_ids: Sequence[str],
+    positions: Mapping[str, Any],
+) -> list[dict[str, DatasetShard]]:
+    """Give each rank its shards, by name: an even streamed split, or the whole.
+
+    A dataset whose recorded position is inside an epoch is read once here, to find what is left.
 
     Args:
-        datasets: Datasets, or functions that make them, by name.
+        datasets: Datasets by name.
         config: Which to split, and how Ray Data runs them.
         node_ids: The node of each rank; its length is the world size.
+        positions: The data positions that the attempt goes on from.
     """
-    shards: list[dict[str, Any]] = [{} for _ in node_ids]
+    shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
     for name, given in datasets.items():
-        dataset = given() if callable(given) else given
-        dataset = _with_options(dataset, _options_for(name, config))
-        if config.splits(name) and len(node_ids) > 1:
-            hints = list(node_ids) if config.enable_shard_locality else None
-            parts = dataset.streaming_split(len(node_ids), equal=True, locality_hints=hints)
-        else:
-            parts = [dataset.iterator() for _ in node_ids]
-        for rank, part in enumerate(parts):
-            shards[rank][name] = part
+        dataset = _with_options(given, _options_for(name, config))
+        ordered = dataset.context.execution_options.preserve_order
+        world_size = len(node_ids) if config.splits(name) else 1
+        hints = list(node_ids) if config.enable_shard_locality else None
+        position = RowPosition.decode(positions.get(position_name(name)))
+        if not ordered:
+            position = RowPosition(position.epoch)
+        rest, owners = _rest(dataset, position.read, world_size)
+        parts = _split(dataset, world_size, hints)
+        for rank, shards_of_rank in enumerate(shards):
+            part = rank if world_size > 1 else 0
+            shards_of_rank[name] = DatasetShard(
+                parts[part],
+                world_size=world_size,
+                position=position,
+                rest=rest[part] if rest else None,
+                ordered=ordered,
+                owners=owners,
+            )
     return shards
 
 
-def fetch_shards(reference: Any) -> dict[str, Any]:
+def position_name(dataset_name: str) -> str:
+    """Give the name under which a dataset's position is in a checkpoint."""
+    return f"dataset:{dataset_name}"
+
+
+def _split(dataset: Any, world_size: int, hints: list[str] | None = None) -> list[DataIterator]:
+    """Give the parts of a dataset, equally long."""
+    if world_size == 1:
+        return [dataset.iterator()]
+    parts: list[DataIterator] = dataset.streaming_split(
+        world_size, equal=True, locality_hints=hints
+    )
+    return parts
+
+
+def _rest(dataset: Any, read: Read, world_size: int) -> tuple[list[DataIterator], list[Any]]:
+    """Give the parts of what has not been read of a dataset, and what must live meanwhile.
+
+    Where the last readers were as many as there are now, each goes on with its own part.
+    """
+    if not read:
+        return [], []
+    owners: list[Any] = []
+    for readers, rows in read:
+        parts = _split(dataset, readers)
+        owners.append(parts)  # whose actor owns the rows
+        with ThreadPoolExecutor(readers) as pool:  # all have to be read at the same time
+            tables = list(pool.map(lambda part: part.materialize(), parts))
+        left = [table.split_at_indices([rows])[1] for table in tables]
+        dataset = _with_options(left[0].union(*left[1:]) if len(left) > 1 else left[0], None)
+    if readers == world_size:
+        return [each.iterator() for each in left], owners
+    return _split(dataset, world_size), owners
+
+
+def fetch_shards(reference: Any) -> dict[str, DatasetShard]:
     """Give a rank's shards: as they are, or from the object store."""
     if reference is None:
         return {}
@@ -69,7 +138,7 @@ def fetch_shards(reference: Any) -> dict[str, Any]:
         return reference
     import ray
 
-    shards: dict[str, Any] = ray.get(reference)
+    shards: dict[str, DatasetShard] = ray.get(reference)
     return shards
 
 
@@ -79,11 +148,11 @@ def _options_for(name: str, config: DataConfig) -> Any:
 
 
 def _with_options(dataset: Any, options: Any) -> Any:
+    """Give a copy of a dataset with other options; without options, one that keeps its order."""
+    copied = type(dataset).copy(dataset, _deep_copy=True)  # the context too, which is often shared
+    copied.context.execution_options = copy.deepcopy(
+        copied.context.execution_options if options is None else options
+    )
     if options is None:
-        return dataset
-    import copy
-
-    dataset = copy.copy(dataset)
-    dataset.context = copy.deepcopy(dataset.context)
-    dataset.context.execution_options = copy.deepcopy(options)
-    return dataset
+        copied.context.execution_options.preserve_order = True
+    return copied

@@ -12,14 +12,16 @@ from pathlib import Path
 from types import TracebackType
 
 import cloudpickle
-from ray.exceptions import RayTaskError, RuntimeEnvSetupError
+from ray.exceptions import RayActorError, RayTaskError, RuntimeEnvSetupError
 
+import drawbar
 from drawbar.train._decide import AttemptEnd
 from drawbar.train._errors import (
     ControllerError,
     DivergenceError,
     FailureKind,
     HangError,
+    InsufficientResourcesError,
     PreemptionError,
     TrainingFailedError,
     WorkerError,
@@ -35,7 +37,10 @@ EXIT_REPORT_SECONDS = 0.5
 
 _LIBRARIES = tuple(
     os.path.realpath(path)
-    for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    for path in (
+        *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+        *drawbar.__path__,
+    )
 )
 _MAX_PICKLED = 1_000_000
 
@@ -54,7 +59,7 @@ def describe_exception(error: BaseException, assignment: Assignment, reports: in
         pid=os.getpid(),
         time=time.time(),
         reports=reports,
-        log_path=str(RunDirectory(Path(assignment.run_path)).log(assignment.ranks.world_rank)),
+        log_path=str(assignment.directory.log(assignment.ranks.world_rank)),
         pickled=_pickled(error),
     )
 
@@ -112,6 +117,8 @@ async def describe_death(
     )
     log = directory.log(rank)
     cause = verdict(report, gone.detail, _tail(log))
+    if gone.preempted:
+        cause = f"its node {worker.node_id[:8]} ({worker.node_ip}) is gone or going; {cause}"
     return WorkerFailure(
         rank=rank,
         kind="died",
@@ -187,7 +194,15 @@ def _exception_of(failure: WorkerFailure) -> Exception:
 
 def startup_end(error: Exception) -> AttemptEnd:
     """Tell a start that may work next time from one that cannot."""
-    hopeless = (RuntimeEnvSetupError, ValueError, TypeError, ImportError)
+    if isinstance(error, RayActorError) and "its node has died" in str(error):
+        return "preemption"
+    hopeless = (
+        RuntimeEnvSetupError,
+        ValueError,
+        TypeError,
+        ImportError,
+        InsufficientResourcesError,
+    )
     return "configuration" if isinstance(error, hopeless) else "startup"
 
 
@@ -203,6 +218,8 @@ def training_failed(
     """Build the error that `fit()` raises: the root cause first, the rest folded under it."""
     loads = f"newest committed checkpoint: {newest}" if newest else "no checkpoint was committed"
     footer = f"\n\nThe run ends: {reason}.\nrun directory: {path}\n{loads}"
+    if isinstance(cause, InsufficientResourcesError):
+        return InsufficientResourcesError(f"{cause}{footer}", path=path)
     if not failures:
         message = f"the run failed in its {_PART[end]}: {type(cause).__name__}: {cause}{footer}"
         return ControllerError(message, cause, path=path)

@@ -16,6 +16,9 @@ from drawbar.train._messages import FileEntry
 MANIFEST = ".drawbar.json"
 CHECKSUMS = ".drawbar-checksums.json"
 METADATA = ".metadata.json"
+_OWN = (
+    ".drawbar"  # what the names of the first two, and of files that are being written, begin with
+)
 
 _COPY_THREADS = 8
 _CHUNK = 64 * 1024 * 1024
@@ -37,7 +40,7 @@ def list_files(directory: Path) -> tuple[FileEntry, ...]:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir():
                     stack.append(path)
-                elif path not in (MANIFEST, CHECKSUMS):
+                elif not path.startswith(_OWN):
                     found.append(FileEntry(path, entry.stat().st_size))
     return tuple(sorted(found, key=lambda file: file.path))
 
@@ -121,7 +124,7 @@ def sync(path: Path) -> None:
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write a whole file or none of it: a temporary file beside it, then a rename."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{_OWN}-{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(data)
     if durable:
         sync(temporary)

@@ -112,6 +112,7 @@ Event = (
 )
 
 _decoder = msgspec.json.Decoder(Event)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
 class JournalLockedError(RuntimeError):
@@ -147,7 +148,9 @@ class Journal:
         self._file.write(self._encoder.encode(event) + b"\n")
 
     def close(self) -> None:
-        """Close the file, which releases the lock."""
+        """Release the lock, also where a forked child has inherited the file, and close it."""
+        if not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
 
@@ -163,7 +166,7 @@ def replay(path: Path) -> Iterator[Event]:
                 return
             try:
                 event = _decoder.decode(line)
-            except msgspec.MsgspecError as error:
+            except _UNREADABLE as error:
                 raise ValueError(f"line {number} of {path} cannot be read: {error}") from error
             if isinstance(event, ReportReceived | CheckpointCommitted):
                 event = msgspec.structs.replace(event, metrics=from_json(event.metrics))
@@ -198,10 +201,11 @@ def salvage(path: Path) -> tuple[list[Event], bool]:
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             _decoder.decode(line)
-        except msgspec.MsgspecError:
+        except _UNREADABLE:
             bad.append(line)
         else:
             good.append(line)
-    path.with_name("journal.damaged").write_bytes(b"".join(bad))
+    with open(path.with_name("journal.damaged"), "ab") as damaged:
+        damaged.writelines(bad)
     write_atomically(path, b"".join(good))
     return list(replay(path)), False

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import secrets
+import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from drawbar.train._config import DEFAULT_STORAGE_PATH, RunConfig
 from drawbar.train._controller import Controller
 from drawbar.train._decide import AttemptEnd, RunState, Spent, changes, resume_plan, spent_so_far
 from drawbar.train._errors import UserAbort
+from drawbar.train._filesystem import locate
 from drawbar.train._journal import (
     AttemptFailed,
     AttemptStarted,
@@ -28,6 +30,7 @@ from drawbar.train._journal import (
     salvage,
 )
 from drawbar.train._preflight import check_storage_path
+from drawbar.train._remote import directory_at
 from drawbar.train._run import Outcome
 from drawbar.train._storage import RunDirectory
 
@@ -47,17 +50,21 @@ class OpenRun:
     spent: Spent
 
 
-def run_path(config: RunConfig) -> Path:
-    """Where the run lies. A run without a name gets one."""
-    storage = Path(config.storage_path or DEFAULT_STORAGE_PATH).expanduser().absolute()
-    return storage / (config.name or _new_name())
+def directory_of(config: RunConfig) -> RunDirectory:
+    """Give the directory that a run is to have. A run without a name gets one.
+
+    Raises:
+        ImportError, ValueError, TypeError: `storage_path` and `storage_filesystem` name no storage.
+    """
+    storage = locate(config.storage_path or DEFAULT_STORAGE_PATH, config.storage_filesystem)
+    return directory_at(storage / (config.name or _new_name()))
 
 
 def _new_name() -> str:
     return f"drawbar_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
 
 
-def open_run(path: Path, config: RunConfig, settings: dict[str, Any]) -> OpenRun:
+def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any]) -> OpenRun:
     """Take hold of a run directory: look at what is there, decide how to go on, sweep leftovers.
 
     `settings` are journaled; what differs from the last start is named in the warning.
@@ -67,21 +74,27 @@ def open_run(path: Path, config: RunConfig, settings: dict[str, Any]) -> OpenRun
         JournalLockedError: The run goes on in another process.
         OSError: The storage cannot be written.
     """
-    directory = RunDirectory(path)
+    directory.fetch()
     state, events = _look(directory)
     intact = directory.intact_checkpoints() if state is not RunState.NONE else []
     newest = intact[-1].name if intact else None
-    plan = resume_plan(state, config.resume, path=str(path), newest=newest)
-    check_storage_path(path)
+    plan = resume_plan(state, config.resume, path=directory.location, newest=newest)
+    check_storage_path(directory.path)
     directory.create()
     journal = Journal(directory.journal)
-    directory.sweep()
+    try:
+        directory.sweep()
+    except BaseException:
+        journal.close()
+        raise
     starts = [event for event in events if isinstance(event, RunStarted)]
     run_id = starts[0].run_id if starts else uuid.uuid4().hex
     attempts = [event.attempt for event in events if isinstance(event, AttemptStarted)]
-    journal.append(RunStarted(time=time.time(), run_id=run_id, name=path.name, config=settings))
+    journal.append(
+        RunStarted(time=time.time(), run_id=run_id, name=directory.name, config=settings)
+    )
     return OpenRun(
-        name=path.name,
+        name=directory.name,
         run_id=run_id,
         directory=directory,
         journal=journal,
@@ -147,21 +160,36 @@ def host(make_controller: Callable[[Callable[[Job], None]], Controller], path: s
     jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     hosted = _Hosted(make_controller, jobs)
     thread = threading.Thread(target=hosted.run, name="drawbar-controller", daemon=True)
-    thread.start()
+    jobs.put(thread.start)  # as a job, so that Ctrl-C is caught there too
     interrupts = 0
-    while True:
-        try:
-            job = jobs.get()
-            if job is None:
-                break
-            job()
-        except KeyboardInterrupt:
-            interrupts += 1
-            hosted.stop(at_once=interrupts > 1)
+    with _diagnosis_on_signal(hosted.diagnose):
+        while True:
+            try:
+                job = jobs.get()
+                if job is None:
+                    break
+                job()
+            except KeyboardInterrupt:
+                interrupts += 1
+                hosted.stop(at_once=interrupts > 1)
     thread.join()
     if interrupts:
         raise UserAbort(f'stopped by Ctrl-C; the run lies at {path} and goes on with resume="auto"')
     return hosted.outcome()
+
+
+@contextlib.contextmanager
+def _diagnosis_on_signal(diagnose: Callable[[], None]) -> Iterator[None]:
+    """Have `kill -USR1 <driver>` write where every rank stands, if the signal is not taken."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGUSR1, lambda number, frame: diagnose())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 class _Hosted:
@@ -175,6 +203,7 @@ class _Hosted:
         self._make = make_controller
         self._jobs = jobs
         self._controller: Controller | None = None
+        self._stop_asked = False
         self._ended: Outcome | BaseException | None = None
 
     def run(self) -> None:
@@ -188,13 +217,22 @@ class _Hosted:
 
     async def _run(self) -> Outcome:
         self._controller = self._make(self._jobs.put)
+        if self._stop_asked:  # Ctrl-C came while it was made
+            self._controller.stop()
         running: Coroutine[Any, Any, Outcome] = self._controller.run()
         return await running
 
     def stop(self, *, at_once: bool) -> None:
         """End the run: in order, or at once."""
+        self._stop_asked = True
         if self._controller is not None:
-            (self._controller.kill if at_once else self._controller.stop)()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+                (self._controller.kill if at_once else self._controller.stop)()
+
+    def diagnose(self) -> None:
+        """Write where every rank stands."""
+        if self._controller is not None:
+            self._controller.write_diagnosis()
 
     def outcome(self) -> Outcome:
         """Give how the run ended; raises what the controller raised."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -95,7 +97,11 @@ class LocalWorkerGroup:
                     if alone
                     else contextlib.nullcontext()
                 ):
-                    ending = perform(session, self._payload, say, whole_process=alone)
+                    config = copy.deepcopy(self._payload.config)  # as every process gets its own
+                    payload = dataclasses.replace(self._payload, config=config)
+                    ending = perform(session, payload, say, whole_process=alone)
+        except AttemptInterrupted:
+            pass  # it came when the function had ended already
         except KeyboardInterrupt:
             ending = None  # Ctrl-C: it is no failure, and whoever called this stops the run
             raise
@@ -105,7 +111,7 @@ class LocalWorkerGroup:
     def order(self, rank: int, order: Order) -> None:
         """Give one rank an order."""
         self._sessions[rank].obey(order)
-        if isinstance(order, Interrupt) and rank in self._threads:
+        if isinstance(order, Interrupt) and rank in self._threads and not self._done[rank].is_set():
             raise_in(self._threads[rank], AttemptInterrupted)
 
     async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:

@@ -47,13 +47,14 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     `directory` is where they are now. `staged` means that they already lie in the run's staging
     area, so that committing them moves no byte. `name` is the directory name that the user asked
-    for, or None.
+    for, or None. `in_place`: the directory is, or will be, the checkpoint itself.
     """
 
     directory: str
     files: tuple[FileEntry, ...]
     staged: bool
     name: str | None = None
+    in_place: bool = False
 
 
 class Reported(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,10 +74,39 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Persisted(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank has put its share of checkpoint `index` into the staging area, at `directory`."""
+    """The rank has put its share of checkpoint `index` into the staging area, at `directory`.
+
+    That is empty if the files lie in their place already; `checksums` are known then.
+    """
 
     index: int
     directory: str
+    checksums: dict[str, str] = {}
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a file of checkpoint `name`, from a node that does not share the storage.
+
+    Answered by `Taken` with this number.
+    """
+
+    number: int
+    name: str
+    path: str
+    offset: int
+    data: bytes
+
+
+class FileAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank asks for a piece of a file of checkpoint `name`, or, without a path, for its files.
+
+    Answered by `FileAnswer` with this number.
+    """
+
+    number: int
+    name: str
+    path: str
+    offset: int
 
 
 CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "wishes"]
@@ -150,6 +180,8 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True):
 Message = (
     Reported
     | Persisted
+    | Chunk
+    | FileAsked
     | CollectiveCalled
     | Asked
     | DiagnosisAsked
@@ -163,17 +195,21 @@ Message = (
 
 
 class Persist(msgspec.Struct, frozen=True, kw_only=True):
-    """Put these files of your offer for checkpoint `index` into the staging area."""
+    """Put these files of your offer for checkpoint `index` where a commit can take them.
+
+    `name`: of the checkpoint.
+    """
 
     index: int
     files: tuple[FileEntry, ...]
+    name: str
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """Checkpoint `index` is committed and lies at `path`."""
+    """Checkpoint `index` is committed; `name` is its directory in the run."""
 
     index: int
-    path: str
+    name: str
 
 
 class CollectiveDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +220,7 @@ class CollectiveDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The committed checkpoints that are still kept, oldest first, as (path, metrics)."""
+    """The committed checkpoints that are still kept, oldest first, as (name, metrics)."""
 
     number: int
     checkpoints: tuple[tuple[str, dict[str, Any]], ...]
@@ -197,10 +233,24 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """The chunk of this number is written."""
+
+    number: int
+
+
+class FileAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a file, or a list of files."""
+
+    number: int
+    data: bytes = b""
+    files: tuple[FileEntry, ...] = ()
+
+
 class Interrupt(msgspec.Struct, frozen=True, kw_only=True):
     """End the function as soon as possible; the reason is for its log."""
 
     reason: str
 
 
-Order = Persist | Committed | CollectiveDone | Answer | Diagnosis | Interrupt
+Order = Persist | Committed | CollectiveDone | Answer | Diagnosis | Taken | FileAnswer | Interrupt

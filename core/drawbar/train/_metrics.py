@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-_PLAIN = (str, bool, int, type(None))
+_PLAIN = (float, bool, int, type(None))
 _TAG = "$float"
 _NOT_FINITE = ("nan", "inf", "-inf")
 
@@ -23,30 +23,39 @@ def normalise(metrics: object) -> dict[str, Any]:
 
     Raises:
         TypeError: `metrics` is no mapping, or a value is none of these; the message names its key.
-        ValueError: a tensor or array has more than one element.
+        ValueError: a tensor or array has more than one element, or text is no valid Unicode.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"report() takes a dict of metrics, found {metrics!r}")
-    return {str(key): _plain(value, str(key)) for key, value in metrics.items()}
+    return {_text(str(key), key): _plain(value, str(key)) for key, value in metrics.items()}
 
 
 def _plain(value: Any, key: str) -> Any:
-    kind = type(value)
-    if kind is float or kind in _PLAIN:
+    if type(value) in _PLAIN:
         return value
+    if isinstance(value, str):
+        return _text(str.__str__(value), key)  # an enum's own __str__ gives its name
     if isinstance(value, Mapping):
-        return {str(k): _plain(v, f"{key}/{k}") for k, v in value.items()}
+        return {_text(str(k), f"{key}/{k}"): _plain(v, f"{key}/{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v, f"{key}/{i}") for i, v in enumerate(value)]
     if hasattr(value, "item") and hasattr(value, "shape"):
         return _plain(_scalar(value, key), key)
-    if isinstance(value, str | bool | int | float):  # enums and other subclasses
-        return next(base(value) for base in (str, bool, int, float) if isinstance(value, base))
+    if isinstance(value, int | float):  # enums and other subclasses
+        return int(value) if isinstance(value, int) else float(value)
     raise TypeError(
         f"metric {key!r} is a {type(value).__module__}.{type(value).__qualname__}; report() takes "
         "numbers, strings, booleans, None, lists and dicts of them, and tensors of one element. "
         "Put larger objects into a checkpoint"
     )
+
+
+def _text(text: str, key: object) -> str:
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"metric {key!r} holds text that UTF-8 cannot: {error}") from None
+    return text
 
 
 def _scalar(value: Any, key: str) -> Any:

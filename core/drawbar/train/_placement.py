@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,13 @@ def check_cluster(scaling: ScalingConfig) -> None:
         scaling.selectors[: scaling.min_workers],
         autoscaling=autoscaling(),
     )
+
+
+def check_data(scaling: ScalingConfig, lazy: Sequence[str]) -> None:
+    """Refuse workers that starve their datasets on the connected cluster; see `check_cpus_left`."""
+    if lazy and scaling.max_workers:
+        bundles = [scaling.bundle] * scaling.max_workers
+        check_cpus_left(node_shapes(), bundles, lazy, autoscaling=autoscaling())
 
 
 def check_fits(
@@ -83,6 +91,41 @@ def check_fits(
         every_selector = strategy == "STRICT_PACK"  # one node must then satisfy all of them
         matching = _matching(nodes, distinct.values(), every_selector=every_selector)
         _check_group(matching, bundle, strategy, len(bundles))
+
+
+def check_cpus_left(
+    nodes: Sequence[NodeShape],
+    bundles: Sequence[Mapping[str, float]],
+    lazy: Sequence[str],
+    *,
+    autoscaling: bool,
+) -> None:
+    """Refuse workers that take the CPUs which their datasets are to be computed with.
+
+    Ray Data reads and transforms in tasks of one CPU each, outside the workers' placement group. If
+    the workers hold every CPU, the tasks wait for the workers to end, and they for their data.
+
+    Args:
+        nodes: The live nodes.
+        bundles: The resources of each worker.
+        lazy: Names of the datasets that are computed as they are read.
+        autoscaling: The cluster can add nodes by itself: nothing is refused.
+
+    Raises:
+        InsufficientResourcesError: Less than one CPU is left, even if all else is free.
+    """
+    total = sum(node.total.get("CPU", 0) for node in nodes)
+    left = total - sum(bundle.get("CPU", 0) for bundle in bundles)
+    if autoscaling or left >= 1:
+        return
+    names = ", ".join(f"datasets[{name!r}]" for name in lazy)
+    raise InsufficientResourcesError(
+        f"{_count(len(bundles), 'worker')} of {_show(bundles[0])} leave CPU={max(left, 0):g} of "
+        f"the cluster's CPU={total:g}, but Ray Data needs a CPU of its own to compute {names}: "
+        "workers and data would wait for each other for ever. Leave at least one CPU: lower "
+        "ScalingConfig.num_workers or resources_per_worker, or add CPUs. A dataset that fits into "
+        "memory needs none if it is materialized before fit()"
+    )
 
 
 def missing(nodes: Sequence[NodeShape], bundles: Sequence[Mapping[str, float]]) -> str:
@@ -146,9 +189,22 @@ def draining_nodes() -> dict[str, int]:
 
 
 def node_is_safe(node_id: str) -> bool:
-    """Whether a node is alive and is not to be taken away."""
-    living = {node.node_id for node in node_shapes()}
-    return node_id in living and node_id not in draining_nodes()
+    """Whether a node is alive and is not to be taken away.
+
+    Ray takes some 15 s to count a node as dead whose raylet vanished; so the raylet is called too.
+    """
+    import ray
+
+    nodes = {node["NodeID"]: node for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    node = nodes.get(node_id)
+    if node is None or not node["Alive"] or node_id in draining_nodes():
+        return False
+    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    try:
+        socket.create_connection(address, timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def autoscaling() -> bool:

@@ -118,6 +118,21 @@ def pickle_function(function: Callable[..., Any]) -> bytes:
     return pickled
 
 
+def check_pickles(name: str, value: object) -> None:
+    """Check that an argument can be sent to the workers.
+
+    Raises:
+        TypeError: Something in it cannot be pickled. The message has the path of each such part.
+    """
+    culprits = _unpicklable(name, value, _SEARCH_DEPTH, set())
+    if culprits:
+        listed = "\n".join(f"  {path} ({_type_name(at)}): {why}" for path, at, why in culprits)
+        raise TypeError(
+            f"{name} cannot be sent to the workers, since it holds what cannot be "
+            f"pickled:\n{listed}"
+        )
+
+
 def require_package(module: str, extra: str) -> None:
     """Check that a framework is installed, without importing it.
 

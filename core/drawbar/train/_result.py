@@ -12,6 +12,7 @@ from drawbar.train._config import CheckpointConfig
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._journal import ReportReceived, RunEnded, RunStarted, history, replay
 from drawbar.train._metrics import flatten
+from drawbar.train._remote import open_directory
 from drawbar.train._retention import ranked, score
 from drawbar.train._storage import RunDirectory
 from drawbar.train._timeline import Timeline
@@ -25,7 +26,7 @@ class Result:
     """The result of a run.
 
     Attributes:
-        path: The run's directory.
+        path: The run's directory, or its URI.
         metrics: The last metrics of the lowest rank that reported, usually rank 0; None without
             reports.
         checkpoint: The newest committed checkpoint, None if there is none.
@@ -34,6 +35,7 @@ class Result:
         error: Why the run failed, None if it did not. `fit()` raises it; `from_path` gives it here.
         return_values: What the training function returned on each rank, in rank order. Empty after
             `from_path`.
+        filesystem: The `pyarrow.fs.FileSystem` that the run lies on; None if it is a local one.
     """
 
     path: str
@@ -42,18 +44,32 @@ class Result:
     best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]]
     error: TrainingFailedError | None = None
     return_values: list[Any] = field(default_factory=list)
+    filesystem: Any = None
+    _directory: RunDirectory | None = field(default=None, compare=False)
 
     @classmethod
-    def from_path(cls, path: str | os.PathLike[str]) -> Result:
+    def from_path(
+        cls, path: str | os.PathLike[str], storage_filesystem: Any | None = None
+    ) -> Result:
         """Read the result of a run from its directory, also of one that failed or still goes on.
+
+        Args:
+            path: The run's directory, or its URI.
+            storage_filesystem: The filesystem that `path` lies on, as for `RunConfig`.
 
         Raises:
             FileNotFoundError: There is no run at `path`.
         """
-        directory = RunDirectory(Path(path).expanduser().absolute())
+        directory = open_directory(path, storage_filesystem)
+        directory.fetch()
+        return cls.of(directory)
+
+    @classmethod
+    def of(cls, directory: RunDirectory) -> Result:
+        """Read the result of a run whose journal is on this node."""
         if not directory.journal.exists():
             raise FileNotFoundError(
-                f"{directory.path} holds no Drawbar run: it has no {directory.journal.name}"
+                f"{directory.location} holds no Drawbar run: it has no {directory.journal.name}"
             )
         events = list(replay(directory.journal))
         config, error = CheckpointConfig(), None
@@ -61,11 +77,13 @@ class Result:
             if isinstance(event, RunStarted):
                 config, error = _checkpoint_config(event), None
             elif isinstance(event, RunEnded) and event.outcome == "failed":
-                error = TrainingFailedError(event.error, path=str(directory.path))
+                error = TrainingFailedError(event.error, path=directory.location)
         manifests = directory.intact_checkpoints()
-        pairs = {m.name: (Checkpoint(directory.path / m.name), m.metrics) for m in manifests}
+        pairs = {m.name: (directory.checkpoint(m.name), m.metrics) for m in manifests}
         return cls(
-            path=str(directory.path),
+            path=directory.location,
+            filesystem=directory.filesystem,
+            _directory=directory,
             metrics=_last_metrics(history(events)),
             checkpoint=pairs[manifests[-1].name][0] if manifests else None,
             best_checkpoints=[pairs[m.name] for m in ranked(manifests, config)],
@@ -95,14 +113,18 @@ class Result:
             raise ImportError(
                 'Result.metrics_dataframe needs pandas: pip install "drawbar[data]"'
             ) from error
-        reports = history(replay(RunDirectory(Path(self.path)).journal))
+        reports = history(replay(self._journal))
         rows = [_row(r) for r in sorted(reports, key=lambda r: (r.index, r.rank))]
         return pandas.DataFrame(rows, columns=None if rows else list(_COLUMNS))
 
     @property
     def timeline(self) -> Timeline:
         """Where the time went: start-up, checkpoints and outcome of every attempt."""
-        return Timeline.of(replay(RunDirectory(Path(self.path)).journal))
+        return Timeline.of(replay(self._journal))
+
+    @property
+    def _journal(self) -> Path:
+        return (self._directory or open_directory(self.path, self.filesystem)).journal
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
         """Give the kept checkpoint with the lowest or highest value of a metric.
@@ -127,7 +149,7 @@ class Result:
             )
             raise KeyError(f"no checkpoint has the metric {metric!r}; they have {names}")
         choose = max if mode == "max" else min
-        return choose(usable, key=lambda pair: pair[0])[1]
+        return choose(reversed(usable), key=lambda pair: pair[0])[1]  # of equals the newest
 
     def __repr__(self) -> str:
         lines = [

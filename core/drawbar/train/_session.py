@@ -8,12 +8,13 @@ same session serves an actor, this very process (`num_workers=0`) and the thread
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,33 +22,39 @@ from typing import Any
 
 import cloudpickle
 
-from drawbar.train import _files
 from drawbar.train._checkpoint import Checkpoint, remove_tree
-from drawbar.train._data import fetch_shards
+from drawbar.train._data import fetch_shards, position_name
 from drawbar.train._messages import (
     Answer,
     Asked,
+    Chunk,
     CollectiveCalled,
     CollectiveDone,
     CollectiveKind,
     Committed,
     Diagnosis,
     DiagnosisAsked,
+    FileAnswer,
+    FileAsked,
     Interrupt,
     Message,
     Offer,
     Order,
     Persist,
-    Persisted,
     Ranks,
     Reported,
+    Taken,
 )
 from drawbar.train._metrics import normalise
 from drawbar.train._preemption import Wishes
 from drawbar.train._storage import RunDirectory
-from drawbar.train._upload import CheckpointUploadMode
-
-MAX_CHECKPOINTS_IN_FLIGHT = 2
+from drawbar.train._unshared import UnsharedRunDirectory
+from drawbar.train._upload import (
+    CheckpointUploadFn,
+    CheckpointUploadMode,
+    Uploads,
+    check_arguments,
+)
 
 
 class AttemptInterrupted(BaseException):
@@ -64,11 +71,11 @@ class Assignment:
 
     run_name: str
     run_id: str
-    run_path: str
+    directory: RunDirectory
     attempt: int
     first_index: int
     ranks: Ranks
-    checkpoint: str | None = None
+    checkpoint: Checkpoint | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     gpu_ids: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -87,8 +94,10 @@ class Session:
     ) -> None:
         self.assignment = assignment
         self.cache = cache
-        self.directory = RunDirectory(Path(assignment.run_path))
-        self.checkpoint = Checkpoint(assignment.checkpoint) if assignment.checkpoint else None
+        self.directory = assignment.directory
+        self.checkpoint = assignment.checkpoint
+        self._label = f"rank_{assignment.ranks.world_rank}"
+        self.uploads = Uploads(self.directory, self._label, say, self._wait_for_any)
         self._say = say
         self._next_report = assignment.first_index
         self._next_collective = 0
@@ -97,10 +106,10 @@ class Session:
         self._orders: dict[tuple[type[Order], int], Order] = {}
         self._offers: dict[int, Offer] = {}
         self._interrupted: str | None = None
-        self._background: ThreadPoolExecutor | None = None
-        self._in_flight: list[Future[None]] = []
         self._shards: dict[str, Any] | None = None
         self._position_of: dict[str, Callable[[], Any]] = {}
+        self._positions_left = dict(assignment.positions)  # of sources not opened yet
+        self._sources = Counter[str]()
 
     @property
     def reports_made(self) -> int:
@@ -117,23 +126,32 @@ class Session:
         name: str | None,
         mode: CheckpointUploadMode,
         delete_local: bool | None,
+        upload_fn: CheckpointUploadFn | None = None,
     ) -> None:
         """Do what `drawbar.train.report` says."""
         values = normalise(metrics)
-        offer = None
-        if checkpoint is not None:
-            offer = self._offer(Checkpoint(checkpoint), name=name)
-        index, self._next_report = self._next_report, self._next_report + 1
-        waits = offer is not None and mode is CheckpointUploadMode.SYNC
-        if offer is None:
+        index = self._next_report
+        if checkpoint is None:
+            self._next_report += 1
             self._say(Reported(index=index, metrics=values, time=time.time(), where=caller_line()))
             self._raise_if_interrupted()
             return
+        check_arguments(name, mode)
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = Checkpoint(checkpoint)
         if delete_local is None:
-            delete_local = mode.default_delete_local_checkpoint_after_upload()
+            lies_in_run = self.directory.name_of(checkpoint) is not None
+            delete_local = mode.default_delete_local_checkpoint_after_upload() and not lies_in_run
+        offer = self.uploads.offer(
+            checkpoint,
+            name=default_name(index) if name is None else name,
+            mode=mode,
+            upload_fn=upload_fn,
+            handed_over=delete_local,
+        )
+        self._next_report += 1
+        waits = mode is not CheckpointUploadMode.ASYNC
         self._offers[index] = offer
-        if not waits:
-            offer = self._make_safe_to_overwrite(offer, handed_over=delete_local)
         self._say(
             Reported(
                 index=index,
@@ -142,73 +160,52 @@ class Session:
                 where=caller_line(),
                 offer=offer,
                 waits=waits,
-                positions={name: position() for name, position in self._position_of.items()},
+                positions=self._positions(),
             )
         )
-        if waits:
-            self._follow(index, offer, delete_local)
-        else:
-            self._follow_in_background(index, offer, delete_local)
+        follow = self.uploads.follow if waits else self.uploads.follow_in_background
+        follow(index, offer, delete_local=delete_local)
 
-    def _offer(self, checkpoint: Checkpoint, *, name: str | None) -> Offer:
-        directory = Path(checkpoint.path)
-        if not directory.is_dir():
-            raise FileNotFoundError(
-                f"report() was given the checkpoint {directory}, which is not a directory "
-                f"on this worker's node ({os.uname().nodename})"
-            )
-        return Offer(
-            directory=str(directory),
-            files=_files.list_files(directory),
-            staged=self.directory.is_staged(directory),
-            name=name,
-        )
+    def use_unshared(self) -> None:
+        """Have checkpoints travel: this node does not share the run's directory."""
+        path = self.directory.path
+        self.directory = UnsharedRunDirectory(path, send=self._send, ask=self._ask)
+        self.uploads = Uploads(self.directory, self._label, self._say, self._wait_for_any)
 
-    def _make_safe_to_overwrite(self, offer: Offer, *, handed_over: bool) -> Offer:
-        """Before an asynchronous report returns: the user may write to their directory again."""
-        if offer.staged or handed_over:
-            return offer
-        return self._stage(offer, offer.files, move=False)
+    def _send(self, name: str, path: str, offset: int, data: bytes) -> None:
+        number, self._next_question = self._next_question, self._next_question + 1
+        self._say(Chunk(number=number, name=name, path=path, offset=offset, data=data))
+        self._wait_for_any((Taken, number))
 
-    def _stage(self, offer: Offer, files: tuple[Any, ...], *, move: bool) -> Offer:
-        target = self.directory.new_stage(f"rank_{self.assignment.ranks.world_rank}")
-        act = _files.move_files if move else _files.copy_files
-        act(Path(offer.directory), target, files)
-        return Offer(directory=str(target), files=files, staged=True, name=offer.name)
+    def _ask(self, name: str, path: str, offset: int) -> FileAnswer:
+        number, self._next_question = self._next_question, self._next_question + 1
+        self._say(FileAsked(number=number, name=name, path=path, offset=offset))
+        answer = self._wait_for_any((FileAnswer, number))
+        assert isinstance(answer, FileAnswer)
+        return answer
 
-    def _follow(self, index: int, offer: Offer, delete_local: bool) -> None:
-        """See one checkpoint through: persist this rank's share, wait for the commit."""
-        order = self._wait_for_any((Persist, index), (Committed, index))
-        if isinstance(order, Persist):
-            staged = self._stage(offer, order.files, move=delete_local)
-            self._say(Persisted(index=index, directory=staged.directory))
-            order = self._wait_for_any((Committed, index))
-        assert isinstance(order, Committed)
-        if delete_local and not offer.staged:
-            remove_tree(Path(offer.directory))
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """Do what `drawbar.train.get_checkpoint` says."""
+        if isinstance(self.directory, UnsharedRunDirectory) and self.checkpoint is not None:
+            self.directory.bring(self.checkpoint)
+        return self.checkpoint
 
-    def _follow_in_background(self, index: int, offer: Offer, delete_local: bool) -> None:
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, thread_name_prefix="drawbar-checkpoint")
-        while len([f for f in self._in_flight if not f.done()]) >= MAX_CHECKPOINTS_IN_FLIGHT:
-            self._in_flight.pop(0).result()
-        self._in_flight.append(self._background.submit(self._follow, index, offer, delete_local))
-
-    def flush(self) -> None:
-        """Wait until every asynchronous checkpoint is committed; raise what went wrong with one."""
-        while self._in_flight:
-            self._in_flight.pop(0).result()
-        if self._background is not None:
-            self._background.shutdown()
+    def end(self, seconds: float) -> None:
+        """End early: checkpoints in flight get so long, and nothing waits for orders any more."""
+        self.uploads.flush_for(seconds)
+        with self._changed:
+            self._interrupted = self._interrupted or "the training function has ended"
+            self._changed.notify_all()
 
     @contextmanager
     def checkpoint_dir(self) -> Iterator[Path]:
         """Do what `drawbar.train.checkpoint_dir` says."""
-        path = self.directory.new_stage(f"rank_{self.assignment.ranks.world_rank}")
+        path = self.directory.new_stage(self._label)
         try:
             yield path
         except BaseException:
-            remove_tree(path)
+            if all(offer.directory != str(path) for offer in self._offers.values()):
+                remove_tree(path)
             raise
 
     def all_checkpoints(self, timeout: float | None) -> list[tuple[Checkpoint, dict[str, Any]]]:
@@ -217,12 +214,14 @@ class Session:
         self._say(Asked(number=number))
         answer = self._wait_for_any((Answer, number), timeout=timeout)
         assert isinstance(answer, Answer)
-        return [(Checkpoint(path), metrics) for path, metrics in answer.checkpoints]
+        return [(self.directory.checkpoint(name), m) for name, m in answer.checkpoints]
 
     def dataset_shard(self, name: str) -> Any:
         """Do what `drawbar.train.get_dataset_shard` says."""
         if self._shards is None:
             self._shards = fetch_shards(self.assignment.shards)
+            for each, shard in self._shards.items():
+                self.keep_data_position(position_name(each), shard.position)
         try:
             return self._shards[name]
         except KeyError:
@@ -231,10 +230,29 @@ class Session:
                 f"the trainer was given no dataset {name!r}; its datasets: {names}"
             ) from None
 
-    def keep_data_position(self, name: str, position: Callable[[], Any]) -> Any:
+    def keep_data_position(
+        self, name: str, position: Callable[[], Any], *, numbered: bool = False
+    ) -> Any:
         """Do what `drawbar.train.backend.keep_data_position` says."""
+        if numbered:
+            self._sources[name] += 1
+            name = f"{name}-{self._sources[name]}"
         self._position_of[name] = position
-        return self.assignment.positions.get(name)
+        return self._positions_left.pop(name, None)
+
+    def _positions(self) -> dict[str, Any]:
+        """Give the position of every source, also of those that are not opened again yet."""
+        positions = {name: position() for name, position in self._position_of.items()}
+        for name, value in positions.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"the position of the data source {name!r} goes into the checkpoint's "
+                    f"manifest, which is JSON, but {error}; found {value!r}"
+                ) from None
+        known = {name: value for name, value in positions.items() if value is not None}
+        return {**self._positions_left, **known}
 
     # -- collectives
 
@@ -277,14 +295,14 @@ class Session:
             match order:
                 case Interrupt():
                     self._interrupted = order.reason
-                case Answer() | Diagnosis():
+                case Answer() | Diagnosis() | Taken() | FileAnswer():
                     self._orders[type(order), order.number] = order
                 case CollectiveDone():
                     self._orders[type(order), order.sequence] = order
                 case Persist():
                     self._orders[type(order), order.index] = order
                 case Committed():
-                    self.checkpoint = Checkpoint(order.path)
+                    self.checkpoint = self.directory.checkpoint(order.name)
                     if self._offers.pop(order.index, None) is not None:
                         self._orders[type(order), order.index] = order
             self._changed.notify_all()
@@ -306,6 +324,11 @@ class Session:
     def _raise_if_interrupted(self) -> None:
         if self._interrupted is not None:
             raise AttemptInterrupted(self._interrupted)
+
+
+def default_name(index: int) -> str:
+    """Name the checkpoint of report `index`, if the user does not."""
+    return f"checkpoint_{index:06d}"
 
 
 def caller_line() -> str:

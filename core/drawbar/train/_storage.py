@@ -12,6 +12,9 @@ A checkpoint exists if and only if its manifest does. Ranks put their files belo
 the last rank has, the controller merges them into one directory by renames, writes the manifest
 into it, and renames that directory to its final name: one step that either happened or did not.
 Deleting goes the same way back.
+
+That is the protocol of a local or mounted filesystem. `_remote.py` has the one for object stores,
+where this directory is the work folder on the driver's node.
 """
 
 from __future__ import annotations
@@ -21,30 +24,62 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from drawbar.train import _faults, _files
-from drawbar.train._checkpoint import Manifest, check_files, read_manifest, remove_tree
+from drawbar.train._checkpoint import Checkpoint, Manifest, check_files, read_manifest, remove_tree
 from drawbar.train._errors import CheckpointError
+from drawbar.train._filesystem import Folder
 from drawbar.train._messages import FileEntry
+from drawbar.train._retry import explained, in_bytes
+
+OWN_NAMES = ("journal.damaged", "journal.jsonl", "logs", "stacks", "trainer.pkl")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of a checkpoint: these files lie in this directory of the staging area."""
+    """One rank's share of a checkpoint: these files lie in this directory of the staging area.
 
-    directory: Path
+    None: they lie where the checkpoint will be already.
+    """
+
+    directory: Path | None
     files: tuple[FileEntry, ...]
+    checksums: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The directory of one run, seen from the controller or from a worker."""
+    """The directory of one run, seen from the controller or from a worker.
+
+    A run whose storage is not a mounted filesystem is a `_remote.RemoteRunDirectory`.
+    """
 
     path: Path
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.path.name
+
+    @property
+    def parent(self) -> str:
+        """The storage path that the run lies in."""
+        return str(self.path.parent)
+
+    @property
+    def location(self) -> str:
+        """Where the run lies, for people and for `Result.from_path`."""
+        return str(self.path)
+
+    @property
+    def filesystem(self) -> Any | None:
+        """The `pyarrow.fs.FileSystem` that the run lies on; None if it is a local one."""
+        return None
 
     @property
     def journal(self) -> Path:
@@ -80,6 +115,25 @@ class RunDirectory:
         remove_tree(self.path / ".workers")
         self.create()
 
+    def fetch(self) -> None:
+        """Bring what is needed to look at the run to this node. It is there already."""
+
+    def publish(self, *, everything: bool = False) -> None:
+        """Put the journal, or the logs and all else too, where others find it. It is there."""
+
+    def is_on_this_node(self, run_id: str) -> bool:
+        """Whether this node sees the run's journal, rather than none or that of another run."""
+        try:
+            with open(self.journal, "rb") as file:
+                return any(run_id.encode() in line for line in file)
+        except FileNotFoundError:
+            return False
+
+    def publish_log(self, rank: int) -> None:
+        """Put a rank's log where others find it, from a node that is not the driver's."""
+
+    # -- seen from a worker
+
     def new_stage(self, label: str) -> Path:
         """Make a new empty directory in the staging area, where a commit moves no byte."""
         path = self.staging / f"{label}-{uuid.uuid4().hex[:12]}"
@@ -90,6 +144,45 @@ class RunDirectory:
         """Whether `path` lies directly in the staging area."""
         return path.parent == self.staging
 
+    def persist(
+        self, source: Path, files: Sequence[FileEntry], *, label: str, name: str, move: bool
+    ) -> Part:
+        """Put these files of a local directory where a commit can take them.
+
+        Args:
+            source: The directory that they are in.
+            files: Which.
+            label: Of the rank, for the name of the stage.
+            name: Of the checkpoint.
+            move: The source is given up.
+
+        Raises:
+            OSError: They cannot be written; the message has the path and the bytes.
+        """
+        target = self.new_stage(label)
+        act = _files.move_files if move else _files.copy_files
+        try:
+            act(source, target, files)
+        except OSError as error:
+            if not move:
+                remove_tree(target)
+            total = in_bytes(sum(file.size for file in files))
+            what = f"writing {total} of checkpoint {name} to {self.path}"
+            raise explained(error, what) from error
+        return Part(target, tuple(files))
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        """Give the checkpoint of this name."""
+        return Checkpoint(self.path / name)
+
+    def name_of(self, checkpoint: Checkpoint) -> str | None:
+        """Give the name of a checkpoint that lies directly in the run; None for any other."""
+        path = Path(checkpoint.path)
+        inside = checkpoint.filesystem is None and path.parent == self.path
+        return path.name if inside and not path.name.startswith(".") else None
+
+    # -- seen from the controller
+
     def commit(
         self,
         manifest: Manifest,
@@ -97,10 +190,12 @@ class RunDirectory:
         *,
         durable: bool,
         metadata: bytes | None = None,
-    ) -> Path:
+        in_place: bool = False,
+    ) -> Path | Folder:
         """Make one checkpoint of the ranks' staged parts. Returns where it lies.
 
-        `metadata` becomes the checkpoint's metadata file, unless the user saved one.
+        `metadata` becomes the checkpoint's metadata file, unless the user saved one. `in_place`:
+        the directory lies in the run already, under its name; see `manifest_in_place`.
 
         Raises:
             FileExistsError: A committed checkpoint has this name already.
@@ -109,28 +204,41 @@ class RunDirectory:
         """
         _faults.reached("commit.start")
         target = self.path / manifest.name
-        self._make_way(target)
-        merged = self._merge(parts)
+        if in_place:
+            self._refuse_committed(manifest.name)
+            merged = target
+        else:
+            self._make_way(target)
+            merged = self._merge(parts)
+            manifest = _as_stored(manifest, merged)
         if metadata is not None and not (merged / _files.METADATA).exists():
             (merged / _files.METADATA).write_bytes(metadata)
         _faults.reached("commit.merged")
         _write_manifest(merged, manifest, durable=durable)
         _faults.reached("commit.manifest")
-        os.rename(merged, target)
+        if not in_place:
+            os.rename(merged, target)
         if durable:
             _files.sync(self.path)
         _faults.reached("commit.renamed")
         return target
 
+    def manifest_in_place(self, manifest: Manifest) -> Manifest:
+        """Give the manifest with whatever lies in the checkpoint's directory already."""
+        return with_files(manifest, _files.list_files(self.path / manifest.name))
+
     def _merge(self, parts: Sequence[Part]) -> Path:
         """Bring all parts into one directory. A single part is that directory already."""
-        if not parts:
+        staged = [(part.directory, part.files) for part in parts if part.directory is not None]
+        if not staged:
             return self.new_stage("empty")
-        merged = parts[0].directory
+        merged = staged[0][0]
         wanted = {file.path for part in parts for file in part.files}
-        for part in parts[1:]:
-            _files.move_files(part.directory, merged, part.files)
-            remove_tree(part.directory)
+        others = [each for each in staged if each[0] != merged]  # ranks may share one
+        for directory, files in others:
+            _files.move_files(directory, merged, files)
+        for directory, _ in others:
+            remove_tree(directory)
         for file in _files.list_files(merged):
             if file.path not in wanted:
                 os.unlink(merged / file.path)
@@ -139,21 +247,27 @@ class RunDirectory:
     def _make_way(self, target: Path) -> None:
         if not target.exists():
             return
-        if self.is_intact(target):
-            raise FileExistsError(
-                f"{target} is a committed checkpoint already; give each checkpoint its own "
-                "checkpoint_dir_name"
-            )
+        self._refuse_committed(target.name)
+        if target.name not in self.damaged():
+            raise FileExistsError(f"{target} is there and is no checkpoint; choose another name")
         os.rename(target, self.staging / f"replaced-{uuid.uuid4().hex[:12]}")
 
-    @staticmethod
-    def is_intact(directory: Path) -> bool:
+    def _refuse_committed(self, name: str) -> None:
+        if self.is_intact(name):
+            raise committed_already(self.place(name))
+
+    def place(self, name: str) -> Path | Folder:
+        """Where the checkpoint of this name lies."""
+        return self.path / name
+
+    def is_intact(self, name: str) -> bool:
         """Whether a checkpoint is committed and has every file with its size."""
-        manifest = read_manifest(directory)
+        place = self.place(name)
+        manifest = read_manifest(place)
         if manifest is None:
             return False
         try:
-            check_files(directory, manifest)
+            check_files(place, manifest)
         except CheckpointError:
             return False
         return True
@@ -170,16 +284,16 @@ class RunDirectory:
 
     def intact_checkpoints(self) -> list[Manifest]:
         """List the committed checkpoints that have every file with its size, oldest first."""
-        return [each for each in self.checkpoints() if self.is_intact(self.path / each.name)]
+        return [each for each in self.checkpoints() if self.is_intact(each.name)]
 
-    def damaged(self) -> list[Path]:
-        """List directories that look like checkpoints and are not intact."""
+    def damaged(self) -> list[str]:
+        """List the names of directories that look like checkpoints and are not intact."""
         return [
-            Path(entry.path)
+            entry.name
             for entry in os.scandir(self.path)
             if entry.is_dir()
             and (Path(entry.path) / _files.MANIFEST).exists() | entry.name.startswith("checkpoint_")
-            and not self.is_intact(Path(entry.path))
+            and not self.is_intact(entry.name)
         ]
 
     def delete(self, name: str) -> None:
@@ -204,6 +318,13 @@ class RunDirectory:
             return  # retention deleted the checkpoint in the meantime
 
 
+def _as_stored(manifest: Manifest, directory: Path) -> Manifest:
+    """Give the manifest the sizes of the files as they are: a log may have grown since `report`."""
+    sizes = {file.path: os.stat(directory / file.path).st_size for file in manifest.files}
+    files = tuple(FileEntry(path, size) for path, size in sizes.items())
+    return msgspec.structs.replace(manifest, files=files)
+
+
 def _write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:
     path = directory / _files.MANIFEST
     if durable:
@@ -224,16 +345,30 @@ def make_manifest(
     metrics: dict[str, object],
     positions: dict[str, object],
 ) -> Manifest:
-    """Describe a checkpoint of these parts, less the user's metadata file, which may change."""
-    files = (file for part in parts for file in part.files if file.path != _files.METADATA)
-    return Manifest(
+    """Describe a checkpoint of these parts."""
+    manifest = Manifest(
         name=name,
         index=index,
         attempt=attempt,
         run_id=run_id,
         world_size=world_size,
         time=time.time(),
-        files=tuple(sorted(files, key=lambda file: file.path)),
+        files=(),
         metrics=metrics,
         positions=positions,
+    )
+    return with_files(manifest, [file for part in parts for file in part.files])
+
+
+def with_files(manifest: Manifest, files: Sequence[FileEntry]) -> Manifest:
+    """Give a manifest with these files, less the user's metadata file, which may change."""
+    kept = (file for file in files if file.path != _files.METADATA)
+    return msgspec.structs.replace(manifest, files=tuple(sorted(kept, key=lambda f: f.path)))
+
+
+def committed_already(place: Path | Folder) -> FileExistsError:
+    """Say that a name is taken."""
+    return FileExistsError(
+        f"{place} is a committed checkpoint already; give each checkpoint its own "
+        "checkpoint_dir_name"
     )

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import cloudpickle
@@ -19,9 +19,10 @@ from drawbar.train._config import DataConfig, RunConfig, ScalingConfig, fields_o
 from drawbar.train._console import Console
 from drawbar.train._controller import Controller
 from drawbar.train._journal import AttemptStarted
-from drawbar.train._launch import Job, OpenRun, connect_to_ray, host, open_run, run_path
+from drawbar.train._launch import Job, OpenRun, connect_to_ray, directory_of, host, open_run
 from drawbar.train._local import LocalWorkerGroup
 from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._remote import open_directory
 from drawbar.train._result import Result
 from drawbar.train._run import Outcome, Run
 from drawbar.train._session import Assignment
@@ -81,7 +82,6 @@ class DataParallelTrainer:
         self.scaling_config = _instance("scaling_config", scaling_config, ScalingConfig)
         self.run_config = _instance("run_config", run_config, RunConfig)
         self.dataset_config = _instance("dataset_config", dataset_config, DataConfig)
-        self.datasets = dict(datasets or {})
         self.metadata = _json_dict("metadata", metadata)
         self.resume_from_checkpoint = resume_from_checkpoint
         if resume_from_checkpoint is not None:
@@ -89,6 +89,7 @@ class DataParallelTrainer:
         self._takes_config = _preflight.check_function(train_loop_per_worker)
         _preflight.check_config(self._takes_config, train_loop_config)
         _data.check_datasets(datasets, self.dataset_config)
+        self.datasets = dict(datasets or {})
 
     def fit(self) -> Result:
         """Run the training function to its end.
@@ -105,28 +106,33 @@ class DataParallelTrainer:
         """
         self.backend_config.preflight(self.scaling_config)
         work = self._payload()
+        _preflight.check_pickles("train_loop_config", work.config)
         pickled = _preflight.pickle_function(work.function) and cloudpickle.dumps(work)
-        path = run_path(self.run_config)
+        directory = directory_of(self.run_config)
         self._connect()
-        opened = open_run(path, self.run_config, self._settings())
+        opened = open_run(directory, self.run_config, self._settings())
         level = self.run_config.logging_config.level
-        console = Console(level, str(path), live=self.scaling_config.max_workers > 0)
+        console = Console(level, directory.location, live=self.scaling_config.max_workers > 0)
         try:
-            self._save(opened.directory)
+            self._save(directory)
+            directory.publish(everything=True)
             outcome = self._run(opened, work, pickled, console)
         finally:
             opened.journal.close()
+            directory.publish(everything=True)
             console.close()
         if outcome.error is not None:
             raise outcome.error
-        return self._result(opened.directory, outcome)
+        return self._result(directory, outcome)
 
     def _settings(self) -> dict[str, Any]:
         """Give what a resumed run compares with the last start, key by key."""
         function = self.train_loop_per_worker
         return {
             "train_loop_per_worker": getattr(function, "__qualname__", repr(function)),
-            "train_loop_config": {k: repr(v) for k, v in (self.train_loop_config or {}).items()},
+            "train_loop_config": {
+                str(key): repr(value) for key, value in (self.train_loop_config or {}).items()
+            },
             "scaling_config": fields_of(self.scaling_config),
             "failure_config": fields_of(self.run_config.failure_config),
             "checkpoint_config": fields_of(self.run_config.checkpoint_config),
@@ -144,6 +150,8 @@ class DataParallelTrainer:
         if opened.warning:
             console.notice(opened.warning)
         start_from = self.resume_from_checkpoint
+        if start_from is not None and not opened.directory.intact_checkpoints():
+            start_from.require()
         run = Run(
             run_id=opened.run_id,
             directory=opened.directory,
@@ -157,14 +165,14 @@ class DataParallelTrainer:
         context = RunContext(
             name=opened.name,
             run_id=opened.run_id,
-            path=str(opened.directory.path),
+            path=opened.directory.location,
             scaling_config=self.scaling_config,
             run_config=self.run_config,
         )
         callbacks = Callbacks(self.run_config.callbacks, context)
 
         def make_controller(in_this_thread: Callable[[Job], None]) -> Controller:
-            group = self._make_group(context.path, work, pickled, in_this_thread)
+            group = self._make_group(str(opened.directory.path), work, pickled, in_this_thread)
             log = opened.journal.append
             return Controller(run, _Plan(self, opened), group, log, console, callbacks)
 
@@ -178,6 +186,7 @@ class DataParallelTrainer:
         if self.scaling_config.max_workers:
             connect_to_ray()
             _placement.check_cluster(self.scaling_config)
+            _placement.check_data(self.scaling_config, _data.lazy(self.datasets))
 
     def _make_group(
         self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]
@@ -188,7 +197,7 @@ class DataParallelTrainer:
         return RayWorkerGroup(self.scaling_config, path, pickled, runtime_env)
 
     def _result(self, directory: RunDirectory, outcome: Outcome) -> Result:
-        result = Result.from_path(directory.path)
+        result = Result.of(directory)
         for rank in sorted(outcome.values):
             finished = outcome.values[rank]
             value = None if finished.value is None else cloudpickle.loads(finished.value)
@@ -203,15 +212,19 @@ class DataParallelTrainer:
         directory.trainer.write_bytes(cloudpickle.dumps(state))
 
     @classmethod
-    def can_restore(cls, path: str | os.PathLike[str]) -> bool:
+    def can_restore(
+        cls, path: str | os.PathLike[str], storage_filesystem: Any | None = None
+    ) -> bool:
         """Whether `restore(path)` will find a run there."""
-        directory = RunDirectory(Path(path).expanduser().absolute())
+        directory = open_directory(path, storage_filesystem)
+        directory.fetch()
         return directory.journal.exists() and directory.trainer.exists()
 
     @classmethod
     def restore(
         cls,
         path: str | os.PathLike[str],
+        storage_filesystem: Any | None = None,
         *,
         run_config: RunConfig | None = None,
         datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
@@ -220,7 +233,8 @@ class DataParallelTrainer:
         """Make the trainer of an earlier run again; its `fit()` goes on from the newest checkpoint.
 
         Args:
-            path: The run's directory.
+            path: The run's directory, or its URI.
+            storage_filesystem: The filesystem that `path` lies on, as for `RunConfig`.
             run_config: Failure, checkpoint and logging settings; name and storage path come from
                 `path`.
             datasets: Must be given again if the run had any.
@@ -230,16 +244,17 @@ class DataParallelTrainer:
         Raises:
             FileNotFoundError: There is no run at `path`.
         """
-        directory = RunDirectory(Path(path).expanduser().absolute())
-        if not cls.can_restore(path):
-            raise FileNotFoundError(f"{directory.path} holds no run that can be restored")
+        directory = open_directory(path, storage_filesystem)
+        if not cls.can_restore(path, storage_filesystem):
+            raise FileNotFoundError(f"{directory.location} holds no run that can be restored")
         state = cloudpickle.loads(directory.trainer.read_bytes()) | changed
         import dataclasses
 
         config = dataclasses.replace(
             run_config or RunConfig(),
-            name=directory.path.name,
-            storage_path=directory.path.parent,
+            name=directory.name,
+            storage_path=directory.parent,
+            storage_filesystem=directory.filesystem,
         )
         trainer = cls.__new__(cls)
         DataParallelTrainer.__init__(trainer, run_config=config, datasets=datasets, **state)
@@ -265,18 +280,19 @@ class _Plan:
         """Say what each slot is to do."""
         places = list(zip(workers, ranks, strict=True))
         by_rank = [worker for worker, _ in sorted(places, key=lambda each: each[1].world_rank)]
-        shards = self._shards([worker.node_id for worker in by_rank])
-        resources = self._trainer.scaling_config.resources_per_worker
-        manifest = Checkpoint(start.checkpoint).manifest if start.checkpoint else None
+        checkpoint = self._checkpoint_of(start)
+        manifest = checkpoint.manifest if checkpoint else None
         positions = manifest.positions if manifest else {}
+        shards = self._shards([worker.node_id for worker in by_rank], positions)
+        resources = self._trainer.scaling_config.resources_per_worker
         return [
             Assignment(
                 run_name=self._opened.name,
                 run_id=self._opened.run_id,
-                run_path=str(self._opened.directory.path),
+                directory=self._opened.directory,
                 attempt=start.attempt,
                 first_index=start.first_index,
-                checkpoint=start.checkpoint,
+                checkpoint=checkpoint,
                 ranks=each,
                 metadata=self._trainer.metadata,
                 gpu_ids=worker.gpu_ids,
@@ -290,6 +306,15 @@ class _Plan:
             for worker, each in places
         ]
 
+    def _checkpoint_of(self, start: AttemptStarted) -> Checkpoint | None:
+        """Give the checkpoint that the journal names: of this run, or the one it began with."""
+        if start.checkpoint is None:
+            return None
+        began_with = self._trainer.resume_from_checkpoint
+        if began_with is not None and began_with.path == start.checkpoint:
+            return began_with
+        return self._opened.directory.checkpoint(PurePath(start.checkpoint).name)
+
     def _environment_of(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> dict[str, str]:
         if not self._trainer.backend_config.backend_cls.share_cuda_visible_devices:
             return self._environment
@@ -299,11 +324,13 @@ class _Plan:
         devices = _environment.visible_devices(neighbours)
         return {**self._environment, "CUDA_VISIBLE_DEVICES": devices}
 
-    def _shards(self, node_ids: Sequence[str]) -> list[Any]:
+    def _shards(self, node_ids: Sequence[str], positions: Mapping[str, Any]) -> list[Any]:
         datasets, config = self._trainer.datasets, self._trainer.dataset_config
         if not datasets:
             return [None] * len(node_ids)
-        shards = _data.shard(datasets, config, node_ids)
+        made = _data.make(datasets)
+        _placement.check_data(self._trainer.scaling_config, _data.lazy(made))
+        shards = _data.shard(made, config, node_ids, positions)
         local = self._trainer.scaling_config.max_workers == 0
         return list(shards) if local else [ray.put(each) for each in shards]
 

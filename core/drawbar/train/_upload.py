@@ -1,8 +1,32 @@
-"""How `report()` treats a checkpoint: whether it waits, and what becomes of the local files."""
+"""How a checkpoint gets from a worker into the run's storage, while the function waits or goes on.
+
+`Uploads` is the worker's half of the commit protocol: it offers files, persists them when the
+controller says which, and waits for the commit. What persisting means is the run directory's
+matter.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import Enum
+from pathlib import Path, PurePath
+from typing import Protocol
+
+import msgspec
+
+from drawbar.train import _files
+from drawbar.train._checkpoint import Checkpoint, remove_tree, user_files
+from drawbar.train._filesystem import Folder
+from drawbar.train._messages import Committed, Message, Offer, Order, Persist, Persisted
+from drawbar.train._storage import OWN_NAMES, Part, RunDirectory
+
+MAX_CHECKPOINTS_IN_FLIGHT = 2
+RESERVED = {"journal.jsonl", "journal.damaged", "trainer.pkl", "logs", "stacks"}
+
+CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
+"""Puts a checkpoint into the run's storage under a name, and gives it as it lies there."""
 
 
 class CheckpointUploadMode(Enum):
@@ -10,12 +34,222 @@ class CheckpointUploadMode(Enum):
 
     SYNC: it returns when the checkpoint is committed. ASYNC: it returns as soon as the files may be
     overwritten, and the commit follows; at most two are in flight, then `report()` waits for the
-    oldest. The end of the training function waits for all of them.
+    oldest. The end of the training function waits for all of them. NO_UPLOAD: the directory lies in
+    the run's storage already, directly in the run's directory; it is committed as it is.
     """
 
     SYNC = "sync"
     ASYNC = "async"
+    NO_UPLOAD = "no_upload"
 
     def default_delete_local_checkpoint_after_upload(self) -> bool:
         """Whether `report()` takes over the local directory if the caller does not say."""
         return self is CheckpointUploadMode.ASYNC
+
+
+def check_arguments(name: str | None, mode: object) -> None:
+    """Check how `report()` was told to keep a checkpoint.
+
+    Raises:
+        TypeError: `mode` is not a `CheckpointUploadMode`.
+        ValueError: `name` is not that of a folder, or the run has something of that name.
+    """
+    if not isinstance(mode, CheckpointUploadMode):
+        raise TypeError(
+            f"checkpoint_upload_mode must be a CheckpointUploadMode, found {mode!r}; "
+            "write CheckpointUploadMode.ASYNC"
+        )
+    if name is not None and (name != Path(name).name or name[:1] in (".", "") or name in OWN_NAMES):
+        raise ValueError(
+            f"checkpoint_dir_name={name!r} must be a plain folder name without a leading '.', "
+            f"and none of {', '.join(OWN_NAMES)}"
+        )
+
+
+def check_name(name: str) -> None:
+    """Check that a checkpoint of this name lies in the run, and not on something of the run's own.
+
+    Raises:
+        ValueError: It does not.
+    """
+    parts = PurePath(name).parts
+    if len(parts) != 1 or name != parts[0] or name.startswith(".") or name in RESERVED:
+        raise ValueError(
+            f"checkpoint_dir_name={name!r} is not usable: it must be a plain folder name that does "
+            f'not begin with "." and is none of {", ".join(sorted(RESERVED))}'
+        )
+
+
+class Wait(Protocol):
+    """Waits for one of several orders."""
+
+    def __call__(self, *keys: tuple[type[Order], int]) -> Order:
+        """Give the first of these orders that is there."""
+        ...
+
+
+class Uploads:
+    """The checkpoints that one rank has offered and that are not committed yet.
+
+    Args:
+        directory: Of the run.
+        label: Names the rank in the staging area.
+        say: Tells the controller something.
+        wait: Waits for an order.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, label: str, say: Callable[[Message], None], wait: Wait
+    ) -> None:
+        self._directory = directory
+        self._label = label
+        self._say = say
+        self._wait = wait
+        self._functions: dict[str, CheckpointUploadFn] = {}
+        self._background: ThreadPoolExecutor | None = None
+        self._in_flight: list[Future[None]] = []
+
+    # -- offering
+
+    def offer(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        name: str,
+        mode: CheckpointUploadMode,
+        upload_fn: CheckpointUploadFn | None,
+        handed_over: bool,
+    ) -> Offer:
+        """Take stock of a checkpoint's files; an asynchronous one is put out of reach.
+
+        Raises:
+            FileNotFoundError: It is not a directory here.
+            ValueError: It does not lie where its mode wants it.
+        """
+        check_name(name)
+        if mode is CheckpointUploadMode.NO_UPLOAD:
+            if handed_over:
+                raise ValueError(
+                    "report() with NO_UPLOAD commits the directory where it lies; "
+                    "delete_local_checkpoint_after_upload=True would delete the checkpoint"
+                )
+            return self._offer_in_place(checkpoint)
+        if upload_fn is not None:
+            self._functions[name] = upload_fn
+            return msgspec.structs.replace(
+                self._offer_local(checkpoint, name), staged=False, in_place=True
+            )
+        offer = self._offer_local(checkpoint, name)
+        if handed_over and self._directory.name_of(checkpoint) is not None:
+            raise ValueError(
+                f"report() was given {checkpoint!r}, which lies in the run already, to be moved or "
+                "deleted; set delete_local_checkpoint_after_upload=False to have it copied"
+            )
+        if mode is CheckpointUploadMode.SYNC or self._is_own(offer):
+            return offer
+        return self._snapshot(offer, move=handed_over and not self._is_committed(offer))
+
+    def _offer_in_place(self, checkpoint: Checkpoint) -> Offer:
+        name = self._directory.name_of(checkpoint)
+        if name is None:
+            raise ValueError(
+                "report() with NO_UPLOAD takes a directory directly in the run's directory "
+                f"{self._directory.location}, found {checkpoint!r}"
+            )
+        place = self._directory.place(name)
+        files = user_files(place) if isinstance(place, Folder) else _files.list_files(place)
+        if not files:
+            raise FileNotFoundError(f"report() with NO_UPLOAD: there are no files in {place}")
+        return Offer(directory=checkpoint.path, files=files, staged=True, name=name, in_place=True)
+
+    def _offer_local(self, checkpoint: Checkpoint, name: str) -> Offer:
+        directory = Path(checkpoint.path)
+        if checkpoint.filesystem is not None or not directory.is_dir():
+            raise FileNotFoundError(
+                f"report() was given the checkpoint {checkpoint!r}, which is not a directory "
+                f"on this worker's node ({os.uname().nodename}); one that lies in the run's "
+                "storage already is reported with CheckpointUploadMode.NO_UPLOAD"
+            )
+        return Offer(
+            directory=str(directory),
+            files=_files.list_files(directory),
+            staged=self._directory.is_staged(directory),
+            name=name,
+        )
+
+    def _snapshot(self, offer: Offer, *, move: bool) -> Offer:
+        stage = self._directory.new_stage(self._label)
+        source = Path(offer.directory)
+        if move:
+            _files.move_files(source, stage, offer.files)
+            remove_tree(source)
+        else:
+            _files.copy_files(source, stage, offer.files)
+        staged = self._directory.is_staged(stage)
+        return msgspec.structs.replace(offer, directory=str(stage), staged=staged)
+
+    # -- following
+
+    def follow(self, index: int, offer: Offer, *, delete_local: bool) -> None:
+        """See one checkpoint through: persist this rank's share, wait for the commit."""
+        order = self._wait((Persist, index), (Committed, index))
+        if isinstance(order, Persist):
+            part = self._persist(offer, order, move=delete_local)
+            directory = "" if part.directory is None else str(part.directory)
+            self._say(Persisted(index=index, directory=directory, checksums=part.checksums))
+            self._wait((Committed, index))
+        if self._is_own(offer) or (delete_local and not self._is_committed(offer)):
+            remove_tree(Path(offer.directory))
+
+    def _is_own(self, offer: Offer) -> bool:
+        return Path(offer.directory).parent == self._directory.staging
+
+    def _is_committed(self, offer: Offer) -> bool:
+        """Whether the source is a committed checkpoint itself, which is never given away."""
+        return (Path(offer.directory) / _files.MANIFEST).exists()
+
+    def _persist(self, offer: Offer, order: Persist, *, move: bool) -> Part:
+        source = Path(offer.directory)
+        upload_fn = self._functions.pop(order.name, None)
+        if upload_fn is None:
+            return self._directory.persist(
+                source,
+                order.files,
+                label=self._label,
+                name=order.name,
+                move=move and not self._is_committed(offer),
+            )
+        uploaded = upload_fn(Checkpoint(source), order.name)
+        if not isinstance(uploaded, Checkpoint):
+            raise TypeError(f"checkpoint_upload_fn must return a Checkpoint, found {uploaded!r}")
+        if uploaded != self._directory.checkpoint(order.name):
+            raise ValueError(
+                f"checkpoint_upload_fn must put the checkpoint at "
+                f"{self._directory.place(order.name)}, found {uploaded!r}"
+            )
+        return Part(None, order.files)
+
+    def follow_in_background(self, index: int, offer: Offer, *, delete_local: bool) -> None:
+        """Do the same in another thread; waits for the oldest if too many are in flight."""
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="drawbar-checkpoint")
+        while len([f for f in self._in_flight if not f.done()]) >= MAX_CHECKPOINTS_IN_FLIGHT:
+            self._in_flight.pop(0).result()
+        follow = self._background.submit(self.follow, index, offer, delete_local=delete_local)
+        self._in_flight.append(follow)
+
+    # -- the end
+
+    def flush(self) -> None:
+        """Wait until every asynchronous checkpoint is committed; raise what went wrong with one."""
+        while self._in_flight:
+            self._in_flight.pop(0).result()
+        if self._background is not None:
+            self._background.shutdown()
+
+    def flush_for(self, seconds: float) -> None:
+        """Give what is in flight so long to be committed; what comes of it does not matter."""
+        if self._in_flight and seconds:
+            wait(self._in_flight, timeout=seconds)
+        if self._background is not None:
+            self._background.shutdown(wait=False, cancel_futures=True)

@@ -25,7 +25,7 @@ import ray
 
 from drawbar.train import _environment, _sentinel
 from drawbar.train._context import in_session
-from drawbar.train._failure import ConfigurationError, describe_exception
+from drawbar.train._failure import describe_exception
 from drawbar.train._messages import (
     Failed,
     Finished,
@@ -34,6 +34,7 @@ from drawbar.train._messages import (
     Interrupted,
     Message,
     Order,
+    Printed,
     WorkerInfo,
 )
 from drawbar.train._output import capture_output
@@ -41,6 +42,9 @@ from drawbar.train._session import Assignment, AttemptInterrupted, Session
 from drawbar.train._stacks import Stack, take_stack
 from drawbar.train._storage import RunDirectory
 from drawbar.train.backend import BackendConfig
+
+FLUSH_SECONDS = 2.0
+"""How long checkpoints in flight may hold up the news that the function has raised."""
 
 _TERMINAL = (Finished, Failed, Interrupted)
 
@@ -67,6 +71,7 @@ class Worker:
         self._session: Session | None = None
         self._thread: threading.Thread | None = None
         report = RunDirectory(Path(run_path)).exit_report(os.uname().nodename, os.getpid())
+        report.parent.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=_sentinel.start, args=(report,), daemon=True).start()
 
     def describe(self) -> WorkerInfo:
@@ -140,9 +145,12 @@ def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message
     assignment = session.assignment
     rank = assignment.ranks.world_rank
     log = session.directory.log(rank)
-    if not session.directory.journal.exists():
-        say(Failed(failure=describe_exception(_not_shared(assignment), assignment, 0)))
-        return
+    elsewhere = not session.directory.is_on_this_node(assignment.run_id)
+    if elsewhere:
+        session.directory.create()
+    if elsewhere and session.directory.filesystem is None:
+        say(Printed(text=_not_shared(assignment), stream="stderr"))
+        session.use_unshared()
     ending: Message = Interrupted()
     try:
         with capture_output(log, say, errors_only=rank != 0, redirect_fds=True):
@@ -151,13 +159,17 @@ def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message
             sys.path += [path for path in assignment.import_paths if path not in sys.path]
             ending = perform(session, payload, say, whole_process=True)
     finally:
+        if elsewhere:
+            session.directory.publish_log(rank)
         say(ending)
 
 
-def _not_shared(assignment: Assignment) -> ConfigurationError:
-    return ConfigurationError(
-        f"the run directory {assignment.run_path} is not there on node {os.uname().nodename}; "
-        "with workers on several nodes RunConfig.storage_path must be a folder that they all share"
+def _not_shared(assignment: Assignment) -> str:
+    return (
+        f"node {os.uname().nodename} of rank {assignment.ranks.world_rank} does not share "
+        f"{assignment.directory.path} with the driver's node: its checkpoints travel there, which "
+        "is slow, and its log stays. Better set RunConfig.storage_path to a folder that all nodes "
+        "share, or to an object store"
     )
 
 
@@ -177,14 +189,16 @@ def perform(
             with work.backend_config.train_func_context():
                 say(FunctionStarted(time=time.time()))
                 value = work.call()
-                session.flush()
+                session.uploads.flush()
         return _finished(value)
     except AttemptInterrupted:
+        session.end(0.0)
         return Interrupted()
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and _in_main_thread():
             raise  # Ctrl-C in the user's own process, with num_workers=0
         failure = describe_exception(error, session.assignment, session.reports_made)
+        session.end(FLUSH_SECONDS)
         return Failed(failure=failure)
 
 

@@ -237,16 +237,17 @@ class RayWorkerGroup:
     async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:
         """Interrupt every running function; kill whoever has not stopped in `grace` seconds."""
         taking_part = [slot for slot, member in self._members.items() if member.stream is not None]
-        dead = [slot for slot in taking_part if self._members[slot].dead]
+        dead = [slot for slot, member in self._members.items() if member.is_dead]
         self._discard(dead, replace)
         running = {rank: each.stream for rank, each in self._ranks.items() if each.is_running}
         for rank in running:
             self.order(rank, Interrupt(reason="the attempt is over"))
         if running:
             await asyncio.wait([task for task in running.values() if task], timeout=grace)
-        for slot in set(taking_part) - set(dead):
+        still_there = self._members.keys()  # none of them, if kill() was called meanwhile
+        for slot in (set(taking_part) - set(dead)) & still_there:
             member = self._members[slot]
-            if member.dead or member.is_running or not keep:
+            if member.is_dead or member.is_running or not keep:
                 self._discard([slot], replace)
             member.stream = None
 
@@ -264,10 +265,16 @@ class RayWorkerGroup:
 
     async def stop(self) -> None:
         """Let idle processes run their exit handlers, kill the rest, remove the placement group."""
-        idle = [each for each in self._up() if not each.dead and not each.is_running]
-        leaving = [asyncio.ensure_future(_leave(member)) for member in idle]
-        if leaving:
-            await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
+        idle = {
+            slot: asyncio.ensure_future(_leave(member))
+            for slot, member in self._members.items()
+            if member.up.done() and not member.is_dead and not member.is_running
+        }
+        if idle:
+            await asyncio.wait(idle.values(), timeout=LEAVE_SECONDS)
+        for slot, leaving in idle.items():
+            if leaving.done():
+                del self._members[slot]
         self.kill()
 
     def kill(self) -> None:
@@ -311,6 +318,10 @@ class _Member:
     up: asyncio.Future[WorkerInfo]
     stream: asyncio.Future[None] | None = None
     dead: bool = False
+
+    @property
+    def is_dead(self) -> bool:
+        return self.dead or (self.up.done() and self.up.exception() is not None)
 
     @property
     def is_running(self) -> bool:

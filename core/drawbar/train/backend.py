@@ -28,7 +28,7 @@ __all__ = [
 R = TypeVar("R")
 
 
-def keep_data_position(name: str, position: Callable[[], Any]) -> Any:
+def keep_data_position(name: str, position: Callable[[], Any], *, numbered: bool = False) -> Any:
     """Put how far a source of data has been consumed into every checkpoint of this worker.
 
     For data loaders and shards, inside the training function. The checkpoint gets the position of
@@ -36,14 +36,18 @@ def keep_data_position(name: str, position: Callable[[], Any]) -> Any:
     consumed by all ranks together, not by this one.
 
     Args:
-        name: Name of the source, the same on every rank and in every attempt.
-        position: Gives the position as a small JSON-able value; called at each report with a
-            checkpoint.
+        name: Name of the source, the same on every rank and in every attempt. A second source of
+            the same name replaces the first.
+        position: Gives the position as a small JSON-able value, or None for a source that is gone;
+            called at each report with a checkpoint.
+        numbered: Add the source's number among those of this name, in the order of the calls.
 
     Returns:
-        The position in the checkpoint that this attempt goes on from, None if it has none.
+        The position in the checkpoint that this attempt goes on from. None if it has none, or has
+        been given out in this attempt already.
     """
-    return current_session("keep_data_position").keep_data_position(name, position)
+    session = current_session("keep_data_position")
+    return session.keep_data_position(name, position, numbered=numbered)
 
 
 class WorkerGroupView(Protocol):
@@ -101,7 +105,7 @@ class BackendConfig:
     @property
     def backend_cls(self) -> type[Backend]:
         """The class with the controller's part."""
-        return PlainBackend
+        return _PlainBackend
 
     def preflight(self, scaling_config: ScalingConfig) -> None:
         """Check packages and arguments in the driver, before a process starts.
@@ -119,7 +123,7 @@ class BackendConfig:
         return nullcontext()
 
 
-class PlainBackend(Backend):
+class _PlainBackend(Backend):
     """No framework: the function alone."""
 
     reentrant = True

@@ -1,0 +1,243 @@
+"""A run whose storage is not a mounted filesystem: an object store, or anything pyarrow can open.
+
+    <storage>/<name>/
+        journal.jsonl, trainer.pkl, logs/, stacks/     copies of the work folder's
+        checkpoint_000041/                             the user's files and, last, the manifest
+
+There is no rename, so the manifest is the commit: ranks write their files under the checkpoint's
+name, and when the last one has, the controller checks what is there and writes the manifest.
+Deleting removes the manifest first. A directory without one is a leftover, swept at the next start.
+
+The journal grows in a local work folder, since an object store cannot append, and is put in the
+storage at each commit and at the end. docs/decisions/0005-remote-storage.md says why it is so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from drawbar.train import _faults, _files
+from drawbar.train._checkpoint import Checkpoint, Manifest, check_files, read_manifest, user_files
+from drawbar.train._filesystem import Folder, locate
+from drawbar.train._messages import FileEntry
+from drawbar.train._retry import told_when_slow
+from drawbar.train._storage import Part, RunDirectory, with_files
+
+PENDING = ".drawbar-pending"
+"""Lies in a directory that will be a checkpoint and does not look like one by its name."""
+
+_logger = logging.getLogger("drawbar.train")
+_publishing = threading.Lock()
+
+
+@dataclass(frozen=True)
+class RemoteRunDirectory(RunDirectory):
+    """The directory of a run in `folder`; `path` is the work folder on this node."""
+
+    folder: Folder = field(kw_only=True)
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def parent(self) -> str:
+        return self.folder.parent.path
+
+    @property
+    def location(self) -> str:
+        return str(self.folder)
+
+    @property
+    def filesystem(self) -> Any | None:
+        return self.folder.filesystem
+
+    # -- the work folder and its copy
+
+    def fetch(self) -> None:
+        """Bring the journal and `trainer.pkl` to this node, unless it has a newer journal.
+
+        The storage's journal is the truth. The local one is newer if it only goes on from that: the
+        run is going on here, or its driver died here before it could put the rest there.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for file in (self.journal, self.trainer):
+            there = self.folder.read_if_there(file.name)
+            here = file.read_bytes() if file.exists() else b""
+            if there is None:
+                file.unlink(missing_ok=True)
+            elif file == self.trainer or not here.startswith(there):
+                _files.write_atomically(file, there)
+
+    def publish(self, *, everything: bool = False) -> None:
+        """Put the journal into the storage; `everything`: also the logs, stacks and `trainer.pkl`.
+
+        What fails here is logged: no checkpoint depends on it.
+        """
+        try:
+            with _publishing:
+                if everything:
+                    for file in self._all_files():
+                        self.folder.upload_file(self.path / file.path, file)
+                elif self.journal.exists():
+                    self.folder.write(self.journal.name, self.journal.read_bytes())
+        except OSError as error:
+            _logger.warning("the journal in %s is not up to date: %s", self.location, error)
+
+    def publish_log(self, rank: int) -> None:
+        """Put a rank's log into the storage, from a node that is not the driver's."""
+        log = self.log(rank)
+        if log.exists():
+            (self.folder / "logs").write(log.name, log.read_bytes())
+
+    def _all_files(self) -> list[FileEntry]:
+        files = _files.list_files(self.path)
+        return [file for file in files if not file.path.startswith(".")]
+
+    def sweep(self) -> None:
+        """Remove what earlier processes left uncommitted or half deleted, here and there.
+
+        Raises:
+            OSError: The storage cannot be written, which is tried first.
+        """
+        super().sweep()
+        probe = f".drawbar-probe-{os.getpid()}"
+        self.folder.write(probe, b"drawbar")
+        self.folder.delete_file(probe)
+        for name in self.folder.folders():
+            folder = self.folder / name
+            if read_manifest(folder) is None and _may_be_leftover(folder):
+                folder.delete()
+
+    # -- seen from a worker
+
+    def is_staged(self, path: Path) -> bool:
+        """Nothing that is local lies where a commit can take it."""
+        return False
+
+    def persist(
+        self, source: Path, files: Sequence[FileEntry], *, label: str, name: str, move: bool
+    ) -> Part:
+        """Write these files under the checkpoint's name. Without the manifest nobody sees them."""
+        folder = self.folder / name
+        if not name.startswith("checkpoint_"):
+            folder.write(PENDING, b"")
+        with told_when_slow(f"writing checkpoint {name} of {label} to {self.location}"):
+            checksums = folder.upload(source, files)
+        return Part(None, tuple(files), checksums)
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        return Checkpoint.at(self.folder / name)
+
+    def name_of(self, checkpoint: Checkpoint) -> str | None:
+        if checkpoint.filesystem is None:
+            return None
+        folder = Folder(checkpoint.path, checkpoint.filesystem)
+        return folder.name if folder.parent.same_as(self.folder) else None
+
+    # -- seen from the controller
+
+    def commit(
+        self,
+        manifest: Manifest,
+        parts: Sequence[Part],
+        *,
+        durable: bool,
+        metadata: bytes | None = None,
+        in_place: bool = False,
+    ) -> Path | Folder:
+        """Check that every rank's files are there, remove what is not theirs, write the manifest.
+
+        Raises:
+            FileExistsError: A committed checkpoint has this name already.
+            CheckpointError: A file that a rank wrote is not there, or is cut off.
+            OSError: The storage refused; nothing is committed.
+        """
+        _faults.reached("commit.start")
+        folder = self.folder / manifest.name
+        self._refuse_committed(manifest.name)
+        if not in_place:
+            self._remove_leftovers(folder, parts)
+        if metadata is not None and folder.read_if_there(_files.METADATA) is None:
+            folder.write(_files.METADATA, metadata)
+        sums = {path: value for part in parts for path, value in part.checksums.items()}
+        if sums:
+            folder.write(_files.CHECKSUMS, msgspec.json.encode(sums))
+        _faults.reached("commit.merged")
+        check_files(folder, manifest)
+        folder.write(_files.MANIFEST, manifest.encode())
+        _faults.reached("commit.manifest")
+        _faults.reached("commit.renamed")
+        return folder
+
+    def manifest_in_place(self, manifest: Manifest) -> Manifest:
+        """Give the manifest with whatever lies in the checkpoint's directory already."""
+        return with_files(manifest, user_files(self.folder / manifest.name))
+
+    def _remove_leftovers(self, folder: Folder, parts: Sequence[Part]) -> None:
+        wanted = {file.path for part in parts for file in part.files}
+        found = [file.path for file in folder.list_files() if file.path not in wanted]
+        for path in sorted(found, key=lambda path: path != _files.MANIFEST):
+            folder.delete_file(path)
+
+    def place(self, name: str) -> Path | Folder:
+        return self.folder / name
+
+    def checkpoints(self) -> list[Manifest]:
+        found = []
+        for name in self.folder.folders():
+            manifest = read_manifest(self.folder / name)
+            if manifest is not None:
+                found.append(msgspec.structs.replace(manifest, name=name))
+        return sorted(found, key=lambda manifest: (manifest.index, manifest.time))
+
+    def damaged(self) -> list[str]:
+        """List the names of committed checkpoints that have lost files.
+
+        A directory without a manifest is no damage here: that is how a kill leaves one.
+        """
+        return [each.name for each in self.checkpoints() if not self.is_intact(each.name)]
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint: gone with its manifest, its other files follow."""
+        folder = self.folder / name
+        folder.delete_file(_files.MANIFEST)
+        folder.delete()
+
+    def write_checksums(self, name: str) -> None:
+        """There is nothing left to do: the commit wrote them."""
+
+
+def _may_be_leftover(folder: Folder) -> bool:
+    return folder.name.startswith("checkpoint_") or folder.read_if_there(PENDING) is not None
+
+
+def open_directory(path: str | os.PathLike[str], filesystem: Any | None = None) -> RunDirectory:
+    """Give the directory of a run, wherever it lies. Nothing is read or written yet.
+
+    The work folder of a remote one is `$XDG_CACHE_HOME/drawbar/<name>-<hash of the place>`, by
+    default below `~/.cache`.
+
+    Raises:
+        ImportError, ValueError, TypeError: The path and the filesystem name no storage.
+    """
+    return directory_at(locate(path, filesystem))
+
+
+def directory_at(place: Path | Folder) -> RunDirectory:
+    """Give the directory of a run at a place; see `open_directory`."""
+    if isinstance(place, Path):
+        return RunDirectory(place)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
+    key = f"{place.filesystem.type_name} {place.path}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    return RemoteRunDirectory(cache / "drawbar" / f"{place.name}-{digest}", folder=place)

@@ -1,0 +1,96 @@
+"""A worker on a node that does not share the run's directory: its files travel to the driver's.
+
+They go in chunks through the worker's stream, each one acknowledged, so that no more than one is
+ever in memory. That suits checkpoints of up to a gigabyte; for larger ones a shared folder or an
+object store is the right storage, and the worker says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drawbar.train import _files
+from drawbar.train._checkpoint import Checkpoint
+from drawbar.train._messages import FileAnswer, FileEntry
+from drawbar.train._retry import in_bytes
+from drawbar.train._storage import Part, RunDirectory
+
+CHUNK = 8 * 1024 * 1024
+LIMIT = 1_000_000_000
+"""Bytes of one rank's share of a checkpoint that may travel."""
+
+Send = Callable[[str, str, int, bytes], None]
+"""Sends a piece of a file: name of the checkpoint, path in it, offset, bytes."""
+
+Ask = Callable[[str, str, int], FileAnswer]
+"""Asks for a piece of a file in the same way; with an empty path for the list of files."""
+
+
+@dataclass(frozen=True)
+class UnsharedRunDirectory(RunDirectory):
+    """A run directory of the same path as the driver's, on a node that does not share it."""
+
+    send: Send = field(kw_only=True)
+    ask: Ask = field(kw_only=True)
+
+    def is_staged(self, path: Path) -> bool:
+        """Nothing that is here lies where a commit can take it."""
+        return False
+
+    def persist(
+        self, source: Path, files: Sequence[FileEntry], *, label: str, name: str, move: bool
+    ) -> Part:
+        """Send these files to the driver's node.
+
+        Raises:
+            OSError: They are too large for that.
+        """
+        total = sum(file.size for file in files)
+        if total > LIMIT:
+            raise OSError(
+                f"{label} on node {os.uname().nodename} has {in_bytes(total)} for checkpoint "
+                f"{name}, and this node does not share {self.path} with the driver's node; no more "
+                f"than {in_bytes(LIMIT)} travel. Set RunConfig.storage_path to a folder that all "
+                "nodes share, or to an object store"
+            )
+        for file in files:
+            self._send_file(source, name, file)
+        return Part(None, tuple(files))
+
+    def _send_file(self, source: Path, name: str, file: FileEntry) -> None:
+        offset = 0
+        with open(source / file.path, "rb") as reader:
+            while (data := reader.read(CHUNK)) or not offset:
+                self.send(name, file.path, offset, data)
+                offset += len(data)
+                if not data:
+                    break
+
+    def bring(self, checkpoint: Checkpoint) -> None:
+        """Copy a checkpoint of the run from the driver's node to the same path here."""
+        name = self.name_of(checkpoint)
+        if name is None or (self.path / name).exists():
+            return
+        stage = self.new_stage("brought")
+        for file in self.ask(name, "", 0).files:
+            target = stage / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(target, "wb") as writer:
+                while writer.tell() < file.size:
+                    writer.write(self.ask(name, file.path, writer.tell()).data)
+        os.rename(stage, self.path / name)
+
+
+def read_piece(directory: RunDirectory, name: str, path: str, offset: int) -> FileAnswer:
+    """Answer the question of such a worker, on the driver's node."""
+    folder = directory.path / name
+    if not path:
+        names = (_files.MANIFEST, _files.CHECKSUMS)
+        own = [FileEntry(n, (folder / n).stat().st_size) for n in names if (folder / n).exists()]
+        return FileAnswer(number=0, files=(*_files.list_files(folder), *own))
+    with open(folder / path, "rb") as reader:
+        reader.seek(offset)
+        return FileAnswer(number=0, data=reader.read(CHUNK))

@@ -1,0 +1,125 @@
+"""For tests whose subject is a whole process: drivers of their own, and pipes to hear from them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import ray
+
+PATIENCE_S = 60
+MAIN = "import sys, cloudpickle; cloudpickle.load(open(sys.argv[1], 'rb'))()"
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # other processes cannot import it
+
+
+class Drivers:
+    """Runs functions as the main programs of new processes, which join the tests' Ray if it is up.
+
+    with drivers(main) as driver:
+        driver.send_signal(signal.SIGINT)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+
+    @contextlib.contextmanager
+    def __call__(
+        self, main: Callable[[], Any], **environ: str | None
+    ) -> Iterator[subprocess.Popen[str]]:
+        """Start one and kill it at the end of the block; `environ` sets and unsets variables."""
+        self._count += 1
+        program = self._folder / f"main_{self._count}.pkl"
+        cloudpickle.register_pickle_by_value(sys.modules[main.__module__])
+        program.write_bytes(cloudpickle.dumps(main))
+        if ray.is_initialized():
+            environ = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **environ}
+        settings = {**os.environ, **environ}
+        with subprocess.Popen(
+            [sys.executable, "-c", MAIN, str(program)],
+            env={name: value for name, value in settings.items() if value is not None},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a process group of its own, which a test may interrupt
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def run(self, main: Callable[[], Any], **environ: str | None) -> tuple[str, str]:
+        """Run one to its end, which must be a good one; give what it wrote to stdout and stderr."""
+        with self(main, **environ) as process:
+            out, err = process.communicate()
+        assert process.returncode == 0, err
+        return out, err
+
+
+@pytest.fixture(scope="session")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> Drivers:
+    return Drivers(tmp_path_factory.mktemp("drivers"))
+
+
+class Pipe:
+    """A named pipe: any process says a line, the test waits for it."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._path = path
+        self._file = open(path, "r+b", buffering=0)  # noqa: SIM115  # closed by the fixture
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Speaker, (self._path,)
+
+    def say(self, *words: object) -> None:
+        """Say a line; in the other processes."""
+        _Speaker(self._path).say(*words)
+
+    def hear(self) -> list[str]:
+        """Wait for the next line; give its words."""
+        assert select.select([self._file], [], [], PATIENCE_S)[0], "nobody says anything"
+        return self._file.readline().decode().split()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Speaker:
+    """What a `Pipe` is in another process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def say(self, *words: object) -> None:
+        self._path.write_text(" ".join(map(str, words)) + "\n")
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Pipe]:
+    pipe = Pipe(tmp_path / "pipe")
+    yield pipe
+    pipe.close()
+
+
+def _wait_until_gone(pids: Iterable[int], seconds: float = 5) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            assert select.select([pidfd], [], [], seconds)[0], f"process {pid} lives"
+            os.close(pidfd)
+
+
+@pytest.fixture
+def wait_until_gone() -> Callable[..., None]:
+    """Give a function that waits for each of the processes to end, 5 s if not told otherwise."""
+    return _wait_until_gone

@@ -1,0 +1,74 @@
+"""Observers of a run: what they see, and that they only watch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar import train
+from drawbar.train import (
+    Checkpoint,
+    DataParallelTrainer,
+    RunConfig,
+    RunContext,
+    ScalingConfig,
+    UserCallback,
+    WorkerGroupError,
+)
+
+
+def fit(function: Any, folder: Path, callbacks: list[UserCallback]) -> None:
+    DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", storage_path=folder, callbacks=callbacks),
+    ).fit()
+
+
+class Watcher(UserCallback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def after_report(
+        self, run_context: RunContext, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None
+    ) -> None:
+        self.seen.append((run_context.name, metrics, checkpoint and Path(checkpoint).name))
+
+    def after_exception(
+        self, run_context: RunContext, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        self.seen.append(worker_exceptions)
+
+
+def test_callbacks_see_reports_and_exceptions_in_order(tmp_path: Path) -> None:
+    def function() -> None:
+        train.report({"a": 1})
+        with train.checkpoint_dir() as path:
+            train.report({"b": 2}, checkpoint=path)
+        raise ValueError("boom")
+
+    watcher = Watcher()
+    with pytest.raises(WorkerGroupError):
+        fit(function, tmp_path, [watcher])
+    *reports, exceptions = watcher.seen
+    assert reports == [
+        ("run", [{"a": 1}], None),
+        ("run", [{"b": 2}], "checkpoint_000001"),
+    ]
+    assert [str(error) for error in exceptions.values()] == ["boom"]
+
+
+class Broken(UserCallback):
+    def after_report(self, *_: Any) -> None:
+        raise ValueError("in the callback")
+
+
+def test_a_callback_that_fails_is_logged_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher = Watcher()
+    fit(lambda: train.report({}), tmp_path, [Broken(), watcher])
+    assert "callback Broken.after_report failed; the run goes on" in caplog.text
+    assert len(watcher.seen) == 1

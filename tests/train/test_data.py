@@ -1,0 +1,170 @@
+"""Ray Data datasets in the training function: split, whole, streamed, and made anew."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+import ray
+import ray.data
+
+from drawbar import train
+from drawbar.train import (
+    DataConfig,
+    DataParallelTrainer,
+    FailureConfig,
+    InsufficientResourcesError,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    collective,
+)
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers
+
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data"),  # it warns of itself
+]
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+def fit(
+    function: Callable[[], Any],
+    config: RunConfig,
+    datasets: dict[str, Any],
+    num_workers: int = 2,
+    dataset_config: DataConfig | None = None,
+) -> Result:
+    return DataParallelTrainer(
+        function,
+        datasets=datasets,
+        dataset_config=dataset_config,
+        scaling_config=ScalingConfig(num_workers=num_workers),
+        run_config=config,
+    ).fit()
+
+
+def lazy(rows: int) -> ray.data.Dataset:
+    """Make a dataset that is computed when it is read, by two tasks."""
+    return ray.data.range(rows, override_num_blocks=2)
+
+
+def in_memory(rows: int) -> ray.data.Dataset:
+    return ray.data.from_items([{"id": row} for row in range(rows)], override_num_blocks=2)
+
+
+def ids() -> list[int]:
+    return ids_of("train")
+
+
+def ids_of_both() -> tuple[list[int], list[int]]:
+    return ids_of("train"), ids_of("valid")
+
+
+def ids_of(name: str) -> list[int]:
+    """Give the ids that this worker gets in one pass over a dataset."""
+    batches = train.get_dataset_shard(name).iter_batches(batch_size=7)
+    return [int(each) for batch in batches for each in batch["id"]]
+
+
+def assert_split(shards: list[list[int]], rows: int) -> None:
+    """Every row is in one shard, and the shards are equally long."""
+    assert sorted(each for shard in shards for each in shard) == list(range(rows))
+    assert len({len(shard) for shard in shards}) == 1
+
+
+def test_train_is_split_and_streamed_and_others_are_whole(run_config: RunConfig) -> None:
+    datasets = {"train": lazy(100), "valid": lazy(10)}
+    values = fit(ids_of_both, run_config, datasets).return_values
+    assert_split([shard for shard, _ in values], 100)
+    assert [sorted(whole) for _, whole in values] == [list(range(10))] * 2
+
+
+@pytest.mark.parametrize(("to_split", "lengths"), [("all", (50, 5)), (["valid"], (100, 5))])
+def test_the_config_says_what_is_split(
+    run_config: RunConfig, to_split: Any, lengths: tuple[int, int]
+) -> None:
+    datasets = {"train": in_memory(100), "valid": in_memory(10)}
+    config = DataConfig(datasets_to_split=to_split)
+    values = fit(ids_of_both, run_config, datasets, dataset_config=config).return_values
+    assert [(len(first), len(second)) for first, second in values] == [lengths] * 2
+
+
+def test_a_shard_can_be_asked_for_and_read_again(run_config: RunConfig) -> None:
+    def function() -> list[list[int]]:
+        shard = train.get_dataset_shard("train")
+        rows = [row["id"] for row in shard.iter_rows()]
+        again = train.get_dataset_shard("train")
+        assert again is shard
+        return [rows, [row["id"] for row in again.materialize().take_all()]]
+
+    values = fit(function, run_config, {"train": lazy(100)}).return_values
+    for way in range(2):
+        assert_split([value[way] for value in values], 100)
+
+
+def test_a_restart_splits_anew(run_config: RunConfig) -> None:
+    def function() -> list[int]:
+        if train.get_context().get_attempt() == 0:
+            next(iter(train.get_dataset_shard("train").iter_batches(batch_size=10)))
+            if train.get_context().get_world_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            collective.barrier()
+        return ids()
+
+    config = RunConfig(
+        name="run",
+        storage_path=run_config.storage_path,
+        failure_config=FailureConfig(max_failures=1),
+    )
+    assert_split(fit(function, config, {"train": lambda: lazy(100)}).return_values, 100)
+
+
+def test_this_very_process_gets_all_of_it(run_config: RunConfig) -> None:
+    def function() -> list[list[int]]:
+        batches = train.get_dataset_shard("train").iter_torch_batches(batch_size=4)
+        return [[int(each) for batch in batches for each in batch["id"]], ids_of("valid")]
+
+    datasets = {"train": lazy(10), "valid": lambda: in_memory(5)}
+    (value,) = fit(function, run_config, datasets, num_workers=0).return_values
+    assert [sorted(ids) for ids in value] == [list(range(10)), list(range(5))]
+
+
+def test_an_unknown_name_is_told_the_known_ones(run_config: RunConfig) -> None:
+    def function() -> None:
+        with pytest.raises(KeyError, match="no dataset 'test'; its datasets: 'train', 'valid'"):
+            train.get_dataset_shard("test")
+
+    fit(function, run_config, {"train": in_memory(1), "valid": in_memory(1)}, num_workers=0)
+
+
+def test_a_split_of_a_missing_dataset_is_refused_before_the_start(run_config: RunConfig) -> None:
+    config = DataConfig(datasets_to_split=["train", "tets"])
+    with pytest.raises(ValueError, match=r"names \['tets'\], but datasets has \['test', 'train'\]"):
+        fit(ids, run_config, {"train": in_memory(1), "test": in_memory(1)}, dataset_config=config)
+
+
+def test_what_is_no_dataset_is_refused_before_the_start(run_config: RunConfig) -> None:
+    with pytest.raises(TypeError, match=r"datasets\['train'\] must be a ray.data.Dataset"):
+        fit(ids, run_config, {"train": [1, 2, 3]})
+
+
+def test_workers_that_leave_no_cpu_to_the_data_are_refused(
+    run_config: RunConfig, drivers: Drivers
+) -> None:
+    def main() -> None:
+        ray.init(address="local", num_cpus=2, include_dashboard=False)
+        for dataset in (lazy(10), lambda: lazy(10)):
+            with pytest.raises(InsufficientResourcesError, match="Leave at least one CPU"):
+                fit(ids, run_config, {"train": dataset})
+        assert_split(fit(ids, run_config, {"train": in_memory(10)}).return_values, 10)
+
+    drivers.run(main)

@@ -1,0 +1,271 @@
+"""Each row of a dataset is read once, over a kill and on any number of workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import ray.data
+
+from drawbar import train
+from drawbar.train import (
+    DataConfig,
+    DataParallelTrainer,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    _data,
+    collective,
+)
+from drawbar.train._dataset_shard import RowPosition
+from drawbar.train.backend import keep_data_position
+from drawbar.train.testing import run_in_threads
+
+ROWS = 1000
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+on_ray = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data"),  # it warns of itself
+    pytest.mark.filterwarnings("ignore:unclosed file .*ray-data:ResourceWarning"),  # its logs
+]
+
+
+def save(**values: Any) -> None:
+    """Report a checkpoint to which every rank gives what it has seen."""
+    rank = train.get_context().get_world_rank()
+    with train.checkpoint_dir() as path:
+        (path / f"{rank}.json").write_text(json.dumps(values))
+        train.report({}, checkpoint=path)
+
+
+def saved() -> list[dict[str, Any]]:
+    """What every rank had saved in the checkpoint that this attempt starts from."""
+    checkpoint = train.get_checkpoint()
+    files = sorted(Path(checkpoint.path).glob("?.json")) if checkpoint else []
+    return [json.loads(file.read_text()) for file in files]
+
+
+def fail() -> None:
+    raise RuntimeError("killed")
+
+
+def kill() -> None:
+    """Kill rank 1; the others wait for that."""
+    if train.get_context().get_world_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    collective.barrier()
+
+
+def walk(
+    save_at: int = 0, end: Callable[[], None] = fail, name: str = "train"
+) -> Callable[[], list[list[int]]]:
+    """A function that goes through one epoch; gives the ids seen before the checkpoint and after.
+
+    Saves at one batch, and ends its first attempt at the next.
+    """
+
+    def function() -> list[list[int]]:
+        before, now = [rank["seen"] for rank in saved()], list[int]()
+        batches = train.get_dataset_shard(name).iter_batches(batch_size=10)
+        for step, batch in enumerate(batches, 1):
+            now += [int(each) for each in batch["id"]]
+            if step == save_at and not before:
+                save(seen=now)
+            if step == save_at + 1 and save_at and train.get_context().get_attempt() == 0:
+                end()
+        return [*before, now]
+
+    return function
+
+
+def lazy(rows: int = ROWS) -> ray.data.Dataset:
+    """A dataset that is computed when it is read, by several tasks."""
+    return ray.data.range(rows, override_num_blocks=5)
+
+
+def fit(
+    function: Callable[[], Any], config: RunConfig, num_workers: int = 2, **options: Any
+) -> Result:
+    return DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=num_workers),
+        run_config=config,
+        **{"datasets": {"train": lazy()}, **options},
+    ).fit()
+
+
+def interrupted(config: RunConfig, *workers: int, name: str = "train", **options: Any) -> Result:
+    """A run that fails after 16 batches and is gone on with by other workers."""
+    first, second = workers
+    with pytest.raises(TrainingFailedError, match="killed"):
+        fit(walk(16, name=name), config, first, **options)
+    return fit(walk(name=name), config, second, **options)
+
+
+def restarted(function: Callable[[], Any], config: RunConfig, times: int = 1) -> Any:
+    """Run a function that fails so many times, on one worker; give what it returns then."""
+    config = replace(config, failure_config=FailureConfig(max_failures=times))
+    return run_in_threads(function, num_workers=1, run_config=config).return_value
+
+
+def take(shard: Any, rows: int) -> tuple[list[int], dict[str, Any]]:
+    """Read so many rows, or all that there are; give them and the shard's position then."""
+    ids: list[int] = []
+    for batch in shard.iter_batches(batch_size=10):
+        ids += [int(each) for each in batch["id"]]
+        if len(ids) == rows:
+            return ids, shard.position()
+    return ids, shard.position()
+
+
+def everything(result: Result) -> list[int]:
+    """The ids seen up to the checkpoint by the ranks of then, and after it by those of now."""
+    ranks = result.return_values
+    return sorted(chain(*ranks[0][:-1], *(rank[-1] for rank in ranks)))
+
+
+class TestShards:
+    """Datasets of the trainer."""
+
+    pytestmark = on_ray
+
+    @pytest.mark.parametrize("workers", [(2, 4), (4, 2), (0, 2)])
+    def test_each_row_is_read_once(self, run_config: RunConfig, workers: tuple[int, int]) -> None:
+        assert everything(interrupted(run_config, *workers)) == list(range(ROWS))
+
+    def test_a_killed_worker_changes_neither_rows_nor_order(self, run_config: RunConfig) -> None:
+        config = replace(run_config, failure_config=FailureConfig(max_failures=1))
+        result = fit(walk(16, kill), config)
+        whole = fit(walk(), replace(run_config, name="whole"))
+        orders = [rank[index] + rank[-1] for index, rank in enumerate(result.return_values)]
+        assert orders == [rank[-1] for rank in whole.return_values]
+        assert everything(result) == list(range(ROWS))
+
+    def test_each_row_is_read_once_over_several_world_sizes(self) -> None:
+        positions: dict[str, Any] = {}
+        seen: list[int] = []
+        for workers, rows in ((2, 10), (3, 20), (3, 10), (2, ROWS)):
+            nodes = [ray.get_runtime_context().get_node_id()] * workers
+            shards = _data.shard({"train": lazy()}, DataConfig(), nodes, positions)
+            with ThreadPoolExecutor(workers) as pool:  # one thread for each rank
+                ranks = list(pool.map(lambda each, n=rows: take(each["train"], n), shards))
+            positions = {"dataset:train": ranks[0][1]}
+            seen += chain(*(ids for ids, _ in ranks))
+        assert len(set(seen)) == len(seen) == ROWS - 2  # 980 rows leave two over for 3 workers
+        assert positions == {"dataset:train": {"epoch": 1, "read": []}}
+
+    def test_a_whole_dataset_goes_on_on_every_worker(self, run_config: RunConfig) -> None:
+        result = interrupted(run_config, 1, 2, datasets={"valid": lazy()}, name="valid")
+        assert [rank[-1] for rank in result.return_values] == [list(range(160, ROWS))] * 2
+
+    def test_without_an_order_the_epoch_begins_anew(self, run_config: RunConfig) -> None:
+        config = DataConfig(execution_options=ray.data.ExecutionOptions())
+        result = interrupted(run_config, 0, 0, dataset_config=config)
+        assert sorted(result.return_values[0][-1]) == list(range(ROWS))
+
+    def test_every_kind_of_pass_is_counted(self, run_config: RunConfig) -> None:
+        def function() -> list[dict[str, Any]]:
+            shard: Any = train.get_dataset_shard("train")
+            positions = []
+            for rows in (
+                shard.iter_batches(batch_size=10),
+                shard.iter_batches(batch_size=None),
+                shard.iter_torch_batches(batch_size=10),
+                shard.iter_torch_batches(batch_size=None, collate_fn=lambda _: "anything"),
+                shard.iter_batches(batch_size=10, local_shuffle_buffer_size=20),
+                shard.iter_rows(),
+            ):
+                next(iter(rows))
+                running = iter(rows)
+                next(running)
+                positions.append(shard.position())
+                running.close()
+            return positions
+
+        positions = fit(function, run_config, num_workers=0).return_value
+        assert [each["epoch"] for each in positions] == [1, 3, 5, 7, 9, 11]
+        assert [each["read"] for each in positions] == [
+            *([[1, 10]], [[1, 200]], [[1, 10]], [], [], [[1, 1]])
+        ]
+
+
+class TestRowPosition:
+    """The record itself."""
+
+    def test_it_adds_up_over_restarts_and_world_sizes(self) -> None:
+        position = RowPosition(3).after(2, 100).after(2, 50).after(3, 7).after(3, 0).after(2, 1)
+        assert position == RowPosition(3, ((2, 150), (3, 7), (2, 1)))
+
+    def test_it_survives_json(self) -> None:
+        position = RowPosition(3, ((2, 150), (3, 7)))
+        assert RowPosition.decode(json.loads(json.dumps(position.encode()))) == position
+        assert RowPosition.decode(None) == RowPosition()
+
+
+class TestSources:
+    """What integrations use: `drawbar.train.backend.keep_data_position`."""
+
+    def test_a_position_comes_back_once(self, run_config: RunConfig) -> None:
+        def function() -> list[Any]:
+            found = [keep_data_position("rows", lambda: {"at": [1, 2]}) for _ in range(2)]
+            if not saved():
+                save()
+                fail()
+            return found
+
+        assert restarted(function, run_config) == [{"at": [1, 2]}, None]
+
+    def test_sources_of_one_name_are_numbered(self, run_config: RunConfig) -> None:
+        def function() -> list[Any]:
+            positions = partial(int, 5), partial(int, 6)
+            found = [keep_data_position("rows", each, numbered=True) for each in positions]
+            if not saved():
+                save()
+                fail()
+            return found
+
+        assert restarted(function, run_config) == [5, 6]
+
+    def test_a_source_not_opened_again_keeps_its_position(self, run_config: RunConfig) -> None:
+        def function() -> Any:
+            attempt = train.get_context().get_attempt()
+            found = None if attempt == 1 else keep_data_position("rows", lambda: 5)
+            if attempt < 2:
+                save()
+                fail()
+            return found
+
+        assert restarted(function, run_config, times=2) == 5
+
+    def test_a_source_that_is_gone_has_none(self, run_config: RunConfig) -> None:
+        def function() -> Any:
+            found = keep_data_position("rows", lambda: None)
+            if not saved():
+                save()
+                fail()
+            return found
+
+        assert restarted(function, run_config) is None
+
+    def test_a_position_must_be_json(self, run_config: RunConfig) -> None:
+        def function() -> None:
+            keep_data_position("rows", lambda: {"at": {1, 2}})
+            with pytest.raises(TypeError, match=r"source 'rows' goes into .* found \{'at': \{1, 2"):
+                save()
+
+        run_in_threads(function, num_workers=1, run_config=run_config)

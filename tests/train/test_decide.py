@@ -1,0 +1,141 @@
+"""What follows a failure, and what a run directory means for a new run: by table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from drawbar.train import FailureConfig, ResumeError
+from drawbar.train._decide import (
+    AttemptEnd,
+    GiveUp,
+    Restart,
+    RunState,
+    Spent,
+    after_failure,
+    changes,
+    resume_plan,
+    spent_so_far,
+)
+
+NONE, UNFINISHED, FINISHED, DAMAGED = RunState
+
+
+@pytest.mark.parametrize(
+    ("end", "budget", "counter"),
+    [
+        ("worker", "max_failures", "failures"),
+        ("hang", "max_failures", "failures"),
+        ("preemption", "max_preemption_failures", "preemptions"),
+        ("startup", "max_startup_failures", "startups"),
+    ],
+)
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_a_budget_allows_as_many_restarts_as_it_says(
+    end: AttemptEnd, budget: str, counter: str, limit: int
+) -> None:
+    config = FailureConfig(**{budget: limit})  # type: ignore[arg-type]  # the key varies
+    spent = Spent()
+    for number in range(limit):
+        decision = after_failure(end, spent, config)
+        assert decision == Restart(Spent(**{counter: number + 1}))
+        assert isinstance(decision, Restart)
+        spent = decision.spent
+    assert after_failure(end, spent, config) == GiveUp(f"FailureConfig.{budget}={limit} is used up")
+
+
+@pytest.mark.parametrize("end", ["worker", "hang", "preemption", "startup"])
+def test_minus_one_is_without_limit(end: AttemptEnd) -> None:
+    config = FailureConfig(max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1)
+    spent = Spent(failures=10**6, preemptions=10**6, startups=10**6)
+    assert after_failure(end, spent, config) == Restart(spent.after(end))
+
+
+@pytest.mark.parametrize("end", ["configuration", "divergence", "storage"])
+def test_what_would_fail_again_is_not_tried_again(end: AttemptEnd) -> None:
+    config = FailureConfig(max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1)
+    assert after_failure(end, Spent(), config) == GiveUp("it would fail again in the same way")
+
+
+def test_a_resize_costs_nothing() -> None:
+    none_left = FailureConfig(max_failures=0, max_preemption_failures=0, max_startup_failures=0)
+    assert after_failure("resize", Spent(), none_left) == Restart(Spent())
+
+
+def test_each_budget_is_counted_apart() -> None:
+    spent = Spent(failures=0, preemptions=5, startups=5)
+    assert isinstance(after_failure("worker", spent, FailureConfig(max_failures=1)), Restart)
+    assert spent.after("worker") == Spent(failures=1, preemptions=5, startups=5)
+
+
+def test_budgets_are_counted_over_drivers() -> None:
+    ends: list[AttemptEnd] = ["worker", "hang", "preemption", "startup", "resize", "storage"]
+    assert spent_so_far([]) == Spent()
+    assert spent_so_far(ends) == Spent(failures=2, preemptions=1, startups=1)
+
+
+AUTO_FROM_CHECKPOINT = "training goes on from checkpoint c"
+AUTO_FROM_START = "training goes on from the beginning, since it has no checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("state", "newest", "resume", "fresh", "warning"),
+    [
+        (NONE, None, "auto", True, ""),
+        (NONE, None, "never", True, ""),
+        (UNFINISHED, "c", "auto", False, ""),
+        (UNFINISHED, None, "auto", False, ""),
+        (UNFINISHED, "c", "must", False, ""),
+        (FINISHED, "c", "auto", False, f"is FINISHED already; {AUTO_FROM_CHECKPOINT}"),
+        (FINISHED, None, "auto", False, f"is FINISHED already; {AUTO_FROM_START}"),
+        (DAMAGED, "c", "auto", False, f"has damaged parts; {AUTO_FROM_CHECKPOINT}"),
+        (DAMAGED, None, "auto", False, f"has damaged parts; {AUTO_FROM_START}"),
+        (DAMAGED, "c", "must", False, f"has damaged parts; {AUTO_FROM_CHECKPOINT}"),
+    ],
+)
+def test_how_a_run_goes_on(
+    state: RunState, newest: str | None, resume: Any, fresh: bool, warning: str
+) -> None:
+    plan = resume_plan(state, resume, path="/runs/a", newest=newest)
+    assert plan.fresh is fresh
+    assert warning in plan.warning
+    assert bool(plan.warning) is bool(warning)
+
+
+@pytest.mark.parametrize(
+    ("state", "newest", "resume", "message"),
+    [
+        (NONE, None, "must", 'there is no run at /runs/a; .* set resume="auto" to start one'),
+        (UNFINISHED, "c", "never", "/runs/a holds an unfinished run; choose another name"),
+        (UNFINISHED, None, "never", "/runs/a holds an unfinished run; choose another name"),
+        (UNFINISHED, None, "must", "/runs/a has no intact checkpoint; set resume"),
+        (FINISHED, "c", "never", "/runs/a holds a finished run; choose another name"),
+        (FINISHED, None, "never", "/runs/a holds a finished run; choose another name"),
+        (FINISHED, "c", "must", r"/runs/a is finished. Its result is Result.from_path\('/runs/a'"),
+        (FINISHED, None, "must", r"/runs/a is finished. Its result is Result.from_path\('/runs/a'"),
+        (DAMAGED, "c", "never", "/runs/a holds a run with damaged parts; choose another name"),
+        (DAMAGED, None, "never", "/runs/a holds a run with damaged parts; choose another name"),
+        (DAMAGED, None, "must", "/runs/a has no intact checkpoint; set resume"),
+    ],
+)
+def test_what_does_not_go_together(
+    state: RunState, newest: str | None, resume: Any, message: str
+) -> None:
+    with pytest.raises(ResumeError, match=f'RunConfig.resume="{resume}", but .*{message}'):
+        resume_plan(state, resume, path="/runs/a", newest=newest)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        ({}, {}, []),
+        ({"a": 1}, {"a": 1}, []),
+        ({"a": 1}, {"a": 2}, ["a: 1 -> 2"]),
+        ({"a": 1}, {"b": "x"}, ["a: 1 -> None", "b: None -> 'x'"]),
+        ({"a": {"b": {"c": 1}, "d": 2}}, {"a": {"b": {"c": 3}, "d": 2}}, ["a.b.c: 1 -> 3"]),
+        ({"a": {"b": 1}}, {"a": 5}, ["a: {'b': 1} -> 5"]),
+    ],
+)
+def test_what_changed_between_two_configurations(before: Any, now: Any, found: list[str]) -> None:
+    assert changes(before, now) == found

@@ -1,0 +1,100 @@
+"""Every public module says what is public, and every public name says what it is for."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import drawbar.train
+
+MODULES = [
+    drawbar.train,
+    *(
+        importlib.import_module(f"drawbar.train.{found.name}")
+        for found in pkgutil.iter_modules(drawbar.train.__path__)
+        if not found.name.startswith("_")
+    ),
+]
+NAMES = [(module, name) for module in MODULES for name in module.__all__]
+
+
+def constants_classes_functions(name: str) -> tuple[bool, bool, str]:
+    """The order that ruff keeps."""
+    return not name.isupper(), not name[0].isupper(), name
+
+
+def is_own(module: ModuleType, value: Any) -> bool:
+    """Whether a value belongs to this module: defined in it or, for a package, in a part of it."""
+    return str(getattr(value, "__module__", "")).startswith(module.__name__)
+
+
+def members(kind: type) -> list[tuple[str, Any]]:
+    """The public functions and properties that a class defines itself."""
+    return [
+        (name, value)
+        for name, value in vars(kind).items()
+        if not name.startswith("_")
+        and isinstance(value, property | classmethod | staticmethod | type(is_own))
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_all_is_sorted_and_every_name_exists(module: ModuleType) -> None:
+    assert module.__all__ == sorted(set(module.__all__), key=constants_classes_functions)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_nothing_public_is_missing(module: ModuleType) -> None:
+    classes_and_functions = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and is_own(module, value)
+    }
+    assert classes_and_functions - set(module.__all__) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), NAMES, ids=lambda each: getattr(each, "__name__", each)
+)
+def test_every_public_name_has_a_docstring(module: ModuleType, name: str) -> None:
+    value = getattr(module, name)
+    if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
+        return  # a constant or a type alias, which has its docstring in the source
+    generated = f"{name}(" if inspect.isclass(value) else None
+    doc = value.__doc__ or ""
+    assert doc
+    assert not (generated and doc.startswith(generated)), "the docstring is dataclass's own"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), NAMES, ids=lambda each: getattr(each, "__name__", each)
+)
+def test_every_public_method_has_a_docstring_and_a_return_type(
+    module: ModuleType, name: str
+) -> None:
+    value = getattr(module, name)
+    found = members(value) if inspect.isclass(value) else []
+    for member, part in found:
+        function = getattr(part, "fget", None) or getattr(part, "__func__", part)
+        inherited = any(hasattr(base, member) for base in value.__bases__)
+        assert function.__doc__ or inherited, f"{name}.{member} has no docstring"
+        assert "return" in function.__annotations__, f"{name}.{member} has no return type"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_public_module_says_what_it_is_for(module: ModuleType) -> None:
+    assert module.__doc__
+
+
+def test_public_names_of_the_package_come_from_the_package() -> None:
+    for name in drawbar.train.__all__:
+        value = getattr(drawbar.train, name)
+        assert inspect.ismodule(value) or is_own(drawbar.train, value), name

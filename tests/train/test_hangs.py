@@ -1,0 +1,101 @@
+"""A run that stands still says who stands where, on any backend, and on demand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from drawbar import train
+from drawbar.train import (
+    DataParallelTrainer,
+    FailureConfig,
+    HangError,
+    RunConfig,
+    ScalingConfig,
+    collective,
+)
+from drawbar.train._stacks import Frame, Stack, difference
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def trainer(function: object, config: RunConfig, **failure: object) -> DataParallelTrainer:
+    return DataParallelTrainer(
+        function,  # type: ignore[arg-type]  # local functions of any shape
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name=config.name,
+            storage_path=config.storage_path,
+            failure_config=FailureConfig(**failure),  # type: ignore[arg-type]
+        ),
+    )
+
+
+def test_a_hang_names_the_odd_rank_out(run_config: RunConfig, tmp_path: Path) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 1:
+            threading.Event().wait()
+        collective.barrier()
+
+    with pytest.raises(HangError) as raised:
+        trainer(function, run_config, hang_timeout=2).fit()
+    first = function.__code__.co_firstlineno
+    assert "no rank made progress for 2 s" in str(raised.value)
+    assert f"rank 0: {__file__}:{first + 3} in function" in str(raised.value)
+    assert f"rank 1: {__file__}:{first + 2} in function" in str(raised.value)
+    stacks = sorted(path.name for path in (tmp_path / "run" / "stacks" / "hang_0").iterdir())
+    assert stacks == ["difference.txt", "rank_0.txt", "rank_1.txt"]
+
+
+def test_a_hang_counts_as_a_failure_and_is_tried_again(run_config: RunConfig) -> None:
+    def function() -> int:
+        attempt = train.get_context().get_attempt()
+        if attempt == 0:
+            threading.Event().wait()
+        return attempt
+
+    result = trainer(function, run_config, hang_timeout=1, max_failures=1).fit()
+    assert result.return_values == [1, 1]
+
+
+def test_a_rank_can_ask_where_all_stand(run_config: RunConfig, tmp_path: Path) -> None:
+    def function() -> str:
+        said = ""
+        if train.get_context().get_world_rank() == 0:
+            said = train.get_context().diagnose()
+        collective.barrier()
+        return said
+
+    result = trainer(function, run_config).fit()
+    assert "rank 0: " in result.return_values[0]
+    assert "rank 1: " in result.return_values[0]
+    assert len(list((tmp_path / "run" / "stacks").glob("diagnosis_*/rank_*.txt"))) == 2
+
+
+def test_a_signal_to_the_driver_writes_the_same(run_config: RunConfig, tmp_path: Path) -> None:
+    driver = os.getpid()
+
+    def function() -> None:
+        if train.get_context().get_world_rank() == 0:
+            os.kill(driver, signal.SIGUSR1)
+        stacks = train.get_context().get_storage() / "stacks"
+        while not any(collective.all_gather(list(stacks.glob("diagnosis_*/difference.txt")))):
+            pass
+
+    before = signal.getsignal(signal.SIGUSR1)
+    trainer(function, run_config).fit()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_the_smaller_group_is_the_odd_one_out() -> None:
+    def at(line: int) -> Stack:
+        return Stack(frames=(Frame("/home/me/train.py", line, "step"),), text="")
+
+    told = difference({0: at(10), 1: at(12), 2: at(10), 3: None})
+    assert told.splitlines()[-1] == "  ranks 0, 2 (2): /home/me/train.py:10 in step"
+    assert "rank 1: /home/me/train.py:12 in step" in told
+    assert "rank 3: does not answer" in told

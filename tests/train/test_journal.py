@@ -1,0 +1,208 @@
+"""The journal holds every whole line through any crash, and tells a history without duplicates."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar.train._journal import (
+    AttemptFailed,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointDeleted,
+    Event,
+    Journal,
+    JournalLockedError,
+    ReportReceived,
+    RunEnded,
+    RunStarted,
+    UserFunctionStarted,
+    WorkersStarted,
+    history,
+    replay,
+    salvage,
+)
+from drawbar.train._messages import Ranks, WorkerInfo
+
+HERE = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1, gpu_ids=("0", "1"))
+ALONE = Ranks(
+    world_rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1
+)
+
+ONE_OF_EACH: list[Event] = [
+    RunStarted(time=0.5, run_id="ab", name="run", config={"scaling": {"num_workers": 2}}),
+    AttemptStarted(time=1.0, attempt=0, first_index=0, checkpoint=None),
+    WorkersStarted(time=1.5, attempt=0, workers=[(HERE, ALONE)]),
+    UserFunctionStarted(time=2.0, attempt=0, rank=0),
+    ReportReceived(time=3.0, attempt=0, rank=0, index=0, metrics={"a": [math.inf, "ü\n"]}),
+    CheckpointCommitted(
+        time=4.0, attempt=0, index=0, name="c", nbytes=9, seconds=0.1, metrics={"a": -math.inf}
+    ),
+    CheckpointDeleted(time=5.0, name="c"),
+    AttemptFailed(time=6.0, attempt=0, kind="worker", failures=["rank 0: ValueError"]),
+    RunEnded(time=7.0, outcome="failed", error="rank 0: ValueError"),
+]
+
+
+def write(path: Path, events: list[Event]) -> None:
+    journal = Journal(path)
+    for event in events:
+        journal.append(event)
+    journal.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "journal.jsonl", ONE_OF_EACH)
+    return tmp_path / "journal.jsonl"
+
+
+def test_every_event_comes_back_as_it_was(path: Path) -> None:
+    assert list(replay(path)) == ONE_OF_EACH
+
+
+def test_an_event_is_on_disk_when_append_returns(path: Path) -> None:
+    journal = Journal(path)
+    journal.append(RunEnded(time=8.0, outcome="finished"))
+    assert list(replay(path))[-1] == RunEnded(time=8.0, outcome="finished")
+    journal.close()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 20, 60])
+def test_a_torn_last_line_is_left_out_and_then_dropped(path: Path, cut: int) -> None:
+    os.truncate(path, path.stat().st_size - cut)
+    assert list(replay(path)) == ONE_OF_EACH[:-1]
+    assert salvage(path) == (ONE_OF_EACH[:-1], True)
+    write(path, [ONE_OF_EACH[0]])
+    assert list(replay(path)) == [*ONE_OF_EACH[:-1], ONE_OF_EACH[0]]
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"event":"run_ended","time":1.0,"outcome":"x"}'])
+def test_a_journal_without_a_whole_line_is_empty(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(data)
+    assert list(replay(path)) == []
+    assert salvage(path) == ([], True)
+
+
+DAMAGES = [
+    b"{garbage}\n",
+    b"\n",
+    b"\xff\xfe\x00\n",
+    b"null\n",
+    b'{"event":"new"}\n',
+    b'{"event":"run_ended","time":1.0,"outcome":"\xff"}\n',
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(
+    path: Path, damage: bytes
+) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], damage, *lines[3:]]))
+    with pytest.raises(ValueError, match=f"line 4 of {path} cannot be read"):
+        list(replay(path))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_salvage_keeps_all_but_the_damaged_line(path: Path, damage: bytes) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], damage, *lines[3:]]))
+    assert salvage(path) == (ONE_OF_EACH, False)
+    assert path.with_name("journal.damaged").read_bytes() == damage
+    assert salvage(path) == (ONE_OF_EACH, True)
+
+
+def test_salvage_copes_with_damage_and_a_torn_last_line(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([b"oops\n", *lines[:-1], lines[-1][:-5]]))
+    assert salvage(path) == (ONE_OF_EACH[:-1], False)
+
+
+def test_a_second_damage_does_not_overwrite_what_was_kept_of_the_first(path: Path) -> None:
+    for damage in (b"first\n", b"second\n"):
+        path.write_bytes(damage + path.read_bytes())
+        salvage(path)
+    kept = b"".join(each.read_bytes() for each in path.parent.glob("journal.damaged*"))
+    assert sorted(kept.split()) == [b"first", b"second"]
+
+
+def test_a_journal_is_written_by_one_at_a_time(path: Path) -> None:
+    journal = Journal(path)
+    with pytest.raises(JournalLockedError, match=f"{path.parent} is the directory of a run that"):
+        Journal(path)
+    journal.close()
+    Journal(path).close()
+
+
+def test_the_lock_goes_with_the_process_that_held_it(path: Path) -> None:
+    code = (
+        "import os, pathlib, sys; from drawbar.train._journal import *;"
+        "journal = Journal(pathlib.Path(sys.argv[1])); os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 9
+    Journal(path).close()
+
+
+def test_a_forked_child_does_not_keep_the_lock(path: Path) -> None:
+    """As a data loader's process would that outlives the run."""
+    code = """
+import os, pathlib, sys
+from drawbar.train._journal import Journal
+path = pathlib.Path(sys.argv[1])
+journal = Journal(path)
+child_reads, parent_writes = os.pipe()
+if os.fork() == 0:
+    os.close(parent_writes)
+    os.read(child_reads, 1)  # until the parent has ended
+    os._exit(0)
+journal.close()
+Journal(path).close()
+"""
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+
+
+def report(attempt: int, rank: int, index: int) -> ReportReceived:
+    return ReportReceived(time=0, attempt=attempt, rank=rank, index=index, metrics={})
+
+
+def start(attempt: int, first_index: int) -> AttemptStarted:
+    return AttemptStarted(time=0, attempt=attempt, first_index=first_index, checkpoint=None)
+
+
+@pytest.mark.parametrize(
+    ("events", "kept"),
+    [
+        ([], []),
+        ([start(0, 0)], []),
+        ([start(0, 0), report(0, 0, 0), report(0, 0, 1)], [(0, 0, 0), (0, 0, 1)]),
+        # a restart from the beginning, and one from the checkpoint of report 0
+        ([start(0, 0), report(0, 0, 0), start(1, 0), report(1, 0, 0)], [(1, 0, 0)]),
+        (
+            [start(0, 0), report(0, 0, 0), report(0, 0, 1), start(1, 1), report(1, 0, 1)],
+            [(0, 0, 0), (1, 0, 1)],
+        ),
+        # a rank that ran ahead of the other one
+        (
+            [start(0, 0), *[report(0, 1, i) for i in range(4)], report(0, 0, 0), start(1, 1)],
+            [(0, 1, 0), (0, 0, 0)],
+        ),
+        # a restart that fails before its first report, and a second one from an older checkpoint
+        (
+            [
+                *(start(0, 0), report(0, 0, 0), report(0, 0, 1), report(0, 0, 2)),
+                *(start(1, 2), start(2, 1), report(2, 0, 1)),
+            ],
+            [(0, 0, 0), (2, 0, 1)],
+        ),
+    ],
+)
+def test_history_has_neither_gap_nor_duplicate(events: list[Event], kept: list[Any]) -> None:
+    assert [(each.attempt, each.rank, each.index) for each in history(events)] == kept

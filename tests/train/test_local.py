@@ -1,0 +1,363 @@
+"""`num_workers=0`: the function in this very thread, with everything that a cluster gives it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from drawbar import train
+from drawbar.train import (
+    Checkpoint,
+    CheckpointUploadMode,
+    DataParallelTrainer,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    UserAbort,
+    WorkerError,
+    WorkerGroupError,
+    collective,
+)
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers
+
+ASYNC = CheckpointUploadMode.ASYNC
+
+
+def fit(function: Any, folder: Path, config: Any = None, **run_config: Any) -> Result:
+    return DataParallelTrainer(
+        function,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", storage_path=folder, **run_config),
+        metadata={"by": "ann"},
+    ).fit()
+
+
+def save(text: str, **options: Any) -> None:
+    with train.checkpoint_dir() as path:
+        (path / "model").write_text(text)
+        train.report({"text": text}, checkpoint=path, **options)
+
+
+def save_asynchronously(texts: str) -> None:
+    for text in texts:
+        save(text, checkpoint_upload_mode=ASYNC)
+
+
+def content(checkpoint: Checkpoint | None) -> str:
+    assert checkpoint is not None
+    checkpoint.verify()
+    return (Path(checkpoint) / "model").read_text()
+
+
+# -- the function
+
+
+def test_the_function_runs_in_the_thread_that_called_fit(tmp_path: Path) -> None:
+    result = fit(lambda: [threading.get_ident(), os.getpid()], tmp_path)
+    assert result.return_value == [threading.get_ident(), os.getpid()]
+
+
+def test_the_function_sees_what_it_closes_over(tmp_path: Path) -> None:
+    seen: list[int] = []
+    fit(lambda: seen.append(1), tmp_path)
+    assert seen == [1]
+
+
+def test_the_config_is_a_copy_in_every_attempt(tmp_path: Path) -> None:
+    def function(config: dict[str, Any]) -> dict[str, Any]:
+        config["layers"].append(config.pop("width"))
+        if train.get_context().get_attempt() == 0:
+            raise ValueError
+        return config
+
+    config = {"layers": [1], "width": 2}
+    result = fit(function, tmp_path, config, failure_config=FailureConfig(max_failures=1))
+    assert result.return_value == {"layers": [1, 2]}
+    assert config == {"layers": [1], "width": 2}
+
+
+def test_a_function_with_config_gets_an_empty_one_by_default(tmp_path: Path) -> None:
+    def function(config: dict[str, Any]) -> Any:
+        return config
+
+    assert fit(function, tmp_path).return_value == {}
+
+
+def test_the_context_is_that_of_a_world_of_one(tmp_path: Path) -> None:
+    def function() -> tuple[Any, ...]:
+        context = train.get_context()
+        assert repr(context) == "TrainContext('run', rank 0 of 1, attempt 0)"
+        ranks = (context.get_world_rank(), context.get_local_rank(), context.get_node_rank())
+        sizes = (context.get_world_size(), context.get_local_world_size())
+        return (*ranks, *sizes, context.get_metadata(), context.get_storage())
+
+    result = fit(function, tmp_path)
+    assert result.return_value == (0, 0, 0, 1, 1, {"by": "ann"}, tmp_path / "run")
+
+
+def test_ray_is_never_started(tmp_path: Path, drivers: Drivers) -> None:
+    def main() -> None:
+        import ray
+
+        fit(lambda: save("a"), tmp_path)
+        print("ray:", ray.is_initialized())
+
+    with drivers(main) as driver:
+        out, _ = driver.communicate(timeout=60)
+    assert out == "ray: False\n"
+
+
+def test_collectives_meet_nobody(tmp_path: Path) -> None:
+    def function() -> list[Any]:
+        collective.barrier()
+        return [collective.broadcast_from_rank_zero("a"), collective.all_gather("b")]
+
+    assert fit(function, tmp_path).return_value == ["a", ["b"]]
+
+
+def test_a_thread_of_the_user_may_report(tmp_path: Path) -> None:
+    def function() -> None:
+        thread = threading.Thread(target=train.report, args=({"from": "a thread"},))
+        thread.start()
+        thread.join()
+
+    assert fit(function, tmp_path).metrics == {"from": "a thread"}
+
+
+def test_a_run_inside_a_run(tmp_path: Path) -> None:
+    def function() -> None:
+        inner = fit(lambda: train.report({"inner": 1}), tmp_path / "inner")
+        train.report({"outer": inner.metrics})
+
+    assert fit(function, tmp_path).metrics == {"outer": {"inner": 1}}
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: train.report({}), train.get_context, train.get_checkpoint]
+)
+def test_outside_a_run_the_functions_say_where_they_belong(call: Any, tmp_path: Path) -> None:
+    fit(lambda: None, tmp_path)
+    with pytest.raises(RuntimeError, match=r"\(\) works inside a training function"):
+        call()
+
+
+# -- what it leaves behind
+
+
+def test_what_is_printed_is_shown_and_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def function() -> None:
+        print("to stdout")
+        print("to stderr", file=sys.stderr)
+
+    fit(function, tmp_path)
+    out, err = capfd.readouterr()
+    assert out == "to stdout\n"
+    assert "to stderr\n" in err
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert log.splitlines() == ["to stdout", "to stderr"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_environment_and_folder_are_given_back(tmp_path: Path, fails: bool) -> None:
+    def function() -> None:
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+        os.environ["DRAWBAR_TEST"] = "1"
+        del os.environ["PATH"]
+        os.chdir(tmp_path)
+        assert not fails
+
+    before = (dict(os.environ), os.getcwd(), sys.stdout, sys.stderr)
+    if fails:
+        with pytest.raises(WorkerGroupError):
+            fit(function, tmp_path)
+    else:
+        fit(function, tmp_path)
+    assert (dict(os.environ), os.getcwd(), sys.stdout, sys.stderr) == before
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    fit(lambda: save_asynchronously("abcde"), tmp_path)
+    assert set(threading.enumerate()) == before
+
+
+# -- failures
+
+
+def line_of(function: Any) -> int:
+    """The first line of a function's body."""
+    return int(function.__code__.co_firstlineno) + 1
+
+
+class Unpicklable(Exception):
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("not this one")
+
+
+@pytest.mark.parametrize(
+    ("make", "headline", "kept"),
+    [
+        (lambda: ValueError("boom"), "ValueError: boom", ValueError),
+        (lambda: SystemExit(3), "SystemExit: 3", WorkerError),
+        (lambda: GeneratorExit(), "GeneratorExit", WorkerError),
+        (lambda: Unpicklable("x"), "Unpicklable: x", WorkerError),
+        (lambda: OSError(28, "No space left"), "OSError: [Errno 28] No space left", OSError),
+        (lambda: ExceptionGroup("two", [ValueError()]), "ExceptionGroup: two (1", ExceptionGroup),
+        (lambda: ValueError("first\nsecond"), "ValueError: first (", ValueError),
+    ],
+)
+def test_an_exception_is_told_with_the_users_line(
+    tmp_path: Path, make: Callable[[], BaseException], headline: str, kept: type[Exception]
+) -> None:
+    def function() -> None:
+        raise make()
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, tmp_path)
+    assert str(raised.value).startswith(f"rank 0: {headline}")
+    (failure,) = raised.value.failures
+    assert failure.where == f"{__file__}:{line_of(function)} in function"
+    assert (failure.rank, failure.pid, failure.kind) == (0, os.getpid(), "exception")
+    assert isinstance(raised.value.worker_failures[0], kept)
+    assert raised.value.path == str(tmp_path / "run")
+
+
+def test_the_cause_of_an_exception_is_told_too(tmp_path: Path) -> None:
+    def function() -> None:
+        try:
+            os.environ["NOT SET"]
+        except KeyError as error:
+            raise ValueError("no such key") from error
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, tmp_path)
+    assert "KeyError: 'NOT SET'" in str(raised.value)
+    assert "was the direct cause of" in str(raised.value)
+    assert "drawbar" not in raised.value.failures[0].traceback
+
+
+def test_a_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    def function() -> tuple[int, str, list[int]]:
+        context = train.get_context()
+        seen = context.cache.setdefault("attempts", [])
+        seen.append(context.get_attempt())
+        if context.get_attempt() < 2:
+            save(f"of attempt {context.get_attempt()}")
+            raise ValueError
+        return context.get_attempt(), content(train.get_checkpoint()), seen
+
+    result = fit(function, tmp_path, failure_config=FailureConfig(max_failures=2))
+    assert result.return_value == (2, "of attempt 1", [0, 1, 2])
+    assert result.error is None
+
+
+def test_the_budget_of_restarts_is_kept_to(tmp_path: Path) -> None:
+    attempts: list[int] = []
+
+    def function() -> None:
+        attempts.append(train.get_context().get_attempt())
+        raise ValueError("again")
+
+    with pytest.raises(WorkerGroupError, match=r"FailureConfig.max_failures=2 is used up"):
+        fit(function, tmp_path, failure_config=FailureConfig(max_failures=2))
+    assert attempts == [0, 1, 2]
+
+
+def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
+    def function() -> Any:
+        start = train.get_checkpoint()
+        save("first" if start is None else content(start) + ", second")
+        return train.get_context().get_run_id(), train.get_context().get_attempt()
+
+    first, second = fit(function, tmp_path), fit(function, tmp_path)
+    assert content(second.checkpoint) == "first, second"
+    assert second.return_value == (first.return_value[0], 1)
+    assert second.metrics_dataframe["index"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("max_failures", [0, 3])
+def test_ctrl_c_stops_the_run_in_order(tmp_path: Path, max_failures: int) -> None:
+    def function() -> None:
+        save("a")
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(UserAbort, match=f"run lies at {tmp_path}/run and goes on with resume="):
+        fit(function, tmp_path, failure_config=FailureConfig(max_failures=max_failures))
+    result = Result.from_path(tmp_path / "run")
+    assert [each.outcome for each in result.timeline.attempts] == ["stopped"]
+    assert content(result.checkpoint) == "a"
+    assert result.error is None
+
+
+# -- debuggers
+
+SCRIPT = """
+from drawbar import train
+
+def function():
+    x = 41
+    breakpoint()
+    train.report({"x": x})
+
+trainer = train.DataParallelTrainer(
+    function,
+    scaling_config=train.ScalingConfig(num_workers=0),
+    run_config=train.RunConfig(name="run", storage_path="."),
+)
+print("metrics:", trainer.fit().metrics)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> list[str]:
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    return [sys.executable, "script.py"]
+
+
+def test_a_breakpoint_works_with_commands_from_a_pipe(script: list[str], tmp_path: Path) -> None:
+    process = subprocess.run(
+        script,
+        cwd=tmp_path,
+        input="p x + 1\nx = 7\nc\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "(Pdb) 42\n" in process.stdout
+    assert process.stdout.endswith("metrics: {'x': 7}\n")
+
+
+def test_a_breakpoint_works_on_a_terminal(script: list[str], tmp_path: Path) -> None:
+    terminal, inside = pty.openpty()
+    with subprocess.Popen(
+        script, cwd=tmp_path, stdin=inside, stdout=inside, stderr=inside
+    ) as process:
+        os.close(inside)
+        assert b"train.report" in read_until(terminal, b"(Pdb) ")
+        os.write(terminal, b"p x + 1\nc\n")
+        assert b"\n42\r\n" in read_until(terminal, b"metrics: {'x': 41}")
+    os.close(terminal)
+    assert process.returncode == 0
+
+
+def read_until(terminal: int, text: bytes) -> bytes:
+    shown = b""
+    while text not in shown:
+        shown += os.read(terminal, 4096)
+    return shown

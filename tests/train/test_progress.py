@@ -1,0 +1,361 @@
+"""Rounds, shares, collectives, and every proof that ranks can never meet. No Ray, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from drawbar.train._messages import (
+    CollectiveCalled,
+    CollectiveKind,
+    FileEntry,
+    Offer,
+    Reported,
+)
+from drawbar.train._progress import Progress, Round
+
+
+def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> Reported:
+    """With files it has a checkpoint; "" is one without any file."""
+    entries = tuple(FileEntry(name, len(name)) for name in files if name)
+    offer = Offer(directory="/d", files=entries, staged=False) if files else None
+    return Reported(
+        index=index,
+        metrics={"m": metrics},
+        time=0,
+        where=f"t.py:{index} in f",
+        offer=offer,
+        waits=waits,
+    )
+
+
+def save(index: int) -> Reported:
+    """A report that waits for its checkpoint."""
+    return report(index, "model", waits=True)
+
+
+def call(sequence: int = 0, kind: CollectiveKind = "barrier") -> CollectiveCalled:
+    return CollectiveCalled(sequence=sequence, kind=kind, payload=None, where=f"t.py:9{sequence}")
+
+
+def shares(complete: Round) -> dict[int, list[str]]:
+    return {rank: [file.path for file in files] for rank, files in complete.shares.items()}
+
+
+# -- rounds
+
+
+def test_a_round_is_complete_when_the_last_rank_has_reported_it() -> None:
+    progress = Progress(world_size=3, first_index=0)
+    assert progress.reported(0, report(0, "a")) == []
+    assert progress.reported(2, report(0)) == []
+    (complete,) = progress.reported(1, report(0, "b"))
+    assert complete.index == 0
+    assert shares(complete) == {0: ["a"], 1: ["b"]}
+    assert sorted(complete.offers) == [0, 1]
+
+
+def test_a_rank_that_is_behind_completes_several_rounds_in_order() -> None:
+    progress = Progress(world_size=2, first_index=0)
+    for index in range(3):
+        assert progress.reported(0, report(index, "a")) == []
+    completed = [r.index for index in range(3) for r in progress.reported(1, report(index))]
+    assert completed == [0, 1, 2]
+
+
+def test_a_rank_that_is_ahead_has_its_files_wait_for_the_others() -> None:
+    progress = Progress(world_size=2, first_index=0)
+    assert progress.reported(0, report(0)) == []
+    assert progress.reported(0, report(1, "a")) == []
+    assert progress.reported(1, report(0)) == []
+    assert [complete.index for complete in progress.reported(1, report(1))] == [1]
+
+
+def test_reports_are_numbered_from_the_first_index() -> None:
+    progress = Progress(world_size=1, first_index=7)
+    assert [complete.index for complete in progress.reported(0, report(7, "a"))] == [7]
+    assert progress.ranks[0].reports == 8
+
+
+def test_rounds_without_files_are_not_kept() -> None:
+    progress = Progress(world_size=2, first_index=0)
+    for index in range(1000):
+        assert progress.reported(0, report(index)) == []
+    assert progress.reported(1, report(0)) == []
+
+
+def test_observers_get_every_round_with_every_ranks_metrics() -> None:
+    progress = Progress(world_size=2, first_index=0, keep_all_rounds=True)
+    progress.reported(1, report(0, metrics=1))
+    (complete,) = progress.reported(0, report(0, metrics=2))
+    assert {rank: each.metrics["m"] for rank, each in complete.reports.items()} == {0: 2, 1: 1}
+    assert (complete.offers, complete.shares) == ({}, {})
+
+
+# -- shares
+
+
+@pytest.mark.parametrize(
+    ("offered", "given"),
+    [
+        ({0: ["a", "b"], 1: ["c"]}, {0: ["a", "b"], 1: ["c"]}),
+        ({0: ["same"], 1: ["same"], 2: ["same"]}, {0: ["same"], 1: [], 2: []}),
+        ({1: ["a", "s"], 2: ["s", "b"]}, {1: ["a", "s"], 2: ["b"]}),
+        ({2: ["s", "x/y"], 0: ["s"]}, {0: ["s"], 2: ["x/y"]}),
+        ({0: [""], 1: ["a"]}, {0: [], 1: ["a"]}),
+        ({0: [""]}, {0: []}),
+    ],
+)
+def test_each_file_comes_from_the_lowest_rank_that_has_it(
+    offered: dict[int, list[str]], given: dict[int, list[str]]
+) -> None:
+    progress = Progress(world_size=3, first_index=0)
+    completed: list[Round] = []
+    for rank in (2, 1, 0):
+        completed += progress.reported(rank, report(0, *offered.get(rank, [])))
+    assert [shares(complete) for complete in completed] == [given]
+
+
+# -- collectives
+
+
+def test_a_collective_is_complete_when_every_rank_is_in_it() -> None:
+    progress = Progress(world_size=3, first_index=0)
+    assert progress.called(1, call()) is None
+    assert progress.called(0, call()) is None
+    calls = progress.called(2, call())
+    assert calls is not None
+    assert sorted(calls) == [0, 1, 2]
+    assert all(each.waits_in_collective is None for each in progress.ranks.values())
+    assert progress.called(0, call(1)) is None
+
+
+def test_all_ranks_have_finished_when_the_last_one_has() -> None:
+    progress = Progress(world_size=2, first_index=0)
+    assert not progress.finished(1)
+    assert progress.finished(0)
+    assert progress.divergence() is None
+
+
+# -- divergence: what can be proved
+
+
+def finished_rank_in_a_barrier(progress: Progress) -> None:
+    progress.finished(1)
+    progress.called(0, call())
+
+
+def barrier_then_the_other_finishes(progress: Progress) -> None:
+    progress.called(0, call())
+    progress.finished(1)
+
+
+def checkpoint_that_a_finished_rank_never_reports(progress: Progress) -> None:
+    progress.reported(1, report(0))
+    progress.finished(1)
+    progress.reported(0, report(0))
+    progress.reported(0, save(1))
+
+
+def pending_checkpoint_of_a_rank_that_runs_on(progress: Progress) -> None:
+    progress.reported(0, report(0, "a"))
+    progress.reported(0, report(1))
+    progress.finished(1)
+
+
+def different_collectives(progress: Progress) -> None:
+    progress.called(0, call(kind="barrier"))
+    progress.called(1, call(kind="all_gather"))
+
+
+def barrier_against_checkpoint(progress: Progress) -> None:
+    progress.called(0, call())
+    progress.reported(1, save(0))
+
+
+def checkpoint_against_barrier(progress: Progress) -> None:
+    progress.reported(1, save(0))
+    progress.called(0, call())
+
+
+def checkpoint_against_barrier_after_one_of_each(progress: Progress) -> None:
+    for rank in (0, 1):
+        progress.called(rank, call(0))
+        progress.reported(rank, save(0))
+    progress.committed(0)
+    progress.reported(0, save(1))
+    progress.called(1, call(1))
+
+
+def own_barrier_against_own_pending_checkpoint(progress: Progress) -> None:
+    """Rank 1 waits in a barrier with a checkpoint pending; rank 0 has finished without both."""
+    progress.reported(1, report(0, "a"))
+    progress.called(1, call())
+    progress.finished(0)
+
+
+@pytest.mark.parametrize(
+    ("happens", "reason"),
+    [
+        (
+            finished_rank_in_a_barrier,
+            "rank 1 finished after 0 reports and 0 collectives; "
+            "rank 0 waits in collective #0 (barrier) at t.py:90",
+        ),
+        (
+            barrier_then_the_other_finishes,
+            "rank 1 finished after 0 reports and 0 collectives; "
+            "rank 0 waits in collective #0 (barrier) at t.py:90",
+        ),
+        (
+            checkpoint_that_a_finished_rank_never_reports,
+            "rank 1 finished after 1 reports and 0 collectives; "
+            "rank 0 waits for report #1 with a checkpoint at t.py:1 in f",
+        ),
+        (
+            pending_checkpoint_of_a_rank_that_runs_on,
+            "rank 1 finished after 0 reports and 0 collectives; "
+            "rank 0 has a checkpoint pending in report #0 from t.py:0 in f",
+        ),
+        (
+            different_collectives,
+            "rank 0 waits in collective #0 (barrier) at t.py:90; "
+            "rank 1 waits in collective #0 (all_gather) at t.py:90",
+        ),
+        (
+            barrier_against_checkpoint,
+            "rank 0 waits in collective #0 (barrier) at t.py:90; "
+            "rank 1 waits for report #0 with a checkpoint at t.py:0 in f",
+        ),
+        (
+            checkpoint_against_barrier,
+            "rank 0 waits in collective #0 (barrier) at t.py:90; "
+            "rank 1 waits for report #0 with a checkpoint at t.py:0 in f",
+        ),
+        (
+            checkpoint_against_barrier_after_one_of_each,
+            "rank 0 waits for report #1 with a checkpoint at t.py:1 in f; "
+            "rank 1 waits in collective #1 (barrier) at t.py:91",
+        ),
+        (
+            own_barrier_against_own_pending_checkpoint,
+            "rank 0 finished after 0 reports and 0 collectives; "
+            "rank 1 waits in collective #0 (barrier) at t.py:90",
+        ),
+    ],
+)
+def test_a_wait_that_can_never_end_is_told(
+    happens: Callable[[Progress], None], reason: str
+) -> None:
+    progress = Progress(world_size=2, first_index=0)
+    happens(progress)
+    assert progress.divergence() == reason
+
+
+def test_any_two_of_many_ranks_are_enough_for_a_proof() -> None:
+    progress = Progress(world_size=5, first_index=0)
+    progress.called(3, call())
+    assert progress.divergence() is None
+    progress.finished(1)
+    reason = progress.divergence()
+    assert reason is not None
+    assert reason.startswith("rank 1 finished")
+    assert "rank 3 waits in collective #0" in reason
+
+
+# -- divergence: what looks like it
+
+
+def nothing_at_all(progress: Progress) -> None: ...
+
+
+def one_waits_and_the_other_still_runs(progress: Progress) -> None:
+    progress.called(0, call())
+    progress.reported(1, report(0))
+    progress.reported(1, report(1))
+
+
+def one_saves_and_the_other_still_runs(progress: Progress) -> None:
+    progress.reported(0, save(0))
+
+
+def the_other_one_finishes_after_the_last_barrier(progress: Progress) -> None:
+    progress.called(0, call())
+    progress.called(1, call())
+    progress.finished(1)
+    progress.reported(0, report(0))
+
+
+def a_finished_rank_with_its_checkpoint_being_committed(progress: Progress) -> None:
+    progress.reported(0, save(0))
+    progress.reported(1, report(0))
+    progress.finished(1)
+
+
+def a_barrier_while_the_others_checkpoint_is_being_committed(progress: Progress) -> None:
+    progress.reported(0, save(0))
+    progress.reported(1, report(0))
+    progress.called(1, call())
+
+
+def a_finished_rank_that_reported_more_than_the_other(progress: Progress) -> None:
+    for index in range(5):
+        progress.reported(1, report(index))
+    progress.finished(1)
+    progress.reported(0, save(0))
+
+
+def unequal_numbers_of_metrics(progress: Progress) -> None:
+    for index in range(5):
+        progress.reported(1, report(index))
+    progress.finished(0)
+
+
+def a_barrier_with_an_own_checkpoint_pending(progress: Progress) -> None:
+    progress.reported(0, report(0, "a"))
+    progress.called(0, call())
+
+
+def both_save_in_turn(progress: Progress) -> None:
+    progress.reported(0, save(0))
+    progress.reported(1, save(0))
+    progress.committed(0)
+    progress.reported(1, save(1))
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        nothing_at_all,
+        one_waits_and_the_other_still_runs,
+        one_saves_and_the_other_still_runs,
+        the_other_one_finishes_after_the_last_barrier,
+        a_finished_rank_with_its_checkpoint_being_committed,
+        a_barrier_while_the_others_checkpoint_is_being_committed,
+        a_finished_rank_that_reported_more_than_the_other,
+        unequal_numbers_of_metrics,
+        a_barrier_with_an_own_checkpoint_pending,
+        both_save_in_turn,
+    ],
+)
+def test_a_wait_that_may_end_is_no_divergence(happens: Callable[[Progress], None]) -> None:
+    progress = Progress(world_size=2, first_index=0)
+    happens(progress)
+    assert progress.divergence() is None
+
+
+# -- words
+
+
+def test_where_a_rank_stands_in_words() -> None:
+    progress = Progress(world_size=4, first_index=0)
+    progress.called(0, call())
+    progress.reported(1, save(0))
+    progress.finished(2)
+    assert [each.stands_at() for each in progress.ranks.values()] == [
+        "waits in collective #0 (barrier) at t.py:90",
+        "waits for report #0 with a checkpoint at t.py:0 in f",
+        "finished after 0 reports and 0 collectives",
+        "runs",
+    ]

@@ -1,0 +1,282 @@
+"""The commit protocol on a real folder: a checkpoint is there in full, or it is not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar.train import Checkpoint, Manifest
+from drawbar.train._files import CHECKSUMS, METADATA, list_files
+from drawbar.train._storage import Part, RunDirectory, make_manifest
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    return directory
+
+
+def stage(run: RunDirectory, files: dict[str, str], label: str = "rank_0") -> Path:
+    path = run.new_stage(label)
+    write(path, files)
+    return path
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def read(folder: Path) -> dict[str, str]:
+    return {file.path: (folder / file.path).read_text() for file in list_files(folder)}
+
+
+def part(path: Path, *names: str) -> Part:
+    """All files of a folder, or the share that is named."""
+    return Part(path, tuple(f for f in list_files(path) if not names or f.path in names))
+
+
+def manifest(*parts: Part, name: str = "c", index: int = 0, **metrics: Any) -> Manifest:
+    return make_manifest(
+        name=name,
+        index=index,
+        attempt=0,
+        run_id="ab",
+        parts=parts,
+        world_size=len(parts),
+        metrics=metrics,
+        positions={},
+    )
+
+
+def commit(run: RunDirectory, *parts: Part, durable: bool = False, **fields: Any) -> Path:
+    return run.path / run.commit(manifest(*parts, **fields), parts, durable=durable).name
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_one_part_becomes_the_checkpoint_without_moving_a_byte(
+    run: RunDirectory, durable: bool
+) -> None:
+    staged = stage(run, {"model.pt": "weights", "deep/er/state": "s"})
+    inode = (staged / "model.pt").stat().st_ino
+    path = commit(run, part(staged), durable=durable, loss=float("nan"))
+    assert read(path) == {"model.pt": "weights", "deep/er/state": "s"}
+    assert (path / "model.pt").stat().st_ino == inode
+    assert list(run.staging.iterdir()) == []
+    Checkpoint(path).verify()
+
+
+def test_the_parts_of_several_ranks_are_merged_by_renames(run: RunDirectory) -> None:
+    first = stage(run, {"shard_0": "a", "both": "from 0"})
+    second = stage(run, {"shard_1": "b", "both": "from 1", "sub/x": "x"}, label="rank_1")
+    inode = (second / "shard_1").stat().st_ino
+    path = commit(run, part(first), part(second, "shard_1", "sub/x"))
+    assert read(path) == {"shard_0": "a", "both": "from 0", "shard_1": "b", "sub/x": "x"}
+    assert (path / "shard_1").stat().st_ino == inode
+    assert list(run.staging.iterdir()) == []
+
+
+def test_a_file_that_came_from_another_rank_is_dropped_from_the_first_part(
+    run: RunDirectory,
+) -> None:
+    first = stage(run, {"own": "a", "not in its share": "b"})
+    path = commit(run, part(first, "own"))
+    assert read(path) == {"own": "a"}
+
+
+def test_ranks_may_write_into_one_staged_directory(run: RunDirectory) -> None:
+    shared = stage(run, {"shard_0": "a", "shard_1": "b"})
+    path = commit(run, part(shared, "shard_0"), part(shared, "shard_1"))
+    assert read(path) == {"shard_0": "a", "shard_1": "b"}
+
+
+def test_a_directory_shared_by_all_but_the_first_rank_is_kept_until_both_are_merged(
+    run: RunDirectory,
+) -> None:
+    first, shared = stage(run, {"a": "0"}), stage(run, {"b": "1", "c": "2"}, label="rank_1")
+    path = commit(run, part(first), part(shared, "b"), part(shared, "c"))
+    assert read(path) == {"a": "0", "b": "1", "c": "2"}
+    assert list(run.staging.iterdir()) == []
+
+
+def test_a_checkpoint_may_be_without_files(run: RunDirectory) -> None:
+    path = commit(run)
+    assert read(path) == {}
+    Checkpoint(path).verify()
+
+
+def test_the_trainers_metadata_is_put_in_unless_the_user_saved_one(run: RunDirectory) -> None:
+    plain, own = stage(run, {"a": "a"}), stage(run, {"a": "a", METADATA: '{"mine": 1}'})
+    for name, staged in (("plain", plain), ("own", own)):
+        parts = [part(staged)]
+        run.commit(manifest(*parts, name=name), parts, durable=False, metadata=b'{"trainer": 1}')
+    assert Checkpoint(run.path / "plain").get_metadata() == {"trainer": 1}
+    assert Checkpoint(run.path / "own").get_metadata() == {"mine": 1}
+    Checkpoint(run.path / "own").verify()
+
+
+def test_the_name_of_a_committed_checkpoint_is_refused(run: RunDirectory) -> None:
+    commit(run, part(stage(run, {"a": "first"})))
+    with pytest.raises(FileExistsError, match="give each checkpoint its own checkpoint_dir_name"):
+        commit(run, part(stage(run, {"a": "second"})))
+    assert read(run.path / "c") == {"a": "first"}
+
+
+def test_a_damaged_checkpoint_is_replaced(run: RunDirectory) -> None:
+    path = commit(run, part(stage(run, {"a": "first"})))
+    (path / "a").unlink()
+    commit(run, part(stage(run, {"a": "second"})))
+    assert read(path) == {"a": "second"}
+
+
+@pytest.mark.parametrize("name", ["logs", ".staging", ".workers", "journal.jsonl", "trainer.pkl"])
+def test_a_checkpoint_never_takes_the_place_of_the_runs_own_files(
+    run: RunDirectory, name: str
+) -> None:
+    run.journal.write_text("events")
+    run.trainer.write_text("state")
+    run.log(0).write_text("output")
+    with pytest.raises(FileExistsError, match=f"/run/{name} is there and is no checkpoint"):
+        commit(run, part(stage(run, {"a": "a"})), name=name)
+    assert (run.journal.read_text(), run.trainer.read_text()) == ("events", "state")
+    assert run.log(0).read_text() == "output"
+
+
+def test_a_share_that_vanished_is_not_committed(run: RunDirectory) -> None:
+    staged = stage(run, {"a": "a", "b": "b"})
+    offered = part(staged)
+    (staged / "b").unlink()
+    with pytest.raises(FileNotFoundError, match="/b'"):
+        commit(run, offered)
+    assert run.checkpoints() == []
+
+
+def test_a_file_that_grew_after_the_report_is_committed_as_it_is(run: RunDirectory) -> None:
+    staged = stage(run, {"events.log": ""})
+    offered = part(staged)
+    (staged / "events.log").write_text("one more line")
+    path = commit(run, offered)
+    Checkpoint(path).verify()
+    assert read(path) == {"events.log": "one more line"}
+
+
+def test_what_is_not_committed_is_swept(run: RunDirectory) -> None:
+    path = commit(run, part(stage(run, {"a": "a"})))
+    stage(run, {"half": "written"})
+    run.exit_report("h", 1).write_text("{}")
+    run.sweep()
+    assert list(run.staging.iterdir()) == []
+    assert not run.exit_report("h", 1).exists()
+    assert read(path) == {"a": "a"}
+
+
+def test_a_deleted_checkpoint_is_gone_and_deleting_it_again_is_no_error(run: RunDirectory) -> None:
+    commit(run, part(stage(run, {"a": "a", "b/c": "c"})))
+    for _ in range(2):
+        run.delete("c")
+        assert run.checkpoints() == []
+        assert list(run.staging.iterdir()) == []
+
+
+def test_checkpoints_are_listed_by_index_and_under_the_name_they_have(run: RunDirectory) -> None:
+    for name, index in (("b", 2), ("a", 10), ("c", 1)):
+        commit(run, part(stage(run, {"x": name})), name=name, index=index)
+    (run.path / "b").rename(run.path / "renamed")
+    (run.path / "the user's folder").mkdir()
+    assert [each.name for each in run.checkpoints()] == ["c", "renamed", "a"]
+    assert run.damaged() == []
+
+
+def test_nothing_in_staging_is_a_checkpoint(run: RunDirectory) -> None:
+    path = commit(run, part(stage(run, {"a": "a"})))
+    path.rename(run.staging / "deleted-1")
+    assert run.checkpoints() == []
+
+
+def remove_file(path: Path) -> None:
+    (path / "sub/a").unlink()
+
+
+def truncate_file(path: Path) -> None:
+    os.truncate(path / "sub/a", 3)
+
+
+def replace_folder_by_file(path: Path) -> None:
+    (path / "sub/a").unlink()
+    (path / "sub").rmdir()
+    (path / "sub").write_text("12345")
+
+
+def damage_manifest(path: Path) -> None:
+    (path / ".drawbar.json").write_text('{"name": "c"')
+
+
+def binary_manifest(path: Path) -> None:
+    (path / ".drawbar.json").write_bytes(b'{"name": "\xff\xfe"}')
+
+
+def manifest_of_another_kind(path: Path) -> None:
+    (path / ".drawbar.json").write_text('{"some": "json"}')
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        remove_file,
+        truncate_file,
+        replace_folder_by_file,
+        damage_manifest,
+        binary_manifest,
+        manifest_of_another_kind,
+    ],
+)
+def test_a_damaged_checkpoint_is_told_from_an_intact_one(run: RunDirectory, damage: Any) -> None:
+    commit(run, part(stage(run, {"a": "a"})), name="checkpoint_000001", index=1)
+    hurt = commit(run, part(stage(run, {"sub/a": "12345"})), name="checkpoint_000002", index=2)
+    damage(hurt)
+    assert [each.name for each in run.intact_checkpoints()] == ["checkpoint_000001"]
+    assert run.damaged() == [hurt.name]
+
+
+def test_checksums_are_written_for_every_file_of_the_manifest(run: RunDirectory) -> None:
+    path = commit(run, part(stage(run, {"a": "a", "b/c": "", METADATA: "{}"})))
+    run.write_checksums("c")
+    text = (path / CHECKSUMS).read_text()
+    assert '"a":' in text
+    assert '"b/c":' in text
+    assert METADATA not in text
+    Checkpoint(path).verify()
+
+
+def test_checksums_of_a_deleted_checkpoint_are_no_error(run: RunDirectory) -> None:
+    commit(run, part(stage(run, {"a": "a"})))
+    run.delete("c")
+    run.write_checksums("c")
+    assert run.checkpoints() == []
+
+
+def test_a_stage_lies_where_committing_moves_no_byte(run: RunDirectory, tmp_path: Path) -> None:
+    staged = run.new_stage("rank_0")
+    assert run.is_staged(staged)
+    assert not run.is_staged(staged / "sub")
+    assert not run.is_staged(tmp_path)
+    assert run.new_stage("rank_0") != staged
+
+
+@pytest.mark.parametrize(
+    "damage", ["{", '{"version": 1}', "null", '"\\ud800"'], ids=["torn", "fields", "null", "text"]
+)
+def test_a_manifest_that_cannot_be_read_is_none(tmp_path: Path, damage: str) -> None:
+    (tmp_path / ".drawbar.json").write_text(damage)
+    assert Checkpoint(tmp_path).manifest is None
+
+
+def test_a_manifest_comes_back_as_it_was_written() -> None:
+    original = manifest(loss=float("inf"), name="ü", index=3)
+    assert Manifest.decode(original.encode()) == original
+    assert original.nbytes == 0

@@ -1,0 +1,329 @@
+"""Storage that is slow, fails now and then or for ever, or is full; kills in the protocol."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from drawbar import train
+from drawbar.train import (
+    Checkpoint,
+    CheckpointUploadMode,
+    ControllerError,
+    DataParallelTrainer,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
+from drawbar.train import _retry as retry
+from drawbar.train.testing import FAULT_POINTS, kill_at
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ASYNC = CheckpointUploadMode.ASYNC
+
+
+class Faulty(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """The local filesystem, where opening a file for writing does what a test wants first."""
+
+    protocol = ("faulty",)
+    cachable = False
+
+    def __init__(self, before_write: Callable[[str], None]) -> None:
+        super().__init__(auto_mkdir=True)
+        self.before_write = before_write
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "w" in mode:
+            self.before_write(path)
+        return super().open(path, mode, **options)
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep work folders below the test's own, and do not wait long before trying again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(retry, "FIRST_DELAY_SECONDS", 0.001)
+
+
+def save(content: str, **how: Any) -> None:
+    with train.checkpoint_dir() as path:
+        (path / "model").write_text(content)
+        train.report({"step": int(content)}, checkpoint=path, **how)
+
+
+def content(checkpoint: Checkpoint | None) -> str:
+    assert checkpoint is not None
+    with checkpoint.as_directory() as path:
+        return (Path(path) / "model").read_text()
+
+
+def fit(function: Any, path: Path, filesystem: Any = None) -> Result:
+    filesystem = filesystem or LocalFileSystem(auto_mkdir=True)
+    config = RunConfig(name="run", storage_path=str(path / "far"), storage_filesystem=filesystem)
+    return DataParallelTrainer(
+        function, scaling_config=ScalingConfig(num_workers=0), run_config=config
+    ).fit()
+
+
+def failing(error: Callable[[], OSError], times: int, name: str = "model") -> Callable[[str], None]:
+    """Make a fault that strikes `times` times at files of this name, from the second one on."""
+    seen = 0
+
+    def before_write(path: str) -> None:
+        nonlocal seen
+        if path.endswith(f"/{name}"):
+            seen += 1
+            if 1 < seen <= times + 1:
+                raise error()
+
+    return before_write
+
+
+def two_steps() -> None:
+    save("0")
+    save("1")
+
+
+@pytest.mark.parametrize("name", ["model", ".drawbar.json"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda: ConnectionResetError(errno.ECONNRESET, "reset"),
+        lambda: TimeoutError("slow"),
+        lambda: OSError("AWS Error SLOW_DOWN during PutObject: Please reduce your request rate"),
+        lambda: OSError("HTTP status code 503"),
+    ],
+)
+def test_what_passes_is_tried_again_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Any, name: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "drawbar.train"):
+        result = fit(two_steps, tmp_path, Faulty(failing(error, times=3, name=name)))
+    assert content(result.checkpoint) == "1"
+    assert len([each for each in caplog.messages if "is tried again" in each]) == 1
+
+
+def test_what_never_passes_fails_with_path_and_bytes(tmp_path: Path) -> None:
+    fault = failing(lambda: ConnectionError("no route"), times=1000)
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(two_steps, tmp_path, Faulty(fault))
+    assert "writing 1 bytes to " in str(raised.value)
+    assert "/far/run/checkpoint_000001/model failed 6 times: no route" in str(raised.value)
+    assert content(Result.from_path(tmp_path / "far" / "run").checkpoint) == "0"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_what_will_not_pass_fails_at_once(tmp_path: Path, number: int) -> None:
+    fault = failing(lambda: OSError(number, os.strerror(number)), times=1)
+    with pytest.raises(WorkerGroupError, match=os.strerror(number)):
+        fit(two_steps, tmp_path, Faulty(fault))
+
+
+def test_a_manifest_that_cannot_be_written_fails_the_run(tmp_path: Path) -> None:
+    fault = failing(lambda: OSError(errno.ENOSPC, "full"), times=1, name=".drawbar.json")
+    with pytest.raises(ControllerError, match=r"checkpoint_000001/\.drawbar\.json failed: full"):
+        fit(two_steps, tmp_path, Faulty(fault))
+    assert content(Result.from_path(tmp_path / "far" / "run").checkpoint) == "0"
+
+
+def test_a_slow_upload_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "SLOW_SECONDS", 0.01)
+    told = threading.Event()
+
+    class Tell(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "takes long" in record.getMessage():
+                told.set()
+
+    handler = Tell()
+    logging.getLogger("drawbar.train").addHandler(handler)
+
+    def wait_for_notice(path: str) -> None:
+        if path.endswith("/model"):
+            assert told.wait(30)
+
+    try:
+        fit(lambda: save("0"), tmp_path, Faulty(wait_for_notice))
+    finally:
+        logging.getLogger("drawbar.train").removeHandler(handler)
+    assert any("writing checkpoint checkpoint_000000 of rank_0" in m for m in caplog.messages)
+
+
+def test_a_slow_storage_holds_back_asynchronous_reports(tmp_path: Path) -> None:
+    reported: list[str] = []
+    reader, writer = os.pipe()
+
+    def before_write(path: str) -> None:
+        if path.endswith("/model"):
+            os.read(reader, 1)
+
+    def function() -> None:
+        def let_it_go() -> None:
+            reported.append("let go")
+            os.write(writer, b"...")
+
+        for step in range(3):
+            if step == 2:
+                threading.Timer(0.2, let_it_go).start()
+            save(str(step), checkpoint_upload_mode=ASYNC)
+            reported.append(str(step))
+
+    assert content(fit(function, tmp_path, Faulty(before_write)).checkpoint) == "2"
+    assert reported == ["0", "1", "let go", "2"]
+
+
+def test_what_was_persisted_when_the_function_raised_is_committed(tmp_path: Path) -> None:
+    def function() -> None:
+        save("0", checkpoint_upload_mode=ASYNC)
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(WorkerGroupError, match="on purpose"):
+        fit(function, tmp_path)
+    assert content(Result.from_path(tmp_path / "far" / "run").checkpoint) == "0"
+
+
+def test_a_stuck_upload_does_not_hold_up_the_error_for_long(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def before_write(path: str) -> None:
+        if path.endswith("/model"):
+            ended.wait(30)
+
+    def function() -> None:
+        save("0", checkpoint_upload_mode=ASYNC)
+        raise RuntimeError("on purpose")
+
+    try:
+        with pytest.raises(WorkerGroupError, match="on purpose"):
+            fit(function, tmp_path, Faulty(before_write))
+        assert not ended.is_set()
+    finally:
+        ended.set()
+
+
+def test_a_failing_journal_does_not_fail_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault = failing(lambda: OSError(errno.EACCES, "no"), times=1000, name="journal.jsonl")
+    assert content(fit(two_steps, tmp_path, Faulty(fault)).checkpoint) == "1"
+    assert any("is not up to date" in each for each in caplog.messages)
+
+
+@pytest.mark.parametrize("point", FAULT_POINTS)
+def test_a_driver_killed_at_any_step_loses_nothing_committed(
+    tmp_path: Path, drivers: Drivers, point: str
+) -> None:
+    def main() -> None:
+        kill_at(point, times=2)
+        fit(two_steps, tmp_path)
+
+    with drivers(main, XDG_CACHE_HOME=str(tmp_path / "cache")) as driver:
+        assert driver.wait() == -signal.SIGKILL, driver.communicate()
+    done = FAULT_POINTS.index(point) >= FAULT_POINTS.index("commit.manifest")
+    run = tmp_path / "far" / "run"
+    newest = Result.from_path(run).checkpoint
+    assert content(newest) == ("1" if done else "0")
+    assert newest is not None
+    newest.verify()
+    fit(lambda: None, tmp_path)
+    assert len(list(run.glob("checkpoint_*"))) == (2 if done else 1)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_full_disk_fails_the_run_with_path_and_bytes(
+    tmp_path: Path, drivers: Drivers, copied: bool
+) -> None:
+    """RLIMIT_FSIZE makes every write beyond 100 kB fail, as a full disk or a quota does."""
+
+    def function() -> None:
+        save("0")
+        own = tmp_path / "own"
+        own.mkdir()
+        (own / "model").write_bytes(bytes(90_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        train.report({}, checkpoint=own)
+
+    def main() -> None:
+        config = RunConfig(name="run", storage_path=tmp_path)
+        if not copied:
+            config = RunConfig(
+                name="run",
+                storage_path=str(tmp_path),
+                storage_filesystem=LocalFileSystem(auto_mkdir=True),
+            )
+        scaling = ScalingConfig(num_workers=0)
+        DataParallelTrainer(function, scaling_config=scaling, run_config=config).fit()
+
+    with drivers(main, XDG_CACHE_HOME=str(tmp_path / "cache")) as driver:
+        _, err = driver.communicate(timeout=60)
+    assert "90.0 kB (90000 bytes)" in err
+    assert f"{tmp_path}/run" in err
+    assert "File too large" in err
+    assert content(Result.from_path(tmp_path / "run").checkpoint) == "0"
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a filesystem of 1 MB, where this machine lets the tests do so."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if os.system(f"mount -t tmpfs -o size=1m tmpfs {path} 2>/dev/null"):
+        pytest.skip("mounting a tmpfs needs the right to mount")
+    yield path
+    os.system(f"umount -l {path}")
+
+
+def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "model").write_bytes(bytes(2_000_000))
+
+    def function() -> None:
+        save("0")
+        train.report({}, checkpoint=own)
+
+    config = RunConfig(name="run", storage_path=tiny_disk)
+    with pytest.raises(WorkerGroupError, match=r"writing 2\.0 MB .* No space left on device"):
+        DataParallelTrainer(
+            function, scaling_config=ScalingConfig(num_workers=0), run_config=config
+        ).fit()
+    assert content(Result.from_path(tiny_disk / "run").checkpoint) == "0"
+
+
+def test_a_storage_that_refuses_to_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(PermissionError, match=r"\.drawbar-probe-.* failed: Permission denied"):
+        fit(two_steps, tmp_path, Faulty(refuse))
+
+
+def test_a_memory_filesystem_as_an_object(tmp_path: Path) -> None:
+    config = RunConfig(
+        name="run", storage_path=uuid.uuid4().hex, storage_filesystem=fsspec.filesystem("memory")
+    )
+    scaling = ScalingConfig(num_workers=0)
+    result = DataParallelTrainer(two_steps, scaling_config=scaling, run_config=config).fit()
+    assert content(result.checkpoint) == "1"

@@ -1,0 +1,365 @@
+"""Mistakes at the trainer, told before a process starts; and making a trainer again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar import train
+from drawbar.train import (
+    BackendConfig,
+    Checkpoint,
+    DataConfig,
+    DataParallelTrainer,
+    FailureConfig,
+    Result,
+    ResumeError,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
+
+LOCAL = ScalingConfig(num_workers=0)
+
+
+def no_argument() -> None: ...
+
+
+def one_argument(config: dict[str, Any]) -> None: ...
+
+
+def two_arguments(config: dict[str, Any], extra: int) -> None: ...
+
+
+def fit(function: Any, folder: Path, config: Any = None, resume: Any = "auto") -> Result:
+    run_config = RunConfig(name="run", storage_path=folder, resume=resume)
+    return DataParallelTrainer(
+        function, train_loop_config=config, scaling_config=LOCAL, run_config=run_config
+    ).fit()
+
+
+def save(text: str) -> None:
+    with train.checkpoint_dir() as path:
+        (path / "model").write_text(text)
+        train.report({"text": text}, checkpoint=path)
+
+
+def content(checkpoint: Checkpoint | None) -> str:
+    assert checkpoint is not None
+    return (Path(checkpoint) / "model").read_text()
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"scaling_config": {"num_workers": 2}},
+            "scaling_config must be a ScalingConfig, found {'",
+        ),
+        ({"scaling_config": 2}, "scaling_config must be a ScalingConfig, found 2"),
+        ({"run_config": "run"}, "run_config must be a RunConfig, found 'run'"),
+        ({"backend_config": "torch"}, "backend_config must be a BackendConfig, found 'torch'"),
+        ({"backend_config": BackendConfig}, "backend_config must be a BackendConfig, found <class"),
+        ({"dataset_config": {}}, "dataset_config must be a DataConfig, found {}"),
+        ({"datasets": [1]}, r"datasets must be a dict of name to ray.data.Dataset, found \[1\]"),
+        ({"datasets": {"train": [1]}}, r"datasets\['train'\] must be a ray.data.Dataset or a fun"),
+        ({"metadata": [1]}, r"metadata must be a dict, found \[1\]"),
+        ({"metadata": {"a": object()}}, "metadata must be JSON-able: Object of type object is not"),
+        ({"metadata": {"a": {1, 2}}}, "metadata must be JSON-able: Object of type set is not JSON"),
+        ({"metadata": {(1, 2): 3}}, "metadata must be JSON-able: keys must be str"),
+        ({"train_loop_config": [1]}, r"train_loop_config must be a dict, found \[1\] \(list\)"),
+        (
+            {"resume_from_checkpoint": "/c"},
+            "resume_from_checkpoint must be a Checkpoint, found '/c",
+        ),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        DataParallelTrainer(one_argument, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (None, "the training function must be callable, found None"),
+        (5, r"must be callable, found 5 \(int\)"),
+        (no_argument(), "pass the function itself, not what it returns"),  # type: ignore[func-returns-value]
+        (two_arguments, "must be given config, extra; a training function takes no argument, or"),
+    ],
+)
+def test_what_cannot_be_a_training_function_is_told(function: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        DataParallelTrainer(function)
+
+
+def test_a_config_that_nobody_would_get_is_told() -> None:
+    with pytest.raises(
+        ValueError, match="train_loop_config has 'lr', 'epochs', but the training f"
+    ):
+        DataParallelTrainer(no_argument, train_loop_config={"lr": 1, "epochs": 2})
+
+
+def test_datasets_that_are_split_must_be_there() -> None:
+    config = DataConfig(datasets_to_split=["valid"])
+    with pytest.raises(ValueError, match=r"names \['valid'\], but datasets has \[\]"):
+        DataParallelTrainer(no_argument, dataset_config=config)
+
+
+def test_arguments_are_by_keyword() -> None:
+    anything: Any = DataParallelTrainer
+    with pytest.raises(TypeError, match="positional argument"):
+        anything(one_argument, {"lr": 1})
+
+
+def test_metadata_is_copied() -> None:
+    metadata = {"by": "ann"}
+    trainer = DataParallelTrainer(no_argument, metadata=metadata)
+    metadata["by"] = "bob"
+    assert trainer.metadata == {"by": "ann"}
+
+
+def test_a_repr_has_the_function_and_what_was_set() -> None:
+    trainer = DataParallelTrainer(
+        no_argument, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(name="a")
+    )
+    shown = "DataParallelTrainer(no_argument, ScalingConfig(num_workers=2), RunConfig(name='a'))"
+    assert repr(trainer) == shown
+
+
+# -- what fit() finds before a process starts
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_cannot_be_sent_to_a_worker_is_told_by_name(num_workers: int) -> None:
+    resources = {"lock": threading.Lock()}
+
+    def function() -> None:
+        resources.clear()
+
+    trainer = DataParallelTrainer(function, scaling_config=ScalingConfig(num_workers=num_workers))
+    with pytest.raises(
+        TypeError, match=r"function.resources\['lock'\] \(_thread.lock\): cannot pi"
+    ):
+        trainer.fit()
+
+
+def test_a_config_that_cannot_be_sent_to_a_worker_is_told_by_name(tmp_path: Path) -> None:
+    config = {"lr": 1, "lock": threading.Lock()}
+    with pytest.raises(
+        TypeError, match=r"train_loop_config\['lock'\] \(_thread.lock\): cannot pic"
+    ):
+        fit(one_argument, tmp_path, config)
+    assert not (tmp_path / "run").exists()
+
+
+@dataclass(frozen=True)
+class Missing(BackendConfig):
+    """A backend of a framework that is not installed."""
+
+    def preflight(self, scaling_config: ScalingConfig) -> None:
+        raise ImportError(f"no framework for {scaling_config.num_workers} workers")
+
+
+def test_a_backend_is_asked_first(tmp_path: Path) -> None:
+    run_config = RunConfig(name="run", storage_path=tmp_path)
+    trainer = DataParallelTrainer(
+        no_argument, backend_config=Missing(), scaling_config=LOCAL, run_config=run_config
+    )
+    with pytest.raises(ImportError, match="no framework for 0 workers"):
+        trainer.fit()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("part", ["storage", "storage/below"])
+def test_a_storage_path_that_is_a_file_is_told(tmp_path: Path, part: str) -> None:
+    (tmp_path / "storage").write_text("")
+    with pytest.raises(OSError, match="or a part of it, is a file: give a folder"):
+        fit(no_argument, tmp_path / part)
+
+
+def test_a_storage_path_that_cannot_be_written_is_told() -> None:
+    with pytest.raises(OSError, match=r"'/proc/runs/run' cannot be written by user \w+: No such"):
+        fit(no_argument, Path("/proc/runs"))
+
+
+def test_a_checkpoint_to_start_from_must_be_there(tmp_path: Path) -> None:
+    trainer = DataParallelTrainer(
+        no_argument,
+        scaling_config=LOCAL,
+        run_config=RunConfig(name="run", storage_path=tmp_path),
+        resume_from_checkpoint=Checkpoint(tmp_path / "none"),
+    )
+    with pytest.raises((ValueError, OSError, RuntimeError), match=f"{tmp_path}/none"):
+        trainer.fit()
+
+
+def test_a_run_starts_from_a_checkpoint_of_another_one(tmp_path: Path) -> None:
+    first = fit(lambda: save("first"), tmp_path / "a")
+    second = DataParallelTrainer(
+        lambda: save(content(train.get_checkpoint()) + ", second"),
+        scaling_config=LOCAL,
+        run_config=RunConfig(name="run", storage_path=tmp_path / "b"),
+        resume_from_checkpoint=first.checkpoint,
+    )
+    assert content(second.fit().checkpoint) == "first, second"
+    assert content(second.fit().checkpoint) == "first, second, second"  # it has its own now
+
+
+def test_a_return_value_that_does_not_pickle_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fit(lambda: threading.Lock(), tmp_path).return_value is None
+    assert "rank 0: the return value, a lock, does not pickle" in capfd.readouterr().err
+
+
+# -- going on
+
+
+@pytest.mark.parametrize(
+    ("state", "resume", "outcome"),
+    [
+        ("none", "auto", ""),
+        ("none", "never", ""),
+        ("none", "must", "there is no run at"),
+        ("unfinished", "auto", "a, b"),
+        ("unfinished", "never", "holds an unfinished run"),
+        ("unfinished", "must", "a, b"),
+        ("finished", "auto", "a, b"),
+        ("finished", "never", "holds a finished run"),
+        ("finished", "must", "is finished"),
+        ("damaged", "auto", "a"),
+        ("damaged", "never", "holds a run with damaged parts"),
+        ("damaged", "must", "a"),
+    ],
+)
+def test_a_run_directory_and_resume(tmp_path: Path, state: str, resume: str, outcome: str) -> None:
+    make_run(tmp_path, state)
+    found = "none"
+
+    def function() -> None:
+        nonlocal found
+        start = train.get_checkpoint()
+        found = content(start) if start else ""
+
+    if " " in outcome and "," not in outcome:
+        with pytest.raises(ResumeError, match=outcome):
+            fit(function, tmp_path, resume=resume)
+        assert found == "none"
+    else:
+        fit(function, tmp_path, resume=resume)
+        assert found == outcome
+
+
+def make_run(folder: Path, state: str) -> None:
+    def function() -> None:
+        save("a")
+        save("a, b")
+        if state == "unfinished":
+            raise ValueError
+
+    if state == "unfinished":
+        with pytest.raises(WorkerGroupError):
+            fit(function, folder)
+    elif state != "none":
+        fit(function, folder)
+    if state == "damaged":
+        os.truncate(folder / "run" / "checkpoint_000001" / "model", 1)
+
+
+def test_a_run_that_goes_on_says_what_changed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(one_argument, tmp_path, {"lr": 1, 5: "a"})
+    fit(one_argument, tmp_path, {"lr": 2, 5: "a"})
+    err = capfd.readouterr().err
+    assert "train_loop_config.lr: '1' -> '2'" in err
+    assert "train_loop_config.5" not in err
+
+
+def test_a_run_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
+    trainer = DataParallelTrainer(
+        no_argument, scaling_config=LOCAL, run_config=RunConfig(storage_path=tmp_path)
+    )
+    paths = {trainer.fit().path for _ in range(3)}
+    assert len(paths) == 3
+    assert {Path(path).parent for path in paths} == {tmp_path}
+
+
+# -- restore
+
+
+def count_up(config: dict[str, Any]) -> int:
+    start = train.get_checkpoint()
+    number = int(content(start)) if start else 0
+    save(str(number + config["step"]))
+    return number + int(config["step"])
+
+
+def test_a_restored_trainer_goes_on_with_what_it_had(tmp_path: Path) -> None:
+    fit(count_up, tmp_path, {"step": 2})
+    trainer = DataParallelTrainer.restore(tmp_path / "run")
+    assert trainer.train_loop_config == {"step": 2}
+    assert trainer.scaling_config == LOCAL
+    assert (trainer.run_config.name, trainer.run_config.storage_path) == ("run", str(tmp_path))
+    assert trainer.fit().return_value == 4
+
+
+def test_what_is_given_to_restore_replaces_what_it_had(tmp_path: Path) -> None:
+    fit(count_up, tmp_path, {"step": 2})
+    trainer = DataParallelTrainer.restore(
+        str(tmp_path / "run"),
+        run_config=RunConfig(name="ignored", failure_config=FailureConfig(max_failures=3)),
+        train_loop_config={"step": 5},
+        metadata={"by": "bob"},
+    )
+    assert trainer.run_config.failure_config.max_failures == 3
+    result = trainer.fit()
+    assert (result.path, result.return_value) == (str(tmp_path / "run"), 7)
+    assert result.checkpoint is not None
+    assert result.checkpoint.get_metadata() == {"by": "bob"}
+
+
+def test_an_argument_that_restore_does_not_know_is_told(tmp_path: Path) -> None:
+    fit(no_argument, tmp_path)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epochs'"):
+        DataParallelTrainer.restore(tmp_path / "run", epochs=3)
+
+
+def test_whether_a_run_can_be_restored(tmp_path: Path) -> None:
+    fit(no_argument, tmp_path)
+    (tmp_path / "file").write_text("")
+    assert DataParallelTrainer.can_restore(tmp_path / "run")
+    for other in (tmp_path, tmp_path / "none", tmp_path / "file"):
+        assert not DataParallelTrainer.can_restore(other)
+        with pytest.raises(FileNotFoundError, match=f"{other} holds no run that can be restored"):
+            DataParallelTrainer.restore(other)
+
+
+# -- subclasses
+
+
+class Counter(DataParallelTrainer):
+    """A trainer whose loop is given, with an `__init__` of its own."""
+
+    def __init__(self, step: int, run_config: RunConfig) -> None:
+        super().__init__(
+            count_up, train_loop_config={"step": step}, scaling_config=LOCAL, run_config=run_config
+        )
+
+
+def test_a_subclass_may_bring_its_own_loop(tmp_path: Path) -> None:
+    trainer = Counter(3, RunConfig(name="run", storage_path=tmp_path))
+    assert repr(trainer).startswith("Counter(count_up, ScalingConfig(num_workers=0), RunConfig(")
+    assert trainer.fit().return_value == 3
+    restored = Counter.restore(tmp_path / "run")
+    assert isinstance(restored, Counter)
+    assert restored.fit().return_value == 6

@@ -1,0 +1,187 @@
+"""How `report()` gets a checkpoint into the storage: modes, own upload functions, mistakes."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar import train
+from drawbar.train import (
+    Checkpoint,
+    CheckpointUploadMode,
+    DataParallelTrainer,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
+from drawbar.train.testing import run_in_threads
+
+NO_UPLOAD = CheckpointUploadMode.NO_UPLOAD
+
+
+@pytest.fixture(autouse=True)
+def work_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage_path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}"
+
+
+def fit(function: Any, storage_path: str | Path) -> Result:
+    return DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", storage_path=storage_path),
+    ).fit()
+
+
+def put(place: Checkpoint, name: str, text: str) -> None:
+    """Write a file where a checkpoint lies or will lie."""
+    if place.filesystem is None:
+        Path(place).mkdir(exist_ok=True)
+        (Path(place) / name).write_text(text)
+        return
+    with place.filesystem.open_output_stream(f"{place.path}/{name}") as stream:
+        stream.write(text.encode())
+
+
+def content(checkpoint: Checkpoint | None) -> dict[str, str]:
+    assert checkpoint is not None
+    checkpoint.verify()
+    with checkpoint.as_directory() as path:
+        files = [each for each in Path(path).iterdir() if not each.name.startswith(".")]
+        return {each.name: each.read_text() for each in files}
+
+
+def test_what_lies_in_the_storage_is_committed_where_it_is(storage_path: str) -> None:
+    place = f"{storage_path}/run/mine"
+
+    def function() -> None:
+        put(Checkpoint(place), "model", "m")
+        train.report({"a": 1}, checkpoint=Checkpoint(place), checkpoint_upload_mode=NO_UPLOAD)
+
+    result = fit(function, storage_path)
+    assert result.checkpoint == Checkpoint(place)
+    assert content(result.checkpoint) == {"model": "m"}
+    assert [metrics for _, metrics in Result.from_path(result.path).best_checkpoints] == [{"a": 1}]
+
+
+def test_what_lies_elsewhere_is_refused(storage_path: str, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def function() -> None:
+        train.report({}, checkpoint=elsewhere, checkpoint_upload_mode=NO_UPLOAD)
+
+    with pytest.raises(WorkerGroupError, match="takes a directory directly in the run's directory"):
+        fit(function, storage_path)
+
+
+def test_what_is_committed_in_place_cannot_be_given_away(storage_path: str) -> None:
+    def function() -> None:
+        train.report(
+            {},
+            checkpoint=Checkpoint(f"{storage_path}/run/mine"),
+            checkpoint_upload_mode=NO_UPLOAD,
+            delete_local_checkpoint_after_upload=True,
+        )
+
+    with pytest.raises(WorkerGroupError, match="would delete the checkpoint"):
+        fit(function, storage_path)
+
+
+def test_an_empty_place_is_no_checkpoint() -> None:
+    storage_path = f"memory://{uuid.uuid4().hex}"
+
+    def function() -> None:
+        place = Checkpoint(f"{storage_path}/run/mine")
+        train.report({}, checkpoint=place, checkpoint_upload_mode=NO_UPLOAD)
+
+    with pytest.raises(WorkerGroupError, match="there are no files in memory://"):
+        fit(function, storage_path)
+
+
+@pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC])
+def test_a_function_of_the_users_uploads(storage_path: str, mode: CheckpointUploadMode) -> None:
+    def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        target = Checkpoint(f"{storage_path}/run/{name}")
+        put(target, "packed", (Path(checkpoint) / "model").read_text() * 2)
+        return target
+
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            train.report(
+                {}, checkpoint=path, checkpoint_upload_fn=upload, checkpoint_upload_mode=mode
+            )
+
+    assert content(fit(function, storage_path).checkpoint) == {"packed": "mm"}
+
+
+def test_a_function_that_puts_it_elsewhere_is_refused(storage_path: str, tmp_path: Path) -> None:
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            train.report(
+                {}, checkpoint=path, checkpoint_upload_fn=lambda *_: Checkpoint(tmp_path / "x")
+            )
+
+    with pytest.raises(WorkerGroupError, match="checkpoint_upload_fn must put the checkpoint at"):
+        fit(function, storage_path)
+
+
+def test_a_function_that_gives_no_checkpoint_is_refused(storage_path: str) -> None:
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            train.report({}, checkpoint=path, checkpoint_upload_fn=lambda *_: None)  # type: ignore[arg-type]
+
+    with pytest.raises(WorkerGroupError, match="must return a Checkpoint, found None"):
+        fit(function, storage_path)
+
+
+def test_every_rank_uploads_what_is_its_own(tmp_path: Path) -> None:
+    storage_path = f"memory://{uuid.uuid4().hex}"
+
+    def function() -> None:
+        rank = train.get_context().get_world_rank()
+        own = tmp_path / f"rank_{rank}"
+        own.mkdir()
+        (own / f"part_{rank}").write_text(str(rank))
+        train.report({}, checkpoint=own)
+
+    config = RunConfig(name="run", storage_path=storage_path)
+    result = run_in_threads(function, num_workers=3, run_config=config)
+    assert content(result.checkpoint) == {"part_0": "0", "part_1": "1", "part_2": "2"}
+    assert (tmp_path / "rank_0").exists()
+
+
+def test_a_name_is_given_once(storage_path: str) -> None:
+    def function() -> None:
+        for text in "ab":
+            with train.checkpoint_dir() as path:
+                (path / "model").write_text(text)
+                train.report({}, checkpoint=path, checkpoint_dir_name="best")
+
+    with pytest.raises(train.ControllerError, match="is a committed checkpoint already"):
+        fit(function, storage_path)
+    run = f"{storage_path}/run"
+    assert content(Result.from_path(run).checkpoint) == {"model": "a"}
+
+
+def test_what_is_handed_over_is_gone_from_here(storage_path: str, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+
+    def function() -> None:
+        own.mkdir()
+        (own / "model").write_text("m")
+        train.report({}, checkpoint=own, delete_local_checkpoint_after_upload=True)
+
+    assert content(fit(function, storage_path).checkpoint) == {"model": "m"}
+    assert not own.exists()
