@@ -10,12 +10,19 @@ import dataclasses
 import logging
 import math
 import os
-import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from drawbar.train._checks import (
+    ShowsWhatWasSet,
+    check_run_name,
+    is_list_of,
+    require_choice,
+    require_int,
+    require_type,
+)
 
 if TYPE_CHECKING:
     from drawbar.train._callback import UserCallback
@@ -27,21 +34,6 @@ ScoreOrder = Literal["max", "min"]
 DEFAULT_STORAGE_PATH = "~/drawbar_results"
 
 
-class _ShowsWhatWasSet:
-    """A repr of the fields that differ from their defaults: one short line in a notebook."""
-
-    def __repr__(self) -> str:
-        shown = []
-        for item in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
-            default = item.default
-            if item.default_factory is not dataclasses.MISSING:
-                default = item.default_factory()
-            value = getattr(self, item.name)
-            if value != default:
-                shown.append(f"{item.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-
 def fields_of(config: Any) -> dict[str, Any]:
     """Give a config's fields as JSON-able values, for the journal."""
     plain = (str, int, float, bool, type(None))
@@ -50,7 +42,7 @@ def fields_of(config: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ScalingConfig(_ShowsWhatWasSet):
+class ScalingConfig(ShowsWhatWasSet):
     """How many workers, on what.
 
     Args:
@@ -82,18 +74,18 @@ class ScalingConfig(_ShowsWhatWasSet):
 
     def __post_init__(self) -> None:
         self._check_num_workers()
-        _require_type("ScalingConfig.use_gpu", self.use_gpu, bool)
-        _require_choice(
+        require_type("ScalingConfig.use_gpu", self.use_gpu, bool)
+        require_choice(
             "ScalingConfig.placement_strategy", self.placement_strategy, get_args(PlacementStrategy)
         )
         if self.accelerator_type is not None:
-            _require_type("ScalingConfig.accelerator_type", self.accelerator_type, str)
+            require_type("ScalingConfig.accelerator_type", self.accelerator_type, str)
         self._check_resources()
         self._check_labels()
 
     def _check_num_workers(self) -> None:
         if not isinstance(self.num_workers, tuple | list):
-            _require_int("ScalingConfig.num_workers", self.num_workers, at_least=0)
+            require_int("ScalingConfig.num_workers", self.num_workers, at_least=0)
             return
         if len(self.num_workers) != 2:
             raise ValueError(
@@ -101,17 +93,17 @@ class ScalingConfig(_ShowsWhatWasSet):
                 f"found {self.num_workers!r}"
             )
         low, high = self.num_workers
-        _require_int("ScalingConfig.num_workers[0]", low, at_least=1)
-        _require_int("ScalingConfig.num_workers[1]", high, at_least=low)
+        require_int("ScalingConfig.num_workers[0]", low, at_least=1)
+        require_int("ScalingConfig.num_workers[1]", high, at_least=low)
         object.__setattr__(self, "num_workers", (low, high))
 
     def _check_resources(self) -> None:
         resources = self.resources_per_worker
         if resources is None:
             return
-        _require_type("ScalingConfig.resources_per_worker", resources, Mapping)
+        require_type("ScalingConfig.resources_per_worker", resources, Mapping)
         for key, amount in resources.items():
-            _require_type("ScalingConfig.resources_per_worker: a key", key, str)
+            require_type("ScalingConfig.resources_per_worker: a key", key, str)
             name = f"ScalingConfig.resources_per_worker[{key!r}]"
             if isinstance(amount, bool) or not isinstance(amount, int | float):
                 raise TypeError(f"{name} must be a number, found {amount!r}")
@@ -197,7 +189,7 @@ class ScalingConfig(_ShowsWhatWasSet):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class FailureConfig(_ShowsWhatWasSet):
+class FailureConfig(ShowsWhatWasSet):
     """What to do when workers fail. Mistakes in the configuration are never retried.
 
     Args:
@@ -223,9 +215,9 @@ class FailureConfig(_ShowsWhatWasSet):
 
     def __post_init__(self) -> None:
         for name in ("max_failures", "max_preemption_failures", "max_startup_failures"):
-            _require_int(f"FailureConfig.{name}", getattr(self, name), at_least=-1)
+            require_int(f"FailureConfig.{name}", getattr(self, name), at_least=-1)
         self._check_hang_timeout()
-        _require_type("FailureConfig.keep_survivors", self.keep_survivors, bool)
+        require_type("FailureConfig.keep_survivors", self.keep_survivors, bool)
 
     def _check_hang_timeout(self) -> None:
         timeout = self.hang_timeout
@@ -249,7 +241,7 @@ class FailureConfig(_ShowsWhatWasSet):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class CheckpointConfig(_ShowsWhatWasSet):
+class CheckpointConfig(ShowsWhatWasSet):
     """Which checkpoints stay, and how safe a committed one is.
 
     Args:
@@ -270,20 +262,20 @@ class CheckpointConfig(_ShowsWhatWasSet):
 
     def __post_init__(self) -> None:
         if self.num_to_keep is not None:
-            _require_int("CheckpointConfig.num_to_keep", self.num_to_keep, at_least=1)
+            require_int("CheckpointConfig.num_to_keep", self.num_to_keep, at_least=1)
         if self.checkpoint_score_attribute is not None:
             name = "CheckpointConfig.checkpoint_score_attribute"
-            _require_type(name, self.checkpoint_score_attribute, str)
-        _require_choice(
+            require_type(name, self.checkpoint_score_attribute, str)
+        require_choice(
             "CheckpointConfig.checkpoint_score_order",
             self.checkpoint_score_order,
             get_args(ScoreOrder),
         )
-        _require_type("CheckpointConfig.durable", self.durable, bool)
+        require_type("CheckpointConfig.durable", self.durable, bool)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LoggingConfig(_ShowsWhatWasSet):
+class LoggingConfig(ShowsWhatWasSet):
     """What a run shows on the driver's console. The files under `<run>/logs` always get everything.
 
     Args:
@@ -294,9 +286,9 @@ class LoggingConfig(_ShowsWhatWasSet):
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
-        _require_type("LoggingConfig.log_level", self.log_level, str)
+        require_type("LoggingConfig.log_level", self.log_level, str)
         levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-        _require_choice("LoggingConfig.log_level", self.log_level.upper(), levels)
+        require_choice("LoggingConfig.log_level", self.log_level.upper(), levels)
 
     @property
     def level(self) -> int:
@@ -305,7 +297,7 @@ class LoggingConfig(_ShowsWhatWasSet):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RunConfig(_ShowsWhatWasSet):
+class RunConfig(ShowsWhatWasSet):
     """Where a run lies and how it is kept going.
 
     Args:
@@ -344,28 +336,28 @@ class RunConfig(_ShowsWhatWasSet):
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, kind())
-            _require_type(f"RunConfig.{name}", getattr(self, name), kind)
+            require_type(f"RunConfig.{name}", getattr(self, name), kind)
         if self.name is not None:
-            _check_run_name(self.name)
+            check_run_name(self.name)
         if self.storage_path is not None:
-            _require_type("RunConfig.storage_path", self.storage_path, (str, os.PathLike))
+            require_type("RunConfig.storage_path", self.storage_path, (str, os.PathLike))
             if not os.fspath(self.storage_path):
                 raise ValueError("RunConfig.storage_path must not be empty; None is the default")
-        _require_choice("RunConfig.resume", self.resume, get_args(Resume))
-        if not _is_list_of(str, self.forward_env):
+        require_choice("RunConfig.resume", self.resume, get_args(Resume))
+        if not is_list_of(str, self.forward_env):
             raise TypeError(
                 "RunConfig.forward_env must be a list of names or patterns such as ['MY_*'], "
                 f"found {self.forward_env!r}"
             )
         if self.worker_runtime_env is not None:
-            _require_type("RunConfig.worker_runtime_env", self.worker_runtime_env, Mapping)
+            require_type("RunConfig.worker_runtime_env", self.worker_runtime_env, Mapping)
         self._check_callbacks()
 
     def _check_callbacks(self) -> None:
         from drawbar.train._callback import UserCallback
 
         callbacks = () if self.callbacks is None else self.callbacks
-        if not _is_list_of(UserCallback, callbacks):
+        if not is_list_of(UserCallback, callbacks):
             raise TypeError(
                 "RunConfig.callbacks must be a list of instances of drawbar.train.UserCallback, "
                 f"found {callbacks!r}"
@@ -374,7 +366,7 @@ class RunConfig(_ShowsWhatWasSet):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class DataConfig(_ShowsWhatWasSet):
+class DataConfig(ShowsWhatWasSet):
     """Which datasets are split between the workers, and how Ray Data runs them.
 
     Args:
@@ -392,11 +384,11 @@ class DataConfig(_ShowsWhatWasSet):
     enable_shard_locality: bool = True
 
     def __post_init__(self) -> None:
-        _require_type("DataConfig.enable_shard_locality", self.enable_shard_locality, bool)
+        require_type("DataConfig.enable_shard_locality", self.enable_shard_locality, bool)
         names = self.datasets_to_split
         if names == "all":
             return
-        if not _is_list_of(str, names):
+        if not is_list_of(str, names):
             raise TypeError(
                 'DataConfig.datasets_to_split must be "all" or a list of dataset names, '
                 f"found {names!r}"
@@ -406,44 +398,3 @@ class DataConfig(_ShowsWhatWasSet):
     def splits(self, name: str) -> bool:
         """Whether the dataset of this name is split between the workers."""
         return self.datasets_to_split == "all" or name in self.datasets_to_split
-
-
-def _check_run_name(name: str) -> None:
-    _require_type("RunConfig.name", name, str)
-    path = PurePath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(
-            f"RunConfig.name={name!r} would leave the storage path; "
-            "give a plain name, and the folder as storage_path"
-        )
-    if not name.strip() or name in (".", "./") or re.search(r"[\x00-\x1f]", name):
-        raise ValueError(f"RunConfig.name={name!r} is not a usable folder name")
-    if len(path.parts) != 1:
-        raise ValueError(
-            f"RunConfig.name={name!r} has folders in it; give the folder as storage_path"
-        )
-
-
-def _require_type(name: str, value: object, kind: type | tuple[type, ...]) -> None:
-    if not isinstance(value, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        expected = " or ".join(k.__name__ for k in kinds)
-        raise TypeError(f"{name} must be {expected}, found {value!r} ({type(value).__name__})")
-
-
-def _is_list_of(kind: type, value: Any) -> bool:
-    is_list = isinstance(value, Sequence | Set) and not isinstance(value, str)
-    return is_list and all(isinstance(item, kind) for item in value)
-
-
-def _require_int(name: str, value: object, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, found {value!r} ({type(value).__name__})")
-    if value < at_least:
-        raise ValueError(f"{name} must be at least {at_least}, found {value}")
-
-
-def _require_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name} must be one of {listed}, found {value!r}")

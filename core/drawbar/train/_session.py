@@ -8,6 +8,7 @@ same session serves an actor, this very process (`num_workers=0`) and the thread
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -101,7 +102,7 @@ class Session:
         self._say = say
         self._next_report = assignment.first_index
         self._next_collective = 0
-        self._next_question = 0
+        self._questions = itertools.count()  # of any thread
         self._changed = threading.Condition()
         self._orders: dict[tuple[type[Order], int], Order] = {}
         self._offers: dict[int, Offer] = {}
@@ -173,12 +174,12 @@ class Session:
         self.uploads = Uploads(self.directory, self._label, self._say, self._wait_for_any)
 
     def _send(self, name: str, path: str, offset: int, data: bytes) -> None:
-        number, self._next_question = self._next_question, self._next_question + 1
+        number = next(self._questions)
         self._say(Chunk(number=number, name=name, path=path, offset=offset, data=data))
         self._wait_for_any((Taken, number))
 
     def _ask(self, name: str, path: str, offset: int) -> FileAnswer:
-        number, self._next_question = self._next_question, self._next_question + 1
+        number = next(self._questions)
         self._say(FileAsked(number=number, name=name, path=path, offset=offset))
         answer = self._wait_for_any((FileAnswer, number))
         assert isinstance(answer, FileAnswer)
@@ -210,7 +211,7 @@ class Session:
 
     def all_checkpoints(self, timeout: float | None) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Ask the controller for the committed checkpoints that are kept, oldest first."""
-        number, self._next_question = self._next_question, self._next_question + 1
+        number = next(self._questions)
         self._say(Asked(number=number))
         answer = self._wait_for_any((Answer, number), timeout=timeout)
         assert isinstance(answer, Answer)
@@ -281,7 +282,7 @@ class Session:
 
     def diagnose(self) -> str:
         """Have the stacks of all ranks written; gives what tells them apart."""
-        number, self._next_question = self._next_question, self._next_question + 1
+        number = next(self._questions)
         self._say(DiagnosisAsked(number=number))
         answer = self._wait_for_any((Diagnosis, number))
         assert isinstance(answer, Diagnosis)
