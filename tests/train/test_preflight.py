@@ -51,7 +51,7 @@ async def async_generator() -> AsyncIterator[int]:
     [
         (no_argument, False),
         (one_argument, True),
-        (a_default, False),
+        (a_default, True),
         (any_arguments, False),
         (functools.partial(two_arguments, extra=1), True),
         (functools.partial(two_arguments, {}, 1), False),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # Ray's default depends on what ran here before
 RANK_VARIABLES = {
     "RANK": "get_world_rank",
     "WORLD_SIZE": "get_world_size",
@@ -87,7 +88,7 @@ def bare_cluster() -> Iterator[str]:
     with temporary_folder() as folder:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
         command += ["--port=0", f"--temp-dir={folder}", "--include-dashboard=false"]
-        environ = {name: os.environ[name] for name in ("PATH", "HOME")}
+        environ = {name: os.environ[name] for name in ("PATH", "HOME")} | NO_TOKEN
         with subprocess.Popen(
             [*command, "--num-cpus=8", "--disable-usage-stats"],
             env=environ,
@@ -135,6 +136,7 @@ def seen(
 
     drivers.run(
         main,
+        **NO_TOKEN,
         RAY_ADDRESS=bare_cluster,
         RAY_OF_THE_DRIVER="not for the workers",
         CUDA_VISIBLE_DEVICES="7",
@@ -149,7 +151,8 @@ def seen(
 
 @pytest.fixture(params=[0, 1])
 def worker(seen: list[dict[str, Any]], request: pytest.FixtureRequest) -> dict[str, Any]:
-    return seen[request.param]
+    rank: int = request.param
+    return seen[rank]
 
 
 def test_the_drivers_variables_arrive_by_the_filter(worker: dict[str, Any]) -> None:
@@ -210,8 +213,8 @@ def test_ranks_are_contiguous_on_each_node(
         ray.init(address=cluster.address)
         values = fit(where, run_config, scaling_config=ScalingConfig(num_workers=4)).return_values
         (tmp_path / "where.json").write_text(json.dumps(values))
-        ray.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
-        cluster.shutdown()
+        ray.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
 
     drivers.run(main, RAY_ADDRESS=None, RAY_TMPDIR=short_folder)
     found = json.loads((tmp_path / "where.json").read_text())

@@ -37,7 +37,8 @@ def two_nodes(path: Path) -> Iterator[None]:
     ray.init(num_cpus=1, include_dashboard=False)
     script = Path(sys.executable).with_name("ray")
     address = ray.get_runtime_context().gcs_address
-    command = f"mount -t tmpfs none {path} && exec {script} start --address={address} --num-cpus=1"
+    own = f"mount -t tmpfs none {path} && mount -t tmpfs none /tmp/ray"  # `ray start` leaves a file
+    command = f"{own} && exec {script} start --address={address} --num-cpus=1"
     node = subprocess.Popen(
         ["unshare", "-m", "sh", "-c", f"{command} --block"], stdout=subprocess.DEVNULL
     )

@@ -151,7 +151,7 @@ class PlainView:
     def state_changed(self) -> None:
         shown = self._status.activity()
         if shown != self._shown_state:
-            if self._status.state in ("finished", "failed"):
+            if self._status.state in ("finished", "failed", "stopped"):
                 self.close()
             self._shown_state = shown
             self.line(shown)

@@ -141,7 +141,7 @@ class Controller:
         except asyncio.CancelledError:
             outcome = Outcome()
             await self._group.end_attempt(grace=STOP_GRACE_SECONDS, keep=True, replace=False)
-            self._log(RunEnded(time=time.time(), outcome="stopped"))
+            self._end_run("stopped")
         finally:
             watch.cancel()
             await self._commits.close()
@@ -161,8 +161,12 @@ class Controller:
                 self._spent = decision.spent
                 self._number += 1
             else:
-                self._log(RunEnded(time=time.time(), outcome="finished"))
+                self._end_run("finished")
                 return Outcome(values=attempt.values)
+
+    def _end_run(self, outcome: str, error: str = "") -> None:
+        self._log(RunEnded(time=time.time(), outcome=outcome, error=error))
+        self._console.state(outcome)
 
     # -- one attempt
 
@@ -363,7 +367,7 @@ class Controller:
             path=self._run.directory.location,
             newest=self._start_point().checkpoint,
         )
-        self._log(RunEnded(time=time.time(), outcome="failed", error=error.error_message))
+        self._end_run("failed", error.error_message)
         return Outcome(error=error)
 
     def _shut_down_backend(self) -> None:

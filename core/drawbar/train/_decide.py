@@ -113,16 +113,12 @@ class ResumePlan:
 def resume_plan(state: RunState, resume: Resume, *, path: str, newest: str | None) -> ResumePlan:
     """Decide what a run directory and `RunConfig.resume` mean together.
 
-    | the directory holds | "auto"                        | "never"     | "must"
-    |
-    |---------------------|-------------------------------|-------------|-------------------------------|
-    | no run              | a new run                     | a new run   | ResumeError
-    | | an unfinished run   | goes on from its newest       | ResumeError | goes on; without a
-    checkpoint | |                     | checkpoint, or from the start |             | ResumeError
-    | | a finished run      | goes on, with a warning       | ResumeError | ResumeError
-    | | damaged parts       | goes on from the newest       | ResumeError | the same; without an
-    intact   | |                     | intact one, with a warning    |             | checkpoint
-    ResumeError        |
+    no run             "auto" and "never" begin a new one; "must" is an error
+    an unfinished run  "auto" goes on from its newest checkpoint, or from the start if it has none;
+                       "must" needs a checkpoint; "never" is an error
+    a finished run     "auto" goes on, with a warning; "never" and "must" are errors
+    damaged parts      "auto" goes on from the newest intact checkpoint, with a warning; "must" the
+                       same, and needs one; "never" is an error
 
     Args:
         state: What the directory holds.

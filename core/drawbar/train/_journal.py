@@ -7,6 +7,7 @@ depends on is written before the decision is acted on.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
@@ -145,7 +146,14 @@ class Journal:
         """Write an event. It survives this process's death when this returns."""
         if isinstance(event, ReportReceived | CheckpointCommitted):
             event = msgspec.structs.replace(event, metrics=to_json(event.metrics))
-        self._file.write(self._encoder.encode(event) + b"\n")
+        line = self._encoder.encode(event) + b"\n"
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, "no space left for the journal")
+        except OSError as error:
+            self._file.truncate(end)  # no torn line stays in the middle
+            raise OSError(error.errno, f"{error.strerror}: {self._file.name}") from error
 
     def close(self) -> None:
         """Release the lock, also where a forked child has inherited the file, and close it."""

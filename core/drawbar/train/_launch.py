@@ -18,7 +18,7 @@ from typing import Any
 from drawbar.train._config import DEFAULT_STORAGE_PATH, RunConfig
 from drawbar.train._controller import Controller
 from drawbar.train._decide import AttemptEnd, RunState, Spent, changes, resume_plan, spent_so_far
-from drawbar.train._errors import UserAbort
+from drawbar.train._errors import ControllerError, UserAbort
 from drawbar.train._filesystem import locate
 from drawbar.train._journal import (
     AttemptFailed,
@@ -236,6 +236,9 @@ class _Hosted:
 
     def outcome(self) -> Outcome:
         """Give how the run ended; raises what the controller raised."""
+        if isinstance(self._ended, Exception):
+            message = f"the run's controller failed: {type(self._ended).__name__}: {self._ended}"
+            raise ControllerError(message, self._ended) from self._ended
         if isinstance(self._ended, BaseException):
             raise self._ended
         assert self._ended is not None  # run() has ended

@@ -99,10 +99,9 @@ class Result:
     def metrics_dataframe(self) -> pandas.DataFrame:
         """All reports that count: a row per rank and report.
 
-        Columns: `rank`, `index` (number of the report), `attempt`, `time` (seconds since the
-            epoch), and the
-        metrics, nested keys joined with "/"; a metric of the same name as one of the four is found
-        as `metric/<name>`. A restart leaves neither gap nor duplicate.
+        The columns are `rank`, `index` (number of the report), `attempt`, `time` (seconds since the
+        epoch), and the metrics, nested keys joined with "/"; a metric of the same name as one of
+        the four is found as `metric/<name>`. A restart leaves neither gap nor duplicate.
 
         Raises:
             ImportError: pandas is not installed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -21,7 +22,7 @@ from drawbar.train._controller import Controller
 from drawbar.train._journal import AttemptStarted
 from drawbar.train._launch import Job, OpenRun, connect_to_ray, directory_of, host, open_run
 from drawbar.train._local import LocalWorkerGroup
-from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._messages import Finished, Ranks, WorkerInfo
 from drawbar.train._remote import open_directory
 from drawbar.train._result import Result
 from drawbar.train._run import Outcome, Run
@@ -200,8 +201,7 @@ class DataParallelTrainer:
         result = Result.of(directory)
         for rank in sorted(outcome.values):
             finished = outcome.values[rank]
-            value = None if finished.value is None else cloudpickle.loads(finished.value)
-            result.return_values.append(value)
+            result.return_values.append(_unpickled(rank, finished))
         return result
 
     # -- restore
@@ -343,6 +343,19 @@ class _Plan:
     def draining(self) -> dict[str, int]:
         """Give the nodes that are about to go."""
         return _placement.draining_nodes() if self._in_ray else {}
+
+
+def _unpickled(rank: int, finished: Finished) -> Any:
+    """Give a rank's return value; one that cannot be had is told, and does not fail the run."""
+    why = finished.value_error
+    if finished.value is not None:
+        try:
+            return cloudpickle.loads(finished.value)
+        except Exception as error:
+            why = f"it does not unpickle here: {error!r}"
+    if why:
+        warnings.warn(f"the return value of rank {rank} is lost: {why}", stacklevel=4)
+    return None
 
 
 def _instance(name: str, value: T | None, kind: type[T]) -> T:

@@ -1,0 +1,55 @@
+"""A notebook trains on two workers: executed by nbclient, in a kernel of this interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import ray
+from nbclient import NotebookClient
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+DEFINE = """
+from drawbar import train
+
+def train_func(config):
+    print("from rank", train.get_context().get_world_rank())
+    for step in range(config["steps"]):
+        train.report({"step": step})
+"""
+
+FIT = """
+train.DataParallelTrainer(
+    train_func,
+    train_loop_config={"steps": 3},
+    scaling_config=train.ScalingConfig(num_workers=2),
+    run_config=train.RunConfig(name="run", storage_path="."),
+).fit()
+"""
+
+
+def run_cells(folder: Path, *sources: str) -> list[dict[str, Any]]:
+    """Run the cells of a new notebook in order; give what the last one shows."""
+    make: Any = nbformat.v4  # it has no types
+    notebook = make.new_notebook(cells=[make.new_code_cell(source) for source in sources])
+    where = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, kernel_name="python3", resources=where).execute()
+    outputs: list[dict[str, Any]] = notebook.cells[-1].outputs
+    return outputs
+
+
+def test_a_cell_trains_on_two_workers_and_shows_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    outputs = run_cells(tmp_path, DEFINE, FIT)
+    assert outputs[-1]["output_type"] == "execute_result"
+    assert outputs[-1]["data"]["text/plain"].startswith(f"Result(\n  path='{tmp_path}/run',")
+    printed = [each["text"] for each in outputs if each.get("name") == "stdout"]
+    assert printed == ["from rank 0\n"]
+    live = [each["data"]["text/plain"] for each in outputs if each["output_type"] == "display_data"]
+    assert len(live) == 1
+    assert "finished | report 2: step 2" in live[0]

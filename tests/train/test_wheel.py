@@ -1,0 +1,90 @@
+"""The built wheel, installed where the checkout cannot be imported, does what the checkout does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import os, sys
+import drawbar.train
+from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, get_context
+
+def train_func():
+    return drawbar.train.__file__, get_context().get_world_rank()
+
+if __name__ == "__main__":
+    result = DataParallelTrainer(
+        train_func,
+        scaling_config=ScalingConfig(num_workers=int(sys.argv[1])),
+        run_config=RunConfig(name="run" + sys.argv[1], storage_path="runs"),
+    ).fit()
+    for value in result.return_values:
+        print(*value)
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command to its end, which must be a good one; give its stdout."""
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", f"--wheel-dir={folder}"]
+    run(sys.executable, "-m", "pip", "wheel", ROOT, *options, cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel; the dependencies are found where they are here.
+
+    A line in a .pth file adds that folder to the path without reading the .pth files in it, so that
+    an editable install of the checkout there is not seen.
+    """
+    venv = tmp_path_factory.mktemp("venv")
+    run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=venv)
+    python = venv / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel, cwd=venv)
+    here = sysconfig.get_path("purelib")
+    purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=venv)
+    Path(purelib.strip(), "dependencies.pth").write_text(here)
+    return python
+
+
+def test_it_holds_every_package_with_its_types_and_nothing_else(wheel: Path) -> None:
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    packages = {name.rpartition("/")[0] for name in names}
+    assert "drawbar/train" in packages
+    assert {name for name in names if name.endswith("py.typed")} == {
+        f"{package}/py.typed" for package in packages
+    }
+    assert all(name.startswith("drawbar/") for name in names)
+    assert not [name for name in names if "test_" in name or "conftest" in name]
+    sources = {*(ROOT / "core").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")}
+    assert sum(name.endswith(".py") for name in names) == len(sources)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_it_trains_from_another_folder(
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    lines = run(python, "train.py", str(num_workers), cwd=tmp_path).splitlines()
+    installed = python.parents[1]
+    assert [line.split()[1] for line in lines] == [str(rank) for rank in range(max(num_workers, 1))]
+    assert all(line.startswith(str(installed)) for line in lines)
