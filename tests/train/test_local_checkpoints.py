@@ -286,3 +286,17 @@ def test_ranks_may_save_into_one_directory(tmp_path: Path) -> None:
 
     result = run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
     assert result.return_values == [["shard_0", "shard_1"]] * 2
+
+
+def test_a_rank_that_waits_at_its_end_for_an_asynchronous_checkpoint(tmp_path: Path) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 0:
+            with train.checkpoint_dir() as path:
+                (path / "a").write_text("x")
+                mode = train.CheckpointUploadMode.ASYNC
+                train.report({}, path, checkpoint_upload_mode=mode)
+        else:
+            train.collective.barrier()
+
+    with pytest.raises(train.DivergenceError, match="rank 0 waits for report #0"):
+        run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))

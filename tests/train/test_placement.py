@@ -1,10 +1,8 @@
 """What a cluster can never hold is refused with its values; what it can hold never is."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
-import ray
 
 from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._placement import (
@@ -45,8 +43,8 @@ def test_what_fits_is_not_refused(workers: int, bundle: dict[str, float], strate
 @pytest.mark.parametrize(
     ("workers", "bundle", "strategy", "message"),
     [
-        (1, {"CPU": 50}, "PACK", r"needs CPU=50; the largest of 2 .* \(host large\) has CPU=8"),
-        (1, {"CPU": 9, "GPU": 1}, "PACK", r"CPU=9, GPU=1; .*\(host large\) has CPU=8, GPU=2"),
+        (1, {"CPU": 50}, "PACK", r"needs CPU=50; the largest node \(host large, of 2 .*\) has CPU=8"),
+        (1, {"CPU": 9, "GPU": 1}, "PACK", r"CPU=9, GPU=1; .*\(host large, .*\) has CPU=8, GPU=2"),
         (11, {"CPU": 1}, "PACK", r"11 workers of CPU=1 never fit .* at most 10 do on the whole"),
         (11, {"CPU": 1}, "PACK", r"workers per host: small: 2, large: 8"),
         (4, {"CPU": 3}, "SPREAD", "at most 2 do"),
@@ -152,18 +150,12 @@ def test_autoscaler_status(node_types: dict[str, int], expected: bool) -> None:
     assert names_node_types(json.dumps(status).encode()) is expected
 
 
-@pytest.fixture(scope="module")
-def small_cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, labels={"zone": "a"})
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.usefixtures("small_cluster")
+@pytest.mark.usefixtures("ray_cluster")
 def test_the_cluster_as_ray_shows_it() -> None:
     (only,) = node_shapes()
-    assert only.total["CPU"] == only.available["CPU"] == 2
-    assert only.labels["zone"] == "a"
+    assert only.total["CPU"] == 8
+    assert only.total["GPU"] == 4
+    assert only.labels["ray.io/node-id"] == only.node_id
     assert not autoscaling()
-    with pytest.raises(InsufficientResourcesError, match=f"host {only.hostname}.* has CPU=2"):
+    with pytest.raises(InsufficientResourcesError, match=f"host {only.hostname}.* has CPU=8"):
         check_fits([only], [{"CPU": 50}], "PACK", autoscaling=False)

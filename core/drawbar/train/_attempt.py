@@ -38,6 +38,7 @@ from drawbar.train._messages import (
     Persisted,
     Printed,
     Reported,
+    WaitsForCheckpoint,
     WorkerInfo,
 )
 from drawbar.train._preemption import PreemptionInfo, Wishes
@@ -105,6 +106,9 @@ class Attempt:
                 self._reported(rank, message)
             case Printed():
                 self._console.printed(rank, message)
+            case WaitsForCheckpoint():
+                self._progress.waits(rank, message.index)
+                self._check_divergence()
             case Persisted():
                 self._commits.persisted(rank, message)
             case Chunk():

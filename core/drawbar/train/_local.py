@@ -177,8 +177,10 @@ def _end_from_thread(
 
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
-    """Give this process its environment and folder back."""
+    """Give this process its environment and folder back, and `breakpoint()` to pdb inside."""
     environment, folder = dict(os.environ), os.getcwd()
+    if environment.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del os.environ["PYTHONBREAKPOINT"]  # Ray's own debugger is for its workers
     try:
         yield
     finally:

@@ -73,6 +73,12 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
     positions: dict[str, Any] = {}
 
 
+class WaitsForCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank stands still until an earlier, asynchronous checkpoint `index` is committed."""
+
+    index: int
+
+
 class Persisted(msgspec.Struct, frozen=True, kw_only=True):
     """The rank has put its share of checkpoint `index` into the staging area, at `directory`.
 
@@ -179,6 +185,7 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True):
 
 Message = (
     Reported
+    | WaitsForCheckpoint
     | Persisted
     | Chunk
     | FileAsked

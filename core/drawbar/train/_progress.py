@@ -89,6 +89,12 @@ class Progress:
         reports = self._rounds.pop(index)
         return Round(index, reports, _shares(reports))
 
+    def waits(self, rank: int, index: int) -> None:
+        """Take note that a rank waits for a checkpoint that it reported earlier."""
+        report = self._rounds.get(index, {}).get(rank)
+        if report is not None:
+            self.ranks[rank].waits_for_report = report
+
     def committed(self, index: int) -> None:
         """Take note that checkpoint `index` is committed, so nobody waits for it any more."""
         for each in self.ranks.values():

@@ -347,15 +347,14 @@ class _Plan:
 
 def _unpickled(rank: int, finished: Finished) -> Any:
     """Give a rank's return value; one that cannot be had is told, and does not fail the run."""
-    why = finished.value_error
-    if finished.value is not None:
-        try:
-            return cloudpickle.loads(finished.value)
-        except Exception as error:
-            why = f"it does not unpickle here: {error!r}"
-    if why:
+    if finished.value is None:
+        return None  # the console has said why
+    try:
+        return cloudpickle.loads(finished.value)
+    except Exception as error:
+        why = f"it does not unpickle here: {error!r}"
         warnings.warn(f"the return value of rank {rank} is lost: {why}", stacklevel=4)
-    return None
+        return None
 
 
 def _instance(name: str, value: T | None, kind: type[T]) -> T:

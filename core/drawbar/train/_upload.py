@@ -19,7 +19,15 @@ import msgspec
 from drawbar.train import _files
 from drawbar.train._checkpoint import Checkpoint, remove_tree, user_files
 from drawbar.train._filesystem import Folder
-from drawbar.train._messages import Committed, Message, Offer, Order, Persist, Persisted
+from drawbar.train._messages import (
+    Committed,
+    Message,
+    Offer,
+    Order,
+    Persist,
+    Persisted,
+    WaitsForCheckpoint,
+)
 from drawbar.train._storage import OWN_NAMES, Part, RunDirectory
 
 MAX_CHECKPOINTS_IN_FLIGHT = 2
@@ -107,7 +115,7 @@ class Uploads:
         self._wait = wait
         self._functions: dict[str, CheckpointUploadFn] = {}
         self._background: ThreadPoolExecutor | None = None
-        self._in_flight: list[Future[None]] = []
+        self._in_flight: list[tuple[int, Future[None]]] = []
 
     # -- offering
 
@@ -233,23 +241,29 @@ class Uploads:
         """Do the same in another thread; waits for the oldest if too many are in flight."""
         if self._background is None:
             self._background = ThreadPoolExecutor(1, thread_name_prefix="drawbar-checkpoint")
-        while len([f for f in self._in_flight if not f.done()]) >= MAX_CHECKPOINTS_IN_FLIGHT:
-            self._in_flight.pop(0).result()
+        while sum(not each.done() for _, each in self._in_flight) >= MAX_CHECKPOINTS_IN_FLIGHT:
+            self._wait_for_oldest()
         follow = self._background.submit(self.follow, index, offer, delete_local=delete_local)
-        self._in_flight.append(follow)
+        self._in_flight.append((index, follow))
+
+    def _wait_for_oldest(self) -> None:
+        index, oldest = self._in_flight.pop(0)
+        if not oldest.done():
+            self._say(WaitsForCheckpoint(index=index))
+        oldest.result()
 
     # -- the end
 
     def flush(self) -> None:
         """Wait until every asynchronous checkpoint is committed; raise what went wrong with one."""
         while self._in_flight:
-            self._in_flight.pop(0).result()
+            self._wait_for_oldest()
         if self._background is not None:
             self._background.shutdown()
 
     def flush_for(self, seconds: float) -> None:
         """Give what is in flight so long to be committed; what comes of it does not matter."""
         if self._in_flight and seconds:
-            wait(self._in_flight, timeout=seconds)
+            wait([each for _, each in self._in_flight], timeout=seconds)
         if self._background is not None:
             self._background.shutdown(wait=False, cancel_futures=True)
