@@ -18,7 +18,7 @@ def ray_cluster() -> Iterator[None]:
     ray.init(
         address="local",  # never one that happens to run on this machine
         num_cpus=8,
-        num_gpus=4,
+        num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))) or 4,  # real ones, or logical
         include_dashboard=False,
         logging_level=logging.ERROR,
     )

@@ -43,7 +43,7 @@ def test_what_fits_is_not_refused(workers: int, bundle: dict[str, float], strate
 @pytest.mark.parametrize(
     ("workers", "bundle", "strategy", "message"),
     [
-        (1, {"CPU": 50}, "PACK", r"needs CPU=50; the largest node \(host large, of 2 .*\) has CPU=8"),
+        (1, {"CPU": 50}, "PACK", r"CPU=50; the largest node \(host large, of 2 .*\) has CPU=8"),
         (1, {"CPU": 9, "GPU": 1}, "PACK", r"CPU=9, GPU=1; .*\(host large, .*\) has CPU=8, GPU=2"),
         (11, {"CPU": 1}, "PACK", r"11 workers of CPU=1 never fit .* at most 10 do on the whole"),
         (11, {"CPU": 1}, "PACK", r"workers per host: small: 2, large: 8"),

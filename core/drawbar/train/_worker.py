@@ -72,7 +72,8 @@ class Worker:
         self._thread: threading.Thread | None = None
         report = RunDirectory(Path(run_path)).exit_report(os.uname().nodename, os.getpid())
         report.parent.mkdir(parents=True, exist_ok=True)
-        threading.Thread(target=_sentinel.start, args=(report,), daemon=True).start()
+        self._sentinel = threading.Thread(target=_sentinel.start, args=(report,), daemon=True)
+        self._sentinel.start()
 
     def describe(self) -> WorkerInfo:
         """Say where this worker landed."""
@@ -92,6 +93,7 @@ class Worker:
 
     def run(self, assignment: Assignment, payload: bytes) -> Iterator[list[Message]]:
         """Run the training function; yields everything it says, all that has gathered at a time."""
+        self._sentinel.join()  # before user code can start a process that must not outlive this one
         outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         session = Session(assignment, outbox.put, self._cache)
         self._session = session
