@@ -51,7 +51,7 @@ async def async_generator() -> AsyncIterator[int]:
     [
         (no_argument, False),
         (one_argument, True),
-        (a_default, True),
+        (a_default, False),
         (any_arguments, False),
         (functools.partial(two_arguments, extra=1), True),
         (functools.partial(two_arguments, {}, 1), False),
@@ -62,6 +62,11 @@ async def async_generator() -> AsyncIterator[int]:
 )
 def test_functions_that_can_train(function: Callable[..., Any], takes_config: bool) -> None:
     assert check_function(function) is takes_config
+
+
+def test_an_argument_with_a_default_gets_the_config_if_there_is_one() -> None:
+    assert check_function(a_default, has_config=True)
+    assert not check_function(no_argument, has_config=True)
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,17 @@ _SEARCH_DEPTH = 5
 _SEARCH_WIDTH = 200
 
 
-def check_function(function: Callable[..., Any]) -> bool:
+def check_function(function: Callable[..., Any], *, has_config: bool = False) -> bool:
     """Check that a training function can be called with no argument, or with the
     `train_loop_config`.
 
+    Args:
+        function: The training function.
+        has_config: Whether there is a `train_loop_config`.
+
     Returns:
-        Whether it takes the config: it has one required positional argument, or, if it requires
-        none, one with a default.
+        Whether it gets the config: it has one required positional argument, or it has one with a
+        default and there is a config.
 
     Raises:
         TypeError: It is not callable, is a coroutine or generator function (a call would run none
@@ -68,7 +72,7 @@ def check_function(function: Callable[..., Any]) -> bool:
             "Bind others with functools.partial"
         )
     positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
-    return len(required) == 1 or len(positional) == 1
+    return len(required) == 1 or (has_config and len(positional) == 1)
 
 
 def check_config(takes_config: bool, config: object) -> None:

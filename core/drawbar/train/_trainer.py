@@ -87,7 +87,9 @@ class DataParallelTrainer:
         self.resume_from_checkpoint = resume_from_checkpoint
         if resume_from_checkpoint is not None:
             _instance("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
-        self._takes_config = _preflight.check_function(train_loop_per_worker)
+        self._takes_config = _preflight.check_function(
+            train_loop_per_worker, has_config=train_loop_config is not None
+        )
         _preflight.check_config(self._takes_config, train_loop_config)
         _data.check_datasets(datasets, self.dataset_config)
         self.datasets = dict(datasets or {})
