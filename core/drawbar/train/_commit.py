@@ -11,8 +11,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,7 +87,8 @@ class Committer:
         self._on_failure = failed
         self._pending: dict[int, _Pending] = {}
         self._ready: asyncio.Queue[_Pending] = asyncio.Queue()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Future[None]] = set()
+        self._later = ThreadPoolExecutor(1, "drawbar-later", initializer=_yield_to_others)
         self._task: asyncio.Task[None] | None = None
         self.kept = directory.intact_checkpoints()
 
@@ -219,9 +224,10 @@ class Committer:
             self._in_background(self._directory.delete, manifest.name)
 
     def _in_background(self, action: Callable[..., None], *arguments: str) -> None:
-        task = asyncio.create_task(asyncio.to_thread(_logged, action, *arguments))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        loop = asyncio.get_running_loop()
+        later = loop.run_in_executor(self._later, _logged, action, *arguments)
+        self._background.add(later)
+        later.add_done_callback(self._background.discard)
 
     def checkpoint(self, manifest: Manifest) -> Checkpoint:
         """Give the checkpoint of a manifest."""
@@ -245,10 +251,19 @@ class Committer:
         await self.settle()
         if self._background:
             await asyncio.wait(self._background)
+        self._later.shutdown(wait=False)
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+
+
+def _yield_to_others() -> None:
+    """Give this thread a low priority: hashing must not slow the commits and the training."""
+    if sys.platform != "linux":
+        return  # elsewhere it would be the whole process
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _logged(action: Callable[..., None], *arguments: str) -> None:

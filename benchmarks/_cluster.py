@@ -1,0 +1,57 @@
+"""A fresh Ray cluster and bare actors on it, for the one driver that needs them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+NUM_CPUS = 8
+SHUTDOWN_SECONDS = 30.0
+
+
+@contextmanager
+def fresh_cluster() -> Iterator[Path]:
+    """Start a local Ray cluster with 8 logical CPUs; give an empty folder for the runs.
+
+    On leaving, the cluster's processes are waited for, so that none of them takes CPU time from the
+    side that comes next.
+    """
+    import psutil
+    import ray
+
+    ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="drawbar-benchmark-") as folder:
+            yield Path(folder)
+    finally:
+        processes = psutil.Process().children(recursive=True)
+        ray.shutdown()
+        psutil.wait_procs(processes, timeout=SHUTDOWN_SECONDS)
+
+
+class _Worker:
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+def start_actor() -> Any:
+    """Ask Ray for one actor with one CPU, without waiting for it. It has a method `call`."""
+    import ray
+
+    return ray.remote(num_cpus=1)(_Worker).remote()
+
+
+@contextmanager
+def bare_actors(count: int = 2) -> Iterator[list[Any]]:
+    """Give actors as plain as Ray has them: no placement group, no library; killed on leaving."""
+    import ray
+
+    actors = [start_actor() for _ in range(count)]
+    try:
+        yield actors
+    finally:
+        for actor in actors:
+            ray.kill(actor)

@@ -1,0 +1,117 @@
+"""What a scenario is: the sides that do the same work, what each measures, and the goals.
+
+Nothing here or in a scenario's file imports Ray or a framework at the top, because the workers
+import these files too and would pay for it in the middle of a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypedDict, get_args
+
+Side = Literal["drawbar", "ray.train", "bare"]
+SIDES: tuple[Side, ...] = get_args(Side)
+
+Samples = dict[str, list[float]]
+"""What one driver measured: the key of a `Measure` to its samples, in that measure's unit."""
+
+
+class Answer(TypedDict, total=False):
+    """What the process of a side says when it ends: one of the two."""
+
+    samples: Samples
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A ratio of two sides' medians, or one side's median as it is, and the bound it should keep.
+
+    Args:
+        over: The side whose median is divided.
+        under: The side it is divided by. None: `over`'s median itself is compared with the bound.
+        at_least: Lower bound. With neither bound the ratio is shown for information.
+        at_most: Upper bound.
+    """
+
+    over: Side
+    under: Side | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The quantity in words, such as "ray.train / drawbar"."""
+        return self.over if self.under is None else f"{self.over} / {self.under}"
+
+    @property
+    def target(self) -> str:
+        """The bound in words, such as "≥ 6"; "" if there is none."""
+        if self.at_least is not None:
+            return f"≥ {self.at_least:g}"
+        return "" if self.at_most is None else f"≤ {self.at_most:g}"
+
+    def value(self, medians: Mapping[Side, float]) -> float | None:
+        """Compute the quantity; None if a side has no median or the divisor is zero."""
+        over = medians.get(self.over)
+        if over is None or self.under is None:
+            return over
+        under = medians.get(self.under)
+        return over / under if under else None
+
+    def is_met(self, value: float) -> bool | None:
+        """Whether the value keeps the bound; None if there is no bound."""
+        if self.at_least is not None:
+            return value >= self.at_least
+        return None if self.at_most is None else value <= self.at_most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One row of the table.
+
+    Args:
+        key: Its name in `Samples` and in the JSON file.
+        label: Its name in the table.
+        unit: "s" (shown as s, ms or µs), "1/s", or "" for a plain number.
+        goals: Ratios to show beside it.
+        sides: Who measures it, where not every side does.
+    """
+
+    key: str
+    label: str
+    unit: Literal["s", "1/s", ""] = "s"
+    goals: tuple[Goal, ...] = ()
+    sides: tuple[Side, ...] = SIDES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One piece of work that several sides do.
+
+    Args:
+        name: Short name for `--only`.
+        title: What is measured, in one line.
+        note: What "bare" is here, and what else a reader of the numbers must know.
+        measures: The rows.
+        sides: Who does it. Each is called in a fresh process, so that no two Ray clusters coexist.
+        timeout: Seconds until a side's process is ended and shown as failed.
+    """
+
+    name: str
+    title: str
+    note: str
+    measures: tuple[Measure, ...]
+    sides: Mapping[Side, Callable[[], Samples]]
+    timeout: float = 180.0
+
+
+def faster_than_ray_train(at_least: float | None = None) -> Goal:
+    """How many times longer `ray.train` takes than Drawbar."""
+    return Goal(over="ray.train", under="drawbar", at_least=at_least)
+
+
+def cost_over_bare(at_most: float | None = None) -> Goal:
+    """How many times longer Drawbar takes than bare processes."""
+    return Goal(over="drawbar", under="bare", at_most=at_most)
