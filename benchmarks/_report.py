@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -60,11 +60,11 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cells(row: Row, summary: Summary, mark: Any) -> list[str]:
+def _cells(row: Row, summary: Summary, mark: Callable[[Verdict], str]) -> list[str]:
     measured = [_statistic(row, summary, side) for side in SIDES]
     ratios = [_ratio(verdict, row.measure) for verdict in row.verdicts]
     goals = [mark(verdict) for verdict in row.verdicts]
-    return [row.measure.label, *measured, "\n".join(ratios), "\n".join(goals)]
+    return [row.measure.label, *measured, "\n".join(ratios), "\n".join(goals).rstrip()]
 
 
 def _statistic(row: Row, summary: Summary, side: Side) -> str:

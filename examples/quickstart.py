@@ -15,15 +15,17 @@ def train_digits(config):
     model = prepare_model(torch.nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
     for epoch in range(config["epochs"]):
+        total = 0.0
         for x, y in loader:
             loss = torch.nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        report({"epoch": epoch, "loss": loss.item()})
+            total += loss.item()
+        report({"epoch": epoch, "loss": total / len(loader)})
 
 
 if __name__ == "__main__":
-    config, workers = {"epochs": 5, "lr": 0.01}, ScalingConfig(num_workers=2)
+    config, workers = {"epochs": 8, "lr": 0.01}, ScalingConfig(num_workers=2)
     result = TorchTrainer(train_digits, train_loop_config=config, scaling_config=workers).fit()
     print(result.metrics, "in", result.path)

@@ -85,7 +85,10 @@ def _torchrun() -> Samples:
 SCENARIO = Scenario(
     name="ddp_steps",
     title="DDP steps of a small MLP, gloo, 2 workers",
-    note="bare: torchrun, without Ray. Every side runs with one torch thread per process.",
+    note=(
+        "bare: torchrun, without Ray. Every side runs with one torch thread per process. Two "
+        "busy processes leave no core of a small machine to others, so run it on an idle one."
+    ),
     measures=(
         Measure(
             key="rate",

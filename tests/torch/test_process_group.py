@@ -42,7 +42,7 @@ def test_nothing_stays(fit: Callable[..., Result], monkeypatch: pytest.MonkeyPat
     assert [os.environ.get(name) for name in VARIABLES] == [None] * 4
     assert torch.get_num_threads() == threads
     assert not dist.is_initialized()
-    assert len(psutil.Process().net_connections()) == sockets
+    assert len(psutil.Process().net_connections()) <= sockets  # Ray may have closed some meanwhile
 
 
 def test_nothing_stays_of_a_function_that_failed(fit: Callable[..., Result]) -> None:

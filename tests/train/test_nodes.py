@@ -127,9 +127,10 @@ def test_a_lost_node_is_replaced_by_one_that_joins(drivers: DriversFixture, tmp_
         stage.show()
 
     values, sizes, outcomes = run_on_cluster(drivers, main)
-    assert values == [[1, 2], [1, 2]]
-    assert sizes == [2, 2]
-    assert outcomes == ["failed", "finished"]
+    # Until Ray counts the node as dead, a replacement may be sent there and fail to start.
+    assert values[0] == values[1] == [len(sizes) - 1, 2]
+    assert sizes[0] == sizes[-1] == 2
+    assert outcomes == ["failed"] * (len(sizes) - 1) + ["finished"]
 
 
 def test_an_elastic_group_shrinks_and_grows(drivers: DriversFixture, tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ class Committer:
         await self.settle()
         if self._background:
             await asyncio.wait(self._background)
-        self._later.shutdown(wait=False)
+        self._later.shutdown()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
