@@ -83,6 +83,7 @@ def process_group(
         _set_variables(store, publish=publish)
         before_init()
         _join(backend, store, timeout, device)
+        collective.barrier()  # gloo may still connect: nobody leaves before all have joined
         del store
         yield
         _finish(device)
