@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 DriversFixture = Callable[..., Any]
+SHOWN = "shown: "
 
 
 def run_on_cluster(drivers: DriversFixture, main: Callable[[], Any]) -> Any:
-    """Run a driver of its own; gives what it prints as its last line, as JSON."""
+    """Run a driver of its own; gives what it shows, see `Stage.show`."""
     with drivers(main, RAY_ADDRESS="") as driver:
         try:
             out, err = driver.communicate(timeout=150)
@@ -26,7 +27,8 @@ def run_on_cluster(drivers: DriversFixture, main: Callable[[], Any]) -> Any:
             out, err = driver.communicate()
             pytest.fail(f"the driver hangs:\n{out}\n{err}")
     assert driver.returncode == 0, err
-    return json.loads(out.splitlines()[-1])
+    (shown,) = [line for line in out.splitlines() if line.startswith(SHOWN)]  # Ray prints there too
+    return json.loads(shown.removeprefix(SHOWN))
 
 
 class Stage:
@@ -80,7 +82,8 @@ class Stage:
         attempts = self.result.timeline.attempts
         sizes = [attempt.world_size for attempt in attempts]
         outcomes = [attempt.outcome.split(":")[0] for attempt in attempts]
-        print(json.dumps([self.result.return_values, sizes, outcomes, *more]), flush=True)
+        shown = json.dumps([self.result.return_values, sizes, outcomes, *more])
+        print(f"\n{SHOWN}{shown}", flush=True)
         ray.shutdown()
         self.cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
         os._exit(0)  # Ray's own end of a process whose cluster is gone takes long
