@@ -44,8 +44,7 @@ def fit_in_threads(tmp_path: Path) -> FitInThreads:
         def function() -> None:
             rank = get_context().get_world_rank()
             tables = {name: pa.Table.from_pandas(parts[name][rank]) for name in parts}
-            disk = bool(fit.external_memory)
-            fit.train(load(fit.datasets, columns, source=lambda name: [tables[name]], on_disk=disk))
+            fit.train(load(fit.datasets, columns, source=lambda name: [tables[name]], on_disk=True))
 
         result = run_in_threads(
             function,

@@ -415,3 +415,7 @@ class DataConfig(ShowsWhatWasSet):
     def splits(self, name: str) -> bool:
         """Whether the dataset of this name is split between the workers."""
         return self.datasets_to_split == "all" or name in self.datasets_to_split
+
+    def splits_exactly(self, name: str) -> bool:
+        """Whether it is split so that no row is left out."""
+        return self.splits(name) and not self.equal

@@ -46,9 +46,13 @@ def make(datasets: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each() if callable(each) else each for name, each in datasets.items()}
 
 
-def lazy(datasets: Mapping[str, Any]) -> list[str]:
+def lazy(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
     """Name the datasets that Ray Data computes as they are read; of those that are made already."""
-    made = {name: each for name, each in datasets.items() if not callable(each)}
+    made = {
+        name: each
+        for name, each in datasets.items()
+        if not callable(each) and not config.splits_exactly(name)
+    }
     if not made:
         return []
     from ray.data.dataset import MaterializedDataset
@@ -76,9 +80,8 @@ def shard(
     """
     shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
     for name, given in datasets.items():
-        if config.splits(name) and not config.equal:
-            options = _options_for(name, config)
-            parts = exact.parts(name, _with_options(given, options), config, len(node_ids))
+        if config.splits_exactly(name):
+            parts = exact.parts(name, given, config, len(node_ids))
             epoch = RowPosition(RowPosition.decode(positions.get(position_name(name))).epoch)
             for shards_of_rank, each in zip(shards, parts, strict=True):
                 shards_of_rank[name] = DatasetShard(
@@ -105,6 +108,17 @@ def shard(
                 owners=owners,
             )
     return shards
+
+
+def split_exactly(
+    datasets: Mapping[str, Any], config: DataConfig, sizes: Sequence[int], exact: ExactSplits
+) -> None:
+    """Compute what is split exactly, for each size that the group of workers may have."""
+    chosen = {name: each for name, each in datasets.items() if config.splits_exactly(name)}
+    for name, given in make(chosen).items():
+        dataset = _with_options(given, _options_for(name, config))
+        for size in sizes:
+            exact.parts(name, dataset, config, size)
 
 
 def position_name(dataset_name: str) -> str:

@@ -29,6 +29,9 @@ class ExactSplits:
     ) -> list[DataIterator]:
         """Give each rank's part of a dataset.
 
+        Ray Data needs CPUs for it: it is done for the sizes that the group may have before the
+        workers take them, and given again after that.
+
         Args:
             name: Its name in the trainer's datasets.
             dataset: What to compute, unless it has been already.

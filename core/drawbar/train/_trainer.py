@@ -175,10 +175,12 @@ class DataParallelTrainer:
         )
         callbacks = Callbacks(self.run_config.callbacks, context)
 
+        plan = _Plan(self, opened)
+
         def make_controller(in_this_thread: Callable[[Job], None]) -> Controller:
             group = self._make_group(str(opened.directory.path), work, pickled, in_this_thread)
             log = opened.journal.append
-            return Controller(run, _Plan(self, opened), group, log, console, callbacks)
+            return Controller(run, plan, group, log, console, callbacks)
 
         try:
             return host(make_controller, context.path)
@@ -190,7 +192,8 @@ class DataParallelTrainer:
         if self.scaling_config.max_workers:
             connect_to_ray()
             _placement.check_cluster(self.scaling_config)
-            _placement.check_data(self.scaling_config, _data.lazy(self.datasets))
+            lazy = _data.lazy(self.datasets, self.dataset_config)
+            _placement.check_data(self.scaling_config, lazy)
 
     def _make_group(
         self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]
@@ -275,8 +278,16 @@ class _Plan:
         self._trainer = trainer
         self._opened = opened
         self._exact_splits = ExactSplits()
+        self._split_exactly()
         self._in_ray = ray.is_initialized()
         self._environment = _environment.forwarded(os.environ, trainer.run_config.forward_env)
+
+    def _split_exactly(self) -> None:
+        scaling = self._trainer.scaling_config
+        sizes = range(max(scaling.min_workers, 1), max(scaling.max_workers, 1) + 1)
+        _data.split_exactly(
+            self._trainer.datasets, self._trainer.dataset_config, sizes, self._exact_splits
+        )
 
     def assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
@@ -333,7 +344,7 @@ class _Plan:
         if not datasets:
             return [None] * len(node_ids)
         made = _data.make(datasets)
-        _placement.check_data(self._trainer.scaling_config, _data.lazy(made))
+        _placement.check_data(self._trainer.scaling_config, _data.lazy(made, config))
         shards = _data.shard(made, config, node_ids, positions, self._exact_splits)
         local = self._trainer.scaling_config.max_workers == 0
         return list(shards) if local else [ray.put(each) for each in shards]

@@ -93,14 +93,23 @@ class Disk(Store):
 
     def append(self, block: Block) -> None:
         """Write a block."""
-        with open(self.path / f"{self._count:06d}.npz", "wb") as file:
-            np.savez(file, allow_pickle=False, **dict(_arrays(block)))
+        with open(self._file(self._count), "wb") as file:
+            for name, array in _arrays(block):
+                np.save(file, np.array(name))
+                np.save(file, array)
         self._count += 1
 
     def __iter__(self) -> Iterator[Block]:
         for number in range(self._count):
-            with np.load(self.path / f"{number:06d}.npz") as arrays:
-                yield Block(**{name: arrays[name] for name in arrays.files})
+            with open(self._file(number), "rb") as file:
+                arrays = {}
+                while file.peek(1):
+                    name = str(np.load(file))
+                    arrays[name] = np.load(file)
+            yield Block(**arrays)
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"{number:06d}.npy"
 
 
 def _arrays(block: Block) -> Iterator[tuple[str, Array]]:

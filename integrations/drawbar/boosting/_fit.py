@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from drawbar.boosting._columns import Columns
 from drawbar.boosting._load import load
@@ -35,6 +35,9 @@ class Fit(ABC):
         external_memory: Keep rows on disk rather than in memory: True, or the folder to keep them.
         keep_data: Keep what was read as long as the process lives, for a restart after a failure.
     """
+
+    waits_on_disk: ClassVar[bool] = False
+    """Whether rows wait on disk for the library to take them, also without external memory."""
 
     params: Mapping[str, Any]
     columns: Columns
@@ -80,7 +83,7 @@ class Fit(ABC):
         shards = load(
             self.datasets,
             self.columns,
-            on_disk=bool(self.external_memory),
+            on_disk=self.waits_on_disk or bool(self.external_memory),
             folder=self.folder,
             keep=self.keep_data,
         )

@@ -36,6 +36,8 @@ class XGBoostFit(Fit):
         custom_metric: A custom metric, as for `xgboost.train`.
     """
 
+    waits_on_disk = True  # four passes in which bins are made would hold 1.7 times the rows at once
+
     obj: Callable[..., Any] | None = None
     custom_metric: Callable[..., tuple[str, float]] | None = None
 

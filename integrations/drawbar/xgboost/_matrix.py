@@ -47,7 +47,8 @@ def quantile_matrix(
         return QuantileDMatrix(_ShardIterator(shard), **options)
     cache = tempfile.mkdtemp(prefix="drawbar-xgboost-", dir=folder)
     matrix = ExtMemQuantileDMatrix(_ShardIterator(shard, f"{cache}/pages"), **options)
-    weakref.finalize(matrix, shutil.rmtree, cache, ignore_errors=True)
+    gone = weakref.finalize(matrix, shutil.rmtree, cache, ignore_errors=True)
+    gone.atexit = False  # XGBoost itself removes the files then, and warns if they are missing
     return matrix
 
 
