@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks._scenario import Scenario
 from benchmarks.scenarios import (
+    chaos,
     checkpoint,
     ddp_steps,
     empty_fit,
@@ -25,4 +26,5 @@ SCENARIOS: list[Scenario] = [
     worker_killed.SCENARIO,
     ddp_steps.SCENARIO,
     many_workers.SCENARIO,
+    chaos.SCENARIO,
 ]
