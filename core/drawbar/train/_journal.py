@@ -20,6 +20,7 @@ from drawbar.train._decide import AttemptEnd
 from drawbar.train._files import write_atomically
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
+from drawbar.train._retry import explained, in_bytes
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -150,10 +151,10 @@ class Journal:
         end = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, "no space left for the journal")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._file.truncate(end)  # no torn line stays in the middle
-            raise OSError(error.errno, f"{error.strerror}: {self._file.name}") from error
+            raise explained(error, f"writing {in_bytes(len(line))} to {self._file.name}") from error
 
     def close(self) -> None:
         """Release the lock, also where a forked child has inherited the file, and close it."""

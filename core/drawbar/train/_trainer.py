@@ -19,6 +19,7 @@ from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import DataConfig, RunConfig, ScalingConfig, fields_of
 from drawbar.train._console import Console
 from drawbar.train._controller import Controller
+from drawbar.train._files import write_atomically
 from drawbar.train._journal import AttemptStarted
 from drawbar.train._launch import Job, OpenRun, connect_to_ray, directory_of, host, open_run
 from drawbar.train._local import LocalWorkerGroup
@@ -211,7 +212,7 @@ class DataParallelTrainer:
     def _save(self, directory: RunDirectory) -> None:
         keep = ("train_loop_per_worker", "train_loop_config", "backend_config", "scaling_config")
         state = {name: getattr(self, name) for name in (*keep, "dataset_config", "metadata")}
-        directory.trainer.write_bytes(cloudpickle.dumps(state))
+        write_atomically(directory.trainer, cloudpickle.dumps(state))
 
     @classmethod
     def can_restore(
