@@ -41,6 +41,7 @@ from drawbar.train._context import (
 from drawbar.train._errors import (
     CheckpointError,
     ControllerError,
+    DamagedRunError,
     DivergenceError,
     HangError,
     InsufficientResourcesError,
@@ -68,6 +69,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointUploadMode",
     "ControllerError",
+    "DamagedRunError",
     "DataConfig",
     "DataParallelTrainer",
     "DivergenceError",

@@ -36,7 +36,8 @@ def check_run(path: str | os.PathLike[str], storage_filesystem: Any | None = Non
 
     Raises:
         AssertionError: Something of that is not so; the message says what.
-        FileNotFoundError, ValueError: There is no journal at `path`, or it is damaged.
+        FileNotFoundError: There is no journal at `path`.
+        DamagedRunError: It cannot be read.
     """
     directory = open_directory(path, storage_filesystem)
     directory.fetch()

@@ -17,6 +17,7 @@ from typing import IO, Any
 import msgspec
 
 from drawbar.train._decide import AttemptEnd
+from drawbar.train._errors import DamagedRunError
 from drawbar.train._files import write_atomically
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
@@ -167,7 +168,7 @@ def replay(path: Path) -> Iterator[Event]:
     """Read the events of a journal in order. A last line that was cut off is left out.
 
     Raises:
-        ValueError: A line in the middle cannot be read; the message gives its number.
+        DamagedRunError: A line in the middle cannot be read; the message gives its number.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -176,7 +177,11 @@ def replay(path: Path) -> Iterator[Event]:
             try:
                 event = _decoder.decode(line)
             except _UNREADABLE as error:
-                raise ValueError(f"line {number} of {path} cannot be read: {error}") from error
+                raise DamagedRunError(
+                    f"line {number} of {path} cannot be read: {error}. The run's checkpoints are "
+                    'not touched by that; fit() with resume="auto" keeps the damaged lines in '
+                    "journal.damaged and goes on from the newest intact checkpoint"
+                ) from error
             if isinstance(event, ReportReceived | CheckpointCommitted):
                 event = msgspec.structs.replace(event, metrics=from_json(event.metrics))
             yield event
@@ -204,7 +209,7 @@ def salvage(path: Path) -> tuple[list[Event], bool]:
     """
     try:
         return list(replay(path)), True
-    except ValueError:
+    except DamagedRunError:
         pass
     good, bad = [], []
     for line in path.read_bytes().splitlines(keepends=True):
