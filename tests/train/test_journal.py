@@ -27,7 +27,6 @@ from drawbar.train._journal import (
     WorkersStarted,
     history,
     replay,
-    salvage,
 )
 from drawbar.train._messages import Ranks, WorkerInfo
 
@@ -56,6 +55,14 @@ def write(path: Path, events: list[Event]) -> None:
     for event in events:
         journal.append(event)
     journal.close()
+
+
+def salvage(path: Path) -> tuple[list[Event], bool]:
+    journal = Journal(path)
+    try:
+        return journal.salvage()
+    finally:
+        journal.close()
 
 
 @pytest.fixture
@@ -141,6 +148,17 @@ def test_a_journal_is_written_by_one_at_a_time(path: Path) -> None:
         Journal(path)
     journal.close()
     Journal(path).close()
+
+
+def test_a_salvaged_journal_is_still_held(path: Path) -> None:
+    path.write_bytes(b"garbage\n" + path.read_bytes())
+    journal = Journal(path)
+    assert journal.salvage() == (ONE_OF_EACH, False)
+    with pytest.raises(JournalLockedError):
+        Journal(path)
+    journal.append(ONE_OF_EACH[-1])
+    journal.close()
+    assert list(replay(path)) == [*ONE_OF_EACH, ONE_OF_EACH[-1]]
 
 
 def test_the_lock_goes_with_the_process_that_held_it(path: Path) -> None:

@@ -126,23 +126,36 @@ class Journal:
     """The open journal of a run. One process at a time holds it; the lock goes with the process."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by close()
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise JournalLockedError(
-                f"{path.parent} is the directory of a run that is going on in another process; "
-                "give this run another RunConfig.name, or wait for the other one"
-            ) from None
-        self._drop_torn_line(path)
+        self._path = path
+        self._file = _open_locked(path)
+        self._drop_torn_line()
         self._encoder = msgspec.json.Encoder()
 
-    def _drop_torn_line(self, path: Path) -> None:
-        data = path.read_bytes()
+    def _drop_torn_line(self) -> None:
+        data = self._path.read_bytes()
         whole = data.rfind(b"\n") + 1
         if whole != len(data):
-            os.truncate(path, whole)
+            os.truncate(self._path, whole)
+
+    def salvage(self) -> tuple[list[Event], bool]:
+        """Read what can be read; tells also whether that was all.
+
+        If it was not, the unreadable lines are cut out and kept beside it in `journal.damaged`.
+        """
+        try:
+            return list(replay(self._path)), True
+        except DamagedRunError:
+            pass
+        good: list[bytes] = []
+        bad: list[bytes] = []
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            (good if _is_readable(line) else bad).append(line)
+        with open(self._path.with_name("journal.damaged"), "ab") as damaged:
+            damaged.writelines(bad)
+        write_atomically(self._path, b"".join(good))
+        replaced, self._file = self._file, _open_locked(self._path)
+        replaced.close()
+        return list(replay(self._path)), False
 
     def append(self, event: Event) -> None:
         """Write an event. It survives this process's death when this returns."""
@@ -162,6 +175,31 @@ class Journal:
         if not self._file.closed:
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+def _open_locked(path: Path) -> IO[bytes]:
+    """Open the journal and take its lock; if `salvage` has just replaced it, take the new one's."""
+    while True:
+        file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise JournalLockedError(
+                f"{path.parent} is the directory of a run that is going on in another process; "
+                "give this run another RunConfig.name, or wait for the other one"
+            ) from None
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            return file
+        file.close()
+
+
+def _is_readable(line: bytes) -> bool:
+    try:
+        _decoder.decode(line)
+    except _UNREADABLE:
+        return False
+    return True
 
 
 def replay(path: Path) -> Iterator[Event]:
@@ -200,26 +238,3 @@ def history(events: Iterable[Event]) -> list[ReportReceived]:
         elif isinstance(event, AttemptStarted):
             reports = [report for report in reports if report.index < event.first_index]
     return reports
-
-
-def salvage(path: Path) -> tuple[list[Event], bool]:
-    """Read what can be read of a journal; tells also whether that was all of it.
-
-    If it was not, the unreadable lines are cut out and kept beside it in `journal.damaged`.
-    """
-    try:
-        return list(replay(path)), True
-    except DamagedRunError:
-        pass
-    good, bad = [], []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            _decoder.decode(line)
-        except _UNREADABLE:
-            bad.append(line)
-        else:
-            good.append(line)
-    with open(path.with_name("journal.damaged"), "ab") as damaged:
-        damaged.writelines(bad)
-    write_atomically(path, b"".join(good))
-    return list(replay(path)), False

@@ -27,7 +27,6 @@ from drawbar.train._journal import (
     Journal,
     RunEnded,
     RunStarted,
-    salvage,
 )
 from drawbar.train._preflight import check_storage_path
 from drawbar.train._remote import directory_at
@@ -75,14 +74,16 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
         OSError: The storage cannot be written.
     """
     directory.fetch()
-    state, events = _look(directory)
-    intact = directory.intact_checkpoints() if state is not RunState.NONE else []
-    newest = intact[-1].name if intact else None
-    plan = resume_plan(state, config.resume, path=directory.location, newest=newest)
+    if not directory.journal.exists():  # an error leaves no trace
+        resume_plan(RunState.NONE, config.resume, path=directory.location, newest=None)
     check_storage_path(directory.path)
     directory.create()
     journal = Journal(directory.journal)
-    try:
+    try:  # from here on nobody else writes to the run
+        state, events = _look(directory, journal)
+        intact = directory.intact_checkpoints() if state is not RunState.NONE else []
+        newest = intact[-1].name if intact else None
+        plan = resume_plan(state, config.resume, path=directory.location, newest=newest)
         directory.sweep()
     except BaseException:
         journal.close()
@@ -123,10 +124,8 @@ def _failed_since_the_end(events: list[Event]) -> list[AttemptEnd]:
     return ends
 
 
-def _look(directory: RunDirectory) -> tuple[RunState, list[Event]]:
-    if not directory.journal.exists():
-        return RunState.NONE, []
-    events, whole = salvage(directory.journal)
+def _look(directory: RunDirectory, journal: Journal) -> tuple[RunState, list[Event]]:
+    events, whole = journal.salvage()
     if not events:
         return RunState.NONE if whole else RunState.DAMAGED, events
     if not whole or directory.damaged():
