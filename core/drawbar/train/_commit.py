@@ -199,17 +199,7 @@ class Committer:
             in_place=pending.in_place,
         )
         seconds = time.monotonic() - pending.began
-        self._journal(
-            CheckpointCommitted(
-                time=manifest.time,
-                attempt=manifest.attempt,
-                index=manifest.index,
-                name=manifest.name,
-                nbytes=manifest.nbytes,
-                seconds=seconds,
-                metrics=manifest.metrics,
-            )
-        )
+        self._journal(CheckpointCommitted.of(manifest, seconds=seconds))
         _faults.reached("commit.journaled")
         self.kept.append(manifest)
         self._on_commit(manifest, seconds)

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import msgspec
 
+from drawbar.train._checkpoint import Manifest
 from drawbar.train._decide import AttemptEnd
 from drawbar.train._errors import DamagedRunError
 from drawbar.train._files import write_atomically
@@ -79,6 +80,19 @@ class CheckpointCommitted(_Event, frozen=True, kw_only=True, tag="checkpoint"):
     nbytes: int
     seconds: float
     metrics: dict[str, Any]
+
+    @staticmethod
+    def of(manifest: Manifest, *, seconds: float) -> CheckpointCommitted:
+        """Give the event of this checkpoint's commit."""
+        return CheckpointCommitted(
+            time=manifest.time,
+            attempt=manifest.attempt,
+            index=manifest.index,
+            name=manifest.name,
+            nbytes=manifest.nbytes,
+            seconds=seconds,
+            metrics=manifest.metrics,
+        )
 
 
 class CheckpointDeleted(_Event, frozen=True, kw_only=True, tag="checkpoint_deleted"):

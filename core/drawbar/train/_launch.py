@@ -11,10 +11,11 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drawbar.train._checkpoint import Manifest
 from drawbar.train._config import DEFAULT_STORAGE_PATH, RunConfig
 from drawbar.train._controller import Controller
 from drawbar.train._decide import AttemptEnd, RunState, Spent, changes, resume_plan, spent_so_far
@@ -23,6 +24,7 @@ from drawbar.train._filesystem import locate
 from drawbar.train._journal import (
     AttemptFailed,
     AttemptStarted,
+    CheckpointCommitted,
     Event,
     Journal,
     RunEnded,
@@ -94,6 +96,7 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
     journal.append(
         RunStarted(time=time.time(), run_id=run_id, name=directory.name, config=settings)
     )
+    _journal_last_commit(journal, events, intact)
     return OpenRun(
         name=directory.name,
         run_id=run_id,
@@ -103,6 +106,16 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
         warning=_with_changes(plan.warning, starts, settings),
         spent=spent_so_far(_failed_since_the_end(events)),
     )
+
+
+def _journal_last_commit(
+    journal: Journal, events: Sequence[Event], intact: Sequence[Manifest]
+) -> None:
+    """Journal the checkpoint that a driver committed in the moment in which it was killed."""
+    indices = [event.index for event in events if isinstance(event, CheckpointCommitted)]
+    for manifest in intact:
+        if manifest.index > max(indices, default=-1):
+            journal.append(CheckpointCommitted.of(manifest, seconds=0.0))
 
 
 def _with_changes(warning: str, starts: list[RunStarted], settings: dict[str, Any]) -> str:
