@@ -139,6 +139,20 @@ def test_a_barrier_against_a_broadcast_is_named(run_config: RunConfig) -> None:
     assert "(broadcast_from_rank_zero)" in str(raised.value)
 
 
+def test_names_that_differ_between_ranks_are_told_with_both_lines(run_config: RunConfig) -> None:
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            name = f"by_{train.get_context().get_world_rank()}"
+            train.report({}, checkpoint=path, checkpoint_dir_name=name)
+
+    with pytest.raises(DivergenceError) as raised:
+        fit(function, run_config, max_failures=5)
+    where = f"(report #0 at {__file__}:{function.__code__.co_firstlineno + 4} in function)"
+    told = f"rank 0 {where} names the checkpoint 'by_0', rank 1 {where} names it 'by_1'"
+    assert told in str(raised.value)
+
+
 def test_metrics_alone_need_no_other_rank(run_config: RunConfig) -> None:
     def function() -> None:
         if train.get_context().get_world_rank() == 1:

@@ -110,12 +110,11 @@ class Committer:
         offers = complete.offers
         if not offers:
             return
-        names = [offer.name for offer in offers.values() if offer.name]
-        name = names[0] if names else default_name(complete.index)
+        report = complete.reports[min(offers)]
+        name = offers[min(offers)].name or default_name(complete.index)
         if any(each.name == name for each in self.kept):
             self._on_failure(committed_already(self._directory.place(name)))
             return
-        report = complete.reports[min(offers)]
 
         def manifest(parts: list[Part]) -> Manifest:
             return make_manifest(

@@ -127,7 +127,7 @@ class WorkerGroupError(TrainingFailedError):
 
 
 class DivergenceError(WorkerGroupError):
-    """Some rank waits for something that a finished or diverged rank can never give."""
+    """A rank waits for what a finished or diverged one can never give, or their reports clash."""
 
 
 class HangError(WorkerGroupError):
