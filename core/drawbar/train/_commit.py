@@ -229,17 +229,7 @@ class Committer:
         validated = manifest.validated(validation)
         self.kept[self.kept.index(manifest)] = validated
         try:
-            self._journal(
-                CheckpointValidated(
-                    time=time.time(),
-                    index=manifest.index,
-                    name=manifest.name,
-                    status=validation.status,
-                    metrics=validation.metrics,
-                    error=validation.error,
-                    seconds=validation.seconds,
-                )
-            )
+            self._journal(CheckpointValidated.of(manifest, validation))
             durable = self._config.durable
             await asyncio.to_thread(self._directory.keep_validation, validated, durable=durable)
         finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +24,7 @@ from drawbar.train._files import write_atomically
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
 from drawbar.train._retry import explained, in_bytes
-from drawbar.train._validation import ReportedCheckpointStatus
+from drawbar.train._validation import ReportedCheckpointStatus, Validation
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -105,6 +106,19 @@ class CheckpointValidated(_Event, frozen=True, kw_only=True, tag="checkpoint_val
     metrics: dict[str, Any]
     error: str
     seconds: float
+
+    @staticmethod
+    def of(manifest: Manifest, validation: Validation) -> CheckpointValidated:
+        """Give the event of the end of this checkpoint's validation."""
+        return CheckpointValidated(
+            time=time.time(),
+            index=manifest.index,
+            name=manifest.name,
+            status=validation.status,
+            metrics=validation.metrics,
+            error=validation.error,
+            seconds=validation.seconds,
+        )
 
 
 class CheckpointDeleted(_Event, frozen=True, kw_only=True, tag="checkpoint_deleted"):
