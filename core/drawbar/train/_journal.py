@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +24,7 @@ from drawbar.train._files import write_atomically
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
 from drawbar.train._retry import explained, in_bytes
+from drawbar.train._validation import ReportedCheckpointStatus, Validation
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -95,6 +97,30 @@ class CheckpointCommitted(_Event, frozen=True, kw_only=True, tag="checkpoint"):
         )
 
 
+class CheckpointValidated(_Event, frozen=True, kw_only=True, tag="checkpoint_validated"):
+    """A checkpoint's validation has ended; what it says is as in `Validation`."""
+
+    index: int
+    name: str
+    status: ReportedCheckpointStatus
+    metrics: dict[str, Any]
+    error: str
+    seconds: float
+
+    @staticmethod
+    def of(manifest: Manifest, validation: Validation) -> CheckpointValidated:
+        """Give the event of the end of this checkpoint's validation."""
+        return CheckpointValidated(
+            time=time.time(),
+            index=manifest.index,
+            name=manifest.name,
+            status=validation.status,
+            metrics=validation.metrics,
+            error=validation.error,
+            seconds=validation.seconds,
+        )
+
+
 class CheckpointDeleted(_Event, frozen=True, kw_only=True, tag="checkpoint_deleted"):
     """Retention let go of a checkpoint."""
 
@@ -123,12 +149,14 @@ Event = (
     | UserFunctionStarted
     | ReportReceived
     | CheckpointCommitted
+    | CheckpointValidated
     | CheckpointDeleted
     | AttemptFailed
     | RunEnded
 )
 
 _decoder = msgspec.json.Decoder(Event)
+_WITH_METRICS = (ReportReceived, CheckpointCommitted, CheckpointValidated)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
@@ -173,7 +201,7 @@ class Journal:
 
     def append(self, event: Event) -> None:
         """Write an event. It survives this process's death when this returns."""
-        if isinstance(event, ReportReceived | CheckpointCommitted):
+        if isinstance(event, _WITH_METRICS):
             event = msgspec.structs.replace(event, metrics=to_json(event.metrics))
         line = self._encoder.encode(event) + b"\n"
         end = self._file.seek(0, os.SEEK_END)
@@ -234,7 +262,7 @@ def replay(path: Path) -> Iterator[Event]:
                     'not touched by that; fit() with resume="auto" keeps the damaged lines in '
                     "journal.damaged and goes on from the newest intact checkpoint"
                 ) from error
-            if isinstance(event, ReportReceived | CheckpointCommitted):
+            if isinstance(event, _WITH_METRICS):
                 event = msgspec.structs.replace(event, metrics=from_json(event.metrics))
             yield event
 
@@ -243,12 +271,32 @@ def history(events: Iterable[Event]) -> list[ReportReceived]:
     """Give the reports that count, without gap or duplicate, in order.
 
     An attempt that starts at report k takes the place of whatever earlier attempts reported from k
-    on.
+    on. The metrics of a checkpoint's validation are added to those of its report, on the lowest
+    rank.
     """
     reports: list[ReportReceived] = []
+    validated: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, ReportReceived):
             reports.append(event)
+        elif isinstance(event, CheckpointValidated):
+            validated[event.index] = event.metrics
         elif isinstance(event, AttemptStarted):
-            reports = [report for report in reports if report.index < event.first_index]
-    return reports
+            first = event.first_index
+            reports = [report for report in reports if report.index < first]
+            validated = {index: each for index, each in validated.items() if index < first}
+    return _with_validations(reports, validated) if validated else reports
+
+
+def _with_validations(
+    reports: list[ReportReceived], validated: dict[int, dict[str, Any]]
+) -> list[ReportReceived]:
+    lowest: dict[int, int] = {}
+    for report in reports:
+        lowest[report.index] = min(report.rank, lowest.get(report.index, report.rank))
+    return [
+        msgspec.structs.replace(report, metrics={**report.metrics, **validated[report.index]})
+        if report.index in validated and report.rank == lowest[report.index]
+        else report
+        for report in reports
+    ]
