@@ -1,0 +1,42 @@
+"""prepare_trainer: a Trainer is looked over before it is used on the workers."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from drawbar.lightning._environment import RayLightningEnvironment
+from drawbar.lightning._package import OfUsersPackage
+
+TrainerT = TypeVar("TrainerT")
+
+OURS = {
+    "FSDPStrategy": "RayFSDPStrategy",
+    "DeepSpeedStrategy": "RayDeepSpeedStrategy",
+    "ModelParallelStrategy": "RayModelParallelStrategy",
+}
+"""Which strategy to write instead of one of Lightning's; for any other it is RayDDPStrategy."""
+
+
+def prepare_trainer(trainer: TrainerT) -> TrainerT:
+    """Check that a Lightning Trainer works on this run's workers, and give it back.
+
+    Raises:
+        ValueError: Its strategy is not one of `drawbar.lightning`, so that each worker would train
+            alone; or it was given another environment than `RayLightningEnvironment`. The message
+            says what to write instead.
+    """
+    made: Any = trainer
+    if not isinstance(made.strategy, OfUsersPackage):
+        found = type(made.strategy).__name__
+        ours = OURS.get(found, "RayDDPStrategy")
+        raise ValueError(
+            f"the Trainer's strategy is {found}, which knows nothing of the run's workers; write "
+            f"Trainer(strategy=drawbar.lightning.{ours}()) with the same arguments"
+        )
+    environment = made._accelerator_connector._cluster_environment_flag
+    if environment is not None and not isinstance(environment, RayLightningEnvironment):
+        raise ValueError(
+            f"the Trainer was given {type(environment).__name__}, but its ranks are those of the "
+            "run; leave it out of plugins=, or write plugins=[RayLightningEnvironment()]"
+        )
+    return trainer
