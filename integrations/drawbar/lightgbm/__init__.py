@@ -1,0 +1,14 @@
+"""LightGBM on a group of Ray actors: training functions, training without one, estimators."""
+
+from drawbar.lightgbm._backend import LightGBMConfig, get_network_params
+from drawbar.lightgbm._evaluation import GlobalEvaluation
+from drawbar.lightgbm._report import RayTrainReportCallback
+from drawbar.lightgbm._trainer import LightGBMTrainer
+
+__all__ = [
+    "GlobalEvaluation",
+    "LightGBMConfig",
+    "LightGBMTrainer",
+    "RayTrainReportCallback",
+    "get_network_params",
+]
