@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightgbm
 import numpy as np
 import pytest
 
@@ -37,3 +38,19 @@ def binary() -> tuple[Any, Any]:
     x = random.integers(0, 21, (2000, 6)).astype(np.float32)
     y = (x[:, 0] + 2 * x[:, 1] + random.normal(0, 6, 2000) > 30).astype(np.float32)
     return x, y
+
+
+@pytest.fixture(scope="session")
+def ndcg_at_3() -> Callable[..., float]:
+    """LightGBM's own value of given scores, for one process: of a round that changes no score."""
+
+    def nothing(predicted: Any, data: Any) -> tuple[Any, Any]:
+        return np.zeros_like(predicted), np.ones_like(predicted)
+
+    def ndcg(scores: Any, x: Any, y: Any, sizes: Any) -> float:
+        params = {"objective": nothing, "metric": "ndcg", "ndcg_eval_at": [3], "verbosity": -1}
+        data = lightgbm.Dataset(x, y, group=sizes, init_score=scores)
+        booster = lightgbm.train(params, data, 1, valid_sets=[data], valid_names=["all"])
+        return float(booster.best_score["all"]["ndcg@3"])
+
+    return ndcg

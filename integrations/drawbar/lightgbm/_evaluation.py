@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import lightgbm
 import numpy as np
 import numpy.typing as npt
 from lightgbm import Booster, Dataset
@@ -57,43 +58,32 @@ class GlobalEvaluation:
 class _Share:
     """What one rank knows of one metric: its value, for how much it stands, or its rows."""
 
-    found: Evaluation
+    value: float
     weight: float
     rows: tuple[Floats, Floats, Floats] | None
 
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.found[0], self.found[1]
 
-
-def global_evaluation(
-    booster: Booster, found: Sequence[Evaluation], names: Sequence[str] = ()
-) -> list[Evaluation]:
-    """Give the evaluation over all ranks' rows. Every rank must call it.
+def global_evaluation(booster: Booster, found: Sequence[Evaluation]) -> list[Evaluation]:
+    """Give the evaluation over all ranks' rows, the same list on every rank. A collective.
 
     Args:
         booster: In training, with its validation sets.
-        found: This rank's evaluation. A rank without rows of a validation set has none of its
-            metrics, and gets them from the others.
-        names: The names of the data in their order, where a rank may be without some of them.
-
-    Returns:
-        The same list on every rank.
+        found: This rank's evaluation: the same metrics on every rank.
     """
     if get_context().get_world_size() == 1:
         return list(found)
-    by_metric: dict[tuple[str, str], list[_Share]] = {}
-    for shares in collective.all_gather([_share(booster, each) for each in found]):
-        for share in shares:
-            by_metric.setdefault(share.key, []).append(share)
-    order = {name: number for number, name in enumerate(names)}
-    keys = sorted(by_metric, key=lambda key: order.get(key[0], -1))
-    return [_with_value(by_metric[key][0].found, _combine(by_metric[key])) for key in keys]
+    everyone = collective.all_gather([_share(booster, each) for each in found])
+    return [
+        make_evaluation(each[0], each[1], _combine(each[1], shares), each[3])
+        for each, shares in zip(found, zip(*everyone, strict=True), strict=True)
+    ]
 
 
-def _with_value(found: Evaluation, value: float) -> Evaluation:
-    fields = (found[0], found[1], value, found[3])
-    return fields if type(found) is tuple else type(found)(*fields)
+def make_evaluation(data: str, metric: str, value: float, maximize: bool) -> Evaluation:
+    """Give one number as this version of LightGBM gives it to callbacks."""
+    kind = getattr(lightgbm, "EvalResult", None)
+    fields = (data, metric, value, maximize)
+    return kind(*fields) if kind else fields
 
 
 def _share(booster: Booster, found: Evaluation) -> _Share:
@@ -104,7 +94,7 @@ def _share(booster: Booster, found: Evaluation) -> _Share:
     if metric in _GATHERED:
         label, weight = np.asarray(dataset.get_label()), _row_weights(dataset)
         rows = (_native.predictions(booster, index), label.astype(np.float64), weight)
-    return _Share(found, _weight(dataset, metric), rows)
+    return _Share(float(found[2]), _weight(dataset, metric), rows)
 
 
 def _index(booster: Booster, data: str) -> int:
@@ -129,15 +119,13 @@ def _row_weights(dataset: Dataset) -> Floats:
     return np.ones(dataset.num_data()) if weight is None else np.asarray(weight, dtype=np.float64)
 
 
-def _combine(shares: Sequence[_Share]) -> float:
-    metric = shares[0].key[1]
+def _combine(metric: str, shares: Sequence[_Share]) -> float:
+    """Give the metric over all rows; a rank without rows knows nothing of it."""
+    shares = [share for share in shares if share.weight > 0]
     if metric in _GATHERED:
-        scores, labels, weights = (
-            np.concatenate(parts)
-            for parts in zip(*(share.rows for share in shares if share.rows), strict=True)
-        )
-        return _GATHERED[metric](scores, labels, weights)
-    values = np.array([share.found[2] for share in shares])
+        parts = zip(*(share.rows for share in shares if share.rows), strict=True)
+        return _GATHERED[metric](*map(np.concatenate, parts))
+    values = np.array([share.value for share in shares])
     weights = np.array([share.weight for share in shares])
     if metric == "gamma_deviance":
         return float(values.sum())

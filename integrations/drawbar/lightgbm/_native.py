@@ -103,6 +103,7 @@ def empty_dataset(
     )
     dataset = Dataset(None, params=dict(params))
     dataset._handle = handle
+    dataset.set_field("init_score", None)  # made with zeros, which count as if they had been set
     return dataset.set_feature_name(list(feature_names))
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightgbm import Booster
 from lightgbm.callback import CallbackEnv
 
+from drawbar.boosting import History, Progress, RoundReports
+from drawbar.boosting._report import Metrics
 from drawbar.lightgbm._backend import at_end
 from drawbar.lightgbm._evaluation import GlobalEvaluation
-from drawbar.train import Checkpoint, checkpoint_dir, get_context, report
-
-Metrics = Mapping[str, Any]
+from drawbar.train import Checkpoint
 
 
 class RayTrainReportCallback:
@@ -25,15 +24,19 @@ class RayTrainReportCallback:
     `lightgbm.early_stopping` ends all ranks on one round; see `GlobalEvaluation`.
 
     Args:
-        metrics: What to report: names of metrics, or a dict from the reported name to the metric's.
-            A metric is named `<data>-<metric>`, such as "valid_0-binary_logloss"; those of
-            `lightgbm.cv` end in "-mean" and "-stdv". Default: all.
+        metrics: Which to report: one name or several as `<dataset>-<metric>`, or a dict from the
+            name to report to that one; those of `lightgbm.cv` end in "-mean" and "-stdv". Default:
+            all.
         filename: Name of the booster's file in a checkpoint; LightGBM's own text format.
-        frequency: Save every so many rounds; 0 for never.
-        checkpoint_at_end: Save after the last round. If training stopped early, that is when the
-            training function returns, with one report more.
-        results_postprocessing_fn: Called with the metrics before they are reported; gives what is
-            to be reported instead.
+        frequency: Save every so many rounds; 0 for none on the way.
+        checkpoint_at_end: Save once more when the training function returns, unless the last round
+            was saved already.
+        results_postprocessing_fn: Called with the evaluations so far, as
+            `{"<dataset>-<metric>": [value of each round]}`; gives the metrics to report instead of
+            the newest values.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or value.
     """
 
     CHECKPOINT_NAME = "model.txt"
@@ -42,69 +45,62 @@ class RayTrainReportCallback:
 
     def __init__(
         self,
-        metrics: str | Sequence[str] | Mapping[str, str] | None = None,
+        metrics: Metrics | None = None,
         filename: str = CHECKPOINT_NAME,
         frequency: int = 0,
         checkpoint_at_end: bool = True,
-        results_postprocessing_fn: Callable[[dict[str, Any]], Metrics] | None = None,
+        results_postprocessing_fn: Callable[[dict[str, list[float]]], dict[str, Any]] | None = None,
     ) -> None:
-        if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 0:
-            raise ValueError(
-                f"frequency must be a number of rounds, 0 or more, found {frequency!r}"
-            )
-        if not isinstance(metrics, str | Sequence | Mapping | None):
-            raise TypeError(f"metrics must be names of metrics, a dict or None, found {metrics!r}")
-        self._metrics = [metrics] if isinstance(metrics, str) else metrics
-        self._filename = filename
-        self._frequency = frequency
-        self._at_end = checkpoint_at_end
-        self._postprocess = results_postprocessing_fn
+        self.filename = filename
+        self._reports = RoundReports(
+            metrics, frequency, checkpoint_at_end, results_postprocessing_fn
+        )
         self._evaluate = GlobalEvaluation()
-        self._unsaved: tuple[Booster, Metrics] | None = None
+        self._maximized: set[str] = set()
+        self._history: History = {}
+        self._rounds = 0
+        self._model: Booster | None = None
+
+    def resume(self, progress: Progress) -> None:
+        """Go on after the rounds of an earlier attempt."""
+        self._rounds, self._history = progress.rounds, progress.history
+        self._maximized = set(progress.early_stopping.get("maximized", ()))
 
     def __call__(self, env: CallbackEnv) -> None:
         """Report the round that has ended."""
         self._evaluate(env)
-        metrics = self._chosen(_named(env))
-        rounds = env.iteration + 1 - env.begin_iteration
-        due = self._frequency > 0 and rounds % self._frequency == 0
-        last = self._at_end and env.iteration + 1 == env.end_iteration
-        if not isinstance(env.model, Booster):  # of lightgbm.cv, which has many
-            report(metrics)
-        elif due or last:
-            self._unsaved = None
-            self._save(env.model, metrics)
-        else:
-            if self._at_end and self._unsaved is None:
-                at_end(self._save_unsaved)
-            self._unsaved = (env.model, metrics)
-            report(metrics)
+        self._note(env)
+        if self._model is None:
+            at_end(self._finish)
+        self._model = env.model if isinstance(env.model, Booster) else None  # lightgbm.cv has many
+        self._reports.after_round(self._rounds, self._history, self._save)
 
-    def _chosen(self, metrics: dict[str, Any]) -> Metrics:
-        if isinstance(self._metrics, Mapping):
-            chosen = {name: metrics[metric] for name, metric in self._metrics.items()}
-        elif self._metrics is not None:
-            chosen = {name: metrics[name] for name in self._metrics}
-        else:
-            chosen = metrics
-        return self._postprocess(chosen) if self._postprocess else chosen
+    def _note(self, env: CallbackEnv) -> None:
+        self._rounds = env.iteration + 1
+        for data, metric, value, maximize, *spread in env.evaluation_result_list or ():
+            if maximize:
+                self._maximized.add(metric)
+            values = {"": value} if not spread else {"-mean": value, "-stdv": spread[0]}
+            for suffix, each in values.items():
+                by_metric = self._history.setdefault(data, {})
+                by_metric.setdefault(metric + suffix, []).append(each)
 
-    def _save(self, booster: Booster, metrics: Metrics) -> None:
-        if get_context().get_world_rank() > 0:
-            report(metrics)
-            return
-        with checkpoint_dir() as path:
-            save(booster, path / self._filename)
-            report(metrics, checkpoint=path)
+    def _finish(self) -> None:
+        if self._model is not None:
+            self._reports.at_end(self._rounds, self._history, self._save)
 
-    def _save_unsaved(self) -> None:
-        if self._unsaved is not None:
-            self._save(*self._unsaved)
-            self._unsaved = None
+    def _save(self, folder: Path) -> None:
+        assert self._model is not None
+        self._model.save_model(folder / self.filename, num_iteration=-1)
+        state = {
+            "best_iteration": self._model.best_iteration,
+            "maximized": sorted(self._maximized),
+        }
+        Progress(self._rounds, self._history, state).save(folder)
 
     @classmethod
     def get_model(cls, checkpoint: Checkpoint, filename: str = CHECKPOINT_NAME) -> Booster:
-        """Load the booster of a checkpoint.
+        """Load the booster of a checkpoint, which predicts by its best round if one was found.
 
         Args:
             checkpoint: Of a run whose callback saved it.
@@ -116,39 +112,14 @@ class RayTrainReportCallback:
         with checkpoint.as_directory() as directory:
             path = Path(directory, filename)
             if not path.exists():
-                files = ", ".join(sorted(each.name for each in Path(directory).iterdir())) or "none"
+                names = sorted(each.name for each in Path(directory).iterdir())
+                files = ", ".join(name for name in names if name[0] != ".") or "none"
                 raise FileNotFoundError(
                     f"{checkpoint.path} has no {filename!r}; its files: {files}. Pass the "
                     "filename that the callback was made with"
                 )
-            return load(path)
-
-
-def save(booster: Booster, path: Path) -> None:
-    """Save all trees, and beside them which round was best, which LightGBM's own file has not."""
-    booster.save_model(path, num_iteration=-1)
-    _best(path).write_text(json.dumps({"best_iteration": booster.best_iteration}))
-
-
-def load(path: Path) -> Booster:
-    """Load a booster, which predicts by its best round if one was found."""
-    booster = Booster(model_file=path)
-    if _best(path).exists():
-        booster.best_iteration = json.loads(_best(path).read_text())["best_iteration"]
-    return booster
-
-
-def _best(path: Path) -> Path:
-    return path.with_suffix(".best.json")
-
-
-def _named(env: CallbackEnv) -> dict[str, Any]:
-    """Give the round's metrics as `<data>-<metric>`; those of `lightgbm.cv` with their spread."""
-    metrics: dict[str, Any] = {}
-    for data, metric, value, _, *spread in env.evaluation_result_list or ():
-        name = f"{data}-{metric}"
-        if spread:
-            metrics[f"{name}-mean"], metrics[f"{name}-stdv"] = value, spread[0]
-        else:
-            metrics[name] = value
-    return metrics
+            booster = Booster(model_file=path)
+        progress = Progress.load(checkpoint)
+        if progress is not None:
+            booster.best_iteration = progress.early_stopping.get("best_iteration", -1)
+        return booster
