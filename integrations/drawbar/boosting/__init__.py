@@ -15,11 +15,11 @@ from drawbar.boosting._columns import Columns
 from drawbar.boosting._fit import Fit, check_label
 from drawbar.boosting._load import arrow_tables, load
 from drawbar.boosting._progress import History, Progress
-from drawbar.boosting._report import RoundReports
+from drawbar.boosting._report import Metrics, RoundReports
 from drawbar.boosting._schema import Feature, Schema
 from drawbar.boosting._shard import Shard
 from drawbar.boosting._threads import warn_of_threads, worker_threads
-from drawbar.boosting._trainer import BoostingTrainer, choose_work
+from drawbar.boosting._trainer import BoostingTrainer, work_of
 
 __all__ = [
     "Block",
@@ -28,14 +28,15 @@ __all__ = [
     "Feature",
     "Fit",
     "History",
+    "Metrics",
     "Progress",
     "RoundReports",
     "Schema",
     "Shard",
     "arrow_tables",
     "check_label",
-    "choose_work",
     "load",
     "warn_of_threads",
+    "work_of",
     "worker_threads",
 ]

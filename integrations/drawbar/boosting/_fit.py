@@ -6,9 +6,11 @@ each worker with the loaded shards. The object itself is the training function.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from drawbar.boosting._columns import Columns
@@ -30,7 +32,7 @@ class Fit(ABC):
         early_stopping_rounds: Stop when the last metric on the last dataset has not improved for
             so many rounds. None: never.
         callbacks: The library's own callbacks, pickled to each worker.
-        external_memory: Keep rows on disk rather than in memory.
+        external_memory: Keep rows on disk rather than in memory: True, or the folder to keep them.
         keep_data: Keep what was read as long as the process lives, for a restart after a failure.
     """
 
@@ -40,15 +42,13 @@ class Fit(ABC):
     num_boost_round: int = 10
     early_stopping_rounds: int | None = None
     callbacks: Sequence[Any] = ()
-    external_memory: bool = False
+    external_memory: bool | str | os.PathLike[str] = False
     keep_data: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, Mapping):
             raise TypeError(f"params must be a dict, found {self.params!r}")
         _require_positive("num_boost_round", self.num_boost_round)
-        if self.datasets[:1] != ("train",):
-            raise ValueError(f'datasets must have "train", found {list(self.datasets)}')
         if self.early_stopping_rounds is not None:
             _require_positive("early_stopping_rounds", self.early_stopping_rounds)
             if len(self.datasets) == 1:
@@ -57,6 +57,11 @@ class Fit(ABC):
                     'evaluate besides "train"; add one, such as datasets={"train": ..., '
                     '"validation": ...}'
                 )
+
+    @property
+    def folder(self) -> Path | None:
+        """Where to keep rows on disk; None for the system's folder for such."""
+        return None if isinstance(self.external_memory, bool) else Path(self.external_memory)
 
     @abstractmethod
     def check(self, scaling_config: ScalingConfig) -> None:
@@ -75,7 +80,8 @@ class Fit(ABC):
         shards = load(
             self.datasets,
             self.columns,
-            on_disk=self.external_memory,
+            on_disk=bool(self.external_memory),
+            folder=self.folder,
             keep=self.keep_data,
         )
         self.train(shards)

@@ -1,7 +1,8 @@
 """How far a training has come: a file beside the model in each checkpoint.
 
 A booster knows its trees and nothing of how they were found. To go on as if nothing had happened, a
-resumed run also needs the evaluations so far and what early stopping has seen.
+resumed run also needs the evaluations so far. What early stopping has seen follows from these: the
+library's own callback is shown them again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from drawbar.train import Checkpoint
 
 FILENAME = "progress.json"
 
-History = dict[str, dict[str, list[float]]]
-"""The evaluations: dataset to metric to one value per round."""
+History = dict[str, dict[str, Any]]
+"""The evaluations: dataset to metric to a list of one value per round."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,10 @@ class Progress:
     Args:
         rounds: Number of boosting rounds done.
         history: The evaluations of these rounds.
-        early_stopping: What the library's early stopping needs to go on; JSON-able.
     """
 
     rounds: int = 0
     history: History = field(default_factory=dict)
-    early_stopping: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write it into a checkpoint's folder."""

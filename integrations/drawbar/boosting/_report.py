@@ -10,6 +10,7 @@ from drawbar.boosting._progress import History
 from drawbar.train import checkpoint_dir, get_context, report
 
 Metrics = str | Sequence[str] | Mapping[str, str]
+"""Names of metrics, or names to report and what they are called in the library."""
 
 
 class RoundReports:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from drawbar.boosting._columns import Columns
@@ -17,11 +17,21 @@ from drawbar.train import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ray.data import Dataset
 
     Datasets = Mapping[str, Dataset | Callable[[], Dataset]]
+
+Work = Callable[[], Any] | Callable[[dict[str, Any]], Any]
+
+
+COLUMN_ARGUMENTS = {
+    "label_column": "label",
+    "weight_column": "weight",
+    "group_column": "group",
+    "base_margin_column": "base_margin",
+    "categorical_features": "categorical",
+}
+"""A trainer's arguments to what they are in `Columns`."""
 
 
 class BoostingTrainer(DataParallelTrainer):
@@ -33,14 +43,13 @@ class BoostingTrainer(DataParallelTrainer):
     Args:
         work: The training function, or what is declared instead of one.
         backend_config: How the library's workers meet.
-        group_column: The column whose groups stay whole. Default: that of the declared training.
 
     All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
     """
 
     def __init__(
         self,
-        work: Callable[[], Any] | Callable[[dict[str, Any]], Any] | Fit,
+        work: Work | Fit,
         *,
         backend_config: BackendConfig,
         train_loop_config: dict[str, Any] | None = None,
@@ -72,29 +81,46 @@ class BoostingTrainer(DataParallelTrainer):
                     check_dataset(name, dataset, work.columns)
 
 
-def choose_work(
-    train_loop_per_worker: Callable[..., Any] | None, declared: Mapping[str, Any]
-) -> bool:
-    """Say whether a trainer was given what it declares, rather than a training function.
+def work_of(
+    train_loop_per_worker: Work | None,
+    fit_class: type[Fit],
+    declared: Mapping[str, Any],
+    *,
+    datasets: Datasets | None,
+    run_config: RunConfig | None,
+) -> Work | Fit:
+    """Give what the workers are to do: run a training function, or what is declared instead.
 
     Args:
         train_loop_per_worker: The training function, if there is one.
-        declared: The arguments of the declarative form that were set, with "label_column".
+        fit_class: The library's declared training.
+        declared: The arguments of the declarative form, None where one was not given: those in
+            `COLUMN_ARGUMENTS`, and fields of `fit_class`.
+        datasets: The trainer's datasets.
+        run_config: Says whether a worker may be restarted.
 
     Raises:
-        TypeError: Both, or neither.
+        TypeError, ValueError: Both forms were used, or neither, or an argument is wrong.
     """
-    given = [name for name, value in declared.items() if value is not None]
-    if train_loop_per_worker is not None and given:
-        raise TypeError(
-            f"{', '.join(given)} and a training function exclude each other: the function itself "
-            "says what is trained. Leave one out"
-        )
-    if train_loop_per_worker is None and declared.get("label_column") is None:
-        raise TypeError(
-            "give either a training function, or params and label_column, which need none"
-        )
-    return train_loop_per_worker is None
+    given = {name: value for name, value in declared.items() if value is not None}
+    if train_loop_per_worker is not None:
+        if given:
+            raise TypeError(
+                f"a training function says itself what is trained, so {', '.join(given)} must be "
+                "left out, or the function"
+            )
+        return train_loop_per_worker
+    if not {"params", "label_column"} <= set(given):
+        raise TypeError("give a training function; or params and label_column, and no function")
+    if "train" not in (datasets or {}):
+        raise ValueError(f'datasets must have "train", found {sorted(datasets or {}) or "none"}')
+    roles = {COLUMN_ARGUMENTS[name]: given.pop(name) for name in COLUMN_ARGUMENTS if name in given}
+    return fit_class(
+        columns=Columns(**roles),
+        datasets=("train", *(name for name in datasets or () if name != "train")),
+        keep_data=run_config is not None and run_config.failure_config.max_failures != 0,
+        **given,
+    )
 
 
 def check_dataset(name: str, dataset: Dataset, columns: Columns) -> None:
