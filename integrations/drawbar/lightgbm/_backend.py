@@ -8,7 +8,6 @@ made before the booster has its bins agreed as well, and a port is bound right a
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 
 import ray
 
+from drawbar.boosting import worker_threads
 from drawbar.train import ScalingConfig, collective, get_context
 from drawbar.train.backend import Backend, BackendConfig
 
@@ -171,14 +171,8 @@ def get_network_params(tree_learner: str = "data") -> dict[str, Any]:
             "package has no 'feature', and one worker alone has 'serial' by itself"
         )
     workers = get_context().get_world_size()
-    threads = {"num_threads": thread_share()}
+    threads = {"num_threads": worker_threads()}
     if workers == 1:
         return threads
     network = {"num_machines": workers, "tree_learner": tree_learner, "pre_partition": True}
     return {**threads, **network}
-
-
-def thread_share() -> int:
-    """Give the number of threads that this worker's share of its node's CPUs allows."""
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(given) if given.isdecimal() else len(os.sched_getaffinity(0))

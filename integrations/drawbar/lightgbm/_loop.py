@@ -34,9 +34,11 @@ class LightGBMFit(Fit):
     """A declared training with LightGBM.
 
     Args:
+        num_boost_round: Rounds in total, as in `Fit`; by default 100, as in `lightgbm.train`.
         feval: A custom metric as `lightgbm.train` takes it, or a list of them.
     """
 
+    num_boost_round: int = 100
     feval: Any | None = None
 
     def check(self, scaling_config: ScalingConfig) -> None:
@@ -160,7 +162,7 @@ def resume_from(
 
 def evaluations(progress: Progress, iteration: int) -> list[Evaluation]:
     """Give what LightGBM had found in a round of an earlier attempt."""
-    maximized = progress.early_stopping.get("maximized", ())
+    maximized = progress.details.get("maximized", ())
     return [
         make_evaluation(data, metric, values[iteration], metric in maximized)
         for data, by_metric in progress.history.items()

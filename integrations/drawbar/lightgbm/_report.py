@@ -9,8 +9,7 @@ from typing import Any
 from lightgbm import Booster
 from lightgbm.callback import CallbackEnv
 
-from drawbar.boosting import History, Progress, RoundReports
-from drawbar.boosting._report import Metrics
+from drawbar.boosting import History, Metrics, Progress, RoundReports
 from drawbar.lightgbm._backend import at_end
 from drawbar.lightgbm._evaluation import GlobalEvaluation
 from drawbar.train import Checkpoint
@@ -64,7 +63,7 @@ class RayTrainReportCallback:
     def resume(self, progress: Progress) -> None:
         """Go on after the rounds of an earlier attempt."""
         self._rounds, self._history = progress.rounds, progress.history
-        self._maximized = set(progress.early_stopping.get("maximized", ()))
+        self._maximized = set(progress.details.get("maximized", ()))
 
     def __call__(self, env: CallbackEnv) -> None:
         """Report the round that has ended."""
@@ -121,5 +120,5 @@ class RayTrainReportCallback:
             booster = Booster(model_file=path)
         progress = Progress.load(checkpoint)
         if progress is not None:
-            booster.best_iteration = progress.early_stopping.get("best_iteration", -1)
+            booster.best_iteration = progress.details.get("best_iteration", -1)
         return booster

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from drawbar.boosting import BoostingTrainer, Columns, choose_work
+from lightgbm import Booster
+
+from drawbar.boosting import BoostingTrainer, work_of
 from drawbar.lightgbm._backend import LightGBMConfig
 from drawbar.lightgbm._loop import LightGBMFit
+from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig
 
 if TYPE_CHECKING:
@@ -46,7 +50,7 @@ class LightGBMTrainer(BoostingTrainer):
         params: Parameters of `lightgbm.train`. `objective` may be a function. `num_threads` is the
             worker's share of CPUs unless it is set, and `tree_learner` "data".
         label_column: The column to learn.
-        num_boost_round: Rounds in total, those before a resume included.
+        num_boost_round: Rounds in total, those before a resume included. Default: 100.
         weight_column: Weight of each row.
         group_column: Query of each row, for ranking. All rows of a query go to one worker.
         base_margin_column: Where each row's raw score starts (LightGBM's `init_score`); for several
@@ -60,8 +64,8 @@ class LightGBMTrainer(BoostingTrainer):
             reported and when it is saved; without one, everything, and at the end.
         feval: A custom metric, or a list of them, as `lightgbm.train` takes them; see
             `GlobalEvaluation` for how they become global.
-        external_memory: Read the rows into files rather than into memory; their bins, which
-            LightGBM trains on, are in memory all the same.
+        external_memory: Read the rows into files rather than into memory: True, or the folder on
+            the workers that these go to. The bins that LightGBM trains on stay in memory.
         lightgbm_config: How the workers' network is made.
         datasets: For the declared form: "train", and any others, which are evaluated every round.
 
@@ -86,7 +90,7 @@ class LightGBMTrainer(BoostingTrainer):
         early_stopping_rounds: int | None = None,
         callbacks: Sequence[Any] | None = None,
         feval: Any | None = None,
-        external_memory: bool | None = None,
+        external_memory: bool | str | os.PathLike[str] | None = None,
         lightgbm_config: LightGBMConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
@@ -110,27 +114,14 @@ class LightGBMTrainer(BoostingTrainer):
             "feval": feval,
             "external_memory": external_memory,
         }
-        work: Any = train_loop_per_worker
-        if choose_work(train_loop_per_worker, declared):
-            work = LightGBMFit(
-                params=params or {},
-                columns=Columns(
-                    label=str(label_column),
-                    weight=weight_column,
-                    group=group_column,
-                    base_margin=base_margin_column,
-                    categorical=categorical_features or (),
-                ),
-                datasets=tuple(sorted(datasets or {}, key=lambda name: name != "train")),
-                num_boost_round=100 if num_boost_round is None else num_boost_round,
-                early_stopping_rounds=early_stopping_rounds,
-                callbacks=tuple(callbacks or ()),
-                feval=feval,
-                external_memory=bool(external_memory),
-                keep_data=run_config is not None and run_config.failure_config.max_failures != 0,
-            )
         super().__init__(
-            work,
+            work_of(
+                train_loop_per_worker,
+                LightGBMFit,
+                declared,
+                datasets=datasets,
+                run_config=run_config,
+            ),
             train_loop_config=train_loop_config,
             backend_config=lightgbm_config or LightGBMConfig(),
             scaling_config=scaling_config,
@@ -140,3 +131,12 @@ class LightGBMTrainer(BoostingTrainer):
             metadata=metadata,
             resume_from_checkpoint=resume_from_checkpoint,
         )
+
+    @classmethod
+    def get_model(cls, checkpoint: Checkpoint) -> Booster:
+        """Load the booster of a checkpoint that a `RayTrainReportCallback` has saved.
+
+        Raises:
+            FileNotFoundError: The checkpoint has no such model.
+        """
+        return RayTrainReportCallback.get_model(checkpoint)
