@@ -98,9 +98,10 @@ class LightGBMFit(Fit):
         objective = value_of(params, "objective")
         custom = objective if callable(objective) else None
 
+        begin = 0 if progress.history else progress.rounds  # of what callbacks have seen
+
         def call(iteration: int, found: list[Evaluation] | None, which: Sequence[Callback]) -> None:
-            end = self.num_boost_round
-            env = CallbackEnv(booster, params, iteration, 0, end, found)
+            env = CallbackEnv(booster, params, iteration, begin, self.num_boost_round, found)
             for callback in which:
                 callback(env)
 
@@ -109,7 +110,7 @@ class LightGBMFit(Fit):
         try:
             report.resume(progress)
             remembering = [each for each in after if isinstance(each, _REMEMBERING)]
-            for iteration in range(progress.rounds):
+            for iteration in range(begin, progress.rounds):
                 call(iteration, evaluations(progress, iteration), remembering)
             for iteration in range(progress.rounds, self.num_boost_round):
                 call(iteration, None, before)
