@@ -23,7 +23,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drawbar.train._config import ScalingConfig
 from drawbar.train._failure import describe_broken_worker
-from drawbar.train._messages import Failed, Gone, Interrupt, Message, Order, Ranks, WorkerInfo
+from drawbar.train._messages import (
+    Failed,
+    Gone,
+    Interrupt,
+    Message,
+    Order,
+    Ranks,
+    Retired,
+    WorkerInfo,
+)
 from drawbar.train._placement import node_is_safe
 from drawbar.train._session import Assignment
 from drawbar.train._stacks import Stack
@@ -219,7 +228,9 @@ class RayWorkerGroup:
     async def _listen(self, rank: int, member: _Member, stream: Any, hear: Hear) -> None:
         try:
             async for reference in stream:
-                hear(rank, await reference)
+                messages = await reference
+                member.retired |= any(isinstance(each, Retired) for each in messages)
+                hear(rank, messages)
         except RayTaskError as error:
             member.dead = True
             hear(rank, [Failed(failure=describe_broken_worker(rank, error))])
@@ -263,7 +274,7 @@ class RayWorkerGroup:
         still_there = self._members.keys()  # none of them, if kill() was called meanwhile
         for slot in (set(taking_part) - set(dead)) & still_there:
             member = self._members[slot]
-            if member.is_dead or member.is_running or not keep:
+            if member.is_dead or member.is_running or member.retired or not keep:
                 self._discard([slot], replace)
             member.stream = None
 
@@ -335,6 +346,7 @@ class _Member:
     stream: asyncio.Future[None] | None = None
     hear: Hear | None = None
     dead: bool = False
+    retired: bool = False
 
     @property
     def is_dead(self) -> bool:
