@@ -44,6 +44,8 @@ class ExactSplits:
             whole = self._whole[name]
             cuts = cut_points(whole.count(), world_size, self._starts.get(name))
             parts = whole.split_at_indices(cuts) if cuts else [whole]
+            for part in parts:  # each reader would show a bar for a part that is there already
+                part.context.enable_progress_bars = False
             self._parts[name, world_size] = list(parts)
         return [part.iterator() for part in self._parts[name, world_size]]
 

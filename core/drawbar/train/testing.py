@@ -64,13 +64,14 @@ def run_in_threads(
     *,
     num_workers: int = 2,
     train_loop_config: dict[str, Any] | None = None,
+    backend_config: BackendConfig | None = None,
     run_config: RunConfig | None = None,
 ) -> Result:
     """Run a training function on several ranks in threads of this process, without Ray.
 
     Reports, checkpoints, collectives, divergence, restarts and the `Result` are the real ones. What
     belongs to a process is shared: the environment, the working directory, `print`; so torch's
-    process groups cannot be used.
+    process groups cannot be used. XGBoost's communicator belongs to a thread, and can.
 
     Raises:
         TrainingFailedError: As `fit()` does.
@@ -78,6 +79,7 @@ def run_in_threads(
     return _ThreadTrainer(
         function,
         train_loop_config=train_loop_config,
+        backend_config=backend_config,
         scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=run_config,
     ).fit()

@@ -9,7 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns of a dataset by role. Every column without a role is a feature.
+    """The columns of a dataset by role.
+
+    Every column without a role is a feature, except for the index of a pandas DataFrame.
 
     Args:
         label: What is learned.
@@ -69,7 +71,7 @@ class Columns:
     def features(self, names: Sequence[str]) -> tuple[str, ...]:
         """Give the features among a dataset's columns, in their order."""
         taken = {name for _, name in self.roles()}
-        return tuple(name for name in names if name not in taken)
+        return tuple(name for name in names if name not in taken and not _is_index(name))
 
     def check(self, dataset: str, types: Mapping[str, Any]) -> None:
         """Check that a dataset has the columns, and that its features can be learned from.
@@ -100,7 +102,7 @@ def check_types(dataset: str, types: Mapping[str, Any], columns: Columns) -> Non
     import pyarrow.types as is_type
 
     for name, kind in types.items():
-        if kind is None or _is_number(kind):
+        if kind is None or _is_number(kind) or _is_index(name):
             continue
         text = is_type.is_string(kind) or is_type.is_large_string(kind)
         if name == columns.group and text:
@@ -118,6 +120,11 @@ def check_types(dataset: str, types: Mapping[str, Any], columns: Columns) -> Non
             else "make numbers of it, or drop it"
         )
         raise ValueError(f"feature {name!r} of datasets[{dataset!r}] holds {kind}; {advice}")
+
+
+def _is_index(name: str) -> bool:
+    """Whether a column is the index of a pandas DataFrame, as Arrow names it."""
+    return name.startswith("__index_level_") and name.endswith("__")
 
 
 def _is_number(kind: Any) -> bool:

@@ -38,8 +38,10 @@ def train(
     """Do what `xgboost.train` does, and resume: only the rounds that are left are trained.
 
     A resumed training gives the booster that an uninterrupted one would: the rounds keep their
-    numbers, `evals_result` has them all, early stopping and learning rates go on. Draws of rows and
-    columns too, if `params` has `seed_per_iteration=True`.
+    numbers, `evals_result` has them all, early stopping and learning rates go on. XGBoost saves no
+    state of its random draws: set `seed_per_iteration=True` in `params` for dart to drop the same
+    trees, and for `subsample` and `colsample_*` not to begin again with the draws of round 0;
+    theirs are others than without the resume.
 
     The arguments are those of `xgboost.train`, save that `verbose_eval` is off unless set. With no
     `RayTrainReportCallback` among the callbacks there is one with its defaults, which saves at the

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import pandas as pd
 from xgboost import DataIter, DMatrix, ExtMemQuantileDMatrix, QuantileDMatrix
 
 from drawbar.boosting import Block, Shard
@@ -58,7 +58,7 @@ class _ShardIterator(DataIter):
         self._shard = shard
         self._blocks: Iterator[Block] = iter(())
         self._categories = {
-            feature.name: pa.array(feature.categories)
+            feature.name: pd.CategoricalDtype(list(feature.categories))
             for feature in shard.schema.features
             if feature.categories is not None
         }
@@ -79,18 +79,19 @@ class _ShardIterator(DataIter):
 
     def _features(self, block: Block) -> Mapping[str, Any]:
         names = self._shard.schema.names
-        if self._by_name:  # an Arrow table carries them into the model
-            columns = [self._column(name, block.features[:, i]) for i, name in enumerate(names)]
-            return {"data": pa.table(columns, names=names)}
+        if self._by_name:  # a frame carries them into the model; Arrow's could not hold integers
+            columns = {
+                name: self._column(name, block.features[:, i]) for i, name in enumerate(names)
+            }
+            return {"data": pd.DataFrame(columns, copy=False)}
         types = ["c" if name in self._categories else "q" for name in names]
         return {"data": block.features, "feature_names": names, "feature_types": types}
 
-    def _column(self, name: str, values: Any) -> pa.Array:
+    def _column(self, name: str, values: Any) -> Any:
         if name not in self._categories:
-            return pa.array(values)
-        missing = np.isnan(values)
-        codes = pa.array(np.where(missing, 0, values).astype(np.int32), mask=missing)
-        return pa.DictionaryArray.from_arrays(codes, self._categories[name])
+            return values
+        codes = np.where(np.isnan(values), -1, values).astype(np.int32)
+        return pd.Categorical.from_codes(codes, dtype=self._categories[name])
 
 
 def _rest(block: Block) -> dict[str, Any]:

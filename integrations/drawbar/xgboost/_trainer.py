@@ -46,7 +46,7 @@ class XGBoostTrainer(BoostingTrainer):
             excludes the arguments from `params` to `external_memory`.
         xgboost_config: How the communicator is made; see `XGBoostConfig`.
         params: XGBoost's parameters. `nthread` is the worker's share of the node's cores unless it
-            is set, and `seed_per_iteration` is on, so that a resumed run draws the same.
+            is set, and `seed_per_iteration` is on; see `drawbar.xgboost.train`.
         label_column: What is learned; numbers without a gap.
         num_boost_round: Rounds in total. Default: 10.
         weight_column: Weight of each row; for ranking, that of the first row of a query is the
