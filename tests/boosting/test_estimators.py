@@ -27,7 +27,7 @@ pytestmark = [
 
 HERE = ScalingConfig(num_workers=0)
 TWO = ScalingConfig(num_workers=2)
-QUIET = {"n_estimators": 5, "verbosity": -1}
+QUIET: dict[str, Any] = {"n_estimators": 5, "verbosity": -1}
 
 
 def failed_checks(estimator: Any) -> set[str]:
@@ -90,7 +90,7 @@ def test_all_kinds_of_data_give_one_model(classifier: Any) -> None:
     found.append(fitted.predict_proba(frame))
     for each in found[1:]:
         assert np.array_equal(each, found[0])
-    predicted = fitted.predict_proba(dataset).to_pandas()["prediction"]
+    predicted = fitted.predict_proba(dataset).to_pandas()["prediction"].to_numpy()
     assert predicted == pytest.approx(found[0][:, 1], abs=1e-6)
 
 

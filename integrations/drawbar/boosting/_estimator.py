@@ -67,19 +67,20 @@ def takes_plain_arguments(estimator: T) -> T:
 
     scikit-learn learns from it which parameters `get_params`, `clone` and a grid search have.
     """
-    plain = next(base for base in estimator.__mro__[1:] if not issubclass(base, RayEstimator))
-    signature = inspect.signature(plain.__init__)  # type: ignore[misc]
+    ours: Any = estimator
+    plain: Any = next(base for base in ours.__mro__[1:] if not issubclass(base, RayEstimator))
+    signature = inspect.signature(plain.__init__)
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = [inspect.Parameter(name, keyword, default=None) for name in OWN_ARGUMENTS]
     *named, rest = signature.parameters.values()
 
     def __init__(self: Any, **arguments: Any) -> None:  # one of this class alone
-        super(estimator, self).__init__(**arguments)
+        super(ours, self).__init__(**arguments)
 
     __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*named, *own, rest]
     )
-    estimator.__init__ = __init__
+    ours.__init__ = __init__
     return estimator
 
 
@@ -210,7 +211,7 @@ def _completed(rows: Rows, *, weighted: bool, margins: int) -> Rows:
             "has; give all of them one, or none"
         )
     count = len(np.asarray(rows.label))
-    given = {"weight": np.ones(count), "margin": np.zeros((count, margins))}
+    given: dict[str, Any] = {"weight": np.ones(count), "margin": np.zeros((count, margins))}
     return replace(rows, **{name: given[name] for name in lacking})
 
 

@@ -46,7 +46,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             params.pop("num_threads")  # a worker's own share
         return params
 
-    def fit(  # type: ignore[override]
+    def fit(
         self,
         X: Any,
         y: Any,
@@ -96,7 +96,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         ]
         named = list(eval_names or [f"valid_{number}" for number in range(len(evaluated))])
         rows = dict(zip(["train", *named], alike([training, *evaluated]), strict=True))
-        progress = self._train(
+        booster, progress = self._train(
             rows,
             names,
             params=params,
@@ -106,7 +106,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             init_model=init_model,
             **rounds,
         )
-        self._keep(progress, isinstance(X, Labelled) or has_names(X))
+        self._keep(booster, progress, named=isinstance(X, Labelled) or has_names(X))
         return self
 
     def _names(self, X: Any, given: Any) -> list[str]:
@@ -117,7 +117,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
 
     def _train(
         self, rows: dict[str, Rows], names: Sequence[str], init_model: Any, **options: Any
-    ) -> Progress:
+    ) -> tuple[Booster, Progress]:
         datasets: Any = {name: each.dataset(names) for name, each in rows.items()}
         with self._run() as configs, tempfile.TemporaryDirectory() as folder:
             earlier, before = _checkpoint_of(init_model, Path(folder))
@@ -130,12 +130,12 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
                 **options,
             ).fit()
             assert result.checkpoint is not None
-            self._Booster = RayTrainReportCallback.get_model(result.checkpoint)
-            return Progress.load(result.checkpoint) or Progress()
+            booster = RayTrainReportCallback.get_model(result.checkpoint)
+            return booster, Progress.load(result.checkpoint) or Progress()
 
-    def _keep(self, progress: Progress, named: bool) -> None:
+    def _keep(self, booster: Booster, progress: Progress, *, named: bool) -> None:
         """Set what plain LightGBM sets after training."""
-        booster = self._Booster
+        self._Booster = booster
         last = max(booster.best_iteration, 0) - 1
         self._n_features = self.n_features_in_ = booster.num_feature()
         self._fitted_with_feature_names = named
@@ -182,12 +182,12 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
 
 
 @takes_plain_arguments
-class RayLGBMRegressor(LGBMRegressor, _RayLGBMModel):
+class RayLGBMRegressor(LGBMRegressor, _RayLGBMModel):  # type: ignore[misc]  # two fits
     """`lightgbm.LGBMRegressor`, trained on workers."""
 
 
 @takes_plain_arguments
-class RayLGBMRanker(LGBMRanker, _RayLGBMModel):
+class RayLGBMRanker(LGBMRanker, _RayLGBMModel):  # type: ignore[misc]  # two fits
     """`lightgbm.LGBMRanker`, trained on workers. The rows of a query go to one of them."""
 
 

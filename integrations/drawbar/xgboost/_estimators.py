@@ -179,7 +179,7 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
 class RayXGBRanker(_RayXGBModel, XGBRanker):
     """`xgboost.XGBRanker`, trained on workers. The rows of a query go to one of them."""
 
-    def fit(  # type: ignore[override]
+    def fit(
         self,
         X: Any,
         y: Any,
