@@ -14,7 +14,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.metrics import log_loss
 
 from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
-from drawbar.train import Checkpoint, Result, RunConfig, ScalingConfig
+from drawbar.train import Checkpoint, Result, RunConfig, ScalingConfig, ValidationConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
@@ -278,3 +278,17 @@ def test_checkpoints_load_with_the_librarys_own_loader(declare: Callable[..., Re
     result = declare({}, data, num_workers=1, num_boost_round=3)
     path = Checkpoint(result.checkpoint.path).path if result.checkpoint else ""
     assert lightgbm.Booster(model_file=f"{path}/model.txt").num_trees() == 3
+
+
+def test_checkpoints_are_validated(declare: Callable[..., Result], binary: Any) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, int]:
+        return {"trees": RayTrainReportCallback.get_model(checkpoint).num_trees()}
+
+    result = declare(
+        {"objective": "binary", "verbosity": -1},
+        frame(*binary),
+        num_workers=0,
+        callbacks=[RayTrainReportCallback(frequency=10, validation=True)],
+        validation_config=ValidationConfig(validate),
+    )
+    assert [metrics["trees"] for _, metrics in result.best_checkpoints] == [10, 15]
