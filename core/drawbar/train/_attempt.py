@@ -27,6 +27,7 @@ from drawbar.train._messages import (
     CollectiveCalled,
     CollectiveDone,
     DiagnosisAsked,
+    Discarded,
     Failed,
     FileAsked,
     Finished,
@@ -121,6 +122,8 @@ class Attempt:
                 self._order(
                     rank, Answer(number=message.number, checkpoints=self._commits.listing())
                 )
+            case Discarded():
+                self._commits.discard(message.name)
             case DiagnosisAsked():
                 self._diagnose(rank, message)
             case FunctionStarted():

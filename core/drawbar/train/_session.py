@@ -35,6 +35,7 @@ from drawbar.train._messages import (
     Committed,
     Diagnosis,
     DiagnosisAsked,
+    Discarded,
     FileAnswer,
     FileAsked,
     Interrupt,
@@ -216,6 +217,10 @@ class Session:
         answer = self._wait_for_any((Answer, number), timeout=timeout)
         assert isinstance(answer, Answer)
         return [(self.directory.checkpoint(name), m) for name, m in answer.checkpoints]
+
+    def discard_checkpoint(self, name: str) -> None:
+        """Do what `drawbar.train.backend.discard_checkpoint` says."""
+        self._say(Discarded(name=name))
 
     def dataset_shard(self, name: str) -> Any:
         """Do what `drawbar.train.get_dataset_shard` says."""
