@@ -1,13 +1,17 @@
 """Lightning's Trainer on a group of Ray actors."""
 
 from drawbar.lightning._environment import RayLightningEnvironment
+from drawbar.lightning._logger import JournalLogger
 from drawbar.lightning._package import use_package
+from drawbar.lightning._report import RayTrainReportCallback
 from drawbar.lightning._strategy import RayDDPStrategy
 from drawbar.lightning._trainer import prepare_trainer
 
 __all__ = [
+    "JournalLogger",
     "RayDDPStrategy",
     "RayLightningEnvironment",
+    "RayTrainReportCallback",
     "prepare_trainer",
     "use_package",
 ]

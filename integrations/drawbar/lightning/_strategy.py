@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from drawbar.lightning._checkpoints import CommitsCheckpoints
 from drawbar.lightning._environment import RayLightningEnvironment, in_training_function
 from drawbar.lightning._package import OfUsersPackage, with_base
 from drawbar.torch import get_device
@@ -24,7 +25,7 @@ else:
     DDPStrategy = ParallelStrategy = object
 
 
-class RayStrategy(OfUsersPackage, ParallelStrategy):
+class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
     """What the strategies have in common: ranks, device and process group are the run's."""
 
     @property

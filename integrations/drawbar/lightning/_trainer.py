@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from drawbar.lightning._environment import RayLightningEnvironment
+from drawbar.lightning._model_checkpoint import decide_who_saves
+from drawbar.lightning._resume import go_on_from_newest_checkpoint
 from drawbar.lightning._strategy import RayStrategy
 
 TrainerT = TypeVar("TrainerT")
@@ -23,4 +25,6 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
     environment = made.strategy.cluster_environment
     if not isinstance(environment, RayLightningEnvironment):
         raise TypeError(f"the Trainer has environment {type(environment).__name__}")
+    decide_who_saves(made, made.strategy.package)
+    go_on_from_newest_checkpoint(made, made.strategy.package)
     return trainer
