@@ -10,6 +10,7 @@ from benchmarks.scenarios import (
     exception,
     first_line,
     import_time,
+    lightning_steps,
     many_workers,
     report,
     worker_killed,
@@ -24,5 +25,6 @@ SCENARIOS: list[Scenario] = [
     exception.SCENARIO,
     worker_killed.SCENARIO,
     ddp_steps.SCENARIO,
+    lightning_steps.SCENARIO,
     many_workers.SCENARIO,
 ]
