@@ -22,6 +22,8 @@ def go_on_from_newest_checkpoint(trainer: Any, package: Package) -> None:
     `fit(ckpt_path=...)` wins. A checkpoint that Lightning did not write is left alone.
     """
     checkpoint = get_checkpoint()
+    if trainer.state.fn not in (None, "fit"):  # the driver has launched another call
+        return
     if checkpoint is None or not _is_of_lightning(checkpoint):
         return
     trainer.ckpt_path = str(path_of(checkpoint))
