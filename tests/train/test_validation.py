@@ -350,6 +350,25 @@ def test_a_validation_whose_time_is_over_is_ended(
     wait_until_gone([int(Path(failed[0].path).with_name("pid").read_text())])
 
 
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(("retries", "status"), [(1, "VALIDATED"), (0, "VALIDATION_FAILED")])
+def test_an_exception_is_tried_again_if_ray_is_told_so(
+    tmp_path: Path, retries: int, status: str
+) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        if not (tmp_path / "tried").exists():
+            (tmp_path / "tried").touch()
+            raise OSError("the disk is asleep")
+        return {}
+
+    options = {"retry_exceptions": [OSError], "max_retries": retries}
+    config = ValidationConfig(validate, ray_remote_kwargs=options)
+    assert fit(save_with({}), tmp_path, config, 1).return_value == [status]
+    (manifest,) = manifests(tmp_path)
+    assert manifest.validation is not None
+    assert manifest.validation.error == ("" if retries else "OSError: the disk is asleep")
+
+
 def test_a_thread_is_given_up_when_its_time_is_over(tmp_path: Path) -> None:
     def validate(checkpoint: Checkpoint) -> NoReturn:
         wait_for_ever()
@@ -430,16 +449,16 @@ def test_a_restart_of_the_workers_does_not_touch_it(tmp_path: Path) -> None:
     assert result.return_value == [PENDING, "VALIDATED"]
 
 
-def interrupted(folder: Path, pipe: Pipe) -> Callable[[], None]:
+def interrupted(folder: Path, pipe: Pipe, num_workers: int = 0) -> Callable[[], None]:
     """Make a main program that waits for a validation when its function has returned."""
 
     def validate(checkpoint: Checkpoint) -> NoReturn:
-        pipe.say("runs")
+        pipe.say(os.getpid())
         wait_for_ever()
 
     def main() -> None:
         try:
-            fit(lambda: save(3), folder, ValidationConfig(validate))
+            fit(lambda: save(3), folder, ValidationConfig(validate), num_workers)
         except UserAbort:
             sys.exit(3)
 
@@ -461,13 +480,20 @@ def test_the_end_of_a_run_waits_and_says_what_for(
     assert_resumes(tmp_path)
 
 
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_killed_driver_leaves_it_to_the_next(
-    tmp_path: Path, drivers: Drivers, pipe: Pipe
+    tmp_path: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+    num_workers: int,
 ) -> None:
-    with drivers(interrupted(tmp_path, pipe)) as driver:
-        pipe.hear()
+    with drivers(interrupted(tmp_path, pipe, num_workers)) as driver:
+        pid = int(*pipe.hear())
         driver.kill()
         driver.wait()
+        wait_until_gone([pid])
     assert_resumes(tmp_path)
 
 
@@ -479,7 +505,7 @@ def test_without_a_validation_config_it_stays_pending(
         driver.kill()
         driver.wait()
     assert fit(lambda: statuses(), tmp_path, None).return_value == [PENDING]
-    assert "checkpoint_000000 was to be validated, but" in capsys.readouterr().err
+    assert "stays pending of checkpoint_000000, which is" in capsys.readouterr().err
     assert_resumes(tmp_path)
 
 

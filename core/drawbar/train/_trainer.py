@@ -29,7 +29,7 @@ from drawbar.train._run import Outcome, Run
 from drawbar.train._session import Assignment
 from drawbar.train._storage import RunDirectory
 from drawbar.train._validation import ValidationConfig
-from drawbar.train._validator import RayValidator, ThreadValidator, Validator
+from drawbar.train._validator import RayValidator, ThreadValidator, ValidationWork, Validator
 from drawbar.train._worker import Payload
 from drawbar.train._worker_group import RayWorkerGroup, WorkerGroup
 from drawbar.train.backend import BackendConfig
@@ -211,7 +211,8 @@ class DataParallelTrainer:
             return ThreadValidator(self.validation_config)
         environment = _environment.forwarded(os.environ, self.run_config.forward_env)
         runtime_env = self.run_config.worker_runtime_env
-        return RayValidator(self.validation_config, environment, runtime_env)
+        work = ValidationWork.of(self.validation_config, environment, runtime_env)
+        return RayValidator(work)
 
     def _make_group(
         self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]

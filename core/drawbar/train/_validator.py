@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import cloudpickle
 import msgspec
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from drawbar.train._checkpoint import Checkpoint, Manifest
 from drawbar.train._commit import Committer
@@ -45,12 +45,15 @@ _SHOWN = 3
 
 
 class Validator(Protocol):
-    """Runs the validation function somewhere."""
+    """Runs the validation function somewhere.
 
-    @property
-    def config(self) -> ValidationConfig:
-        """What the trainer was told."""
-        ...
+    Attributes:
+        max_in_flight: How many at the same time.
+        resources: That each of them takes.
+    """
+
+    max_in_flight: int
+    resources: Mapping[str, float]
 
     async def run(
         self, checkpoint: Checkpoint, validation: Validation, started: Callable[[], None]
@@ -83,7 +86,7 @@ class Validations:
         self._commits = commits
         self._console = console
         self._on_end = ended
-        self._turn = asyncio.Semaphore(validator.config.max_in_flight if validator else 1)
+        self._turn = asyncio.Semaphore(validator.max_in_flight if validator else 1)
         self._in_flight: dict[int, _InFlight] = {}
         self._settling = False
 
@@ -92,8 +95,8 @@ class Validations:
         left = [manifest for manifest in self._commits.kept if _is_pending(manifest)]
         if left and self._validator is None:
             self._console.notice(
-                f"{_listed([each.name for each in left])} was to be validated, but this trainer "
-                "has no validation_config: it stays pending, and is not deleted"
+                "this trainer has no validation_config; the validation stays pending of "
+                f"{_listed([each.name for each in left])}, which is not deleted"
             )
         for manifest in left:
             self.begin(manifest)
@@ -122,21 +125,23 @@ class Validations:
     async def close(self) -> None:
         """End those that still run."""
         self._settling = False
-        left = list(self._in_flight.values())
-        if not left:
-            return
+        in_flight = list(self._in_flight.values())
+        left = [each for each in in_flight if not each.has_ended]
         for each in left:
             each.task.cancel()
-        await asyncio.wait([each.task for each in left])
-        self._console.notice(
-            f"the validation of {_listed([each.name for each in left])} has not ended; it starts "
-            "again when the run is resumed"
-        )
+        if in_flight:
+            await asyncio.wait([each.task for each in in_flight])
+        if left:
+            self._console.notice(
+                f"the validation of {_listed([each.name for each in left])} has not ended; it "
+                "starts again when the run is resumed"
+            )
 
     async def _validate(self, validator: Validator, manifest: Manifest) -> None:
         try:
             async with self._turn:
                 validation = await self._outcome(validator, manifest)
+            self._in_flight[manifest.index].has_ended = True
             await self._keep(manifest, validation)
         finally:
             del self._in_flight[manifest.index]
@@ -146,20 +151,20 @@ class Validations:
         began = time.monotonic()
         asked = manifest.validation
         assert asked is not None  # only such checkpoints are validated
-        waits = ", ".join(f"{name}={n:g}" for name, n in validator.config.resources.items())
+        waits = ", ".join(f"{name}={n:g}" for name, n in validator.resources.items())
         self._stands(manifest, f"waits for {waits}" if waits else "starts")
         checkpoint = self._commits.checkpoint(manifest)
         started = partial(self._stands, manifest, "runs")
         try:
             validation = await validator.run(checkpoint, asked, started)
         except Exception as error:  # whatever it is, the training goes on
-            validation = asked.failed(f"{type(error).__name__}: {error}".strip())
+            validation = asked.failed(f"{type(error).__name__}: {error}")
         return msgspec.structs.replace(validation, seconds=time.monotonic() - began)
 
     async def _keep(self, manifest: Manifest, validation: Validation) -> None:
         try:
             await self._commits.keep_validation(manifest, validation)
-        except OSError as error:
+        except Exception as error:
             self._console.notice(f"the validation of {manifest.name} is not kept: {error}")
         if validation.status is ReportedCheckpointStatus.VALIDATED:
             self._console.validated(manifest.name, validation.metrics, validation.seconds)
@@ -181,11 +186,12 @@ class Validations:
 
 @dataclass
 class _InFlight:
-    """One validation, and where it stands in words."""
+    """One validation, and where it stands in words. `has_ended`: it is about to be kept."""
 
     name: str
     task: asyncio.Task[None]
     stands: str = "queued"
+    has_ended: bool = False
 
 
 def _is_pending(manifest: Manifest) -> bool:
@@ -201,31 +207,13 @@ def _listed(names: list[str]) -> str:
 
 
 class RayValidator:
-    """Runs each validation as a Ray task.
+    """Runs each validation as a Ray task."""
 
-    Args:
-        config: The function and the task's options.
-        environment: Variables of the driver that the function gets, as the training function does.
-        runtime_env: Of the task, unless its options have one.
-    """
-
-    def __init__(
-        self,
-        config: ValidationConfig,
-        environment: Mapping[str, str],
-        runtime_env: Mapping[str, Any] | None,
-    ) -> None:
-        self.config = config
-        options: dict[str, Any] = {"num_cpus": 0, **config.options}
-        if runtime_env:
-            options.setdefault("runtime_env", dict(runtime_env))
+    def __init__(self, work: ValidationWork) -> None:
+        self.max_in_flight = work.max_in_flight
+        self.resources: Mapping[str, float] = work.resources
         remote: Any = ray.remote  # its stub does not know streaming tasks
-        self._task = remote(num_returns="streaming", **options)(validate_checkpoint)
-        work = _Work(
-            function=cloudpickle.dumps(config.fn),
-            environment=dict(environment),
-            raises=bool(options.get("retry_exceptions")),
-        )
+        self._task = remote(num_returns="streaming", **work.options)(validate_checkpoint)
         self._work = ray.put(work)
 
     async def run(
@@ -244,7 +232,8 @@ class RayValidator:
                     limit.reschedule(_deadline(validation))
             return validation.failed("its task ended without a word")
         except RayError as error:
-            return validation.failed(f"{type(error).__name__}: {error}".strip())
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            return validation.failed(f"{type(cause).__name__}: {cause}")
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -255,15 +244,47 @@ class RayValidator:
             raise
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What every task does, and where. `raises`: exceptions are left to Ray, which tries again."""
+@dataclass(frozen=True, kw_only=True)
+class ValidationWork:
+    """What every task does, and where: plain data, made in the driver.
+
+    Attributes:
+        function: The pickled validation function, unpickled by tasks only.
+        options: Of the task, for `ray.remote`.
+        resources: That the task takes, by Ray's names.
+        max_in_flight: How many tasks run at the same time.
+        environment, working_directory, import_paths: The driver's, as the training function gets
+            them.
+    """
 
     function: bytes
+    options: dict[str, Any]
+    resources: dict[str, float]
+    max_in_flight: int
     environment: dict[str, str]
-    raises: bool
-    folder: str = field(default_factory=os.getcwd)
-    import_paths: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    working_directory: str
+    import_paths: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: ValidationConfig,
+        environment: Mapping[str, str],
+        runtime_env: Mapping[str, Any] | None,
+    ) -> ValidationWork:
+        """Make it of what the trainer was given; `runtime_env` is that of the workers."""
+        options: dict[str, Any] = {"num_cpus": 0, **config.options}
+        if runtime_env:
+            options.setdefault("runtime_env", dict(runtime_env))
+        return cls(
+            function=cloudpickle.dumps(config.fn),
+            options=options,
+            resources=config.resources,
+            max_in_flight=config.max_in_flight,
+            environment=dict(environment),
+            working_directory=os.getcwd(),
+            import_paths=tuple(sys.path),
+        )
 
     def do(self, checkpoint: Checkpoint, validation: Validation) -> Validation:
         """Call the function as the training function is called; leave the process as it was."""
@@ -275,14 +296,15 @@ class _Work:
         with as_before():
             os.environ.update(self.environment)
             with contextlib.suppress(OSError):
-                os.chdir(self.folder)
+                os.chdir(self.working_directory)
             sys.path += [path for path in self.import_paths if path not in sys.path]
             load = partial(cloudpickle.loads, self.function)
-            return _call(load, checkpoint, validation, raises=self.raises)
+            tries_again = bool(self.options.get("retry_exceptions"))  # Ray does, if it sees them
+            return _call(load, checkpoint, validation, raises=tries_again)
 
 
 def validate_checkpoint(
-    work: _Work, checkpoint: Checkpoint, validation: Validation
+    work: ValidationWork, checkpoint: Checkpoint, validation: Validation
 ) -> Iterator[Any]:
     """Say that the task runs, by None, and then what came of it."""
     yield None
@@ -293,7 +315,9 @@ class ThreadValidator:
     """Runs each validation in a thread of this process, which ends with it."""
 
     def __init__(self, config: ValidationConfig) -> None:
-        self.config = config
+        self.max_in_flight = config.max_in_flight
+        self.resources: Mapping[str, float] = {}
+        self._function = config.fn
 
     async def run(
         self, checkpoint: Checkpoint, validation: Validation, started: Callable[[], None]
@@ -307,7 +331,7 @@ class ThreadValidator:
                 ended.set_result(found)
 
         def work() -> None:
-            found = _call(lambda: self.config.fn, checkpoint, validation)
+            found = _call(lambda: self._function, checkpoint, validation)
             with contextlib.suppress(RuntimeError, AttemptInterrupted):  # nobody waits any more
                 loop.call_soon_threadsafe(tell, found)
 
