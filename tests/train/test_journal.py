@@ -16,6 +16,7 @@ from drawbar.train._journal import (
     AttemptStarted,
     CheckpointCommitted,
     CheckpointDeleted,
+    CheckpointValidated,
     Event,
     Journal,
     JournalLockedError,
@@ -29,6 +30,7 @@ from drawbar.train._journal import (
     salvage,
 )
 from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._validation import ReportedCheckpointStatus
 
 HERE = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1, gpu_ids=("0", "1"))
 ALONE = Ranks(
@@ -43,6 +45,15 @@ ONE_OF_EACH: list[Event] = [
     ReportReceived(time=3.0, attempt=0, rank=0, index=0, metrics={"a": [math.inf, "ü\n"]}),
     CheckpointCommitted(
         time=4.0, attempt=0, index=0, name="c", nbytes=9, seconds=0.1, metrics={"a": -math.inf}
+    ),
+    CheckpointValidated(
+        time=4.5,
+        index=0,
+        name="c",
+        status=ReportedCheckpointStatus.VALIDATED,
+        metrics={"b": math.inf},
+        error="",
+        seconds=0.5,
     ),
     CheckpointDeleted(time=5.0, name="c"),
     AttemptFailed(time=6.0, attempt=0, kind="worker", failures=["rank 0: ValueError"]),
@@ -206,3 +217,28 @@ def start(attempt: int, first_index: int) -> AttemptStarted:
 )
 def test_history_has_neither_gap_nor_duplicate(events: list[Event], kept: list[Any]) -> None:
     assert [(each.attempt, each.rank, each.index) for each in history(events)] == kept
+
+
+def validated(index: int, **metrics: float) -> CheckpointValidated:
+    return CheckpointValidated(
+        time=0,
+        index=index,
+        name="c",
+        status=ReportedCheckpointStatus.VALIDATED,
+        metrics=metrics,
+        error="",
+        seconds=0,
+    )
+
+
+def test_a_validation_is_told_with_the_report_of_the_lowest_rank() -> None:
+    reports = [report(0, 1, 0), report(0, 0, 0), report(0, 1, 1)]
+    told = history([start(0, 0), *reports, validated(0, a=1)])
+    metrics = {(each.rank, each.index): each.metrics for each in told}
+    assert metrics == {(1, 0): {}, (0, 0): {"a": 1}, (1, 1): {}}
+
+
+def test_of_a_report_that_counts_no_more_the_validation_does_not_either() -> None:
+    lost: list[Event] = [start(0, 0), report(0, 0, 0), validated(0, a=1)]
+    (again,) = history([*lost, start(1, 0), report(1, 0, 0)])
+    assert again.metrics == {}

@@ -27,7 +27,6 @@ from drawbar.train._config import (
 )
 from drawbar.train._context import (
     ReportedCheckpoint,
-    ReportedCheckpointStatus,
     TrainContext,
     checkpoint_dir,
     checkpoint_requested,
@@ -57,6 +56,13 @@ from drawbar.train._result import Result
 from drawbar.train._timeline import AttemptTimes, Timeline
 from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train._upload import CheckpointUploadMode
+from drawbar.train._validation import (
+    CheckpointConsistencyMode,
+    ReportedCheckpointStatus,
+    ValidationConfig,
+    ValidationFn,
+    ValidationTaskConfig,
+)
 from drawbar.train.backend import Backend, BackendConfig
 
 __all__ = [
@@ -65,6 +71,7 @@ __all__ = [
     "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",
+    "CheckpointConsistencyMode",
     "CheckpointError",
     "CheckpointUploadMode",
     "ControllerError",
@@ -90,6 +97,9 @@ __all__ = [
     "TrainingFailedError",
     "UserAbort",
     "UserCallback",
+    "ValidationConfig",
+    "ValidationFn",
+    "ValidationTaskConfig",
     "WorkerError",
     "WorkerFailure",
     "WorkerGroupError",

@@ -20,6 +20,7 @@ from drawbar.train._console_views import (
     View,
     live_view,
     readable_size,
+    shown_metrics,
 )
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._messages import Printed
@@ -108,6 +109,13 @@ class Console:
                 name = path.removeprefix(f"{self._run_path.rstrip('/')}/")
                 self._status.checkpoint = f"{name} ({readable_size(nbytes)} in {seconds:.1f} s)"
                 self._view.committed()
+
+    @_watches
+    def validated(self, name: str, metrics: Mapping[str, Any], seconds: float) -> None:
+        """Show what came of a checkpoint's validation."""
+        if self._level <= logging.INFO:
+            with self._lock:
+                self._view.line(f"validated {name} in {seconds:.1f} s: {shown_metrics(metrics)}")
 
     @_watches
     def printed(self, rank: int, line: Printed) -> None:

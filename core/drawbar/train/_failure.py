@@ -64,6 +64,20 @@ def describe_exception(error: BaseException, assignment: Assignment, reports: in
     )
 
 
+def describe_validation_failure(error: BaseException) -> str:
+    """Describe in words what a validation function raised."""
+    frames = _without_own(error.__traceback__)
+    failure = WorkerFailure(
+        rank=-1,
+        kind="exception",
+        type_name=type(error).__name__,
+        message=_message_of(error),
+        traceback="".join(traceback.format_exception(type(error), error, frames)),
+        where=_user_line(frames),
+    )
+    return failure.describe()
+
+
 class ConfigurationError(ValueError):
     """The run cannot work as it is configured; it is not tried again."""
 

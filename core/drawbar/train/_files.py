@@ -15,9 +15,10 @@ from drawbar.train._messages import FileEntry
 # Drawbar's own files in a checkpoint. They are not part of what the user saved.
 MANIFEST = ".drawbar.json"
 CHECKSUMS = ".drawbar-checksums.json"
+VALIDATION = ".drawbar-validation.json"
 METADATA = ".metadata.json"
 _OWN = (
-    ".drawbar"  # what the names of the first two, and of files that are being written, begin with
+    ".drawbar"  # what the names of the first three, and of files that are being written, begin with
 )
 
 _COPY_THREADS = 8

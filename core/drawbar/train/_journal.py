@@ -20,6 +20,7 @@ from drawbar.train._decide import AttemptEnd
 from drawbar.train._files import write_atomically
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
+from drawbar.train._validation import ReportedCheckpointStatus
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -79,6 +80,17 @@ class CheckpointCommitted(_Event, frozen=True, kw_only=True, tag="checkpoint"):
     metrics: dict[str, Any]
 
 
+class CheckpointValidated(_Event, frozen=True, kw_only=True, tag="checkpoint_validated"):
+    """A checkpoint's validation has ended; what it says is as in `Validation`."""
+
+    index: int
+    name: str
+    status: ReportedCheckpointStatus
+    metrics: dict[str, Any]
+    error: str
+    seconds: float
+
+
 class CheckpointDeleted(_Event, frozen=True, kw_only=True, tag="checkpoint_deleted"):
     """Retention let go of a checkpoint."""
 
@@ -107,12 +119,14 @@ Event = (
     | UserFunctionStarted
     | ReportReceived
     | CheckpointCommitted
+    | CheckpointValidated
     | CheckpointDeleted
     | AttemptFailed
     | RunEnded
 )
 
 _decoder = msgspec.json.Decoder(Event)
+_WITH_METRICS = (ReportReceived, CheckpointCommitted, CheckpointValidated)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
@@ -144,7 +158,7 @@ class Journal:
 
     def append(self, event: Event) -> None:
         """Write an event. It survives this process's death when this returns."""
-        if isinstance(event, ReportReceived | CheckpointCommitted):
+        if isinstance(event, _WITH_METRICS):
             event = msgspec.structs.replace(event, metrics=to_json(event.metrics))
         line = self._encoder.encode(event) + b"\n"
         end = self._file.seek(0, os.SEEK_END)
@@ -176,7 +190,7 @@ def replay(path: Path) -> Iterator[Event]:
                 event = _decoder.decode(line)
             except _UNREADABLE as error:
                 raise ValueError(f"line {number} of {path} cannot be read: {error}") from error
-            if isinstance(event, ReportReceived | CheckpointCommitted):
+            if isinstance(event, _WITH_METRICS):
                 event = msgspec.structs.replace(event, metrics=from_json(event.metrics))
             yield event
 
@@ -185,15 +199,35 @@ def history(events: Iterable[Event]) -> list[ReportReceived]:
     """Give the reports that count, without gap or duplicate, in order.
 
     An attempt that starts at report k takes the place of whatever earlier attempts reported from k
-    on.
+    on. The metrics of a checkpoint's validation are added to those of its report, on the lowest
+    rank.
     """
     reports: list[ReportReceived] = []
+    validated: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, ReportReceived):
             reports.append(event)
+        elif isinstance(event, CheckpointValidated):
+            validated[event.index] = event.metrics
         elif isinstance(event, AttemptStarted):
-            reports = [report for report in reports if report.index < event.first_index]
-    return reports
+            first = event.first_index
+            reports = [report for report in reports if report.index < first]
+            validated = {index: each for index, each in validated.items() if index < first}
+    return _with_validations(reports, validated) if validated else reports
+
+
+def _with_validations(
+    reports: list[ReportReceived], validated: dict[int, dict[str, Any]]
+) -> list[ReportReceived]:
+    lowest: dict[int, int] = {}
+    for report in reports:
+        lowest[report.index] = min(report.rank, lowest.get(report.index, report.rank))
+    return [
+        msgspec.structs.replace(report, metrics={**report.metrics, **validated[report.index]})
+        if report.index in validated and report.rank == lowest[report.index]
+        else report
+        for report in reports
+    ]
 
 
 def salvage(path: Path) -> tuple[list[Event], bool]:

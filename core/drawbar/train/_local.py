@@ -90,7 +90,7 @@ class LocalWorkerGroup:
         alone = self._spawn is not None
         ending: Message | None = Interrupted()
         try:
-            with _as_before() if alone else contextlib.nullcontext():
+            with as_before() if alone else contextlib.nullcontext():
                 log = session.directory.log(rank)
                 with (
                     capture_output(log, None, errors_only=False, redirect_fds=False)
@@ -176,7 +176,7 @@ def _end_from_thread(
 
 
 @contextlib.contextmanager
-def _as_before() -> Iterator[None]:
+def as_before() -> Iterator[None]:
     """Give this process its environment and folder back, and `breakpoint()` to pdb inside."""
     environment, folder = dict(os.environ), os.getcwd()
     if environment.get("PYTHONBREAKPOINT", "").startswith("ray."):

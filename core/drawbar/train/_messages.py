@@ -12,6 +12,11 @@ from typing import Any, Literal
 import msgspec
 
 from drawbar.train._errors import WorkerFailure
+from drawbar.train._validation import (
+    CheckpointConsistencyMode,
+    ReportedCheckpointStatus,
+    Validation,
+)
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +66,8 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
     """`report()` was called.
 
     `waits`: the rank stands still until the checkpoint is committed. `positions`: with a
-    checkpoint, how far the rank's data has been consumed, by the name of its source.
+    checkpoint, how far the rank's data has been consumed, by the name of its source. `validation`:
+    the checkpoint is to be validated so.
     """
 
     index: int
@@ -71,6 +77,7 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
     offer: Offer | None = None
     waits: bool = False
     positions: dict[str, Any] = {}
+    validation: Validation | None = None
 
 
 class WaitsForCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,9 +136,14 @@ class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank asks for the committed checkpoints; answered by `Answer` with this number."""
+    """The rank asks for the committed checkpoints; answered by `Answer` with this number.
+
+    `until` says what the answer waits for. None: nothing, not even if the same question was to wait
+    before.
+    """
 
     number: int
+    until: CheckpointConsistencyMode | None
 
 
 class Discarded(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,10 +246,10 @@ class CollectiveDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The committed checkpoints that are still kept, oldest first, as (name, metrics)."""
+    """The committed checkpoints that are still kept, oldest first, as (name, metrics, status)."""
 
     number: int
-    checkpoints: tuple[tuple[str, dict[str, Any]], ...]
+    checkpoints: tuple[tuple[str, dict[str, Any], ReportedCheckpointStatus], ...]
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):

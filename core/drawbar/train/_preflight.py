@@ -45,22 +45,7 @@ def check_function(function: Callable[..., Any], *, has_config: bool = False) ->
         TypeError: It is not callable, is a coroutine or generator function (a call would run none
             of it), or needs other arguments. The message has its signature.
     """
-    if not callable(function):
-        raise TypeError(
-            f"the training function must be callable, found {function!r} "
-            f"({type(function).__name__}); pass the function itself, not what it returns"
-        )
-    never_run = (
-        inspect.iscoroutinefunction,
-        inspect.isgeneratorfunction,
-        inspect.isasyncgenfunction,
-    )
-    for call in (function, type(function).__call__):
-        if any(is_kind(call) for is_kind in never_run):
-            raise TypeError(
-                f"{_name(function)} is an async or a generator function, so that calling it runs "
-                "none of it; a training function is a plain function"
-            )
+    check_runs_when_called("training function", function)
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for p in inspect.signature(function).parameters.values() if p.kind not in variable]
     required = [parameter for parameter in named if parameter.default is parameter.empty]
@@ -73,6 +58,30 @@ def check_function(function: Callable[..., Any], *, has_config: bool = False) ->
         )
     positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
     return len(required) == 1 or (has_config and len(positional) == 1)
+
+
+def check_runs_when_called(what: str, function: object) -> None:
+    """Check that a function runs when it is called; `what` names it.
+
+    Raises:
+        TypeError: It is not callable, or is a coroutine or generator function.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"the {what} must be callable, found {function!r} ({type(function).__name__}); "
+            "pass the function itself, not what it returns"
+        )
+    never_run = (
+        inspect.iscoroutinefunction,
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+    )
+    for call in (function, type(function).__call__):
+        if any(is_kind(call) for is_kind in never_run):
+            raise TypeError(
+                f"{_name(function)} is an async or a generator function, so that calling it runs "
+                f"none of it; a {what} is a plain function"
+            )
 
 
 def check_config(takes_config: bool, config: object) -> None:

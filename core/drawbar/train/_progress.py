@@ -95,6 +95,15 @@ class Progress:
         if report is not None:
             self.ranks[rank].waits_for_report = report
 
+    def collecting(self, before: int) -> bool:
+        """Whether a round before this one that has files still lacks reports."""
+        return any(
+            report.offer is not None
+            for index, reports in self._rounds.items()
+            if index < before
+            for report in reports.values()
+        )
+
     def committed(self, index: int) -> None:
         """Take note that checkpoint `index` is committed, so nobody waits for it any more."""
         for each in self.ranks.values():

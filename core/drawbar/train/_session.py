@@ -57,6 +57,12 @@ from drawbar.train._upload import (
     Uploads,
     check_arguments,
 )
+from drawbar.train._validation import (
+    CheckpointConsistencyMode,
+    ReportedCheckpointStatus,
+    Validation,
+    asked_for,
+)
 
 
 class AttemptInterrupted(BaseException):
@@ -69,7 +75,10 @@ class AttemptInterrupted(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What one worker is told about its attempt. `shards` refers to its datasets, if any."""
+    """What one worker is told about its attempt.
+
+    `shards` refers to its datasets, if any. `validation` is what `validation=True` means.
+    """
 
     run_name: str
     run_id: str
@@ -86,6 +95,7 @@ class Assignment:
     import_paths: tuple[str, ...] = ()
     shards: Any = None
     positions: dict[str, Any] = field(default_factory=dict)
+    validation: Validation | None = None
 
 
 class Session:
@@ -129,9 +139,13 @@ class Session:
         mode: CheckpointUploadMode,
         delete_local: bool | None,
         upload_fn: CheckpointUploadFn | None = None,
+        validation: object = False,
     ) -> None:
         """Do what `drawbar.train.report` says."""
         values = normalise(metrics)
+        to_validate = asked_for(
+            validation, self.assignment.validation, has_checkpoint=checkpoint is not None
+        )
         index = self._next_report
         if checkpoint is None:
             self._next_report += 1
@@ -163,6 +177,7 @@ class Session:
                 offer=offer,
                 waits=waits,
                 positions=self._positions(),
+                validation=to_validate,
             )
         )
         follow = self.uploads.follow if waits else self.uploads.follow_in_background
@@ -210,13 +225,22 @@ class Session:
                 remove_tree(path)
             raise
 
-    def all_checkpoints(self, timeout: float | None) -> list[tuple[Checkpoint, dict[str, Any]]]:
-        """Ask the controller for the committed checkpoints that are kept, oldest first."""
+    def all_checkpoints(
+        self, until: CheckpointConsistencyMode, timeout: float | None
+    ) -> list[tuple[Checkpoint, dict[str, Any], ReportedCheckpointStatus]]:
+        """Do what `drawbar.train.get_all_reported_checkpoints` says."""
         number = next(self._questions)
-        self._say(Asked(number=number))
-        answer = self._wait_for_any((Answer, number), timeout=timeout)
+        self._say(Asked(number=number, until=until))
+        try:
+            answer = self._wait_for_any((Answer, number), timeout=timeout)
+        except TimeoutError:
+            self._say(Asked(number=number, until=None))
+            answer = self._wait_for_any((Answer, number))
         assert isinstance(answer, Answer)
-        return [(self.directory.checkpoint(name), m) for name, m in answer.checkpoints]
+        return [
+            (self.directory.checkpoint(name), metrics, status)
+            for name, metrics, status in answer.checkpoints
+        ]
 
     def discard_checkpoint(self, name: str) -> None:
         """Do what `drawbar.train.backend.discard_checkpoint` says."""

@@ -70,7 +70,8 @@ def discard_checkpoint(name: str) -> None:
     """Delete a committed checkpoint of this run before retention would.
 
     For frameworks that decide themselves which checkpoints to keep. Returns at once. The newest
-    checkpoint stays, since a restart begins there; a name that is not there is no error.
+    checkpoint stays, since a restart begins there, and one that is being validated; a name that is
+    not there is no error.
 
     Args:
         name: The checkpoint's directory in the run. One rank's call is enough.

@@ -22,6 +22,8 @@ from drawbar.train._launch import Job
 from drawbar.train._local import LocalWorkerGroup
 from drawbar.train._result import Result
 from drawbar.train._trainer import DataParallelTrainer, TrainFunction
+from drawbar.train._validation import ValidationConfig
+from drawbar.train._validator import ThreadValidator, Validator
 from drawbar.train._worker import Payload
 from drawbar.train._worker_group import WorkerGroup
 from drawbar.train.backend import BackendConfig
@@ -65,6 +67,7 @@ def run_in_threads(
     num_workers: int = 2,
     train_loop_config: dict[str, Any] | None = None,
     run_config: RunConfig | None = None,
+    validation_config: ValidationConfig | None = None,
 ) -> Result:
     """Run a training function on several ranks in threads of this process, without Ray.
 
@@ -80,12 +83,16 @@ def run_in_threads(
         train_loop_config=train_loop_config,
         scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=run_config,
+        validation_config=validation_config,
     ).fit()
 
 
 class _ThreadTrainer(DataParallelTrainer):
     def _connect(self) -> None:
         """No cluster is needed."""
+
+    def _make_validator(self) -> Validator | None:
+        return ThreadValidator(self.validation_config) if self.validation_config else None
 
     def _make_group(
         self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar import train
 from drawbar.lightning._data_position import TrainingLoaders
-from drawbar.train import Checkpoint, collective, get_context
+from drawbar.train import Checkpoint, CheckpointConsistencyMode, collective, get_context
 from drawbar.train.backend import align_reports, discard_checkpoint
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _committed_at(path: Path) -> Checkpoint | None:
     newest = train.get_checkpoint()
     if newest is not None and path_of(newest) == path:
         return newest
-    for reported in train.get_all_reported_checkpoints():
+    for reported in train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED):
         if path_of(reported.checkpoint) == path:
             return reported.checkpoint
     return None

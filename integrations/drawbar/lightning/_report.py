@@ -12,7 +12,7 @@ from drawbar.lightning._checkpoints import (
     report_together,
 )
 from drawbar.lightning._package import OfUsersPackage
-from drawbar.train import CheckpointUploadMode
+from drawbar.train import CheckpointUploadMode, ValidationTaskConfig
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -34,9 +34,11 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
         checkpoint: Whether reports have a checkpoint. If not, and the Trainer has a
             `ModelCheckpoint`, that one decides when to save.
         upload_mode: SYNC waits until a checkpoint is committed; ASYNC trains on meanwhile.
+        validation: Have each checkpoint validated by the trainer's `validation_config`; see
+            `drawbar.train.report`.
 
     Raises:
-        ValueError, TypeError: An argument is out of range or of another type.
+        ValueError: An argument is out of range, or there is no checkpoint to validate.
     """
 
     CHECKPOINT_NAME = CHECKPOINT_NAME
@@ -47,6 +49,7 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
         every_n_epochs: int | None = 1,
         checkpoint: bool = True,
         upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+        validation: bool | ValidationTaskConfig = False,
     ) -> None:
         for name, value in (
             ("every_n_train_steps", every_n_train_steps),
@@ -61,10 +64,13 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
                 "upload_mode must be CheckpointUploadMode.SYNC or ASYNC, "
                 f"found {upload_mode!r}: the checkpoints are written by this callback"
             )
+        if validation and not checkpoint:
+            raise ValueError("validation= needs checkpoint=True: there is nothing else to validate")
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.checkpoint = checkpoint
         self.upload_mode = upload_mode
+        self.validation = validation
         self._reported_step = 0
 
     def on_train_batch_end(
@@ -94,4 +100,9 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
             return
         with common_checkpoint_dir() as path:
             trainer.save_checkpoint(path / self.CHECKPOINT_NAME, weights_only=False)
-            report_together(metrics_of(trainer), path, checkpoint_upload_mode=self.upload_mode)
+            report_together(
+                metrics_of(trainer),
+                path,
+                checkpoint_upload_mode=self.upload_mode,
+                validation=self.validation,
+            )
