@@ -11,7 +11,7 @@ is written there directly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,11 +53,15 @@ class CommitsCheckpoints(ParallelStrategy):
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Load from where Lightning says; what is in remote storage is fetched."""
-        with local(Path(checkpoint_path)) as path:
+        with local(Path(checkpoint_path)) as path, self.loadable(path) as on_these_workers:
             if _trainer_of(self).state.fn == "fit":
                 self._loaders.go_on_from(Checkpoint(path.parent))
-            loaded: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+            loaded: dict[str, Any] = super().load_checkpoint(on_these_workers, *args, **kwargs)
         return loaded
+
+    def loadable(self, path: Path) -> AbstractContextManager[Path]:
+        """Give a checkpoint as this many workers can load it. Most can be loaded by any number."""
+        return nullcontext(path)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove what `ModelCheckpoint` does not keep; never the run's newest checkpoint."""
