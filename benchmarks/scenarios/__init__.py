@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks._scenario import Scenario
 from benchmarks.scenarios import (
+    chaos,
     checkpoint,
     ddp_steps,
     empty_fit,
@@ -27,4 +28,5 @@ SCENARIOS: list[Scenario] = [
     ddp_steps.SCENARIO,
     lightning_steps.SCENARIO,
     many_workers.SCENARIO,
+    chaos.SCENARIO,
 ]

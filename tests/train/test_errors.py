@@ -12,6 +12,7 @@ import pytest
 from drawbar.train import (
     CheckpointError,
     ControllerError,
+    DamagedRunError,
     DivergenceError,
     HangError,
     InsufficientResourcesError,
@@ -48,6 +49,7 @@ ERRORS: list[BaseException] = [
     PreemptionError("no", {"deadline": 3}, path="/runs/a"),
     InsufficientResourcesError("no"),
     ResumeError("no"),
+    DamagedRunError("no"),
     CheckpointError("no"),
     WorkerError(FAILURE),
     UserAbort("stopped"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from drawbar.train import DamagedRunError
 from drawbar.train._journal import (
     AttemptFailed,
     AttemptStarted,
@@ -27,7 +28,6 @@ from drawbar.train._journal import (
     WorkersStarted,
     history,
     replay,
-    salvage,
 )
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._validation import ReportedCheckpointStatus
@@ -66,6 +66,14 @@ def write(path: Path, events: list[Event]) -> None:
     for event in events:
         journal.append(event)
     journal.close()
+
+
+def salvage(path: Path) -> tuple[list[Event], bool]:
+    journal = Journal(path)
+    try:
+        return journal.salvage()
+    finally:
+        journal.close()
 
 
 @pytest.fixture
@@ -118,7 +126,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(
 ) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:3], damage, *lines[3:]]))
-    with pytest.raises(ValueError, match=f"line 4 of {path} cannot be read"):
+    with pytest.raises(DamagedRunError, match=f"line 4 of {path} cannot be read"):
         list(replay(path))
 
 
@@ -151,6 +159,17 @@ def test_a_journal_is_written_by_one_at_a_time(path: Path) -> None:
         Journal(path)
     journal.close()
     Journal(path).close()
+
+
+def test_a_salvaged_journal_is_still_held(path: Path) -> None:
+    path.write_bytes(b"garbage\n" + path.read_bytes())
+    journal = Journal(path)
+    assert journal.salvage() == (ONE_OF_EACH, False)
+    with pytest.raises(JournalLockedError):
+        Journal(path)
+    journal.append(ONE_OF_EACH[-1])
+    journal.close()
+    assert list(replay(path)) == [*ONE_OF_EACH, ONE_OF_EACH[-1]]
 
 
 def test_the_lock_goes_with_the_process_that_held_it(path: Path) -> None:

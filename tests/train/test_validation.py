@@ -269,10 +269,10 @@ def test_who_does_not_wait_for_a_validation_is_told_that_it_is_pending(tmp_path:
 
 def test_a_rank_that_waits_for_a_long_validation_does_not_hang(tmp_path: Path) -> None:
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        threading.Event().wait(0.5)  # longer than ranks may stand still
+        threading.Event().wait(1.5)  # longer than ranks may stand still
         return {}
 
-    failures = FailureConfig(hang_timeout=0.1)
+    failures = FailureConfig(hang_timeout=1)
     config = ValidationConfig(validate)
     result = fit(save_with({}), tmp_path, config, failure_config=failures)
     assert result.return_value == ["VALIDATED"]

@@ -40,6 +40,7 @@ from drawbar.train._context import (
 from drawbar.train._errors import (
     CheckpointError,
     ControllerError,
+    DamagedRunError,
     DivergenceError,
     HangError,
     InsufficientResourcesError,
@@ -75,6 +76,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointUploadMode",
     "ControllerError",
+    "DamagedRunError",
     "DataConfig",
     "DataParallelTrainer",
     "DivergenceError",

@@ -230,6 +230,8 @@ class Attempt:
         )
         self._console.report(rank, report.index, report.metrics)
         for complete in self._progress.reported(rank, report):
+            if conflict := complete.conflict():
+                raise AttemptFailed("divergence", [describe_divergence(conflict)])
             if self._callbacks:
                 metrics = [complete.reports[each].metrics for each in sorted(complete.reports)]
                 if complete.offers:

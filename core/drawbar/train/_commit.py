@@ -118,12 +118,11 @@ class Committer:
         offers = complete.offers
         if not offers:
             return
-        names = [offer.name for offer in offers.values() if offer.name]
-        name = names[0] if names else default_name(complete.index)
+        report = complete.reports[min(offers)]
+        name = offers[min(offers)].name or default_name(complete.index)
         if any(each.name == name for each in self.kept):
             self._on_failure(committed_already(self._directory.place(name)))
             return
-        report = complete.reports[min(offers)]
         validations = [complete.reports[rank].validation for rank in offers]
 
         def manifest(parts: list[Part]) -> Manifest:
@@ -211,17 +210,7 @@ class Committer:
             in_place=pending.in_place,
         )
         seconds = time.monotonic() - pending.began
-        self._journal(
-            CheckpointCommitted(
-                time=manifest.time,
-                attempt=manifest.attempt,
-                index=manifest.index,
-                name=manifest.name,
-                nbytes=manifest.nbytes,
-                seconds=seconds,
-                metrics=manifest.metrics,
-            )
-        )
+        self._journal(CheckpointCommitted.of(manifest, seconds=seconds))
         _faults.reached("commit.journaled")
         self.kept.append(manifest)
         self._committing.discard(manifest.index)
@@ -229,13 +218,6 @@ class Committer:
         self._retain()
         self._in_background(self._directory.write_checksums, manifest.name)
         self._in_background(self._directory.publish)
-
-    def discard(self, name: str) -> None:
-        """Delete a checkpoint before retention would, unless a restart or a validation needs it."""
-        pending = ReportedCheckpointStatus.PENDING_VALIDATION
-        for manifest in self.kept[:-1]:
-            if manifest.name == name and manifest.status is not pending:
-                self._delete(manifest)
 
     async def keep_validation(self, manifest: Manifest, validation: Validation) -> None:
         """Add what came of a checkpoint's validation to it, and rank the checkpoints anew.
@@ -246,22 +228,19 @@ class Committer:
         validated = manifest.validated(validation)
         self.kept[self.kept.index(manifest)] = validated
         try:
-            self._journal(
-                CheckpointValidated(
-                    time=time.time(),
-                    index=manifest.index,
-                    name=manifest.name,
-                    status=validation.status,
-                    metrics=validation.metrics,
-                    error=validation.error,
-                    seconds=validation.seconds,
-                )
-            )
+            self._journal(CheckpointValidated.of(manifest, validation))
             durable = self._config.durable
             await asyncio.to_thread(self._directory.keep_validation, validated, durable=durable)
         finally:
             self._retain()
         self._in_background(self._directory.publish)
+
+    def discard(self, name: str) -> None:
+        """Delete a checkpoint before retention would, unless a restart or a validation needs it."""
+        pending = ReportedCheckpointStatus.PENDING_VALIDATION
+        for manifest in self.kept[:-1]:
+            if manifest.name == name and manifest.status is not pending:
+                self._delete(manifest)
 
     def _retain(self) -> None:
         for manifest in _retention.to_delete(self.kept, self._config):

@@ -13,8 +13,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
+from drawbar.train._callback import UserCallback
 from drawbar.train._checks import (
     ShowsWhatWasSet,
     check_run_name,
@@ -23,9 +24,6 @@ from drawbar.train._checks import (
     require_int,
     require_type,
 )
-
-if TYPE_CHECKING:
-    from drawbar.train._callback import UserCallback
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Resume = Literal["auto", "never", "must"]
@@ -354,8 +352,6 @@ class RunConfig(ShowsWhatWasSet):
         self._check_callbacks()
 
     def _check_callbacks(self) -> None:
-        from drawbar.train._callback import UserCallback
-
         callbacks = () if self.callbacks is None else self.callbacks
         if not is_list_of(UserCallback, callbacks):
             raise TypeError(
@@ -377,14 +373,31 @@ class DataConfig(ShowsWhatWasSet):
             them it is if they say `preserve_order=True`.
         enable_shard_locality: Prefer giving a worker the blocks that lie on its own node. Ray Data
             does so only where the order is not preserved.
+        equal: True streams a split dataset, as many rows to each worker, and leaves up to
+            `num_workers` - 1 rows out. False gives every row to a worker: consecutive parts, the
+            same in every attempt, that differ by one row at most. The dataset is computed once per
+            run and stays in Ray's object store. A part can be read without the other workers; a
+            restart begins it anew.
+        group_column: Rows with the same value in this column go to one worker, side by side; a
+            dataset whose groups lie apart is sorted first. Needs `equal=False`.
     """
 
     datasets_to_split: Literal["all"] | Sequence[str] = ("train",)
     execution_options: Any | None = None
     enable_shard_locality: bool = True
+    equal: bool = True
+    group_column: str | None = None
 
     def __post_init__(self) -> None:
         require_type("DataConfig.enable_shard_locality", self.enable_shard_locality, bool)
+        require_type("DataConfig.equal", self.equal, bool)
+        if self.group_column is not None:
+            require_type("DataConfig.group_column", self.group_column, str)
+            if self.equal:
+                raise ValueError(
+                    f"DataConfig.group_column={self.group_column!r} keeps groups whole, so the "
+                    "workers cannot get equally many rows; set equal=False"
+                )
         names = self.datasets_to_split
         if names == "all":
             return

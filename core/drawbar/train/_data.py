@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.train._config import DataConfig
 from drawbar.train._dataset_shard import DatasetShard, Read, RowPosition
+from drawbar.train._exact_split import ExactSplits
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
@@ -60,8 +61,9 @@ def shard(
     config: DataConfig,
     node_ids: Sequence[str],
     positions: Mapping[str, Any],
+    exact: ExactSplits,
 ) -> list[dict[str, DatasetShard]]:
-    """Give each rank its shards, by name: an even streamed split, or the whole.
+    """Give each rank its shards, by name: an even streamed split, an exact one, or the whole.
 
     A dataset whose recorded position is inside an epoch is read once here, to find what is left.
 
@@ -70,9 +72,19 @@ def shard(
         config: Which to split, and how Ray Data runs them.
         node_ids: The node of each rank; its length is the world size.
         positions: The data positions that the attempt goes on from.
+        exact: The run's exact splits.
     """
     shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
     for name, given in datasets.items():
+        if config.splits(name) and not config.equal:
+            options = _options_for(name, config)
+            parts = exact.parts(name, _with_options(given, options), config, len(node_ids))
+            epoch = RowPosition(RowPosition.decode(positions.get(position_name(name))).epoch)
+            for shards_of_rank, each in zip(shards, parts, strict=True):
+                shards_of_rank[name] = DatasetShard(
+                    each, world_size=len(node_ids), position=epoch, ordered=False
+                )
+            continue
         dataset = _with_options(given, _options_for(name, config))
         ordered = dataset.context.execution_options.preserve_order
         world_size = len(node_ids) if config.splits(name) else 1
@@ -82,6 +94,7 @@ def shard(
             position = RowPosition(position.epoch)
         rest, owners = _rest(dataset, position.read, world_size)
         parts = _split(dataset, world_size, hints)
+        rows = _rows(given, world_size)
         for rank, shards_of_rank in enumerate(shards):
             part = rank if world_size > 1 else 0
             shards_of_rank[name] = DatasetShard(
@@ -89,10 +102,18 @@ def shard(
                 world_size=world_size,
                 position=position,
                 rest=rest[part] if rest else None,
+                rows=rows,
                 ordered=ordered,
                 owners=owners,
             )
     return shards
+
+
+def _rows(dataset: Any, world_size: int) -> int | None:
+    """Say how many rows each part has, unless the dataset would have to be computed for that."""
+    from ray.data.dataset import MaterializedDataset
+
+    return dataset.count() // world_size if isinstance(dataset, MaterializedDataset) else None
 
 
 def position_name(dataset_name: str) -> str:

@@ -12,6 +12,7 @@ extra. The exceptions below are built from it in the driver, and every one of th
     ├── PreemptionError             nodes were taken away more often than the budget allows
     └── InsufficientResourcesError  the cluster can never hold what was asked for
     ResumeError (ValueError)        the run directory and `RunConfig.resume` do not go together
+    DamagedRunError (ValueError)    the journal of a run cannot be read
     CheckpointError (RuntimeError)  a checkpoint is missing, incomplete or altered
     WorkerError (RuntimeError)      stands for a worker's exception that could not be unpickled
     UserAbort (KeyboardInterrupt)   the run was stopped by Ctrl-C; its directory can be resumed
@@ -126,7 +127,7 @@ class WorkerGroupError(TrainingFailedError):
 
 
 class DivergenceError(WorkerGroupError):
-    """Some rank waits for something that a finished or diverged rank can never give."""
+    """A rank waits for what a finished or diverged one can never give, or their reports clash."""
 
 
 class HangError(WorkerGroupError):
@@ -159,6 +160,13 @@ class InsufficientResourcesError(TrainingFailedError):
 
 class ResumeError(ValueError):
     """The state of the run directory and `RunConfig.resume` do not go together."""
+
+
+class DamagedRunError(ValueError):
+    """The journal of a run cannot be read. The message names the line; checkpoints still load.
+
+    `fit()` with the same name and `resume="auto"` cuts the damage out and goes on.
+    """
 
 
 class CheckpointError(RuntimeError):

@@ -161,7 +161,7 @@ def describe_broken_worker(rank: int, error: RayTaskError) -> WorkerFailure:
         kind="exception",
         type_name=type(error.cause).__name__,
         message=str(error.cause),
-        traceback=error.traceback_str,
+        traceback=str(error),  # Ray puts the remote one there
         time=time.time(),
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from drawbar.train import _faults
 from drawbar.train._messages import FileEntry
+from drawbar.train._retry import explained, in_bytes
 
 # Drawbar's own files in a checkpoint. They are not part of what the user saved.
 MANIFEST = ".drawbar.json"
@@ -124,12 +125,20 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write a whole file or none of it: a temporary file beside it, then a rename."""
+    """Write a whole file or none of it: a temporary file beside it, then a rename.
+
+    Raises:
+        OSError: It cannot be written; the message has the path and the bytes.
+    """
     temporary = path.with_name(f"{_OWN}-{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    if durable:
-        sync(temporary)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(data)
+        if durable:
+            sync(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise explained(error, f"writing {in_bytes(len(data))} to {path}") from error
 
 
 def checksum(path: Path) -> str:

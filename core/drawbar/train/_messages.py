@@ -175,6 +175,10 @@ class Printed(msgspec.Struct, frozen=True, kw_only=True):
     transient: bool = False
 
 
+class Retired(msgspec.Struct, frozen=True, kw_only=True):
+    """This process is not to run another attempt."""
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """The function returned `value`, pickled; `value_error` says why that is None."""
 
@@ -213,6 +217,7 @@ Message = (
     | DiagnosisAsked
     | FunctionStarted
     | Printed
+    | Retired
     | Finished
     | Failed
     | Interrupted

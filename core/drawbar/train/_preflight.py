@@ -10,11 +10,13 @@ import contextlib
 import dis
 import errno
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
 import itertools
 import os
 import pwd
+import re
 import tempfile
 import types
 import warnings
@@ -146,20 +148,38 @@ def check_pickles(name: str, value: object) -> None:
         )
 
 
-def require_package(module: str, extra: str) -> None:
-    """Check that a framework is installed, without importing it.
+def require_package(module: str, extra: str, at_least: str | None = None) -> None:
+    """Check that a framework is installed, and not too old, without importing it.
 
     Args:
-        module: Top-level module, such as "torch".
+        module: Top-level module, such as "torch". If `at_least` is given, the package has this name
+            too.
         extra: The extra of Drawbar that installs it.
+        at_least: The oldest version that works. Default: any.
 
     Raises:
-        ModuleNotFoundError: It is not; the message has the command that installs it.
+        ModuleNotFoundError: It is not installed; the message has the command that installs it.
+        ImportError: It is too old.
     """
     if importlib.util.find_spec(module) is None:
         raise ModuleNotFoundError(
             f'{module} is not installed here; run: pip install "drawbar[{extra}]"', name=module
         )
+    if at_least is None:
+        return
+    found = importlib.metadata.version(module)
+    if release_of(found) < release_of(at_least):
+        raise ImportError(
+            f"{module} {found} is installed here, but {at_least} or newer is needed; "
+            f'run: pip install --upgrade "drawbar[{extra}]"',
+            name=module,
+        )
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Give the numbers of a version: those before anything like "rc1", ".dev0" or "+cpu"."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def check_storage_path(path: Path) -> None:

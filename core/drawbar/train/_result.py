@@ -59,6 +59,7 @@ class Result:
 
         Raises:
             FileNotFoundError: There is no run at `path`.
+            DamagedRunError: Its journal cannot be read.
         """
         directory = open_directory(path, storage_filesystem)
         directory.fetch()

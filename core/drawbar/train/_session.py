@@ -45,6 +45,7 @@ from drawbar.train._messages import (
     Persist,
     Ranks,
     Reported,
+    Retired,
     Taken,
 )
 from drawbar.train._metrics import normalise
@@ -206,6 +207,10 @@ class Session:
         if isinstance(self.directory, UnsharedRunDirectory) and self.checkpoint is not None:
             self.directory.bring(self.checkpoint)
         return self.checkpoint
+
+    def retire(self) -> None:
+        """Do what `drawbar.train.backend.retire_process` says."""
+        self._say(Retired())
 
     def end(self, seconds: float) -> None:
         """End early: checkpoints in flight get so long, and nothing waits for orders any more."""

@@ -19,6 +19,8 @@ from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import DataConfig, RunConfig, ScalingConfig, fields_of
 from drawbar.train._console import Console
 from drawbar.train._controller import Controller
+from drawbar.train._exact_split import ExactSplits
+from drawbar.train._files import write_atomically
 from drawbar.train._journal import AttemptStarted
 from drawbar.train._launch import Job, OpenRun, connect_to_ray, directory_of, host, open_run
 from drawbar.train._local import LocalWorkerGroup
@@ -236,7 +238,7 @@ class DataParallelTrainer:
         keep = ("train_loop_per_worker", "train_loop_config", "backend_config", "scaling_config")
         keep += ("dataset_config", "metadata", "validation_config")
         state = {name: getattr(self, name) for name in keep}
-        directory.trainer.write_bytes(cloudpickle.dumps(state))
+        write_atomically(directory.trainer, cloudpickle.dumps(state))
 
     @classmethod
     def can_restore(
@@ -299,6 +301,7 @@ class _Plan:
     def __init__(self, trainer: DataParallelTrainer, opened: OpenRun) -> None:
         self._trainer = trainer
         self._opened = opened
+        self._exact_splits = ExactSplits()
         self._in_ray = ray.is_initialized()
         self._environment = _environment.forwarded(os.environ, trainer.run_config.forward_env)
 
@@ -360,7 +363,7 @@ class _Plan:
             return [None] * len(node_ids)
         made = _data.make(datasets)
         _placement.check_data(self._trainer.scaling_config, _data.lazy(made))
-        shards = _data.shard(made, config, node_ids, positions)
+        shards = _data.shard(made, config, node_ids, positions, self._exact_splits)
         local = self._trainer.scaling_config.max_workers == 0
         return list(shards) if local else [ray.put(each) for each in shards]
 

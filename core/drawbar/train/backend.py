@@ -26,6 +26,7 @@ __all__ = [
     "discard_checkpoint",
     "keep_data_position",
     "require_package",
+    "retire_process",
 ]
 
 R = TypeVar("R")
@@ -51,6 +52,15 @@ def keep_data_position(name: str, position: Callable[[], Any], *, numbered: bool
     """
     session = current_session("keep_data_position")
     return session.keep_data_position(name, position, numbered=numbered)
+
+
+def retire_process() -> None:
+    """Have this worker's process not run another attempt, which gets a new one instead.
+
+    For frameworks that keep state in the process and have no way to drop it. Inside the training
+    function, or around it in `train_func_context`.
+    """
+    current_session("retire_process").retire()
 
 
 def align_reports() -> None:

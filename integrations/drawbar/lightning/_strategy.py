@@ -8,6 +8,7 @@ and with its way cleared where Lightning or torch take it for granted that there
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from drawbar.lightning._deepspeed import for_any_number_of_workers
 from drawbar.lightning._environment import RayLightningEnvironment, in_training_function
 from drawbar.lightning._launcher import Launch, RayLauncher
 from drawbar.lightning._package import OfUsersPackage, lightning_class, with_base
-from drawbar.torch import get_device
+from drawbar.torch import at_end, get_device
 from drawbar.train import RunConfig, ScalingConfig, get_context
 from drawbar.train.backend import require_package
 
@@ -401,7 +402,20 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
     def setup_environment(self) -> None:
-        """Hand the run's process group to DeepSpeed."""
+        """Hand the run's process group to DeepSpeed, until the attempt ends.
+
+        Raises:
+            RuntimeError: The worker's device is not the one that DeepSpeed would use.
+        """
+        device, local_rank = self.root_device, self.local_rank
+        if device.type == "cuda" and device.index != local_rank:
+            raise RuntimeError(
+                f"DeepSpeed computes on cuda:{local_rank} on local rank {local_rank}, but this "
+                f"worker's GPU is {device}; give each worker one whole GPU"
+            )
+        if device.type == "cpu":
+            _use_gloo_alone()
+        at_end(_forget_attempt)
         # What DeepSpeedStrategy adds to this is to refuse CPUs.
         lightning_class("strategies.DDPStrategy", self.package).setup_environment(self)
 
@@ -419,3 +433,31 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
             with deepspeed.zero.GatheredParameters([value], enabled=hasattr(value, "ds_id")):
                 weights[name] = _on_cpu(value).clone() if self.is_global_zero else None
         return weights
+
+
+def _use_gloo_alone() -> None:
+    """Keep DeepSpeed from compiling an all-reduce of its own, which does what gloo does.
+
+    It would do so as it meets a process group on CPUs for the first time. That takes a compiler and
+    a minute, and if it is cut short, every later run waits for its lock without a word.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _forget_attempt() -> None:
+    """Have DeepSpeed let go of what it keeps of this attempt in its modules.
+
+    These are process groups; and counters of ZeRO 3, on which the ranks must agree in the next
+    attempt, those whose process is new with those whose process is kept.
+    """
+    import deepspeed.comm.comm
+    import deepspeed.utils.groups
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    deepspeed.comm.comm.cdb = None
+    importlib.reload(deepspeed.utils.groups)
+    deepspeed.zero.Init.param_id = 0
+    (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    modules[0] = 0  # a default argument that it counts in

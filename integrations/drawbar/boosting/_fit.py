@@ -1,0 +1,124 @@
+"""The declarative form: what to train on which columns, without a training function.
+
+A library plugs in by a subclass of `Fit` with two methods: `check`, in the driver, and `train`, on
+each worker with the loaded shards. The object itself is the training function.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drawbar.boosting._columns import Columns
+from drawbar.boosting._load import load
+from drawbar.boosting._read import LabelRange
+from drawbar.boosting._shard import Shard
+from drawbar.train import ScalingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit(ABC):
+    """A training that is declared rather than written. It is pickled to the workers.
+
+    Args:
+        params: The library's own parameters.
+        columns: Which column plays which role.
+        datasets: Names of the datasets, "train" first. All others are evaluated every round.
+        num_boost_round: Rounds in total, those before a resume included.
+        early_stopping_rounds: Stop when the last metric on the last dataset has not improved for
+            so many rounds. None: never.
+        callbacks: The library's own callbacks, pickled to each worker.
+        external_memory: Keep rows on disk rather than in memory: True, or the folder to keep them.
+        keep_data: Keep what was read as long as the process lives, for a restart after a failure.
+    """
+
+    params: Mapping[str, Any]
+    columns: Columns
+    datasets: Sequence[str] = ("train",)
+    num_boost_round: int = 10
+    early_stopping_rounds: int | None = None
+    callbacks: Sequence[Any] = ()
+    external_memory: bool | str | os.PathLike[str] = False
+    keep_data: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.params, Mapping):
+            raise TypeError(f"params must be a dict, found {self.params!r}")
+        _require_positive("num_boost_round", self.num_boost_round)
+        if self.early_stopping_rounds is not None:
+            _require_positive("early_stopping_rounds", self.early_stopping_rounds)
+            if len(self.datasets) == 1:
+                raise ValueError(
+                    f"early_stopping_rounds={self.early_stopping_rounds} needs a dataset to "
+                    'evaluate besides "train"; add one, such as datasets={"train": ..., '
+                    '"validation": ...}'
+                )
+
+    @property
+    def folder(self) -> Path | None:
+        """Where to keep rows on disk; None for the system's folder for such."""
+        return None if isinstance(self.external_memory, bool) else Path(self.external_memory)
+
+    @abstractmethod
+    def check(self, scaling_config: ScalingConfig) -> None:
+        """Check the parameters in the driver, before a process starts.
+
+        Raises:
+            TypeError, ValueError: Training cannot work with them.
+        """
+
+    @abstractmethod
+    def train(self, shards: dict[str, Shard]) -> None:
+        """Train on this worker and report each round; `shards` has the datasets in their order."""
+
+    def __call__(self) -> None:
+        """Load the data and train: the training function."""
+        shards = load(
+            self.datasets,
+            self.columns,
+            on_disk=bool(self.external_memory),
+            folder=self.folder,
+            keep=self.keep_data,
+        )
+        self.train(shards)
+
+
+def check_label(
+    shard: Shard,
+    why: str,
+    *,
+    low: float = float("-inf"),
+    high: float = float("inf"),
+    whole_numbers: bool = False,
+) -> None:
+    """Check the labels of all ranks against what an objective takes.
+
+    Args:
+        shard: Any rank's shard of the dataset.
+        why: What wants it, such as "objective 'binary:logistic'".
+        low: The smallest label that may be.
+        high: The largest.
+        whole_numbers: Whether it must be a whole number.
+
+    Raises:
+        ValueError: A label is outside; the message has what was found.
+    """
+    found: LabelRange = shard.label
+    kind = "whole numbers" if whole_numbers else "numbers"
+    if found.low < low or found.high > high or (whole_numbers and not found.whole_numbers):
+        raise ValueError(
+            f"{why} takes labels that are {kind} from {low:g} to {high:g}, but column "
+            f"{shard.columns.label!r} of datasets[{shard.name!r}] goes from {found.low:g} to "
+            f"{found.high:g}{'' if found.whole_numbers else ', with fractions'}"
+        )
+
+
+def _require_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, found {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, found {value}")

@@ -1,0 +1,46 @@
+"""How far a training has come: a file beside the model in each checkpoint.
+
+A booster knows its trees and nothing of how they were found. To go on as if nothing had happened, a
+resumed run also needs the evaluations so far. What early stopping has seen follows from these: the
+library's own callback is shown them again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drawbar.train import Checkpoint
+
+FILENAME = "progress.json"
+
+History = dict[str, dict[str, Any]]
+"""The evaluations: dataset to metric to a list of one value per round."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What was done before this attempt.
+
+    Args:
+        rounds: Number of boosting rounds done.
+        history: The evaluations of these rounds.
+        details: What else the library must know; JSON-able.
+    """
+
+    rounds: int = 0
+    history: History = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Write it into a checkpoint's folder."""
+        (folder / FILENAME).write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(checkpoint: Checkpoint) -> Progress | None:
+        """Read it from a checkpoint; None if that has none, as one that the user's code made."""
+        with checkpoint.as_directory() as folder:
+            path = Path(folder, FILENAME)
+            return Progress(**json.loads(path.read_text())) if path.exists() else None

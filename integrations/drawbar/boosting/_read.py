@@ -1,0 +1,241 @@
+"""Arrow tables to blocks of numbers, in one pass, with what the other ranks must know of them.
+
+Categories become codes in the order in which this rank meets them; only when all ranks have told
+theirs is it known which number each has. So codes are renumbered as the blocks are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as is_type
+
+from drawbar.boosting._block import Array, Block, Store, joined, rows_of
+from drawbar.boosting._columns import Columns
+
+BLOCK_BYTES = 16 << 20
+"""About how large the features of a block are: small beside a shard, large beside the cost of a
+call."""
+
+
+@dataclass
+class LabelRange:
+    """What is known of labels: the bounds are infinite, and the wrong way round, if there is none.
+
+    Args:
+        low: The smallest.
+        high: The largest.
+        whole_numbers: Whether there are no others.
+        missing: How many are null or NaN.
+    """
+
+    low: float = np.inf
+    high: float = -np.inf
+    whole_numbers: bool = True
+    missing: int = 0
+
+    def add(self, labels: Array) -> None:
+        """Take note of more labels."""
+        known = labels[~np.isnan(labels)]
+        self.missing += len(labels) - len(known)
+        if len(known):
+            self.low = min(self.low, float(known.min()))
+            self.high = max(self.high, float(known.max()))
+            self.whole_numbers = self.whole_numbers and bool((known == np.floor(known)).all())
+
+    def merge(self, other: LabelRange) -> LabelRange:
+        """Give the range of two ranks' labels together."""
+        return LabelRange(
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+            whole_numbers=self.whole_numbers and other.whole_numbers,
+            missing=self.missing + other.missing,
+        )
+
+
+@dataclass
+class Summary:
+    """What a rank tells the others about its part of one dataset.
+
+    Args:
+        rows: Number of rows.
+        groups: Number of queries.
+        features: The features, in their order; None if the rank saw no column at all.
+        categories: The values of each feature that has categories by name, in the order of their
+            codes here.
+        texts: Which of these came as plain strings, so that their order says nothing.
+        highest: The highest code of each categorical feature of integers.
+        label: Range of the labels.
+    """
+
+    rows: int = 0
+    groups: int = 0
+    features: tuple[str, ...] | None = None
+    categories: dict[str, list[Any]] = field(default_factory=dict)
+    texts: set[str] = field(default_factory=set)
+    highest: dict[str, int] = field(default_factory=dict)
+    label: LabelRange = field(default_factory=LabelRange)
+
+
+def read(dataset: str, tables: Iterable[pa.Table], columns: Columns, store: Store) -> Summary:
+    """Read a rank's part of a dataset into a store, in one pass.
+
+    Args:
+        dataset: Name of the dataset, for messages.
+        tables: Arrow tables, or record batches.
+        columns: Which column plays which role.
+        store: Where the blocks go.
+
+    Raises:
+        ValueError: The columns cannot be used; the message says which and why.
+    """
+    reader = _Reader(dataset, columns, store)
+    for table in tables:
+        reader.add(table)
+    return reader.finish()
+
+
+class _Reader:
+    def __init__(self, dataset: str, columns: Columns, store: Store) -> None:
+        self.summary = Summary()
+        self._dataset = dataset
+        self._columns = columns
+        self._store = store
+        self._codes: dict[str, dict[Any, int]] = {}
+        self._pending: list[Block] = []
+        self._last_group: Any = None
+        self._ended_groups: set[Any] = set()
+
+    def add(self, table: pa.Table) -> None:
+        self._check_columns(table)
+        features = self.summary.features or ()
+        step = max(1, BLOCK_BYTES // (4 * max(len(features), 1)))
+        for start in range(0, table.num_rows, step):
+            piece = table.slice(start, step)
+            self._append(self._block(piece, features))
+
+    def finish(self) -> Summary:
+        self._flush()
+        self.summary.categories = {name: list(codes) for name, codes in self._codes.items()}
+        return self.summary
+
+    def _check_columns(self, table: pa.Table) -> None:
+        if not table.schema.names:
+            return  # Ray Data's empty block
+        names = table.schema.names
+        self._columns.check(self._dataset, dict(zip(names, table.schema.types, strict=True)))
+        found = self._columns.features(names)
+        known = self.summary.features
+        if known is None:
+            self.summary.features = found
+        elif set(found) != set(known):
+            raise ValueError(
+                f"blocks of datasets[{self._dataset!r}] differ in the columns "
+                f"{sorted(set(found) ^ set(known))}"
+            )
+
+    def _block(self, table: pa.Table, names: tuple[str, ...]) -> Block:
+        features = np.empty((table.num_rows, len(names)), dtype=np.float32)
+        for position, name in enumerate(names):
+            features[:, position] = self._feature(name, table[name])
+        columns = self._columns
+        label = numbers(table[columns.label])
+        self.summary.label.add(label)
+        margins = [numbers(table[name]) for name in columns.margins]
+        return Block(
+            features=features,
+            label=label,
+            weight=None if columns.weight is None else numbers(table[columns.weight]),
+            group=None if columns.group is None else self._groups(table[columns.group]),
+            base_margin=np.stack(margins, axis=1) if margins else None,
+        )
+
+    def _feature(self, name: str, column: Any) -> Array:
+        if is_type.is_dictionary(column.type):
+            return self._categories(name, column)
+        if name not in self._columns.categorical:
+            return numbers(column)
+        if is_type.is_string(column.type) or is_type.is_large_string(column.type):
+            self.summary.texts.add(name)
+            return self._categories(name, column.dictionary_encode())
+        codes = numbers(column)
+        self._check_codes(name, codes)
+        return codes
+
+    def _check_codes(self, name: str, codes: Array) -> None:
+        known = codes[~np.isnan(codes)]
+        if not len(known):
+            return
+        if known.min() < 0 or (known != np.floor(known)).any():
+            raise ValueError(
+                f"categorical feature {name!r} of datasets[{self._dataset!r}] holds numbers, which "
+                f"must be 0, 1, 2 ..., found {known[(known < 0) | (known != np.floor(known))][0]:g}"
+            )
+        self.summary.highest[name] = max(self.summary.highest.get(name, 0), int(known.max()))
+
+    def _categories(self, name: str, column: Any) -> Array:
+        """Give codes of this rank's own; missing is NaN."""
+        known = self._codes.setdefault(name, {})
+        pieces = [np.empty(0, dtype=np.float32)]
+        for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+            values = chunk.dictionary.to_pylist()
+            here = np.array([known.setdefault(v, len(known)) for v in values], dtype=np.float32)
+            codes = pc.fill_null(chunk.indices.cast(pa.int64()), len(here)).to_numpy()
+            pieces.append(np.append(here, np.float32(np.nan))[codes])
+        return np.concatenate(pieces)
+
+    def _groups(self, column: Any) -> Array:
+        """Number the queries of the next rows."""
+        values = column.to_numpy()
+        if not len(values):
+            return np.empty(0, dtype=np.int64)
+        begins = np.append(True, values[1:] != values[:-1])
+        if self.summary.groups and values[0] == self._last_group:
+            begins[0] = False
+        for value in values[begins].tolist():
+            if value in self._ended_groups:
+                raise ValueError(
+                    f"the rows of group {value!r} in column {self._columns.group!r} of "
+                    f"datasets[{self._dataset!r}] lie apart; sort the dataset by it, or set "
+                    "DataConfig(equal=False, group_column=...)"
+                )
+            self._ended_groups.add(value)
+        numbered: Array = self.summary.groups - 1 + np.cumsum(begins)
+        self.summary.groups = int(numbered[-1]) + 1
+        self._last_group = values[-1]
+        return numbered
+
+    def _append(self, block: Block) -> None:
+        """Keep whole blocks of about one size; rows of the last query may still follow."""
+        self.summary.rows += len(block)
+        self._pending.append(block)
+        if sum(each.features.nbytes for each in self._pending) < BLOCK_BYTES:
+            return
+        if self._columns.group is None:
+            self._flush()
+            return
+        whole = joined(self._pending)
+        assert whole.group is not None
+        end = int(np.searchsorted(whole.group, whole.group[-1]))
+        self._pending = [rows_of(whole, slice(0, end))]
+        self._flush()
+        self._pending = [rows_of(whole, slice(end, None))]
+
+    def _flush(self) -> None:
+        if sum(map(len, self._pending)):
+            self._store.append(joined(self._pending))
+        self._pending = []
+
+
+def numbers(column: Any) -> Array:
+    """Give an Arrow column as float32; null is NaN."""
+    floats = pc.cast(column, pa.float32(), safe=False)
+    if isinstance(floats, pa.ChunkedArray):
+        floats = floats.combine_chunks()
+    values: Array = floats.to_numpy(zero_copy_only=False)
+    return values

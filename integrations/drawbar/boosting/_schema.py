@@ -1,0 +1,138 @@
+"""What all ranks agree on before training: the features, their order, the number of each category.
+
+A library that is given other columns or other category codes on some rank trains nonsense without a
+word. Here every rank sees every rank's summary and comes to the same schema, or to the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from drawbar.boosting._block import Array, Block
+from drawbar.boosting._read import LabelRange, Summary
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One column of the matrix.
+
+    Args:
+        name: The column's name.
+        categories: The value of each code, or None for a number. For integers that are categories
+            a value is its own code.
+    """
+
+    name: str
+    categories: tuple[Any, ...] | None = None
+
+    @property
+    def has_named_categories(self) -> bool:
+        """Whether its categories are values that the codes stand for, such as strings."""
+        return self.categories is not None and self.categories != tuple(range(len(self.categories)))
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The features in the order that all ranks use."""
+
+    features: tuple[Feature, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the features."""
+        return [feature.name for feature in self.features]
+
+    def translate(self, block: Block, local: Summary) -> Block:
+        """Give a block of this rank's own order and codes in those of the schema."""
+        order = [(local.features or ()).index(name) for name in self.names]
+        codes = {
+            column: _new_codes(local.categories[feature.name], feature.categories or ())
+            for column, feature in enumerate(self.features)
+            if feature.name in local.categories
+        }
+        unchanged = all((new == np.arange(len(new))).all() for new in codes.values())
+        if unchanged and order == sorted(order):
+            return block
+        features = block.features[:, order]
+        for column, new in codes.items():
+            known = ~np.isnan(features[:, column])
+            features[known, column] = new[features[known, column].astype(np.int64)]
+        return Block(**{**vars(block), "features": features})
+
+
+def agree(summaries: Mapping[str, Sequence[Summary]]) -> Schema:
+    """Come to the schema of all datasets of all ranks.
+
+    Args:
+        summaries: Every rank's summary for each dataset; the first dataset is the training one.
+
+    Raises:
+        ValueError: The datasets do not go together; the message names columns and ranks.
+    """
+    datasets = list(summaries)
+    training = datasets[0]
+    names = _features(training, summaries[training])
+    for dataset in datasets:
+        rows = sum(summary.rows for summary in summaries[dataset])
+        if not rows:
+            raise ValueError(f"datasets[{dataset!r}] has no rows")
+        _check_same(training, names, dataset, _features(dataset, summaries[dataset]))
+        _check_labels(dataset, label_range(summaries[dataset]))
+    everyone = [summary for each in summaries.values() for summary in each]
+    return Schema(tuple(Feature(name, _categories(name, everyone)) for name in names))
+
+
+def label_range(summaries: Iterable[Summary]) -> LabelRange:
+    """Give the range of all ranks' labels."""
+    return reduce(LabelRange.merge, (summary.label for summary in summaries))
+
+
+def _features(dataset: str, summaries: Sequence[Summary]) -> tuple[str, ...]:
+    known = [summary.features for summary in summaries if summary.features is not None]
+    if not known:
+        raise ValueError(f"datasets[{dataset!r}] has no rows")
+    for each in known[1:]:
+        _check_same(dataset, known[0], f"{dataset} (another worker's part)", each)
+    return known[0]
+
+
+def _check_same(left: str, ours: Sequence[str], right: str, theirs: Sequence[str]) -> None:
+    missing, further = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+    if missing or further:
+        raise ValueError(
+            f"the features of {right!r} are not those of {left!r}: "
+            f"missing {missing or 'none'}, further {further or 'none'}"
+        )
+
+
+def _check_labels(dataset: str, label: LabelRange) -> None:
+    if label.missing:
+        raise ValueError(
+            f"{label.missing} labels of datasets[{dataset!r}] are null or NaN; drop these rows"
+        )
+
+
+def _categories(name: str, summaries: Sequence[Summary]) -> tuple[Any, ...] | None:
+    """Give the union of all ranks' categories: in the order they share, else sorted."""
+    lists = [s.categories[name] for s in summaries if name in s.categories]
+    highest = [s.highest[name] for s in summaries if name in s.highest]
+    if lists and highest:
+        raise ValueError(f"feature {name!r} holds categories by name and integers, by turns")
+    if highest:
+        return tuple(range(max(highest) + 1))
+    if not lists:
+        return None
+    texts = any(name in summary.texts for summary in summaries)
+    if not texts and all(each == lists[0] for each in lists):
+        return tuple(lists[0])
+    return tuple(sorted(set().union(*lists)))
+
+
+def _new_codes(local: Sequence[Any], agreed: Sequence[Any]) -> Array:
+    numbers = {value: code for code, value in enumerate(agreed)}
+    return np.array([numbers[value] for value in local], dtype=np.float32)

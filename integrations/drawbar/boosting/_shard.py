@@ -1,0 +1,90 @@
+"""A worker's part of a dataset as both libraries take it: blocks of numbers, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from drawbar.boosting._block import Block, Store
+from drawbar.boosting._columns import Columns
+from drawbar.boosting._read import LabelRange, Summary
+from drawbar.boosting._schema import Schema, label_range
+
+
+class Shard:
+    """One rank's rows of one dataset. Each iteration is a new pass over blocks.
+
+    A worker without rows would stop the libraries, so it gives one row that counts nothing: its
+    features are missing and its weight is 0. All ranks of that dataset then have weights.
+
+    Args:
+        name: Name of the dataset.
+        store: The rank's own blocks.
+        summaries: Every rank's summary of the dataset.
+        rank: This rank.
+        schema: What all ranks agreed on.
+        columns: Which column plays which role.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        summaries: Sequence[Summary],
+        rank: int,
+        schema: Schema,
+        columns: Columns,
+    ) -> None:
+        self.name = name
+        self.schema = schema
+        self.columns = columns
+        self._store = store
+        self._summary = summaries[rank]
+        self._label = label_range(summaries)
+        self._total_rows = sum(summary.rows for summary in summaries)
+        self._needs_weights = any(summary.rows == 0 for summary in summaries)
+
+    @property
+    def label(self) -> LabelRange:
+        """The range of the labels of all ranks."""
+        return self._label
+
+    @property
+    def rows(self) -> int:
+        """Number of this rank's own rows, 0 if a pass gives one that counts nothing."""
+        return self._summary.rows
+
+    @property
+    def total_rows(self) -> int:
+        """Number of rows of all ranks."""
+        return self._total_rows
+
+    def __len__(self) -> int:
+        """Number of rows that a pass over this shard gives: at least 1."""
+        return max(self._summary.rows, 1)
+
+    def __iter__(self) -> Iterator[Block]:
+        if not self._summary.rows:
+            yield self._nothing()
+            return
+        for block in self._store:
+            translated = self.schema.translate(block, self._summary)
+            if self._needs_weights and block.weight is None:
+                yield replace(translated, weight=np.ones(len(block), dtype=np.float32))
+            else:
+                yield translated
+
+    def _nothing(self) -> Block:
+        """Give a row that counts nothing."""
+        columns = self.columns
+        return Block(
+            features=np.full((1, len(self.schema.features)), np.nan, dtype=np.float32),
+            label=np.full(1, self._label.low, dtype=np.float32),
+            weight=np.zeros(1, dtype=np.float32),
+            group=None if columns.group is None else np.zeros(1, dtype=np.int64),
+            base_margin=np.zeros((1, len(columns.margins)), dtype=np.float32)
+            if columns.margins
+            else None,
+        )

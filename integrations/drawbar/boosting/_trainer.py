@@ -1,0 +1,139 @@
+"""The trainer of both libraries: around a training function, or around a declared `Fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from drawbar.boosting._columns import Columns
+from drawbar.boosting._fit import Fit
+from drawbar.train import (
+    BackendConfig,
+    Checkpoint,
+    DataConfig,
+    DataParallelTrainer,
+    RunConfig,
+    ScalingConfig,
+)
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+    Datasets = Mapping[str, Dataset | Callable[[], Dataset]]
+
+Work = Callable[[], Any] | Callable[[dict[str, Any]], Any]
+
+
+COLUMN_ARGUMENTS = {
+    "label_column": "label",
+    "weight_column": "weight",
+    "group_column": "group",
+    "base_margin_column": "base_margin",
+    "categorical_features": "categorical",
+}
+"""A trainer's arguments to what they are in `Columns`."""
+
+
+class BoostingTrainer(DataParallelTrainer):
+    """Runs a training function, or a declared training, with a library's workers connected.
+
+    Every row counts, and each worker gets a part of every dataset, also of those to evaluate. So
+    unless a `dataset_config` says otherwise, all datasets are split, exactly.
+
+    Args:
+        work: The training function, or what is declared instead of one.
+        backend_config: How the library's workers meet.
+
+    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
+    """
+
+    def __init__(
+        self,
+        work: Work | Fit,
+        *,
+        backend_config: BackendConfig,
+        train_loop_config: dict[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: Datasets | None = None,
+        dataset_config: DataConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+    ) -> None:
+        if dataset_config is None:
+            group = work.columns.group if isinstance(work, Fit) else None
+            dataset_config = DataConfig(datasets_to_split="all", equal=False, group_column=group)
+        super().__init__(
+            work,
+            train_loop_config=train_loop_config,
+            backend_config=backend_config,
+            scaling_config=scaling_config,
+            run_config=run_config,
+            datasets=datasets,
+            dataset_config=dataset_config,
+            metadata=metadata,
+            resume_from_checkpoint=resume_from_checkpoint,
+        )
+        if isinstance(work, Fit):
+            work.check(self.scaling_config)
+            for name, dataset in self.datasets.items():
+                if not callable(dataset):
+                    check_dataset(name, dataset, work.columns)
+
+
+def work_of(
+    train_loop_per_worker: Work | None,
+    fit_class: type[Fit],
+    declared: Mapping[str, Any],
+    *,
+    datasets: Datasets | None,
+    run_config: RunConfig | None,
+) -> Work | Fit:
+    """Give what the workers are to do: run a training function, or what is declared instead.
+
+    Args:
+        train_loop_per_worker: The training function, if there is one.
+        fit_class: The library's declared training.
+        declared: The arguments of the declarative form, None where one was not given: those in
+            `COLUMN_ARGUMENTS`, and fields of `fit_class`.
+        datasets: The trainer's datasets.
+        run_config: Says whether a worker may be restarted.
+
+    Raises:
+        TypeError, ValueError: Both forms were used, or neither, or an argument is wrong.
+    """
+    given = {name: value for name, value in declared.items() if value is not None}
+    if train_loop_per_worker is not None:
+        if given:
+            raise TypeError(
+                f"a training function says itself what is trained, so {', '.join(given)} must be "
+                "left out, or the function"
+            )
+        return train_loop_per_worker
+    if not {"params", "label_column"} <= set(given):
+        raise TypeError("give a training function; or params and label_column, and no function")
+    if "train" not in (datasets or {}):
+        raise ValueError(f'datasets must have "train", found {sorted(datasets or {}) or "none"}')
+    roles = {COLUMN_ARGUMENTS[name]: given.pop(name) for name in COLUMN_ARGUMENTS if name in given}
+    return fit_class(
+        columns=Columns(**roles),
+        datasets=("train", *(name for name in datasets or () if name != "train")),
+        keep_data=run_config is not None and run_config.failure_config.max_failures != 0,
+        **given,
+    )
+
+
+def check_dataset(name: str, dataset: Dataset, columns: Columns) -> None:
+    """Check a dataset's columns, as far as they are known before it is computed.
+
+    Raises:
+        ValueError: A column is missing, or holds neither numbers nor categories.
+    """
+    schema = dataset.schema(fetch_if_missing=False)
+    if schema is None:
+        return
+    import pyarrow as pa
+
+    found = schema.base_schema
+    types = found.types if isinstance(found, pa.Schema) else [None] * len(schema.names)
+    columns.check(name, dict(zip(schema.names, types, strict=True)))

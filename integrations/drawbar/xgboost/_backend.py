@@ -1,0 +1,158 @@
+"""How XGBoost's workers meet: a tracker beside the controller, a communicator on each worker.
+
+The tracker binds its port before it tells it, and so does each worker, so no port is guessed. Tasks
+are named by rank and sorted by name, so XGBoost's ranks are those of the run.
+
+A worker that fails closes its connections, and the others get an error from the collective that
+they stand in. They then say goodbye to the tracker, which is why it does not live on rank 0:
+whoever finds no tracker tries again for ten seconds, and would not be kept for the next attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from drawbar.train import ScalingConfig, get_context
+from drawbar.train.backend import Backend, BackendConfig, WorkerGroupView
+
+try:
+    import xgboost
+except ImportError as missing:
+    raise ImportError(
+        'drawbar.xgboost needs XGBoost; run: pip install "drawbar[xgboost]"'
+    ) from missing
+
+from xgboost import collective
+from xgboost.core import XGBoostError
+from xgboost.tracker import RabitTracker
+
+OLDEST = (3, 1)
+"""The first XGBoost that keeps the names of categories in the model."""
+
+_tracker_args: dict[str, Any] = {}
+"""Where the tracker of this worker's run is."""
+
+
+@dataclass(frozen=True)
+class XGBoostConfig(BackendConfig):
+    """How the workers' communicator is made that is up when the training function starts.
+
+    Args:
+        xgboost_communicator: Only "rabit" is known.
+        timeout_s: How long a collective waits for the other ranks, in whole seconds.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or value.
+    """
+
+    xgboost_communicator: str = "rabit"
+    timeout_s: int = 1800
+
+    def __post_init__(self) -> None:
+        if self.xgboost_communicator != "rabit":
+            raise ValueError(
+                "XGBoostConfig.xgboost_communicator must be 'rabit', "
+                f"found {self.xgboost_communicator!r}"
+            )
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int):
+            raise TypeError(f"XGBoostConfig.timeout_s must be an int, found {self.timeout_s!r}")
+        if self.timeout_s < 1:
+            raise ValueError(
+                f"XGBoostConfig.timeout_s must be at least 1 second, found {self.timeout_s}"
+            )
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The class with the controller's part."""
+        return XGBoostBackend
+
+    def preflight(self, scaling_config: ScalingConfig) -> None:
+        """Check XGBoost's version.
+
+        Raises:
+            ImportError: It is too old.
+        """
+        check_version(xgboost.__version__)
+
+    def train_func_context(self) -> AbstractContextManager[None]:
+        """Join the communicator before the training function, leave it after it."""
+        return _communicator(self)
+
+
+class XGBoostBackend(Backend):
+    """Keeps the tracker; a worker's process can join one after another."""
+
+    reentrant = True
+
+    def __init__(self) -> None:
+        self._tracker: RabitTracker | None = None
+
+    def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        """Start a tracker and tell every worker where it is."""
+        self._free()
+        if len(worker_group) == 1:
+            return
+        self._tracker = RabitTracker(
+            n_workers=len(worker_group), host_ip=_node_address(), sortby="task"
+        )
+        self._tracker.start()
+        worker_group.execute(_remember, self._tracker.worker_args())
+
+    def on_shutdown(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        """End the tracker."""
+        self._free()
+
+    def _free(self) -> None:
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            with contextlib.suppress(XGBoostError):  # it still waited for workers that are gone
+                tracker.free()
+
+
+def check_version(version: str) -> None:
+    """Check that XGBoost is not too old.
+
+    Raises:
+        ImportError: It is; the message says what to do.
+    """
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < OLDEST:
+        raise ImportError(
+            f"drawbar.xgboost needs XGBoost {'.'.join(map(str, OLDEST))} or newer, found "
+            f'{version}; run: pip install -U "drawbar[xgboost]"'
+        )
+
+
+def _remember(arguments: dict[str, Any]) -> None:
+    _tracker_args.clear()
+    _tracker_args.update(arguments)
+
+
+def _node_address() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types
+
+
+@contextlib.contextmanager
+def _communicator(config: XGBoostConfig) -> Iterator[None]:
+    context = get_context()
+    if context.get_world_size() == 1:
+        yield
+        return
+    task = f"{context.get_world_rank():08d}"
+    made = collective.CommunicatorContext(
+        **_tracker_args, dmlc_task_id=task, dmlc_timeout=config.timeout_s
+    )
+    made.__enter__()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(XGBoostError):  # what failed first is what counts
+            collective.finalize()
+        raise
+    collective.finalize()

@@ -1,0 +1,133 @@
+"""For the training function: `train`, which goes on where the run's newest checkpoint ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from xgboost import Booster, DMatrix, collective
+from xgboost.callback import (
+    CallbackContainer,
+    EarlyStopping,
+    EvaluationMonitor,
+    LearningRateScheduler,
+    TrainingCallback,
+)
+
+from drawbar.boosting import History, Progress
+from drawbar.train import get_checkpoint
+from drawbar.xgboost._report import RayTrainReportCallback
+
+
+def train(
+    params: dict[str, Any],
+    dtrain: DMatrix,
+    num_boost_round: int = 10,
+    *,
+    evals: Sequence[tuple[DMatrix, str]] = (),
+    obj: Callable[..., Any] | None = None,
+    maximize: bool | None = None,
+    early_stopping_rounds: int | None = None,
+    evals_result: History | None = None,
+    verbose_eval: bool | int = False,
+    xgb_model: str | Booster | bytearray | None = None,
+    callbacks: Sequence[TrainingCallback] = (),
+    custom_metric: Callable[..., tuple[str, float]] | None = None,
+) -> Booster:
+    """Do what `xgboost.train` does, and resume: only the rounds that are left are trained.
+
+    A resumed training gives the booster that an uninterrupted one would: the rounds keep their
+    numbers, `evals_result` has them all, early stopping and learning rates go on. XGBoost saves no
+    state of its random draws: set `seed_per_iteration=True` in `params` for dart to drop the same
+    trees, and for `subsample` and `colsample_*` not to begin again with the draws of round 0;
+    theirs are others than without the resume.
+
+    The arguments are those of `xgboost.train`, save that `verbose_eval` is off unless set. With no
+    `RayTrainReportCallback` among the callbacks there is one with its defaults, which saves at the
+    end; give one with a `frequency` to go on from the middle after a failure.
+
+    Args:
+        params: Parameters of the booster.
+        dtrain: This worker's part of the training data.
+        num_boost_round: Rounds in total, those before a resume included.
+        evals: What to evaluate each round, with names; a name must not contain "-".
+        obj: A custom objective. It sees this worker's rows only.
+        maximize: Whether the custom metric is to be maximised.
+        early_stopping_rounds: As for `xgboost.train`: the last metric of the last of `evals`
+            counts. It is the same number on every rank, so all stop on one round.
+        evals_result: Receives the history.
+        verbose_eval: Print the metrics of each round, or of each so many rounds.
+        xgb_model: What to start from in place of nothing. A checkpoint of the run goes before it.
+        callbacks: Further callbacks.
+        custom_metric: Gets this worker's rows; see `allreduce_metric`.
+    """
+    reports = [each for each in callbacks if isinstance(each, RayTrainReportCallback)]
+    reports = reports or [RayTrainReportCallback()]
+    progress, booster = reports[0].newest(get_checkpoint())
+    done = progress.rounds
+    booster = Booster(
+        params, [dtrain, *(matrix for matrix, _ in evals)], model_file=booster or xgb_model
+    )
+    others = [each for each in callbacks if not isinstance(each, RayTrainReportCallback)]
+    if verbose_eval:
+        others.append(EvaluationMonitor(period=int(verbose_eval)))
+    if early_stopping_rounds:
+        others.append(EarlyStopping(rounds=early_stopping_rounds, maximize=maximize))
+    watched = list(evals)
+    rounds = CallbackContainer(others, metric=custom_metric, output_margin=callable(obj))
+    rounds.history.update(progress.history)
+    booster = rounds.before_training(booster)
+    stop = _catch_up(others, booster, progress)
+    for number in range(done, num_boost_round):
+        if stop or rounds.before_iteration(booster, number, dtrain, watched):
+            break
+        booster.update(dtrain, iteration=number, fobj=obj)
+        stop = rounds.after_iteration(booster, number, dtrain, watched)
+        for report in reports:  # not one of the others: after a stop these are not all called
+            report.after_iteration(booster, number, rounds.history)
+    booster = rounds.after_training(booster)
+    for report in reports:
+        report.after_training(booster)
+    if evals_result is not None:
+        evals_result.update(rounds.history)
+    result: Booster = booster.reset()
+    return result
+
+
+def _catch_up(callbacks: Sequence[TrainingCallback], booster: Booster, progress: Progress) -> bool:
+    """Show the rounds before a resume to XGBoost's own callbacks; says whether training is over."""
+    stop = False
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping):
+            callback.starting_round = booster.num_boosted_rounds() - progress.rounds
+            for number in range(progress.rounds):
+                stop = callback.after_iteration(booster, number, _round(progress.history, number))
+        elif isinstance(callback, LearningRateScheduler) and progress.rounds:
+            callback.after_iteration(booster, progress.rounds - 1, progress.history)
+    return stop
+
+
+def _round(history: History, number: int) -> History:
+    """Give the evaluations of one round."""
+    return {
+        dataset: {metric: [values[number]] for metric, values in metrics.items()}
+        for dataset, metrics in history.items()
+    }
+
+
+def allreduce_metric(numerator: float, denominator: float) -> float:
+    """Reduce a metric of all workers' rows: the sum of numerators over the sum of denominators.
+
+    For custom metrics, which XGBoost otherwise averages over the workers, whatever their rows:
+
+        def mean_error(predictions, matrix):
+            errors = abs(predictions - matrix.get_label())
+            return "mean_error", allreduce_metric(errors.sum(), len(errors))
+
+    A collective: every rank calls it. NaN if the denominators sum to 0.
+    """
+    parts = np.array([numerator, denominator], dtype=np.float64)
+    if collective.is_distributed():
+        parts = collective.allreduce(parts, collective.Op.SUM)
+    return float(parts[0] / parts[1]) if parts[1] else float("nan")

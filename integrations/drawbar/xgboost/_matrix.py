@@ -1,0 +1,107 @@
+"""A shard to XGBoost's matrices, block by block."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from xgboost import DataIter, DMatrix, ExtMemQuantileDMatrix, QuantileDMatrix
+
+from drawbar.boosting import Block, Shard
+
+
+def quantile_matrix(
+    shard: Shard,
+    *,
+    reference: DMatrix | None = None,
+    max_bin: int | None = None,
+    nthread: int | None = None,
+    external_memory: bool = False,
+    folder: Path | None = None,
+) -> DMatrix:
+    """Make the matrix of a shard: one byte per value if `max_bin` is 256 or less.
+
+    A collective: the ranks find the bins together.
+
+    Args:
+        shard: This rank's rows, gone through four times.
+        reference: The training matrix, whose bins the matrices to evaluate share.
+        max_bin: Bins per feature; must be that of the parameters.
+        nthread: Threads to use.
+        external_memory: Keep the matrix on disk; only the page in use is in memory.
+        folder: Where the files' own folder is made. Default: the system's folder for such.
+    """
+    options: dict[str, Any] = {
+        "ref": reference,
+        "max_bin": max_bin,
+        "nthread": nthread,
+        "enable_categorical": True,
+    }
+    if not external_memory:
+        return QuantileDMatrix(_ShardIterator(shard), **options)
+    cache = tempfile.mkdtemp(prefix="drawbar-xgboost-", dir=folder)
+    matrix = ExtMemQuantileDMatrix(_ShardIterator(shard, f"{cache}/pages"), **options)
+    weakref.finalize(matrix, shutil.rmtree, cache, ignore_errors=True)
+    return matrix
+
+
+class _ShardIterator(DataIter):
+    """Gives a shard's blocks to XGBoost, in as many passes as it likes."""
+
+    def __init__(self, shard: Shard, cache_prefix: str | None = None) -> None:
+        self._shard = shard
+        self._blocks: Iterator[Block] = iter(())
+        self._categories = {
+            feature.name: pd.CategoricalDtype(list(feature.categories))
+            for feature in shard.schema.features
+            if feature.categories is not None
+        }
+        self._by_name = any(feature.has_named_categories for feature in shard.schema.features)
+        super().__init__(cache_prefix=cache_prefix)
+
+    def reset(self) -> None:
+        """Begin a new pass."""
+        self._blocks = iter(self._shard)
+
+    def next(self, input_data: Callable[..., None]) -> bool:
+        """Give the next block; says whether there was one."""
+        block = next(self._blocks, None)
+        if block is None:
+            return False
+        input_data(**self._features(block), **_without_none(_rest(block)))
+        return True
+
+    def _features(self, block: Block) -> Mapping[str, Any]:
+        names = self._shard.schema.names
+        if self._by_name:  # a frame carries them into the model; Arrow's could not hold integers
+            columns = {
+                name: self._column(name, block.features[:, i]) for i, name in enumerate(names)
+            }
+            return {"data": pd.DataFrame(columns, copy=False)}
+        types = ["c" if name in self._categories else "q" for name in names]
+        return {"data": block.features, "feature_names": names, "feature_types": types}
+
+    def _column(self, name: str, values: Any) -> Any:
+        if name not in self._categories:
+            return values
+        codes = np.where(np.isnan(values), -1, values).astype(np.int32)
+        return pd.Categorical.from_codes(codes, dtype=self._categories[name])
+
+
+def _rest(block: Block) -> dict[str, Any]:
+    weight, group, margin = block.weight, block.group, block.base_margin
+    if weight is not None and group is not None:
+        weight = weight[np.append(True, group[1:] != group[:-1])]  # XGBoost weighs whole queries
+    if margin is not None and margin.shape[1] == 1:
+        margin = margin[:, 0]
+    return {"label": block.label, "weight": weight, "qid": group, "base_margin": margin}
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

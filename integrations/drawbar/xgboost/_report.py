@@ -1,0 +1,91 @@
+"""RayTrainReportCallback: XGBoost's rounds to reports and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from xgboost import Booster
+from xgboost.callback import TrainingCallback
+
+from drawbar.boosting import History, Metrics, Progress, RoundReports
+from drawbar.train import Checkpoint
+
+
+class RayTrainReportCallback(TrainingCallback):
+    """Reports every boosting round, and saves the model every few rounds and at the end.
+
+    Every rank reports the metrics, named `<dataset>-<metric>`; XGBoost has reduced them over all
+    workers. Reports of a round need no other rank and take microseconds. Rank 0 saves the model,
+    and beside it what `drawbar.xgboost.train` needs to go on from there.
+
+    Args:
+        metrics: Which metrics to report: a name, a list of names, or a dict from the name to report
+            to XGBoost's. Default: all.
+        filename: The model's file in the checkpoint; its ending is the format, as for
+            `Booster.save_model`.
+        frequency: Save a checkpoint every so many rounds; 0 saves none on the way.
+        checkpoint_at_end: Save one when training has ended.
+        results_postprocessing_fn: Called with all values so far as `{"<dataset>-<metric>": [...]}`;
+            gives the metrics to report.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or value, or a round has no such
+            metric.
+    """
+
+    CHECKPOINT_NAME = "model.ubj"
+
+    def __init__(
+        self,
+        metrics: Metrics | None = None,
+        filename: str = CHECKPOINT_NAME,
+        frequency: int = 0,
+        checkpoint_at_end: bool = True,
+        results_postprocessing_fn: Callable[[dict[str, list[float]]], dict[str, Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._reports = RoundReports(
+            metrics, frequency, checkpoint_at_end, results_postprocessing_fn
+        )
+        self._filename = filename
+        self._progress = Progress()
+
+    @classmethod
+    def get_model(cls, checkpoint: Checkpoint, filename: str = CHECKPOINT_NAME) -> Booster:
+        """Load the booster of a checkpoint.
+
+        Raises:
+            FileNotFoundError: The checkpoint has no such file.
+        """
+        with checkpoint.as_directory() as folder:
+            path = Path(folder, filename)
+            if not path.exists():
+                raise FileNotFoundError(
+                    f"{checkpoint} has no file {filename!r}; give the callback's filename"
+                )
+            return Booster(model_file=path)
+
+    def after_iteration(self, model: Any, epoch: int, evals_log: History) -> bool:
+        """Report the round."""
+        self._progress = Progress(epoch + 1, evals_log)
+        self._reports.after_round(epoch + 1, evals_log, lambda path: self._save(model, path))
+        return False
+
+    def after_training(self, model: Any) -> Any:
+        """Save the model, unless the last round has."""
+        done, history = self._progress.rounds, self._progress.history
+        self._reports.at_end(done, history, lambda path: self._save(model, path))
+        return model
+
+    def _save(self, model: Any, folder: Path) -> None:
+        model.save_model(folder / self._filename)
+        self._progress.save(folder)
+
+    def newest(self, checkpoint: Checkpoint | None) -> tuple[Progress, Booster | None]:
+        """Give how far a checkpoint has come and its booster; none for no checkpoint of ours."""
+        progress = None if checkpoint is None else Progress.load(checkpoint)
+        if checkpoint is None or progress is None:
+            return Progress(), None
+        return progress, self.get_model(checkpoint, self._filename)

@@ -1,0 +1,137 @@
+"""XGBoostTrainer: the trainer for XGBoost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from xgboost import Booster
+from xgboost.callback import TrainingCallback
+
+from drawbar.boosting import BoostingTrainer, work_of
+from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig
+from drawbar.xgboost._backend import XGBoostConfig
+from drawbar.xgboost._fit import XGBoostFit
+from drawbar.xgboost._report import RayTrainReportCallback
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+
+class XGBoostTrainer(BoostingTrainer):
+    """Trains with XGBoost on several workers: what you declare, or what your function does.
+
+    Declared, it needs no function:
+
+        trainer = XGBoostTrainer(
+            params={"objective": "binary:logistic"},
+            label_column="target",
+            datasets={"train": train_dataset, "validation": validation_dataset},
+            num_boost_round=100,
+            early_stopping_rounds=10,
+            scaling_config=ScalingConfig(num_workers=4),
+        )
+        booster = XGBoostTrainer.get_model(trainer.fit().checkpoint)
+
+    Each dataset is split between the workers, every row is used, and each column that has no other
+    role is a feature. A worker turns its part into bins block by block. All datasets are evaluated
+    every round, over all workers; "train" is what is trained on.
+
+    With a training function, that is run on every worker with XGBoost's communicator up: make a
+    matrix of the worker's rows, and call `drawbar.xgboost.train` or `xgboost.train`.
+
+    Args:
+        train_loop_per_worker: The training function; takes `train_loop_config` or nothing. It
+            excludes the arguments from `params` to `external_memory`.
+        xgboost_config: How the communicator is made; see `XGBoostConfig`.
+        params: XGBoost's parameters. `nthread` is the worker's share of the node's cores unless it
+            is set, and `seed_per_iteration` is on; see `drawbar.xgboost.train`.
+        label_column: What is learned; numbers without a gap.
+        num_boost_round: Rounds in total. Default: 10.
+        weight_column: Weight of each row; for ranking, that of the first row of a query is the
+            query's.
+        group_column: Query of each row, for ranking. The rows of a query go to one worker.
+        base_margin_column: Column, or columns for as many classes, where the margins start.
+        categorical_features: Features of strings, or of integers from 0, that are categories.
+            Arrow's dictionaries, which is what pandas' categories are, need not be named.
+        early_stopping_rounds: Stop when the last metric on the last dataset has not improved for so
+            many rounds.
+        callbacks: Callbacks of XGBoost, pickled to each worker. A `RayTrainReportCallback` among
+            them replaces the one that is there by default.
+        obj: A custom objective, as for `xgboost.train`.
+        custom_metric: A custom metric, as for `xgboost.train`; see `allreduce_metric`.
+        external_memory: Keep each worker's rows on disk, for more than its memory holds: True, or
+            the folder on the workers that the files go to.
+
+    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`; but
+    unless `dataset_config` says otherwise all datasets are split, and no row is left out.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any] | None = None,
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        xgboost_config: XGBoostConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        dataset_config: DataConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+        params: Mapping[str, Any] | None = None,
+        label_column: str | None = None,
+        num_boost_round: int | None = None,
+        weight_column: str | None = None,
+        group_column: str | None = None,
+        base_margin_column: str | Sequence[str] | None = None,
+        categorical_features: Sequence[str] | None = None,
+        early_stopping_rounds: int | None = None,
+        callbacks: Sequence[TrainingCallback] | None = None,
+        obj: Callable[..., Any] | None = None,
+        custom_metric: Callable[..., tuple[str, float]] | None = None,
+        external_memory: bool | str | os.PathLike[str] | None = None,
+    ) -> None:
+        if xgboost_config is not None and not isinstance(xgboost_config, XGBoostConfig):
+            raise TypeError(f"xgboost_config must be an XGBoostConfig, found {xgboost_config!r}")
+        declared = {
+            "params": params,
+            "label_column": label_column,
+            "num_boost_round": num_boost_round,
+            "weight_column": weight_column,
+            "group_column": group_column,
+            "base_margin_column": base_margin_column,
+            "categorical_features": categorical_features,
+            "early_stopping_rounds": early_stopping_rounds,
+            "callbacks": callbacks,
+            "obj": obj,
+            "custom_metric": custom_metric,
+            "external_memory": external_memory,
+        }
+        super().__init__(
+            work_of(
+                train_loop_per_worker,
+                XGBoostFit,
+                declared,
+                datasets=datasets,
+                run_config=run_config,
+            ),
+            backend_config=xgboost_config or XGBoostConfig(),
+            train_loop_config=train_loop_config,
+            scaling_config=scaling_config,
+            run_config=run_config,
+            datasets=datasets,
+            dataset_config=dataset_config,
+            metadata=metadata,
+            resume_from_checkpoint=resume_from_checkpoint,
+        )
+
+    @classmethod
+    def get_model(cls, checkpoint: Checkpoint) -> Booster:
+        """Load the booster of a checkpoint that a `RayTrainReportCallback` has saved.
+
+        Raises:
+            FileNotFoundError: The checkpoint has no such model.
+        """
+        return RayTrainReportCallback.get_model(checkpoint)

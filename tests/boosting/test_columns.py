@@ -1,0 +1,30 @@
+"""Columns have one role each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from drawbar.boosting import Columns
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"label": "y", "weight": "y"}, "'y' is both the label_column and in weight_column"),
+        ({"label": "y", "categorical": ["y"]}, "'y' is both the label_column and in categorical"),
+        ({"label": 3}, "label_column must be a column's name, found 3"),
+        ({"label": "y", "categorical": "c"}, "must be a list of columns, found 'c'"),
+        ({"label": "y", "group": 2}, "group_column must name columns, found 2"),
+    ],
+)
+def test_a_mistake_is_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Columns(**arguments)
+
+
+def test_what_has_no_role_is_a_feature() -> None:
+    columns = Columns(label="y", weight="w", group="g", base_margin="m")
+    names = ["a", "y", "w", "__index_level_0__", "b", "g", "m"]
+    assert columns.features(names) == ("a", "b")

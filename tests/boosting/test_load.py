@@ -1,0 +1,189 @@
+"""What workers agree on before they train, whatever each of them was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from drawbar.boosting import Block, Columns, Shard, load
+from drawbar.train import (
+    FailureConfig,
+    Result,
+    RunConfig,
+    WorkerGroupError,
+    get_context,
+)
+from drawbar.train.testing import run_in_threads
+
+Rows = dict[str, Any]
+
+
+def load_on_ranks(
+    run_config: RunConfig, columns: Columns, *ranks: Mapping[str, Sequence[Rows]], **options: Any
+) -> list[dict[str, list[Block]]]:
+    """Load datasets on as many ranks as there are; each is given its tables by dataset."""
+
+    def function() -> Any:
+        given = ranks[get_context().get_world_rank()]
+        shards = load(
+            list(given), columns, source=lambda name: [pa.table(t) for t in given[name]], **options
+        )
+        return {name: list(shard) for name, shard in shards.items()}, shards["train"].schema
+
+    result = run_in_threads(function, num_workers=len(ranks), run_config=run_config)
+    blocks, schemas = zip(*result.return_values, strict=True)
+    assert all(schema == schemas[0] for schema in schemas)
+    return list(blocks)
+
+
+def train_blocks(
+    run_config: RunConfig, columns: Columns, *ranks: Rows, **options: Any
+) -> list[Any]:
+    loaded = load_on_ranks(run_config, columns, *({"train": [each]} for each in ranks), **options)
+    return [each["train"] for each in loaded]
+
+
+def error_of(run_config: RunConfig, columns: Columns, *ranks: Mapping[str, Sequence[Rows]]) -> str:
+    with pytest.raises(WorkerGroupError) as raised:
+        load_on_ranks(run_config, columns, *ranks)
+    failure = raised.value.failures[0]
+    assert failure.type_name == "ValueError"
+    return failure.message
+
+
+LABEL = Columns(label="y")
+
+
+def test_columns_come_in_one_order_and_categories_get_one_code(run_config: RunConfig) -> None:
+    first, second = train_blocks(
+        run_config,
+        Columns(label="y", categorical=["c"]),
+        {"y": [0, 1], "a": [1.5, None], "c": ["pear", "fig"], "n": [True, False]},
+        {"n": [True], "c": ["apple"], "y": [1], "a": [2]},
+    )
+    assert first[0].features.tolist()[0] == [1.5, 2, 1]
+    assert np.isnan(first[0].features[1, 0])
+    assert first[0].features[1, 1:].tolist() == [1, 0]
+    assert second[0].features.tolist() == [[2, 0, 1]]
+    assert first[0].features.dtype == np.float32
+
+
+def test_the_order_of_a_pandas_category_is_kept_where_all_agree(run_config: RunConfig) -> None:
+    sizes = pd.CategoricalDtype(["small", "large"])
+    rows = {"y": [0, 1], "size": pd.Categorical(["large", None], dtype=sizes)}
+    (block,), _ = train_blocks(run_config, LABEL, rows, rows)
+    assert block.features[0].tolist() == [1]
+    assert np.isnan(block.features[1, 0])
+
+
+def test_integers_that_are_categories_are_their_own_codes(run_config: RunConfig) -> None:
+    def function() -> Any:
+        rows = {"y": [0], "c": [7 * get_context().get_world_rank()]}
+        shards = load(
+            ["train"], Columns(label="y", categorical=["c"]), source=lambda _: [pa.table(rows)]
+        )
+        return shards["train"].schema.features[0].categories
+
+    result = run_in_threads(function, run_config=run_config)
+    assert result.return_values == [tuple(range(8))] * 2
+
+
+def test_a_worker_without_rows_gets_one_that_counts_nothing(run_config: RunConfig) -> None:
+    columns = Columns(label="y", base_margin=["m0", "m1"], group="g")
+    some = {"train": [{"y": [3.0], "a": [1.0], "m0": [0.5], "m1": [0.25], "g": ["q"]}]}
+    full, empty = load_on_ranks(run_config, columns, some, {"train": []})
+    assert full["train"][0].weight is not None
+    assert full["train"][0].weight.tolist() == [1]
+    (block,) = empty["train"]
+    assert np.isnan(block.features).all()
+    assert block.label.tolist() == [3]
+    assert [block.weight, block.group] == [np.array([0]), np.array([0])]
+    assert block.base_margin is not None
+    assert block.base_margin.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_blocks_have_one_size_and_hold_whole_queries(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_disk: bool
+) -> None:
+    monkeypatch.setattr("drawbar.boosting._read.BLOCK_BYTES", 4 * 10)  # of one feature: ten rows
+    group = np.repeat(np.arange(12), 4) + 100
+    rows = {"y": np.zeros(48), "a": np.arange(48.0), "g": group}
+    tables = [{name: values[i : i + 7] for name, values in rows.items()} for i in range(0, 48, 7)]
+    columns = Columns(label="y", group="g")
+    (loaded,) = load_on_ranks(
+        run_config, columns, {"train": tables}, on_disk=on_disk, folder=tmp_path
+    )
+    blocks = loaded["train"]
+    assert np.concatenate([b.features[:, 0] for b in blocks]).tolist() == list(range(48))
+    assert (
+        np.concatenate([b.group for b in blocks]).tolist() == np.repeat(np.arange(12), 4).tolist()
+    )
+    assert all(len(block) % 4 == 0 and len(block) <= 16 for block in blocks)
+
+
+def test_errors_name_what_is_wrong(run_config: RunConfig, tmp_path: Path) -> None:
+    def message(columns: Columns, train: Rows, **more: Rows) -> str:
+        ranks = {"train": [train], **{name: [rows] for name, rows in more.items()}}
+        config = RunConfig(storage_path=tmp_path)
+        return error_of(config, columns, ranks)
+
+    fine = {"y": [0, 1], "a": [1, 2]}
+    assert "label_column is 'z', but datasets['train'] has the columns 'y', 'a'" in message(
+        Columns(label="z"), fine
+    )
+    assert "feature 's' of datasets['train'] holds string; name it in categorical_features" in (
+        message(LABEL, {**fine, "s": ["p", "q"]})
+    )
+    assert "column 'y' of datasets['train'] must hold numbers, found string" in message(
+        LABEL, {"y": ["no", "yes"], "a": [1, 2]}
+    )
+    assert "1 labels of datasets['train'] are null or NaN" in message(
+        LABEL, {"y": [0, None], "a": [1, 2]}
+    )
+    assert "'valid' are not those of 'train': missing ['a'], further ['b']" in message(
+        LABEL, fine, valid={"y": [0], "b": [1]}
+    )
+    assert "must be 0, 1, 2 ..., found -3" in message(
+        Columns(label="y", categorical=["a"]), {"y": [0, 1], "a": [1, -3]}
+    )
+    assert "rows of group 5 in column 'g' of datasets['train'] lie apart" in message(
+        Columns(label="y", group="g"), {"y": [0, 0, 0], "a": [1, 2, 3], "g": [5, 6, 5]}
+    )
+    assert "datasets['train'] has no rows" in message(LABEL, {"y": [], "a": []})
+
+
+def test_workers_that_differ_all_get_the_error(run_config: RunConfig) -> None:
+    text = error_of(
+        run_config, LABEL, {"train": [{"y": [0], "a": [1]}]}, {"train": [{"y": [0], "b": [1]}]}
+    )
+    assert "'train (another worker's part)'" in text or "train (another worker's part)" in text
+    assert "missing ['a'], further ['b']" in text
+
+
+def test_a_survivor_reads_nothing_again(tmp_path: Path) -> None:
+    reads: list[tuple[int, int]] = []
+
+    def function() -> int:
+        context = get_context()
+
+        def source(name: str) -> list[pa.Table]:
+            reads.append((context.get_attempt(), context.get_world_rank()))
+            return [pa.table({"y": [0.0], "a": [1.0]})]
+
+        shards: dict[str, Shard] = load(["train"], LABEL, source=source, keep=True)
+        if context.get_attempt() == 0:
+            raise ZeroDivisionError
+        return len(shards["train"])
+
+    failures = FailureConfig(max_failures=1)
+    config = RunConfig(storage_path=tmp_path, failure_config=failures)
+    result: Result = run_in_threads(function, run_config=config)
+    assert result.return_values == [1, 1]
+    assert sorted(reads) == [(0, 0), (0, 1)]

@@ -1,0 +1,91 @@
+"""Datasets that are split exactly: every row, whole groups, the same parts in every attempt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import ray.data
+
+from drawbar import train
+from drawbar.train import (
+    DataConfig,
+    DataParallelTrainer,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    collective,
+)
+from drawbar.train._exact_split import cut_points
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+def test_parts_differ_by_one_row_at_most() -> None:
+    assert cut_points(10, 3) == [3, 6]
+    assert cut_points(2, 3) == [0, 1]
+    assert cut_points(10, 1) == []
+
+
+def test_a_cut_moves_to_the_nearest_beginning_of_a_group() -> None:
+    assert cut_points(10, 2, np.array([0, 4, 7])) == [4]
+    assert cut_points(10, 2, np.array([0, 1])) == [1]
+    assert cut_points(10, 3, np.array([0])) == [0, 10]  # one group: it goes to one worker
+
+
+def test_group_column_needs_unequal_parts() -> None:
+    with pytest.raises(ValueError, match="group_column='q' keeps groups whole"):
+        DataConfig(group_column="q")
+
+
+def rows_of(name: str) -> list[int]:
+    batches = train.get_dataset_shard(name).iter_batches()
+    return [int(row) for batch in batches for row in batch["row"]]
+
+
+def read_once_more_on_rank_1() -> tuple[list[int], list[int]]:
+    """Rank 0 reads in the first attempt and is kept; rank 1 dies, and its successor reads alone."""
+    context = train.get_context()
+    if context.get_world_rank() == 1 or context.get_attempt() == 0:
+        context.cache["rows"] = rows_of("train"), rows_of("valid")
+    collective.barrier()
+    if (context.get_world_rank(), context.get_attempt()) == (1, 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+    collective.barrier()
+    rows: tuple[list[int], list[int]] = context.cache["rows"]
+    return rows
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_every_row_and_whole_groups_and_the_same_parts_after_a_failure(tmp_path: Path) -> None:
+    groups = ["b", "a", "b", "c", "a", "c", "b"]  # they lie apart
+    items = [{"row": row, "group": group} for row, group in enumerate(groups)]
+    config = DataConfig(datasets_to_split="all", equal=False, group_column="group")
+    result = fit(tmp_path, {"train": ray.data.from_items(items), "valid": lambda: one()}, config)
+    trains, valids = zip(*result.return_values, strict=True)
+    assert [{groups[row] for row in rows} for rows in trains] == [{"a"}, {"b", "c"}]
+    assert sorted(trains[0] + trains[1]) == list(range(7))
+    assert sorted(valids) == [[], [0]]
+
+
+def one() -> ray.data.Dataset:
+    return ray.data.from_items([{"row": 0, "group": "x"}])
+
+
+def fit(path: Path, datasets: Any, config: DataConfig) -> Result:
+    return DataParallelTrainer(
+        read_once_more_on_rank_1,
+        datasets=datasets,
+        dataset_config=config,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=path, failure_config=FailureConfig(max_failures=1)),
+    ).fit()

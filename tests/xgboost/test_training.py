@@ -1,0 +1,256 @@
+"""Workers together train what one process of plain XGBoost trains on all rows.
+
+Features have few distinct values throughout: there all sketches agree on the bins, so that the
+trees must be the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import xgboost
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from xgboost import DMatrix, QuantileDMatrix
+
+from drawbar.boosting import Columns
+from drawbar.xgboost import allreduce_metric
+
+if TYPE_CHECKING:
+    from tests.xgboost.conftest import FitInThreads
+
+LABEL = Columns(label="target")
+
+
+def coarse(frame: pd.DataFrame) -> pd.DataFrame:
+    """Give eight distinct values to each feature."""
+    return frame.apply(lambda c: pd.qcut(c, 8, labels=False, duplicates="drop")).astype("float32")
+
+
+def shuffled(load: Any) -> pd.DataFrame:
+    features, target = load(return_X_y=True, as_frame=True)
+    return coarse(features).assign(target=target).sample(frac=1, random_state=0)
+
+
+@pytest.fixture(scope="module")
+def cancer() -> pd.DataFrame:
+    frame = shuffled(load_breast_cancer)
+    twins = [name for name in frame if "perimeter" in name or "area" in name]
+    return frame.drop(columns=twins)  # of the radius: of two equal splits either may be taken
+
+
+@pytest.fixture(scope="module")
+def diabetes() -> pd.DataFrame:
+    return shuffled(load_diabetes)
+
+
+def split(frame: pd.DataFrame, *cuts: int) -> list[pd.DataFrame]:
+    return [frame.iloc[a:b] for a, b in zip((0, *cuts), (*cuts, len(frame)), strict=True)]
+
+
+def matrix(frame: pd.DataFrame, *, drop: tuple[str, ...] = (), **more: Any) -> QuantileDMatrix:
+    features = frame.drop(columns=["target", *drop])
+    return QuantileDMatrix(features, frame.target, enable_categorical=True, **more)
+
+
+def plain(
+    params: dict[str, Any],
+    train: DMatrix,
+    rounds: int,
+    *,
+    valid: DMatrix | None = None,
+    **more: Any,
+) -> xgboost.Booster:
+    """Train as one would without Drawbar."""
+    evals = [(train, "train"), *([(valid, "validation")] if valid else [])]
+    params = {"nthread": 1, "seed_per_iteration": True, **params}
+    return xgboost.train(params, train, rounds, evals=evals, verbose_eval=False, **more)
+
+
+@pytest.mark.parametrize("cuts", [(200,), (5, 300)], ids=["2 workers", "3 unequal workers"])
+def test_sharded_validation_stops_all_ranks_on_the_round_of_one_process(
+    fit_in_threads: FitInThreads, cancer: pd.DataFrame, cuts: tuple[int, ...]
+) -> None:
+    training, validation = cancer[:400], cancer[400:]
+    params = {"objective": "binary:logistic", "eval_metric": "logloss", "eta": 0.8, "max_depth": 4}
+    parts = {
+        "train": split(training, *cuts),
+        "validation": split(validation, *(c // 4 for c in cuts)),
+    }
+    booster, result = fit_in_threads(
+        parts, LABEL, params, num_boost_round=60, early_stopping_rounds=4
+    )
+    train = matrix(training)
+    valid = matrix(validation, ref=train)
+    history: Any = {}
+    expected = plain(params, train, 60, valid=valid, early_stopping_rounds=4, evals_result=history)
+    assert booster.num_boosted_rounds() == expected.num_boosted_rounds() < 60
+    assert booster.best_iteration == expected.best_iteration
+    assert (booster.predict(valid) == expected.predict(valid)).all()
+    frame = result.metrics_dataframe
+    last = frame[frame["index"] == expected.num_boosted_rounds() - 1]
+    assert last["validation-logloss"].nunique() == 1  # the same number on every rank
+    assert last["validation-logloss"].iloc[0] == pytest.approx(
+        history["validation"]["logloss"][-1], abs=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"booster": "dart", "rate_drop": 0.3, "seed": 3},
+        {"num_parallel_tree": 4, "colsample_bynode": 0.5, "eta": 1},
+        {"colsample_bytree": 0.4, "max_depth": 3},
+    ],
+    ids=["dart", "random forest", "column sampling"],
+)
+def test_boosters_equal_those_of_one_process(
+    fit_in_threads: FitInThreads, diabetes: pd.DataFrame, params: dict[str, Any]
+) -> None:
+    booster, _ = fit_in_threads({"train": split(diabetes, 100)}, LABEL, params, num_boost_round=8)
+    train = matrix(diabetes)
+    expected = plain(params, train, 8).predict(train)
+    np.testing.assert_allclose(booster.predict(train), expected, rtol=1e-6)
+
+
+def test_multi_class_equals_one_process(fit_in_threads: FitInThreads) -> None:
+    pixels, target = load_digits(return_X_y=True, as_frame=True)
+    digits = pixels.assign(target=target)[:600]
+    params = {"objective": "multi:softprob", "num_class": 10, "eval_metric": "mlogloss"}
+    booster, _ = fit_in_threads({"train": split(digits, 250)}, LABEL, params, num_boost_round=5)
+    train = matrix(digits)
+    assert np.abs(booster.predict(train) - plain(params, train, 5).predict(train)).max() < 1e-6
+
+
+def test_missing_values_weights_and_base_margins(
+    fit_in_threads: FitInThreads, cancer: pd.DataFrame
+) -> None:
+    rng = np.random.default_rng(0)
+    holes = cancer.mask(rng.random(cancer.shape) < 0.2).assign(target=cancer.target)
+    weight = pd.Series(rng.integers(1, 4, len(holes)), index=holes.index)
+    margin = pd.Series(rng.integers(-1, 2, len(holes)).astype(float), index=holes.index)
+    params = {"objective": "binary:logistic"}
+    booster, _ = fit_in_threads(
+        {"train": split(holes.assign(w=weight, m=margin), 300)},
+        Columns(label="target", weight="w", base_margin="m"),
+        params,
+        num_boost_round=6,
+    )
+    train = matrix(holes, weight=weight, base_margin=margin)
+    expected = plain(params, train, 6).predict(train)
+    np.testing.assert_allclose(booster.predict(train), expected, rtol=1e-5)
+
+
+def test_a_category_that_one_rank_alone_has_seen(
+    fit_in_threads: FitInThreads, diabetes: pd.DataFrame
+) -> None:
+    place = np.where(np.arange(len(diabetes)) < 100, "sea", "hill")
+    place[400:] = "moor"
+    frame = diabetes.assign(place=place, kind=np.arange(len(diabetes)) % 5)
+    columns = Columns(label="target", categorical=["place", "kind"])
+    params = {"max_depth": 3, "max_cat_to_onehot": 1}
+    booster, _ = fit_in_threads({"train": split(frame, 100, 400)}, columns, params)
+    categories = {"place": "category", "kind": "category"}
+    train = matrix(frame.astype(categories))
+    np.testing.assert_allclose(
+        booster.predict(train), plain(params, train, 10).predict(train), rtol=1e-5
+    )
+    assert booster.feature_types is not None
+    assert booster.feature_types[-2:] == ["c", "c"]
+    elsewhere = frame[100:101].astype(
+        {"place": "category", "kind": "category"}
+    )  # "hill" has code 0
+    alone = booster.predict(DMatrix(elsewhere.drop(columns="target"), enable_categorical=True))
+    np.testing.assert_allclose(alone, booster.predict(train)[100:101], rtol=1e-6)
+
+
+def test_three_workers_train_on_two_rows(fit_in_threads: FitInThreads) -> None:
+    rows = pd.DataFrame({"a": [0.0, 1.0], "c": pd.Categorical(["x", "y"]), "target": [0.0, 1.0]})
+    params = {"min_child_weight": 0, "reg_lambda": 0, "eta": 1, "base_score": 0.5}
+    parts = {"train": split(rows, 0, 1), "validation": split(rows, 2, 2)}
+    booster, result = fit_in_threads(parts, LABEL, params, num_boost_round=3)
+    metrics = result.metrics or {}
+    assert booster.predict(matrix(rows)).tolist() == [0.0, 1.0]
+    assert metrics["validation-rmse"] == 0.0
+
+
+def test_ranking_with_whole_queries(fit_in_threads: FitInThreads) -> None:
+    rng = np.random.default_rng(1)
+    frame = pd.DataFrame(rng.integers(0, 8, (400, 5)), columns=list("abcde")).astype("float32")
+    frame["query"] = np.repeat(np.arange(40), 10)
+    frame["w"] = frame["query"] % 3 + 1.0
+    frame["target"] = (frame.a + rng.normal(size=400) > 5).astype(int) + (frame.b > 5)
+    params = {
+        "objective": "rank:ndcg",
+        "eval_metric": "ndcg@5",
+        "lambdarank_pair_method": "topk",
+        "max_depth": 3,
+    }
+    columns = Columns(label="target", group="query", weight="w")
+    booster, result = fit_in_threads({"train": split(frame, 150)}, columns, params)
+    metrics = result.metrics or {}
+    weights = frame.groupby("query").w.first()
+    train = matrix(frame, drop=("query", "w"), qid=frame["query"], weight=weights)
+    booster.set_param({"eval_metric": "ndcg@5"})
+    evaluation = booster.eval(train, name="train")  # one process, the same trees
+    assert float(evaluation.rpartition(":")[2]) == pytest.approx(metrics["train-ndcg@5"], abs=1e-6)
+    assert metrics["train-ndcg@5"] > 0.9
+
+
+def test_external_memory_gives_the_same_model(
+    fit_in_threads: FitInThreads, cancer: pd.DataFrame, tmp_path: Any
+) -> None:
+    params = {"objective": "binary:logistic"}
+    parts = {"train": split(cancer, 200)}
+    booster, _ = fit_in_threads(parts, LABEL, params, external_memory=str(tmp_path))
+    in_memory, _ = fit_in_threads(parts, LABEL, params)
+    train = matrix(cancer)
+    assert (booster.predict(train) == in_memory.predict(train)).all()
+    assert [path.name for path in tmp_path.iterdir() if "drawbar-" in path.name] == []
+
+
+def squared(predictions: np.ndarray[Any, Any], data: DMatrix) -> Any:
+    return predictions - data.get_label(), np.ones_like(predictions)
+
+
+def mean_error(predictions: np.ndarray[Any, Any], data: DMatrix) -> tuple[str, float]:
+    errors = np.abs(predictions - data.get_label())
+    return "error", allreduce_metric(float(errors.sum()), len(errors))
+
+
+def test_custom_objective_and_metric_are_of_all_rows(
+    fit_in_threads: FitInThreads, diabetes: pd.DataFrame
+) -> None:
+    booster, result = fit_in_threads(
+        {"train": split(diabetes, 40)},
+        LABEL,
+        {"disable_default_eval_metric": True},
+        obj=squared,
+        custom_metric=mean_error,
+    )
+    metrics = result.metrics or {}
+    train = matrix(diabetes)
+    expected = plain({}, train, 10, obj=squared)
+    np.testing.assert_allclose(booster.predict(train), expected.predict(train), rtol=1e-5)
+    error = np.abs(booster.predict(train) - diabetes.target).mean()
+    assert metrics["train-error"] == pytest.approx(error, rel=1e-6)
+
+
+def test_continuous_features_lose_nothing_on_held_out_rows(fit_in_threads: FitInThreads) -> None:
+    """The sketches differ, and so the bins; what is learned is worth the same."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(rng.normal(size=(6000, 6)), columns=list("abcdef")).astype("float32")
+    odds = 2 * frame.a + frame.b * frame.c
+    frame["target"] = (rng.random(6000) < 1 / (1 + np.exp(-odds))).astype(int)
+    training, held_out = frame[:4000], frame[4000:]
+    params = {"objective": "binary:logistic", "eta": 0.2, "max_depth": 4}
+    booster, _ = fit_in_threads({"train": split(training, 1500)}, LABEL, params, num_boost_round=30)
+    expected = plain(params, matrix(training), 30)
+
+    def loss(model: xgboost.Booster) -> float:
+        p = model.predict(DMatrix(held_out.drop(columns="target")))
+        return float(-np.log(np.where(held_out.target == 1, p, 1 - p)).mean())
+
+    assert loss(booster) == pytest.approx(loss(expected), rel=0.02)
