@@ -13,6 +13,7 @@ from benchmarks.scenarios import (
     exception,
     first_line,
     import_time,
+    lightning_steps,
     many_workers,
     report,
     resize,
@@ -33,6 +34,7 @@ SCENARIOS: list[Scenario] = [
     waiting.SCENARIO,
     resize.SCENARIO,
     ddp_steps.SCENARIO,
+    lightning_steps.SCENARIO,
     many_workers.SCENARIO,
     chaos.SCENARIO,
 ]

@@ -27,6 +27,7 @@ from drawbar.train._messages import (
     CollectiveCalled,
     CollectiveDone,
     DiagnosisAsked,
+    Discarded,
     Failed,
     FileAsked,
     Finished,
@@ -134,6 +135,8 @@ class Attempt:
                 reports = self._progress.ranks[rank].reports
                 self._questions[rank, message.number] = _Question(message.until, before=reports)
                 self.answer_questions()
+            case Discarded():
+                self._commits.discard(message.name)
             case DiagnosisAsked():
                 self._diagnose(rank, message)
             case FunctionStarted():

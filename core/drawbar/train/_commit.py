@@ -235,11 +235,21 @@ class Committer:
             self._retain()
         self._in_background(self._directory.publish)
 
+    def discard(self, name: str) -> None:
+        """Delete a checkpoint before retention would, unless a restart or a validation needs it."""
+        pending = ReportedCheckpointStatus.PENDING_VALIDATION
+        for manifest in self.kept[:-1]:
+            if manifest.name == name and manifest.status is not pending:
+                self._delete(manifest)
+
     def _retain(self) -> None:
         for manifest in _retention.to_delete(self.kept, self._config):
-            self.kept.remove(manifest)
-            self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
-            self._in_background(self._directory.delete, manifest.name)
+            self._delete(manifest)
+
+    def _delete(self, manifest: Manifest) -> None:
+        self.kept.remove(manifest)
+        self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
+        self._in_background(self._directory.delete, manifest.name)
 
     def _in_background(self, action: Callable[..., None], *arguments: str) -> None:
         loop = asyncio.get_running_loop()

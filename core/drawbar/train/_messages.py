@@ -146,6 +146,12 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     until: CheckpointConsistencyMode | None
 
 
+class Discarded(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank says that checkpoint `name` is not needed any more."""
+
+    name: str
+
+
 class DiagnosisAsked(msgspec.Struct, frozen=True, kw_only=True):
     """The rank asks where all ranks stand; answered by `Diagnosis` with this number."""
 
@@ -209,6 +215,7 @@ Message = (
     | FileAsked
     | CollectiveCalled
     | Asked
+    | Discarded
     | DiagnosisAsked
     | FunctionStarted
     | Printed

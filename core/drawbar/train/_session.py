@@ -35,6 +35,7 @@ from drawbar.train._messages import (
     Committed,
     Diagnosis,
     DiagnosisAsked,
+    Discarded,
     FileAnswer,
     FileAsked,
     Interrupt,
@@ -245,6 +246,10 @@ class Session:
             (self.directory.checkpoint(name), metrics, status)
             for name, metrics, status in answer.checkpoints
         ]
+
+    def discard_checkpoint(self, name: str) -> None:
+        """Do what `drawbar.train.backend.discard_checkpoint` says."""
+        self._say(Discarded(name=name))
 
     def dataset_shard(self, name: str) -> Any:
         """Do what `drawbar.train.get_dataset_shard` says."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 
 from drawbar.lightning._accelerator import set_for_workers
+from drawbar.lightning._checkpoints import CommitsCheckpoints
+from drawbar.lightning._deepspeed import for_any_number_of_workers
 from drawbar.lightning._environment import RayLightningEnvironment, in_training_function
 from drawbar.lightning._launcher import Launch, RayLauncher
 from drawbar.lightning._package import OfUsersPackage, lightning_class, with_base
@@ -43,7 +46,7 @@ else:
 Weights = dict[str, Any]
 
 
-class RayStrategy(OfUsersPackage, ParallelStrategy):
+class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
     """What the strategies have in common: ranks, device and process group are the run's.
 
     In a training function a strategy is made without the arguments below. In an ordinary script or
@@ -415,6 +418,10 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
         at_end(_forget_attempt)
         # What DeepSpeedStrategy adds to this is to refuse CPUs.
         lightning_class("strategies.DDPStrategy", self.package).setup_environment(self)
+
+    def loadable(self, path: Path) -> AbstractContextManager[Path]:
+        """Give a checkpoint as this many workers can load it."""
+        return for_any_number_of_workers(path, self.deepspeed_engine)
 
     def full_state_dict(self) -> Weights:
         """Gather the module's weights on rank 0, one at a time."""
