@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import pytest
 import ray
 
 from drawbar.train import RunConfig
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the seed of tests/train/test_chaos.py be set: the one that it printed when it failed."""
+    parser.addoption("--chaos-seed", type=int, default=secrets.randbelow(10**6))
 
 
 @pytest.fixture(scope="session")

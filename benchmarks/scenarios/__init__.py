@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from benchmarks._scenario import Scenario
 from benchmarks.scenarios import (
+    async_report,
+    bytes_written,
+    chaos,
     checkpoint,
     ddp_steps,
     empty_fit,
     exception,
     first_line,
     import_time,
+    lightning_steps,
     many_workers,
     report,
+    resize,
+    waiting,
     worker_killed,
 )
 
@@ -21,8 +27,14 @@ SCENARIOS: list[Scenario] = [
     first_line.SCENARIO,
     report.SCENARIO,
     checkpoint.SCENARIO,
+    async_report.SCENARIO,
+    bytes_written.SCENARIO,
     exception.SCENARIO,
     worker_killed.SCENARIO,
+    waiting.SCENARIO,
+    resize.SCENARIO,
     ddp_steps.SCENARIO,
+    lightning_steps.SCENARIO,
     many_workers.SCENARIO,
+    chaos.SCENARIO,
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drawbar.torch import TorchConfig, TorchTrainer
-from drawbar.train import ScalingConfig
+from drawbar.train import ScalingConfig, ValidationConfig
 
 
 def test_arguments_have_the_order_of_ray_train() -> None:
@@ -54,3 +54,8 @@ def test_nccl_with_workers_that_share_a_gpu_is_refused() -> None:
 def test_the_trainer_takes_only_a_torch_config() -> None:
     with pytest.raises(TypeError, match="torch_config must be a TorchConfig, found 'gloo'"):
         TorchTrainer(print, torch_config="gloo")  # type: ignore[arg-type]
+
+
+def test_the_trainer_takes_what_every_trainer_takes() -> None:
+    config = ValidationConfig(lambda checkpoint: {})
+    assert TorchTrainer(lambda: None, validation_config=config).validation_config is config

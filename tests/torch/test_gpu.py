@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +24,7 @@ from drawbar.torch import (
     prepare_optimizer,
 )
 from drawbar.torch._transfer import moved
-from drawbar.train import Result, ScalingConfig
+from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,6 +71,32 @@ def test_gloo_leaves_the_gpu_to_the_function(fit: Callable[..., Result]) -> None
 
     config = TorchConfig(backend="gloo")
     assert fit(function, scaling_config=ONE_GPU, torch_config=config).return_value == 1.0
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_survivor_has_given_the_memory_of_its_old_attempt_back(
+    fit: Callable[..., Result], run_config: RunConfig
+) -> None:
+    def function() -> tuple[int, bool]:
+        context, found = get_context(), torch.cuda.memory_allocated()
+        model = prepare_model(nn.Linear(4096, 4096))
+        dist.barrier()
+        if context.get_attempt() == 0:
+            context.cache["kept"] = True
+            if context.get_world_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(1, 4096, device=get_device())).sum().backward()
+        return found, "kept" in context.cache
+
+    result = fit(
+        function,
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5}
+        ),
+        run_config=replace(run_config, failure_config=FailureConfig(max_failures=1)),
+    )
+    assert result.return_values == [(0, True), (0, False)]
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -24,7 +24,7 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
-from drawbar.train.testing import FAULT_POINTS, kill_at
+from drawbar.train.testing import FAULT_POINTS, check_run, kill_at
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe
@@ -101,9 +101,11 @@ def assert_intact(run: Path, newest: int) -> None:
 
 
 def assert_resumed(result: Result, num_workers: int) -> None:
-    """The second run swept the leftovers, made the missing steps, and its history is whole."""
+    """The second run swept the leftovers, made the missing steps, and the journal is whole."""
     assert result.return_values == [[]] * max(num_workers, 1)
     assert_intact(Path(result.path), newest=STEPS - 1)
+    check_run(result.path)
+    assert sum(attempt.checkpoints for attempt in result.timeline.attempts) == STEPS
     frame = result.metrics_dataframe
     for rank in range(max(num_workers, 1)):
         assert list(frame[frame["rank"] == rank]["step"]) == list(range(STEPS))

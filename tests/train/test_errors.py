@@ -12,11 +12,13 @@ import pytest
 from drawbar.train import (
     CheckpointError,
     ControllerError,
+    DamagedRunError,
     DivergenceError,
     HangError,
     InsufficientResourcesError,
     PreemptionError,
     ResumeError,
+    StorageError,
     TrainingFailedError,
     UserAbort,
     WorkerError,
@@ -48,7 +50,9 @@ ERRORS: list[BaseException] = [
     PreemptionError("no", {"deadline": 3}, path="/runs/a"),
     InsufficientResourcesError("no"),
     ResumeError("no"),
+    DamagedRunError("no"),
     CheckpointError("no"),
+    StorageError(28, "No space left on device"),
     WorkerError(FAILURE),
     UserAbort("stopped"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
+from drawbar.train._context import current_session
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -137,6 +139,36 @@ def test_a_barrier_against_a_broadcast_is_named(run_config: RunConfig) -> None:
         fit(function, run_config, max_failures=5)
     assert "(barrier)" in str(raised.value)
     assert "(broadcast_from_rank_zero)" in str(raised.value)
+
+
+def test_names_that_differ_between_ranks_are_told_with_both_lines(run_config: RunConfig) -> None:
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            name = f"by_{train.get_context().get_world_rank()}"
+            train.report({}, checkpoint=path, checkpoint_dir_name=name)
+
+    with pytest.raises(DivergenceError) as raised:
+        fit(function, run_config, max_failures=5)
+    where = f"(report #0 at {__file__}:{function.__code__.co_firstlineno + 4} in function)"
+    told = f"rank 0 {where} names the checkpoint 'by_0', rank 1 {where} names it 'by_1'"
+    assert told in str(raised.value)
+
+
+def test_a_worker_that_cannot_take_an_order_fails(run_config: RunConfig) -> None:
+    def function() -> int:
+        context = train.get_context()
+        if (context.get_attempt(), context.get_world_rank()) == (0, 1):
+            train.report({})
+            del current_session("test")._offers  # which it needs to hear of the commit
+            while True:
+                threading.Event().wait(0.01)
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            train.report({}, checkpoint=path)
+        return context.get_attempt()
+
+    assert fit(function, run_config, max_failures=1).return_values == [1, 1]
 
 
 def test_metrics_alone_need_no_other_rank(run_config: RunConfig) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from drawbar.train import DamagedRunError
 from drawbar.train._journal import (
     AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
     CheckpointDeleted,
+    CheckpointValidated,
     Event,
     Journal,
     JournalLockedError,
@@ -26,9 +28,9 @@ from drawbar.train._journal import (
     WorkersStarted,
     history,
     replay,
-    salvage,
 )
 from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._validation import ReportedCheckpointStatus
 
 HERE = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1, gpu_ids=("0", "1"))
 ALONE = Ranks(
@@ -44,6 +46,15 @@ ONE_OF_EACH: list[Event] = [
     CheckpointCommitted(
         time=4.0, attempt=0, index=0, name="c", nbytes=9, seconds=0.1, metrics={"a": -math.inf}
     ),
+    CheckpointValidated(
+        time=4.5,
+        index=0,
+        name="c",
+        status=ReportedCheckpointStatus.VALIDATED,
+        metrics={"b": math.inf},
+        error="",
+        seconds=0.5,
+    ),
     CheckpointDeleted(time=5.0, name="c"),
     AttemptFailed(time=6.0, attempt=0, kind="worker", failures=["rank 0: ValueError"]),
     RunEnded(time=7.0, outcome="failed", error="rank 0: ValueError"),
@@ -55,6 +66,14 @@ def write(path: Path, events: list[Event]) -> None:
     for event in events:
         journal.append(event)
     journal.close()
+
+
+def salvage(path: Path) -> tuple[list[Event], bool]:
+    journal = Journal(path)
+    try:
+        return journal.salvage()
+    finally:
+        journal.close()
 
 
 @pytest.fixture
@@ -107,7 +126,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(
 ) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:3], damage, *lines[3:]]))
-    with pytest.raises(ValueError, match=f"line 4 of {path} cannot be read"):
+    with pytest.raises(DamagedRunError, match=f"line 4 of {path} cannot be read"):
         list(replay(path))
 
 
@@ -140,6 +159,17 @@ def test_a_journal_is_written_by_one_at_a_time(path: Path) -> None:
         Journal(path)
     journal.close()
     Journal(path).close()
+
+
+def test_a_salvaged_journal_is_still_held(path: Path) -> None:
+    path.write_bytes(b"garbage\n" + path.read_bytes())
+    journal = Journal(path)
+    assert journal.salvage() == (ONE_OF_EACH, False)
+    with pytest.raises(JournalLockedError):
+        Journal(path)
+    journal.append(ONE_OF_EACH[-1])
+    journal.close()
+    assert list(replay(path)) == [*ONE_OF_EACH, ONE_OF_EACH[-1]]
 
 
 def test_the_lock_goes_with_the_process_that_held_it(path: Path) -> None:
@@ -206,3 +236,28 @@ def start(attempt: int, first_index: int) -> AttemptStarted:
 )
 def test_history_has_neither_gap_nor_duplicate(events: list[Event], kept: list[Any]) -> None:
     assert [(each.attempt, each.rank, each.index) for each in history(events)] == kept
+
+
+def validated(index: int, **metrics: float) -> CheckpointValidated:
+    return CheckpointValidated(
+        time=0,
+        index=index,
+        name="c",
+        status=ReportedCheckpointStatus.VALIDATED,
+        metrics=metrics,
+        error="",
+        seconds=0,
+    )
+
+
+def test_a_validation_is_told_with_the_report_of_the_lowest_rank() -> None:
+    reports = [report(0, 1, 0), report(0, 0, 0), report(0, 1, 1)]
+    told = history([start(0, 0), *reports, validated(0, a=1)])
+    metrics = {(each.rank, each.index): each.metrics for each in told}
+    assert metrics == {(1, 0): {}, (0, 0): {"a": 1}, (1, 1): {}}
+
+
+def test_of_a_report_that_counts_no_more_the_validation_does_not_either() -> None:
+    lost: list[Event] = [start(0, 0), report(0, 0, 0), validated(0, a=1)]
+    (again,) = history([*lost, start(1, 0), report(1, 0, 0)])
+    assert again.metrics == {}

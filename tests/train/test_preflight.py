@@ -14,6 +14,7 @@ from drawbar.train._preflight import (
     check_function,
     check_storage_path,
     pickle_function,
+    release_of,
     require_package,
 )
 
@@ -187,6 +188,20 @@ def test_require_package() -> None:
     with pytest.raises(ModuleNotFoundError, match=r'pip install "drawbar\[torch\]"') as caught:
         require_package("no_such_framework", "torch")
     assert caught.value.name == "no_such_framework"
+
+
+def test_require_package_of_a_version() -> None:
+    require_package("pytest", "dev", at_least="8.1")
+    with pytest.raises(ImportError, match=r'99\.1 or newer.*--upgrade "drawbar\[dev\]"'):
+        require_package("pytest", "dev", at_least="99.1")
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("4.50.3", (4, 50, 3)), ("5.0rc1", (5, 0)), ("2.13.0+cpu", (2, 13, 0)), ("unknown", ())],
+)
+def test_release_of(version: str, release: tuple[int, ...]) -> None:
+    assert release_of(version) == release
 
 
 def test_storage_path_is_created_and_left_empty(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from drawbar.train._messages import (
     CollectiveCalled,
@@ -28,6 +29,13 @@ def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> 
         offer=offer,
         waits=waits,
     )
+
+
+def named(name: str, *files: str) -> Reported:
+    """A report with a checkpoint of this name."""
+    plain = report(0, *files)
+    assert plain.offer is not None
+    return replace(plain, offer=replace(plain.offer, name=name))
 
 
 def save(index: int) -> Reported:
@@ -115,6 +123,33 @@ def test_each_file_comes_from_the_lowest_rank_that_has_it(
     for rank in (2, 1, 0):
         completed += progress.reported(rank, report(0, *offered.get(rank, [])))
     assert [shares(complete) for complete in completed] == [given]
+
+
+@pytest.mark.parametrize(
+    ("reports", "conflict"),
+    [
+        ([named("best", "a"), report(0), named("best", "a", "b")], None),
+        (
+            [report(0, "deep/a"), report(0, "deep/b"), report(0, "deep")],
+            "'deep' is a folder of rank 0",
+        ),
+        ([report(0, "a"), report(0), report(0, "a/b/c")], "'a' is a file of rank 0"),
+        (
+            [report(0), named("best", "a"), named("last", "b")],
+            "rank 1 (report #0 at t.py:0 in f) names the checkpoint 'best', "
+            "rank 2 (report #0 at t.py:0 in f) names it 'last'",
+        ),
+    ],
+)
+def test_offers_that_do_not_fit_are_told_apart(
+    reports: list[Reported], conflict: str | None
+) -> None:
+    progress = Progress(world_size=len(reports), first_index=0)
+    (complete,) = [
+        one for rank, each in enumerate(reports) for one in progress.reported(rank, each)
+    ]
+    told = complete.conflict()
+    assert told is None if conflict is None else conflict in str(told)
 
 
 # -- collectives

@@ -161,6 +161,25 @@ def test_retention_deletes(storage: dict[str, Any]) -> None:
     assert not result.filesystem.get_file_info([f"{folder}/checkpoint_000000/model"])[0].is_file
 
 
+def test_a_validation_is_kept_with_its_checkpoint(
+    storage: dict[str, Any], work_folders: Path
+) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, int]:
+        return {"square": int(content(checkpoint)) ** 2}
+
+    config = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="square")
+    DataParallelTrainer(
+        lambda: save("3", validation=True),
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", **storage, checkpoint_config=config),
+        validation_config=train.ValidationConfig(validate),
+    ).fit()
+    shutil.rmtree(work_folders)
+    again = Result.from_path(**where(storage))
+    assert again.metrics == {"step": 3, "square": 9}
+    assert [metrics for _, metrics in again.best_checkpoints] == [again.metrics]
+
+
 def test_leftovers_are_swept_and_what_is_the_users_stays(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage)
     assert result.checkpoint is not None

@@ -14,6 +14,7 @@ import pytest
 from drawbar import train
 from drawbar.train import (
     CheckpointConfig,
+    DamagedRunError,
     DataParallelTrainer,
     FailureConfig,
     Result,
@@ -268,6 +269,16 @@ def test_the_timeline_tells_where_the_time_went(tmp_path: Path) -> None:
         assert each.startup_seconds is not None
         assert 0 <= each.startup_seconds <= each.seconds
     assert len(str(result.timeline).splitlines()) == 2
+
+
+def test_a_damaged_journal_is_told_and_gone_on_from(tmp_path: Path) -> None:
+    fit(save_three, tmp_path)
+    journal = tmp_path / "run" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([*lines[:4], b"garbage\n", *lines[4:]]))
+    with pytest.raises(DamagedRunError, match=f"line 5 of {journal} cannot be read"):
+        Result.from_path(tmp_path / "run")
+    assert len(names(fit(lambda: None, tmp_path))) == 3
 
 
 @pytest.mark.parametrize("folder", [".", "none", "a file"])

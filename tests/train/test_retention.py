@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from drawbar.train._checkpoint import Manifest
 from drawbar.train._config import CheckpointConfig
 from drawbar.train._retention import ranked, score, to_delete
+from drawbar.train._validation import Validation
 
 
 def _checkpoint(name: str, index: int, metrics: dict[str, Any]) -> Manifest:
@@ -85,3 +87,26 @@ def test_to_delete(losses: list[float | None], num_to_keep: int | None, deleted:
         num_to_keep=num_to_keep, checkpoint_score_attribute="loss", checkpoint_score_order="min"
     )
     assert [c.index for c in to_delete(by_index(loss=losses), config)] == deleted
+
+
+@pytest.mark.parametrize(
+    ("losses", "pending", "deleted"),
+    [
+        ([1, 2, 3], [0, 1, 2], []),
+        ([3, 2, None], [0], []),  # 1 is the best, 2 the newest
+        ([3, 2, None], [2], [0]),
+        ([3, 2, 1], [2], [0]),  # 2 may turn out worse than 1, whatever was reported with it
+        ([3, 1, 2, None], [1, 3], [0]),
+    ],
+)
+def test_what_is_being_validated_stays_and_pushes_nothing_out(
+    losses: list[float | None], pending: list[int], deleted: list[int]
+) -> None:
+    config = CheckpointConfig(
+        num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min"
+    )
+    checkpoints = [
+        msgspec.structs.replace(each, validation=Validation()) if each.index in pending else each
+        for each in by_index(loss=losses)
+    ]
+    assert [c.index for c in to_delete(checkpoints, config)] == deleted

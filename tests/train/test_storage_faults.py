@@ -11,6 +11,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,14 @@ from drawbar.train import (
     CheckpointUploadMode,
     ControllerError,
     DataParallelTrainer,
+    FailureConfig,
     Result,
     RunConfig,
     ScalingConfig,
     WorkerGroupError,
 )
 from drawbar.train import _retry as retry
-from drawbar.train.testing import FAULT_POINTS, kill_at
+from drawbar.train.testing import FAULT_POINTS, check_run, kill_at
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -295,21 +297,73 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     os.system(f"umount -l {path}")
 
 
-def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, ASYNC])
+def test_a_disk_that_is_really_full_is_not_tried_again(
+    tiny_disk: Path, tmp_path: Path, mode: CheckpointUploadMode
+) -> None:
     own = tmp_path / "own"
     own.mkdir()
     (own / "model").write_bytes(bytes(2_000_000))
 
     def function() -> None:
         save("0")
-        train.report({}, checkpoint=own)
+        train.report({}, checkpoint=own, checkpoint_upload_mode=mode)
 
-    config = RunConfig(name="run", storage_path=tiny_disk)
-    with pytest.raises(WorkerGroupError, match=r"writing 2\.0 MB .* No space left on device"):
+    restarts = FailureConfig(max_failures=3)
+    config = RunConfig(name="run", storage_path=tiny_disk, failure_config=restarts)
+    told = r"StorageError: .*writing 2\.0 MB .* No space left on device"
+    with pytest.raises(WorkerGroupError, match=told) as raised:
         DataParallelTrainer(
             function, scaling_config=ScalingConfig(num_workers=0), run_config=config
         ).fit()
+    assert "The run ends: it would fail again in the same way" in str(raised.value)
+    result = Result.from_path(tiny_disk / "run")
+    assert content(result.checkpoint) == "0"
+    assert len(result.timeline.attempts) == 1
+
+
+def test_a_journal_on_a_disk_that_is_really_full(tiny_disk: Path) -> None:
+    def function() -> None:
+        if train.get_checkpoint() is not None:
+            return
+        save("0")
+        with suppress(OSError), (tiny_disk / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(1000))
+        for step in range(10_000):
+            train.report({"step": step})
+
+    config = RunConfig(name="run", storage_path=tiny_disk)
+    trainer = DataParallelTrainer(
+        function, scaling_config=ScalingConfig(num_workers=0), run_config=config
+    )
+    told = r"writing \d+ bytes to .*/run/journal.jsonl failed: No space left on device"
+    with pytest.raises(ControllerError, match=told):
+        trainer.fit()
     assert content(Result.from_path(tiny_disk / "run").checkpoint) == "0"
+    check_run(tiny_disk / "run")
+    (tiny_disk / "filler").unlink()
+    assert trainer.fit().error is None
+    check_run(tiny_disk / "run")
+
+
+def test_a_trainer_that_cannot_be_saved_leaves_the_one_before(
+    tmp_path: Path, drivers: Drivers
+) -> None:
+    def main() -> None:
+        run_config = RunConfig(name="run", storage_path=tmp_path)
+        local = ScalingConfig(num_workers=0)
+        small, large = "small", os.urandom(100_000)
+        DataParallelTrainer(lambda: small, scaling_config=local, run_config=run_config).fit()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        DataParallelTrainer(lambda: large, scaling_config=local, run_config=run_config).fit()
+
+    with drivers(main) as driver:
+        _, err = driver.communicate(timeout=60)
+    assert f"to {tmp_path}/run/trainer.pkl failed: File too large" in err
+    assert not list((tmp_path / "run").glob(".drawbar*"))
+    assert DataParallelTrainer.restore(tmp_path / "run").fit().return_value == "small"
 
 
 def test_a_storage_that_refuses_to_be_written_is_told_at_the_start(tmp_path: Path) -> None:

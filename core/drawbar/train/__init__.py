@@ -27,7 +27,6 @@ from drawbar.train._config import (
 )
 from drawbar.train._context import (
     ReportedCheckpoint,
-    ReportedCheckpointStatus,
     TrainContext,
     checkpoint_dir,
     checkpoint_requested,
@@ -41,11 +40,13 @@ from drawbar.train._context import (
 from drawbar.train._errors import (
     CheckpointError,
     ControllerError,
+    DamagedRunError,
     DivergenceError,
     HangError,
     InsufficientResourcesError,
     PreemptionError,
     ResumeError,
+    StorageError,
     TrainingFailedError,
     UserAbort,
     WorkerError,
@@ -57,6 +58,13 @@ from drawbar.train._result import Result
 from drawbar.train._timeline import AttemptTimes, Timeline
 from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train._upload import CheckpointUploadMode
+from drawbar.train._validation import (
+    CheckpointConsistencyMode,
+    ReportedCheckpointStatus,
+    ValidationConfig,
+    ValidationFn,
+    ValidationTaskConfig,
+)
 from drawbar.train.backend import Backend, BackendConfig
 
 __all__ = [
@@ -65,9 +73,11 @@ __all__ = [
     "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",
+    "CheckpointConsistencyMode",
     "CheckpointError",
     "CheckpointUploadMode",
     "ControllerError",
+    "DamagedRunError",
     "DataConfig",
     "DataParallelTrainer",
     "DivergenceError",
@@ -85,11 +95,15 @@ __all__ = [
     "RunConfig",
     "RunContext",
     "ScalingConfig",
+    "StorageError",
     "Timeline",
     "TrainContext",
     "TrainingFailedError",
     "UserAbort",
     "UserCallback",
+    "ValidationConfig",
+    "ValidationFn",
+    "ValidationTaskConfig",
     "WorkerError",
     "WorkerFailure",
     "WorkerGroupError",

@@ -27,6 +27,7 @@ from drawbar.train._messages import (
     CollectiveCalled,
     CollectiveDone,
     DiagnosisAsked,
+    Discarded,
     Failed,
     FileAsked,
     Finished,
@@ -43,6 +44,8 @@ from drawbar.train._messages import (
 )
 from drawbar.train._preemption import PreemptionInfo, Wishes
 from drawbar.train._progress import Progress
+from drawbar.train._validation import CheckpointConsistencyMode
+from drawbar.train._validator import Validations
 
 
 @dataclass
@@ -53,6 +56,14 @@ class AttemptFailed(Exception):
     failures: list[WorkerFailure] = field(default_factory=list)
     gone: dict[int, Gone] = field(default_factory=dict)
     cause: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A rank wants to know the checkpoints, once those before report `before` are so far."""
+
+    until: CheckpointConsistencyMode | None
+    before: int
 
 
 class Attempt:
@@ -77,6 +88,7 @@ class Attempt:
         order: Callable[[int, Order], None],
         log: Callable[[Event], None],
         commits: Committer,
+        validations: Validations,
         console: Console,
         callbacks: Callbacks,
         diagnose: Callable[[int, DiagnosisAsked], None],
@@ -89,11 +101,13 @@ class Attempt:
         self._order = order
         self._log = log
         self._commits = commits
+        self._validations = validations
         self._console = console
         self._callbacks = callbacks
         self._diagnose = diagnose
         self._progress = Progress(len(workers), first_index, keep_all_rounds=bool(callbacks))
         self._metrics: dict[int, list[dict[str, object]]] = {}
+        self._questions: dict[tuple[int, int], _Question] = {}
 
     def receive(self, rank: int, message: Message) -> None:
         """Take one message of one rank.
@@ -118,9 +132,11 @@ class Attempt:
             case CollectiveCalled():
                 self._called(rank, message)
             case Asked():
-                self._order(
-                    rank, Answer(number=message.number, checkpoints=self._commits.listing())
-                )
+                reports = self._progress.ranks[rank].reports
+                self._questions[rank, message.number] = _Question(message.until, before=reports)
+                self.answer_questions()
+            case Discarded():
+                self._commits.discard(message.name)
             case DiagnosisAsked():
                 self._diagnose(rank, message)
             case FunctionStarted():
@@ -132,9 +148,7 @@ class Attempt:
                 self._progress.finished(rank)
                 self._check_divergence()
             case Failed():
-                failure = message.failure
-                end: AttemptEnd = "configuration" if failure.kind == "configuration" else "worker"
-                raise AttemptFailed(end, [failure])
+                raise AttemptFailed(_end_by(message.failure), [message.failure])
             case Gone():
                 raise AttemptFailed("worker", gone={rank: message})
             case Interrupted():
@@ -162,6 +176,31 @@ class Attempt:
         """Have `checkpoint_requested()` say yes."""
         self.wishes = replace(self.wishes, checkpoint=True)
 
+    @property
+    def awaits_validation(self) -> bool:
+        """Whether a rank stands still until validations have ended."""
+        return any(
+            question.until is CheckpointConsistencyMode.VALIDATED
+            and self._validations.pending(question.before)
+            for question in self._questions.values()
+        )
+
+    def answer_questions(self) -> None:
+        """Tell the ranks that want to know what is kept, and have waited long enough for it."""
+        for (rank, number), question in list(self._questions.items()):
+            if self._is_settled(question):
+                del self._questions[rank, number]
+                self._order(rank, Answer(number=number, checkpoints=self._commits.listing()))
+
+    def _is_settled(self, question: _Question) -> bool:
+        before = question.before
+        if question.until is None:
+            return True
+        if self._progress.collecting(before) or self._commits.committing(before):
+            return False
+        validated = question.until is CheckpointConsistencyMode.VALIDATED
+        return not (validated and self._validations.pending(before))
+
     def reports_of(self, rank: int) -> int:
         """How often a rank has reported in this attempt."""
         return self._progress.ranks[rank].reports - self._progress.first_index
@@ -172,6 +211,7 @@ class Attempt:
         for rank in range(len(self.workers)):
             if rank not in self.values:
                 self._order(rank, order)
+        self.answer_questions()
         metrics = self._metrics.pop(manifest.index, None)
         if metrics is not None:
             self._callbacks.after_report(metrics, self._commits.checkpoint(manifest))
@@ -188,6 +228,8 @@ class Attempt:
         )
         self._console.report(rank, report.index, report.metrics)
         for complete in self._progress.reported(rank, report):
+            if conflict := complete.conflict():
+                raise AttemptFailed("divergence", [describe_divergence(conflict)])
             if self._callbacks:
                 metrics = [complete.reports[each].metrics for each in sorted(complete.reports)]
                 if complete.offers:
@@ -221,3 +263,11 @@ class Attempt:
         reason = self._progress.divergence()
         if reason is not None:
             raise AttemptFailed("divergence", [describe_divergence(reason)])
+
+
+def _end_by(failure: WorkerFailure) -> AttemptEnd:
+    match failure.kind:
+        case "configuration" | "storage":
+            return failure.kind
+        case _:
+            return "worker"

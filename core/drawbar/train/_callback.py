@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drawbar.train._checkpoint import Checkpoint
-from drawbar.train._config import RunConfig, ScalingConfig
-from drawbar.train._preemption import PreemptionInfo
+if TYPE_CHECKING:  # what a callback is given; RunConfig takes callbacks itself
+    from drawbar.train._checkpoint import Checkpoint
+    from drawbar.train._config import RunConfig, ScalingConfig
+    from drawbar.train._preemption import PreemptionInfo
 
 _logger = logging.getLogger("drawbar.train")
 

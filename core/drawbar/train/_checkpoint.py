@@ -1,8 +1,8 @@
 """A checkpoint: a directory at a location. What is in it belongs to the user and their framework.
 
-A committed checkpoint carries two files of Drawbar's beside the user's: the manifest
-(`.drawbar.json`), written as part of the commit, and the checksums, which follow a little later. A
-framework's own loader opens the directory as it is.
+A committed checkpoint carries files of Drawbar's beside the user's: the manifest (`.drawbar.json`),
+written as part of the commit and never again, the checksums, which follow a little later, and what
+came of its validation, if there was one. A framework's own loader opens the directory as it is.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder, locate, same_filesystem
 from drawbar.train._messages import FileEntry
 from drawbar.train._metrics import from_json, to_json
+from drawbar.train._validation import ReportedCheckpointStatus, Validation
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint consists of. It is the commit: without it there is no checkpoint."""
+    """What a checkpoint consists of. It is the commit: without it there is no checkpoint.
+
+    `validation` is None if none was asked for. One that has ended is read from a file of its own;
+    its metrics are among `metrics` then.
+    """
 
     name: str
     index: int
@@ -38,6 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, Any]
     positions: dict[str, Any] = {}
     run_id: str = ""
+    validation: Validation | None = None
     version: int = 1
 
     @property
@@ -45,16 +51,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of all files together."""
         return sum(file.size for file in self.files)
 
+    @property
+    def status(self) -> ReportedCheckpointStatus:
+        """How far the checkpoint is."""
+        if self.validation is None:
+            return ReportedCheckpointStatus.COMMITTED
+        return self.validation.status
+
+    def validated(self, validation: Validation) -> Manifest:
+        """Give the manifest with what came of the validation."""
+        metrics = {**self.metrics, **validation.metrics}
+        return msgspec.structs.replace(self, metrics=metrics, validation=validation)
+
     def encode(self) -> bytes:
         """Give the manifest as JSON."""
-        plain = msgspec.structs.replace(self, metrics=to_json(self.metrics))
+        plain = to_json(msgspec.to_builtins(self))
         return msgspec.json.format(msgspec.json.encode(plain), indent=1)
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
         """Read a manifest. Raises `msgspec.MsgspecError` if it is damaged."""
-        manifest = msgspec.json.decode(data, type=Manifest)
-        return msgspec.structs.replace(manifest, metrics=from_json(manifest.metrics))
+        return msgspec.convert(from_json(msgspec.json.decode(data)), Manifest)
 
 
 class Checkpoint:
@@ -236,13 +253,26 @@ def read_checksums(place: Path | Folder) -> dict[str, str] | None:
 
 def user_files(place: Folder) -> tuple[FileEntry, ...]:
     """List what the user saved, as `_files.list_files` does for a local directory."""
-    own = (_files.MANIFEST, _files.CHECKSUMS)
+    own = (_files.MANIFEST, _files.CHECKSUMS, _files.VALIDATION)
     return tuple(file for file in place.list_files() if file.path not in own)
 
 
 def read_manifest(place: Path | Folder) -> Manifest | None:
-    """Read the manifest of a checkpoint directory; None if there is none that can be read."""
-    data = read_file(place, _files.MANIFEST)
+    """Read the manifest of a checkpoint directory; None if there is none that can be read.
+
+    It says what came of the checkpoint's validation, if that has ended.
+    """
+    manifest = _read_manifest(place, _files.MANIFEST)
+    if manifest is None or manifest.validation is None:
+        return manifest
+    validated = _read_manifest(place, _files.VALIDATION)
+    if validated is None or validated.time != manifest.time:  # not that of an earlier commit here
+        return manifest
+    return validated
+
+
+def _read_manifest(place: Path | Folder, name: str) -> Manifest | None:
+    data = read_file(place, name)
     if data is None:
         return None
     try:

@@ -26,7 +26,12 @@ import msgspec
 from drawbar.train import _faults, _retention
 from drawbar.train._checkpoint import Checkpoint, Manifest
 from drawbar.train._config import CheckpointConfig
-from drawbar.train._journal import CheckpointCommitted, CheckpointDeleted, Event
+from drawbar.train._journal import (
+    CheckpointCommitted,
+    CheckpointDeleted,
+    CheckpointValidated,
+    Event,
+)
 from drawbar.train._messages import (
     Chunk,
     Committed,
@@ -41,6 +46,7 @@ from drawbar.train._progress import Round
 from drawbar.train._session import default_name
 from drawbar.train._storage import Part, RunDirectory, committed_already, make_manifest
 from drawbar.train._unshared import read_piece
+from drawbar.train._validation import ReportedCheckpointStatus, Validation
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -49,6 +55,7 @@ _logger = logging.getLogger("drawbar.train")
 class _Pending:
     """A checkpoint that ranks still persist. `awaited`: those that have not said so yet."""
 
+    index: int
     manifest: Callable[[list[Part]], Manifest]
     began: float
     name: str
@@ -87,6 +94,7 @@ class Committer:
         self._on_failure = failed
         self._pending: dict[int, _Pending] = {}
         self._ready: asyncio.Queue[_Pending] = asyncio.Queue()
+        self._committing: set[int] = set()
         self._background: set[asyncio.Future[None]] = set()
         self._later = ThreadPoolExecutor(1, "drawbar-later", initializer=_yield_to_others)
         self._task: asyncio.Task[None] | None = None
@@ -110,12 +118,12 @@ class Committer:
         offers = complete.offers
         if not offers:
             return
-        names = [offer.name for offer in offers.values() if offer.name]
-        name = names[0] if names else default_name(complete.index)
+        report = complete.reports[min(offers)]
+        name = offers[min(offers)].name or default_name(complete.index)
         if any(each.name == name for each in self.kept):
             self._on_failure(committed_already(self._directory.place(name)))
             return
-        report = complete.reports[min(offers)]
+        validations = [complete.reports[rank].validation for rank in offers]
 
         def manifest(parts: list[Part]) -> Manifest:
             return make_manifest(
@@ -127,10 +135,11 @@ class Committer:
                 world_size=world_size,
                 metrics=report.metrics,
                 positions=report.positions,
+                validation=next((each for each in validations if each is not None), None),
             )
 
         in_place = any(offer.in_place for offer in offers.values())
-        pending = _Pending(manifest, time.monotonic(), name, in_place)
+        pending = _Pending(complete.index, manifest, time.monotonic(), name, in_place)
         for rank, offer in offers.items():
             share = complete.shares[rank]
             if offer.staged:
@@ -139,6 +148,7 @@ class Committer:
                 pending.awaited[rank] = share
                 order(rank, Persist(index=complete.index, files=share, name=name))
         self._pending[complete.index] = pending
+        self._committing.add(complete.index)
         self._commit_if_ready(complete.index)
 
     def persisted(self, rank: int, message: Persisted) -> None:
@@ -183,6 +193,7 @@ class Committer:
             except Exception as error:  # whatever it is, the controller must hear of it
                 self._on_failure(error)
             finally:
+                self._committing.discard(pending.index)
                 self._ready.task_done()
 
     async def _commit(self, pending: _Pending) -> None:
@@ -199,29 +210,46 @@ class Committer:
             in_place=pending.in_place,
         )
         seconds = time.monotonic() - pending.began
-        self._journal(
-            CheckpointCommitted(
-                time=manifest.time,
-                attempt=manifest.attempt,
-                index=manifest.index,
-                name=manifest.name,
-                nbytes=manifest.nbytes,
-                seconds=seconds,
-                metrics=manifest.metrics,
-            )
-        )
+        self._journal(CheckpointCommitted.of(manifest, seconds=seconds))
         _faults.reached("commit.journaled")
         self.kept.append(manifest)
+        self._committing.discard(manifest.index)
         self._on_commit(manifest, seconds)
         self._retain()
         self._in_background(self._directory.write_checksums, manifest.name)
         self._in_background(self._directory.publish)
 
+    async def keep_validation(self, manifest: Manifest, validation: Validation) -> None:
+        """Add what came of a checkpoint's validation to it, and rank the checkpoints anew.
+
+        Raises:
+            OSError: It cannot be written down; the checkpoint has it as long as this run goes on.
+        """
+        validated = manifest.validated(validation)
+        self.kept[self.kept.index(manifest)] = validated
+        try:
+            self._journal(CheckpointValidated.of(manifest, validation))
+            durable = self._config.durable
+            await asyncio.to_thread(self._directory.keep_validation, validated, durable=durable)
+        finally:
+            self._retain()
+        self._in_background(self._directory.publish)
+
+    def discard(self, name: str) -> None:
+        """Delete a checkpoint before retention would, unless a restart or a validation needs it."""
+        pending = ReportedCheckpointStatus.PENDING_VALIDATION
+        for manifest in self.kept[:-1]:
+            if manifest.name == name and manifest.status is not pending:
+                self._delete(manifest)
+
     def _retain(self) -> None:
         for manifest in _retention.to_delete(self.kept, self._config):
-            self.kept.remove(manifest)
-            self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
-            self._in_background(self._directory.delete, manifest.name)
+            self._delete(manifest)
+
+    def _delete(self, manifest: Manifest) -> None:
+        self.kept.remove(manifest)
+        self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
+        self._in_background(self._directory.delete, manifest.name)
 
     def _in_background(self, action: Callable[..., None], *arguments: str) -> None:
         loop = asyncio.get_running_loop()
@@ -233,9 +261,13 @@ class Committer:
         """Give the checkpoint of a manifest."""
         return self._directory.checkpoint(manifest.name)
 
-    def listing(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """List the checkpoints that are kept, oldest first, as (name, metrics)."""
-        return tuple((each.name, each.metrics) for each in self.kept)
+    def listing(self) -> tuple[tuple[str, dict[str, Any], ReportedCheckpointStatus], ...]:
+        """List the checkpoints that are kept, oldest first, as (name, metrics, status)."""
+        return tuple((each.name, each.metrics, each.status) for each in self.kept)
+
+    def committing(self, before: int) -> bool:
+        """Whether a checkpoint of a complete round before this one is not committed yet."""
+        return any(index < before for index in self._committing)
 
     def committed_order(self, manifest: Manifest) -> Committed:
         """Give the order that tells a rank of this commit."""
@@ -243,6 +275,7 @@ class Committer:
 
     async def settle(self) -> None:
         """Finish the commits that every rank has persisted; the others' attempt is over."""
+        self._committing.difference_update(self._pending)
         self._pending.clear()
         await self._ready.join()
 

@@ -13,8 +13,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
+from drawbar.train._callback import UserCallback
 from drawbar.train._checks import (
     ShowsWhatWasSet,
     check_run_name,
@@ -23,9 +24,6 @@ from drawbar.train._checks import (
     require_int,
     require_type,
 )
-
-if TYPE_CHECKING:
-    from drawbar.train._callback import UserCallback
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Resume = Literal["auto", "never", "must"]
@@ -354,8 +352,6 @@ class RunConfig(ShowsWhatWasSet):
         self._check_callbacks()
 
     def _check_callbacks(self) -> None:
-        from drawbar.train._callback import UserCallback
-
         callbacks = () if self.callbacks is None else self.callbacks
         if not is_list_of(UserCallback, callbacks):
             raise TypeError(

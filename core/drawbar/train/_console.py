@@ -20,6 +20,7 @@ from drawbar.train._console_views import (
     View,
     live_view,
     readable_size,
+    shown_metrics,
 )
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._messages import Printed
@@ -110,10 +111,17 @@ class Console:
                 self._view.committed()
 
     @_watches
+    def validated(self, name: str, metrics: Mapping[str, Any], seconds: float) -> None:
+        """Show what came of a checkpoint's validation."""
+        if self._level <= logging.INFO:
+            with self._lock:
+                self._view.line(f"validated {name} in {seconds:.1f} s: {shown_metrics(metrics)}")
+
+    @_watches
     def printed(self, rank: int, line: Printed) -> None:
         """Show a line of the training function as it is; those of rank 3 begin with `[rank 3]`."""
-        if rank == 0 and self._level > logging.WARNING:
-            return
+        if rank == 0 and line.record != (self._level > logging.WARNING):
+            return  # of rank 0 either all that it prints is shown, or the errors that it logs
         text = line.text if rank == 0 else f"[rank {rank}] {line.text}"
         with self._lock:
             self._status.redrawn = text if line.transient else ""

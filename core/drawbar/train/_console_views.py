@@ -47,13 +47,17 @@ class Status:
         if self.report is None:
             return ""
         index, metrics = self.report
-        shown = [f"{key} {short}" for key, value in metrics.items() if (short := _short(value))]
-        return f"report {index}: " + ", ".join(shown[:_MAX_METRICS])
+        return f"report {index}: {shown_metrics(metrics)}"
 
     def one_line(self) -> str:
         """Everything there is, the most telling first, since the end may not fit the screen."""
         parts = [self.activity(), self.metrics(), self.checkpoint, self.redrawn]
         return f"[drawbar {self.elapsed()}] " + " | ".join(part for part in parts if part)
+
+
+def shown_metrics(metrics: Mapping[str, Any]) -> str:
+    shown = [f"{key} {short}" for key, value in metrics.items() if (short := _short(value))]
+    return ", ".join(shown[:_MAX_METRICS])
 
 
 def _short(value: object) -> str:

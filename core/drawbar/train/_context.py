@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +17,11 @@ from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._preemption import PreemptionInfo
 from drawbar.train._session import Session
 from drawbar.train._upload import CheckpointUploadFn, CheckpointUploadMode
+from drawbar.train._validation import (
+    CheckpointConsistencyMode,
+    ReportedCheckpointStatus,
+    ValidationTaskConfig,
+)
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -98,7 +102,10 @@ class TrainContext:
         return self._assignment.ranks.node_rank
 
     def get_accelerator_ids(self) -> tuple[str, ...]:
-        """Ids of the GPUs that Ray gave to this worker, as Ray names them."""
+        """Ids of the GPUs that Ray gave to this worker, as Ray names them.
+
+        With `num_workers=0`: of the first ones that this process sees, as many as were asked for.
+        """
         return self._assignment.gpu_ids
 
     def get_storage(self) -> Path:
@@ -149,6 +156,7 @@ def report(
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     delete_local_checkpoint_after_upload: bool | None = None,
     checkpoint_upload_fn: CheckpointUploadFn | None = None,
+    validation: bool | ValidationTaskConfig = False,
 ) -> None:
     """Report metrics, and with them perhaps a checkpoint.
 
@@ -175,12 +183,19 @@ def report(
         checkpoint_upload_fn: Called as `function(checkpoint, name)` instead of Drawbar's own
             upload, on each rank that has files of its own; puts them into the run's storage under
             that name and returns the `Checkpoint` there.
+        validation: Have the checkpoint validated by the trainer's `validation_config` once it is
+            committed; a `ValidationTaskConfig` adds to what that says. This does not wait for it.
+            Of several ranks that give files the lowest that asks for it counts.
 
     Raises:
         RuntimeError: Called outside a training function.
         TypeError, ValueError: A metric cannot be kept; the message names its key. Or the checkpoint
-            does not lie where its mode wants it.
-        OSError: The storage did not take the files; the message has the path and the bytes.
+            does not lie where its mode wants it, or there is none to validate, or no
+            `validation_config`.
+        StorageError: The storage, full or read-only, refuses the files; the message has the path
+            and the bytes. If it is let through, the run ends without another attempt.
+        OSError: The storage did not take the files after six tries; as for any other exception, the
+            run may be restarted.
         FileNotFoundError: `checkpoint` is not a directory here.
     """
     session: Session | None = getattr(_thread, "session", None) or _process_session
@@ -193,6 +208,7 @@ def report(
         mode=checkpoint_upload_mode,
         delete_local=delete_local_checkpoint_after_upload,
         upload_fn=checkpoint_upload_fn,
+        validation=validation,
     )
 
 
@@ -236,32 +252,42 @@ def checkpoint_dir() -> AbstractContextManager[Path]:
     return current_session("checkpoint_dir").checkpoint_dir()
 
 
-class ReportedCheckpointStatus(Enum):
-    """How far a reported checkpoint is."""
-
-    COMMITTED = "committed"
-
-
 class ReportedCheckpoint(NamedTuple):
-    """A committed checkpoint and the metrics that came with it."""
+    """A committed checkpoint, its metrics with those of its validation, and how far that is."""
 
     checkpoint: Checkpoint
     metrics: dict[str, Any]
     status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
 
 
-def get_all_reported_checkpoints(timeout_s: float | None = None) -> list[ReportedCheckpoint]:
+def get_all_reported_checkpoints(
+    consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED,
+    timeout_s: float | None = None,
+) -> list[ReportedCheckpoint]:
     """List the committed checkpoints that are still kept, oldest first.
 
+    A rank that gave no files to a checkpoint knows of it when another rank has reported them; after
+    a `collective.barrier()` all ranks get the same list.
+
     Args:
-        timeout_s: How long to wait for the controller's answer, in seconds; None waits without
-            limit.
+        consistency_mode: COMMITTED waits for the commits of this rank's reports, VALIDATED for the
+            validations too.
+        timeout_s: How long to wait, in seconds; then the list is given as it is, with validations
+            that are still pending. None waits without limit.
 
     Raises:
-        TimeoutError: No answer came in that time.
+        RuntimeError: Called outside a training function.
+        TypeError: `consistency_mode` is not a `CheckpointConsistencyMode`.
     """
-    found = current_session("get_all_reported_checkpoints").all_checkpoints(timeout_s)
-    return [ReportedCheckpoint(checkpoint, metrics) for checkpoint, metrics in found]
+    if not isinstance(consistency_mode, CheckpointConsistencyMode):
+        raise TypeError(
+            "consistency_mode must be a CheckpointConsistencyMode, "
+            f"found {consistency_mode!r}; write CheckpointConsistencyMode.COMMITTED"
+        )
+    session = current_session("get_all_reported_checkpoints")
+    return [
+        ReportedCheckpoint(*each) for each in session.all_checkpoints(consistency_mode, timeout_s)
+    ]
 
 
 def get_dataset_shard(dataset_name: str = "train") -> DataIterator:

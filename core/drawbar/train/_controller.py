@@ -43,6 +43,7 @@ from drawbar.train._messages import (
 from drawbar.train._ranks import assign
 from drawbar.train._run import Outcome, Plan, Run
 from drawbar.train._stacks import write_stacks
+from drawbar.train._validator import Validations
 from drawbar.train._worker_group import WorkerGroup
 from drawbar.train.backend import Backend
 
@@ -106,6 +107,7 @@ class Controller:
             committed=self._committed,
             failed=lambda error: self._inbox.put_nowait(_StorageFailed(error)),
         )
+        self._validations = Validations(run.validator, self._commits, console, self._validated)
 
     def stop(self) -> None:
         """Ask for an orderly end, from any thread: functions are interrupted, commits finished."""
@@ -136,6 +138,7 @@ class Controller:
         """Follow the run to its end. Always leaves no process behind."""
         self._task = asyncio.create_task(self._run_attempts())
         watch = asyncio.create_task(self._watch_nodes())
+        self._validations.resume()
         try:
             outcome = await self._task
         except asyncio.CancelledError:
@@ -144,6 +147,7 @@ class Controller:
             self._end_run("stopped")
         finally:
             watch.cancel()
+            await self._validations.close()
             await self._commits.close()
             await self._group.stop()
         return outcome
@@ -161,8 +165,14 @@ class Controller:
                 self._spent = decision.spent
                 self._number += 1
             else:
+                await self._wait_for_validations()
                 self._end_run("finished")
                 return Outcome(values=attempt.values)
+
+    async def _wait_for_validations(self) -> None:
+        if self._validations:
+            await self._group.stop()  # they may want what the workers hold
+            await self._validations.settle()
 
     def _end_run(self, outcome: str, error: str = "") -> None:
         self._log(RunEnded(time=time.time(), outcome=outcome, error=error))
@@ -190,6 +200,7 @@ class Controller:
             order=self._group.order,
             log=self._log,
             commits=self._commits,
+            validations=self._validations,
             console=self._console,
             callbacks=self._callbacks,
             diagnose=self._diagnose,
@@ -250,6 +261,8 @@ class Controller:
             async with asyncio.timeout(timeout.total_seconds()):
                 return await self._inbox.get()
         except TimeoutError:
+            if attempt.awaits_validation:  # which may take as long as it is given
+                return await self._next_event(attempt)
             folder, difference = await self._write_stacks(f"hang_{attempt.number}")
             failure = describe_hang(timeout.total_seconds(), difference, folder)
             raise AttemptFailed("hang", [failure]) from None
@@ -257,6 +270,7 @@ class Controller:
     def _committed(self, manifest: Manifest, seconds: float) -> None:
         path = self._commits.checkpoint(manifest).path
         self._console.checkpoint(path, manifest.nbytes, seconds)
+        self._validations.begin(manifest)
         attempt = self._attempt
         if attempt is None:
             return
@@ -267,6 +281,10 @@ class Controller:
             self._inbox.put_nowait(_Interruption("preemption"))
         elif self._group.spare:
             self._inbox.put_nowait(_Interruption("resize"))
+
+    def _validated(self) -> None:
+        if self._attempt is not None:
+            self._attempt.answer_questions()
 
     # -- watching
 

@@ -97,6 +97,7 @@ def shard(
             position = RowPosition(position.epoch)
         rest, owners = _rest(dataset, position.read, world_size)
         parts = _split(dataset, world_size, hints)
+        rows = _rows(given, world_size)
         for rank, shards_of_rank in enumerate(shards):
             part = rank if world_size > 1 else 0
             shards_of_rank[name] = DatasetShard(
@@ -104,6 +105,7 @@ def shard(
                 world_size=world_size,
                 position=position,
                 rest=rest[part] if rest else None,
+                rows=rows,
                 ordered=ordered,
                 owners=owners,
             )
@@ -119,6 +121,13 @@ def split_exactly(
         dataset = _with_options(given, _options_for(name, config))
         for size in sizes:
             exact.parts(name, dataset, config, size)
+
+
+def _rows(dataset: Any, world_size: int) -> int | None:
+    """Say how many rows each part has, unless the dataset would have to be computed for that."""
+    from ray.data.dataset import MaterializedDataset
+
+    return dataset.count() // world_size if isinstance(dataset, MaterializedDataset) else None
 
 
 def position_name(dataset_name: str) -> str:

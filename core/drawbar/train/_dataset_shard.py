@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class DatasetShard:
         world_size: Number of workers that the dataset is split between, 1 if it is not.
         position: Where the first pass begins.
         rest: Gives the rows of that first pass; None for the whole part.
+        rows: Number of rows of a whole pass; None if it is not known before one.
         ordered: Whether the order of the rows is always the same. Otherwise only epochs count.
         owners: What must live as long as `rest` is read.
     """
@@ -72,6 +74,7 @@ class DatasetShard:
         world_size: int,
         position: RowPosition | None = None,
         rest: DataIterator | None = None,
+        rows: int | None = None,
         ordered: bool = True,
         owners: object = None,
     ) -> None:
@@ -79,10 +82,23 @@ class DatasetShard:
         self._rest = rest
         self._owners = owners
         self._world_size = world_size
+        self._length = rows
         self._ordered = ordered
         self._begin = position or RowPosition()
         self._rows = 0
         self._pass = 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that the dataset is split between; 1 if each has the whole."""
+        return self._world_size
+
+    def __len__(self) -> int:
+        """Give the number of rows of a whole pass, also where the first one gives only a rest."""
+        return _known(self._length)
+
+    def __bool__(self) -> bool:
+        return True
 
     def position(self) -> dict[str, Any]:
         """Say where the rows end that the user has received."""
@@ -110,7 +126,19 @@ class DatasetShard:
 
     def _passes(self, method: str, options: dict[str, Any]) -> Iterable[Any]:
         rows_of = _row_counter(getattr(self._part, method), options) if self._ordered else None
-        return _Passes(lambda: self._read(method, options, rows_of or (lambda _: 0)))
+        begin = partial(self._read, method, options, rows_of or (lambda _: 0))
+        return _Passes(begin, self._items(method, options))
+
+    def _items(self, method: str, options: dict[str, Any]) -> int | None:
+        """Say how many items a whole pass by this method has, if that is known."""
+        parameters = inspect.signature(getattr(self._part, method)).parameters
+        if "batch_size" not in parameters or self._length is None:
+            return self._length
+        batch_size = options.get("batch_size", parameters["batch_size"].default)
+        if not isinstance(batch_size, int):
+            return None
+        whole, rest = divmod(self._length, batch_size)
+        return whole + (rest > 0 and not options.get("drop_last", False))
 
     def _read(
         self, method: str, options: dict[str, Any], rows_of: Callable[[Any], int]
@@ -139,13 +167,29 @@ class DatasetShard:
 
 
 class _Passes:
-    """Each iteration is a new pass, as with Ray Data's own."""
+    """Each iteration is a new pass, as with Ray Data's own. `len()` is that of a whole one."""
 
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+    def __init__(self, begin: Callable[[], Iterator[Any]], items: int | None) -> None:
         self._begin = begin
+        self._items = items
 
     def __iter__(self) -> Iterator[Any]:
         return self._begin()
+
+    def __len__(self) -> int:
+        return _known(self._items)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _known(length: int | None) -> int:
+    if length is None:
+        raise TypeError(
+            "this shard's length is not known before it has been read; give the trainer a "
+            "dataset that is materialized, by ray.data.Dataset.materialize()"
+        )
+    return length
 
 
 def _row_counter(

@@ -12,7 +12,9 @@ extra. The exceptions below are built from it in the driver, and every one of th
     ├── PreemptionError             nodes were taken away more often than the budget allows
     └── InsufficientResourcesError  the cluster can never hold what was asked for
     ResumeError (ValueError)        the run directory and `RunConfig.resume` do not go together
+    DamagedRunError (ValueError)    the journal of a run cannot be read
     CheckpointError (RuntimeError)  a checkpoint is missing, incomplete or altered
+    StorageError (OSError)          the storage refuses a checkpoint: full, read-only, over quota
     WorkerError (RuntimeError)      stands for a worker's exception that could not be unpickled
     UserAbort (KeyboardInterrupt)   the run was stopped by Ctrl-C; its directory can be resumed
 """
@@ -24,7 +26,9 @@ from typing import Any, Literal
 
 import msgspec
 
-FailureKind = Literal["exception", "died", "configuration", "divergence", "hang", "startup"]
+FailureKind = Literal[
+    "exception", "died", "configuration", "divergence", "hang", "startup", "storage"
+]
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +130,7 @@ class WorkerGroupError(TrainingFailedError):
 
 
 class DivergenceError(WorkerGroupError):
-    """Some rank waits for something that a finished or diverged rank can never give."""
+    """A rank waits for what a finished or diverged one can never give, or their reports clash."""
 
 
 class HangError(WorkerGroupError):
@@ -161,8 +165,22 @@ class ResumeError(ValueError):
     """The state of the run directory and `RunConfig.resume` do not go together."""
 
 
+class DamagedRunError(ValueError):
+    """The journal of a run cannot be read. The message names the line; checkpoints still load.
+
+    `fit()` with the same name and `resume="auto"` cuts the damage out and goes on.
+    """
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, incomplete or was altered. The message names the file."""
+
+
+class StorageError(OSError):
+    """The storage refuses a worker's files, and will again. The message has the path and bytes.
+
+    It ends the run if the training function lets it through: no restart would change it.
+    """
 
 
 class WorkerError(RuntimeError):

@@ -23,6 +23,7 @@ from drawbar.train._errors import (
     HangError,
     InsufficientResourcesError,
     PreemptionError,
+    StorageError,
     TrainingFailedError,
     WorkerError,
     WorkerFailure,
@@ -64,11 +65,27 @@ def describe_exception(error: BaseException, assignment: Assignment, reports: in
     )
 
 
+def describe_validation_failure(error: BaseException) -> str:
+    """Describe in words what a validation function raised."""
+    frames = _without_own(error.__traceback__)
+    failure = WorkerFailure(
+        rank=-1,
+        kind="exception",
+        type_name=type(error).__name__,
+        message=_message_of(error),
+        traceback="".join(traceback.format_exception(type(error), error, frames)),
+        where=_user_line(frames),
+    )
+    return failure.describe()
+
+
 class ConfigurationError(ValueError):
     """The run cannot work as it is configured; it is not tried again."""
 
 
 def _kind_of(error: BaseException) -> FailureKind:
+    if isinstance(error, StorageError):
+        return "storage"
     return "configuration" if isinstance(error, ConfigurationError) else "exception"
 
 
@@ -147,7 +164,7 @@ def describe_broken_worker(rank: int, error: RayTaskError) -> WorkerFailure:
         kind="exception",
         type_name=type(error.cause).__name__,
         message=str(error.cause),
-        traceback=error.traceback_str,
+        traceback=str(error),  # Ray puts the remote one there
         time=time.time(),
     )
 

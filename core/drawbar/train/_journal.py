@@ -10,16 +10,21 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
+from drawbar.train._checkpoint import Manifest
 from drawbar.train._decide import AttemptEnd
+from drawbar.train._errors import DamagedRunError
 from drawbar.train._files import write_atomically
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
+from drawbar.train._retry import explained, in_bytes
+from drawbar.train._validation import ReportedCheckpointStatus, Validation
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -78,6 +83,43 @@ class CheckpointCommitted(_Event, frozen=True, kw_only=True, tag="checkpoint"):
     seconds: float
     metrics: dict[str, Any]
 
+    @staticmethod
+    def of(manifest: Manifest, *, seconds: float) -> CheckpointCommitted:
+        """Give the event of this checkpoint's commit."""
+        return CheckpointCommitted(
+            time=manifest.time,
+            attempt=manifest.attempt,
+            index=manifest.index,
+            name=manifest.name,
+            nbytes=manifest.nbytes,
+            seconds=seconds,
+            metrics=manifest.metrics,
+        )
+
+
+class CheckpointValidated(_Event, frozen=True, kw_only=True, tag="checkpoint_validated"):
+    """A checkpoint's validation has ended; what it says is as in `Validation`."""
+
+    index: int
+    name: str
+    status: ReportedCheckpointStatus
+    metrics: dict[str, Any]
+    error: str
+    seconds: float
+
+    @staticmethod
+    def of(manifest: Manifest, validation: Validation) -> CheckpointValidated:
+        """Give the event of the end of this checkpoint's validation."""
+        return CheckpointValidated(
+            time=time.time(),
+            index=manifest.index,
+            name=manifest.name,
+            status=validation.status,
+            metrics=validation.metrics,
+            error=validation.error,
+            seconds=validation.seconds,
+        )
+
 
 class CheckpointDeleted(_Event, frozen=True, kw_only=True, tag="checkpoint_deleted"):
     """Retention let go of a checkpoint."""
@@ -107,12 +149,14 @@ Event = (
     | UserFunctionStarted
     | ReportReceived
     | CheckpointCommitted
+    | CheckpointValidated
     | CheckpointDeleted
     | AttemptFailed
     | RunEnded
 )
 
 _decoder = msgspec.json.Decoder(Event)
+_WITH_METRICS = (ReportReceived, CheckpointCommitted, CheckpointValidated)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
@@ -124,36 +168,49 @@ class Journal:
     """The open journal of a run. One process at a time holds it; the lock goes with the process."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by close()
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise JournalLockedError(
-                f"{path.parent} is the directory of a run that is going on in another process; "
-                "give this run another RunConfig.name, or wait for the other one"
-            ) from None
-        self._drop_torn_line(path)
+        self._path = path
+        self._file = _open_locked(path)
+        self._drop_torn_line()
         self._encoder = msgspec.json.Encoder()
 
-    def _drop_torn_line(self, path: Path) -> None:
-        data = path.read_bytes()
+    def _drop_torn_line(self) -> None:
+        data = self._path.read_bytes()
         whole = data.rfind(b"\n") + 1
         if whole != len(data):
-            os.truncate(path, whole)
+            os.truncate(self._path, whole)
+
+    def salvage(self) -> tuple[list[Event], bool]:
+        """Read what can be read; tells also whether that was all.
+
+        If it was not, the unreadable lines are cut out and kept beside it in `journal.damaged`.
+        """
+        try:
+            return list(replay(self._path)), True
+        except DamagedRunError:
+            pass
+        good: list[bytes] = []
+        bad: list[bytes] = []
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            (good if _is_readable(line) else bad).append(line)
+        with open(self._path.with_name("journal.damaged"), "ab") as damaged:
+            damaged.writelines(bad)
+        write_atomically(self._path, b"".join(good))
+        replaced, self._file = self._file, _open_locked(self._path)
+        replaced.close()
+        return list(replay(self._path)), False
 
     def append(self, event: Event) -> None:
         """Write an event. It survives this process's death when this returns."""
-        if isinstance(event, ReportReceived | CheckpointCommitted):
+        if isinstance(event, _WITH_METRICS):
             event = msgspec.structs.replace(event, metrics=to_json(event.metrics))
         line = self._encoder.encode(event) + b"\n"
         end = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, "no space left for the journal")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._file.truncate(end)  # no torn line stays in the middle
-            raise OSError(error.errno, f"{error.strerror}: {self._file.name}") from error
+            raise explained(error, f"writing {in_bytes(len(line))} to {self._file.name}") from error
 
     def close(self) -> None:
         """Release the lock, also where a forked child has inherited the file, and close it."""
@@ -162,11 +219,36 @@ class Journal:
         self._file.close()
 
 
+def _open_locked(path: Path) -> IO[bytes]:
+    """Open the journal and take its lock; if `salvage` has just replaced it, take the new one's."""
+    while True:
+        file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise JournalLockedError(
+                f"{path.parent} is the directory of a run that is going on in another process; "
+                "give this run another RunConfig.name, or wait for the other one"
+            ) from None
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            return file
+        file.close()
+
+
+def _is_readable(line: bytes) -> bool:
+    try:
+        _decoder.decode(line)
+    except _UNREADABLE:
+        return False
+    return True
+
+
 def replay(path: Path) -> Iterator[Event]:
     """Read the events of a journal in order. A last line that was cut off is left out.
 
     Raises:
-        ValueError: A line in the middle cannot be read; the message gives its number.
+        DamagedRunError: A line in the middle cannot be read; the message gives its number.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -175,8 +257,12 @@ def replay(path: Path) -> Iterator[Event]:
             try:
                 event = _decoder.decode(line)
             except _UNREADABLE as error:
-                raise ValueError(f"line {number} of {path} cannot be read: {error}") from error
-            if isinstance(event, ReportReceived | CheckpointCommitted):
+                raise DamagedRunError(
+                    f"line {number} of {path} cannot be read: {error}. The run's checkpoints are "
+                    'not touched by that; fit() with resume="auto" keeps the damaged lines in '
+                    "journal.damaged and goes on from the newest intact checkpoint"
+                ) from error
+            if isinstance(event, _WITH_METRICS):
                 event = msgspec.structs.replace(event, metrics=from_json(event.metrics))
             yield event
 
@@ -185,35 +271,32 @@ def history(events: Iterable[Event]) -> list[ReportReceived]:
     """Give the reports that count, without gap or duplicate, in order.
 
     An attempt that starts at report k takes the place of whatever earlier attempts reported from k
-    on.
+    on. The metrics of a checkpoint's validation are added to those of its report, on the lowest
+    rank.
     """
     reports: list[ReportReceived] = []
+    validated: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, ReportReceived):
             reports.append(event)
+        elif isinstance(event, CheckpointValidated):
+            validated[event.index] = event.metrics
         elif isinstance(event, AttemptStarted):
-            reports = [report for report in reports if report.index < event.first_index]
-    return reports
+            first = event.first_index
+            reports = [report for report in reports if report.index < first]
+            validated = {index: each for index, each in validated.items() if index < first}
+    return _with_validations(reports, validated) if validated else reports
 
 
-def salvage(path: Path) -> tuple[list[Event], bool]:
-    """Read what can be read of a journal; tells also whether that was all of it.
-
-    If it was not, the unreadable lines are cut out and kept beside it in `journal.damaged`.
-    """
-    try:
-        return list(replay(path)), True
-    except ValueError:
-        pass
-    good, bad = [], []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            _decoder.decode(line)
-        except _UNREADABLE:
-            bad.append(line)
-        else:
-            good.append(line)
-    with open(path.with_name("journal.damaged"), "ab") as damaged:
-        damaged.writelines(bad)
-    write_atomically(path, b"".join(good))
-    return list(replay(path)), False
+def _with_validations(
+    reports: list[ReportReceived], validated: dict[int, dict[str, Any]]
+) -> list[ReportReceived]:
+    lowest: dict[int, int] = {}
+    for report in reports:
+        lowest[report.index] = min(report.rank, lowest.get(report.index, report.rank))
+    return [
+        msgspec.structs.replace(report, metrics={**report.metrics, **validated[report.index]})
+        if report.index in validated and report.rank == lowest[report.index]
+        else report
+        for report in reports
+    ]

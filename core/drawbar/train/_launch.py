@@ -11,10 +11,11 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drawbar.train._checkpoint import Manifest
 from drawbar.train._config import DEFAULT_STORAGE_PATH, RunConfig
 from drawbar.train._controller import Controller
 from drawbar.train._decide import AttemptEnd, RunState, Spent, changes, resume_plan, spent_so_far
@@ -23,11 +24,11 @@ from drawbar.train._filesystem import locate
 from drawbar.train._journal import (
     AttemptFailed,
     AttemptStarted,
+    CheckpointCommitted,
     Event,
     Journal,
     RunEnded,
     RunStarted,
-    salvage,
 )
 from drawbar.train._preflight import check_storage_path
 from drawbar.train._remote import directory_at
@@ -75,14 +76,16 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
         OSError: The storage cannot be written.
     """
     directory.fetch()
-    state, events = _look(directory)
-    intact = directory.intact_checkpoints() if state is not RunState.NONE else []
-    newest = intact[-1].name if intact else None
-    plan = resume_plan(state, config.resume, path=directory.location, newest=newest)
+    if not directory.journal.exists():  # an error leaves no trace
+        resume_plan(RunState.NONE, config.resume, path=directory.location, newest=None)
     check_storage_path(directory.path)
     directory.create()
     journal = Journal(directory.journal)
-    try:
+    try:  # from here on nobody else writes to the run
+        state, events = _look(directory, journal)
+        intact = directory.intact_checkpoints() if state is not RunState.NONE else []
+        newest = intact[-1].name if intact else None
+        plan = resume_plan(state, config.resume, path=directory.location, newest=newest)
         directory.sweep()
     except BaseException:
         journal.close()
@@ -93,6 +96,7 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
     journal.append(
         RunStarted(time=time.time(), run_id=run_id, name=directory.name, config=settings)
     )
+    _journal_last_commit(journal, events, intact)
     return OpenRun(
         name=directory.name,
         run_id=run_id,
@@ -102,6 +106,16 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
         warning=_with_changes(plan.warning, starts, settings),
         spent=spent_so_far(_failed_since_the_end(events)),
     )
+
+
+def _journal_last_commit(
+    journal: Journal, events: Sequence[Event], intact: Sequence[Manifest]
+) -> None:
+    """Journal the checkpoint that a driver committed in the moment in which it was killed."""
+    indices = [event.index for event in events if isinstance(event, CheckpointCommitted)]
+    for manifest in intact:
+        if manifest.index > max(indices, default=-1):
+            journal.append(CheckpointCommitted.of(manifest, seconds=0.0))
 
 
 def _with_changes(warning: str, starts: list[RunStarted], settings: dict[str, Any]) -> str:
@@ -123,10 +137,8 @@ def _failed_since_the_end(events: list[Event]) -> list[AttemptEnd]:
     return ends
 
 
-def _look(directory: RunDirectory) -> tuple[RunState, list[Event]]:
-    if not directory.journal.exists():
-        return RunState.NONE, []
-    events, whole = salvage(directory.journal)
+def _look(directory: RunDirectory, journal: Journal) -> tuple[RunState, list[Event]]:
+    events, whole = journal.salvage()
     if not events:
         return RunState.NONE if whole else RunState.DAMAGED, events
     if not whole or directory.damaged():

@@ -12,6 +12,11 @@ from typing import Any, Literal
 import msgspec
 
 from drawbar.train._errors import WorkerFailure
+from drawbar.train._validation import (
+    CheckpointConsistencyMode,
+    ReportedCheckpointStatus,
+    Validation,
+)
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +66,8 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
     """`report()` was called.
 
     `waits`: the rank stands still until the checkpoint is committed. `positions`: with a
-    checkpoint, how far the rank's data has been consumed, by the name of its source.
+    checkpoint, how far the rank's data has been consumed, by the name of its source. `validation`:
+    the checkpoint is to be validated so.
     """
 
     index: int
@@ -71,6 +77,7 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
     offer: Offer | None = None
     waits: bool = False
     positions: dict[str, Any] = {}
+    validation: Validation | None = None
 
 
 class WaitsForCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,9 +136,20 @@ class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank asks for the committed checkpoints; answered by `Answer` with this number."""
+    """The rank asks for the committed checkpoints; answered by `Answer` with this number.
+
+    `until` says what the answer waits for. None: nothing, not even if the same question was to wait
+    before.
+    """
 
     number: int
+    until: CheckpointConsistencyMode | None
+
+
+class Discarded(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank says that checkpoint `name` is not needed any more."""
+
+    name: str
 
 
 class DiagnosisAsked(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,11 +168,17 @@ class Printed(msgspec.Struct, frozen=True, kw_only=True):
     """A line for the driver's console.
 
     `transient` marks a state of a line that was redrawn with a carriage return, as tqdm does.
+    `record` marks a logged error, which is said besides what the logging has printed of it.
     """
 
     text: str
     stream: Literal["stdout", "stderr"] = "stdout"
     transient: bool = False
+    record: bool = False
+
+
+class Retired(msgspec.Struct, frozen=True, kw_only=True):
+    """This process is not to run another attempt."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,9 +215,11 @@ Message = (
     | FileAsked
     | CollectiveCalled
     | Asked
+    | Discarded
     | DiagnosisAsked
     | FunctionStarted
     | Printed
+    | Retired
     | Finished
     | Failed
     | Interrupted
@@ -227,10 +253,10 @@ class CollectiveDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The committed checkpoints that are still kept, oldest first, as (name, metrics)."""
+    """The committed checkpoints that are still kept, oldest first, as (name, metrics, status)."""
 
     number: int
-    checkpoints: tuple[tuple[str, dict[str, Any]], ...]
+    checkpoints: tuple[tuple[str, dict[str, Any], ReportedCheckpointStatus], ...]
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):

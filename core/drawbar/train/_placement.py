@@ -53,6 +53,17 @@ def check_data(scaling: ScalingConfig, lazy: Sequence[str]) -> None:
         check_cpus_left(node_shapes(), bundles, lazy, autoscaling=autoscaling())
 
 
+def check_validation(resources: Mapping[str, float]) -> None:
+    """Refuse validations that no node of the connected cluster can ever run."""
+    nodes = node_shapes()
+    if autoscaling() or any(_capacity(node.total, resources) for node in nodes):
+        return
+    raise InsufficientResourcesError(
+        f"one validation needs {_show(resources)}, and no node of this cluster has that, even if "
+        "all is free. Ask for less in ValidationConfig.ray_remote_kwargs, or add a larger node"
+    )
+
+
 def check_fits(
     nodes: Sequence[NodeShape],
     bundles: Sequence[Mapping[str, float]],

@@ -10,11 +10,13 @@ import contextlib
 import dis
 import errno
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
 import itertools
 import os
 import pwd
+import re
 import tempfile
 import types
 import warnings
@@ -45,22 +47,7 @@ def check_function(function: Callable[..., Any], *, has_config: bool = False) ->
         TypeError: It is not callable, is a coroutine or generator function (a call would run none
             of it), or needs other arguments. The message has its signature.
     """
-    if not callable(function):
-        raise TypeError(
-            f"the training function must be callable, found {function!r} "
-            f"({type(function).__name__}); pass the function itself, not what it returns"
-        )
-    never_run = (
-        inspect.iscoroutinefunction,
-        inspect.isgeneratorfunction,
-        inspect.isasyncgenfunction,
-    )
-    for call in (function, type(function).__call__):
-        if any(is_kind(call) for is_kind in never_run):
-            raise TypeError(
-                f"{_name(function)} is an async or a generator function, so that calling it runs "
-                "none of it; a training function is a plain function"
-            )
+    check_runs_when_called("training function", function)
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for p in inspect.signature(function).parameters.values() if p.kind not in variable]
     required = [parameter for parameter in named if parameter.default is parameter.empty]
@@ -73,6 +60,30 @@ def check_function(function: Callable[..., Any], *, has_config: bool = False) ->
         )
     positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
     return len(required) == 1 or (has_config and len(positional) == 1)
+
+
+def check_runs_when_called(what: str, function: object) -> None:
+    """Check that a function runs when it is called; `what` names it.
+
+    Raises:
+        TypeError: It is not callable, or is a coroutine or generator function.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"the {what} must be callable, found {function!r} ({type(function).__name__}); "
+            "pass the function itself, not what it returns"
+        )
+    never_run = (
+        inspect.iscoroutinefunction,
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+    )
+    for call in (function, type(function).__call__):
+        if any(is_kind(call) for is_kind in never_run):
+            raise TypeError(
+                f"{_name(function)} is an async or a generator function, so that calling it runs "
+                f"none of it; a {what} is a plain function"
+            )
 
 
 def check_config(takes_config: bool, config: object) -> None:
@@ -137,20 +148,38 @@ def check_pickles(name: str, value: object) -> None:
         )
 
 
-def require_package(module: str, extra: str) -> None:
-    """Check that a framework is installed, without importing it.
+def require_package(module: str, extra: str, at_least: str | None = None) -> None:
+    """Check that a framework is installed, and not too old, without importing it.
 
     Args:
-        module: Top-level module, such as "torch".
+        module: Top-level module, such as "torch". If `at_least` is given, the package has this name
+            too.
         extra: The extra of Drawbar that installs it.
+        at_least: The oldest version that works. Default: any.
 
     Raises:
-        ModuleNotFoundError: It is not; the message has the command that installs it.
+        ModuleNotFoundError: It is not installed; the message has the command that installs it.
+        ImportError: It is too old.
     """
     if importlib.util.find_spec(module) is None:
         raise ModuleNotFoundError(
             f'{module} is not installed here; run: pip install "drawbar[{extra}]"', name=module
         )
+    if at_least is None:
+        return
+    found = importlib.metadata.version(module)
+    if release_of(found) < release_of(at_least):
+        raise ImportError(
+            f"{module} {found} is installed here, but {at_least} or newer is needed; "
+            f'run: pip install --upgrade "drawbar[{extra}]"',
+            name=module,
+        )
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Give the numbers of a version: those before anything like "rc1", ".dev0" or "+cpu"."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def check_storage_path(path: Path) -> None:

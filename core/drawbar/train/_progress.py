@@ -8,8 +8,9 @@ proved never to end: `divergence`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from drawbar.train._messages import CollectiveCalled, FileEntry, Offer, Reported
 
@@ -30,6 +31,31 @@ class Round:
             for rank, report in sorted(self.reports.items())
             if report.offer is not None
         }
+
+    def conflict(self) -> str | None:
+        """Say why the offers do not make one checkpoint, or return None."""
+        offers = self.offers
+        if len(offers) < 2:
+            return None
+        lowest = min(offers)
+        found: dict[str, tuple[str, int]] = {}  # of each path: whether a file or folder, and whose
+        for rank, offer in offers.items():
+            if offer.name != offers[lowest].name:
+                return (
+                    f"{self._who(lowest)} names the checkpoint {offers[lowest].name!r}, "
+                    f"{self._who(rank)} names it {offer.name!r}"
+                )
+            for path, kind in _paths(offer):
+                before, whose = found.setdefault(path, (kind, rank))
+                if kind != before:
+                    return (
+                        f"in the checkpoint {path!r} is a {before} of {self._who(whose)} "
+                        f"and a {kind} of {self._who(rank)}"
+                    )
+        return None
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} (report #{self.index} at {self.reports[rank].where})"
 
 
 @dataclass
@@ -94,6 +120,15 @@ class Progress:
         report = self._rounds.get(index, {}).get(rank)
         if report is not None:
             self.ranks[rank].waits_for_report = report
+
+    def collecting(self, before: int) -> bool:
+        """Whether a round before this one that has files still lacks reports."""
+        return any(
+            report.offer is not None
+            for index, reports in self._rounds.items()
+            if index < before
+            for report in reports.values()
+        )
 
     def committed(self, index: int) -> None:
         """Take note that checkpoint `index` is committed, so nobody waits for it any more."""
@@ -176,6 +211,14 @@ class Progress:
         offer = self._oldest_offer(rank)
         assert offer is not None  # only called for a rank that needs something
         return f"has a checkpoint pending in report #{offer.index} from {offer.where}"
+
+
+def _paths(offer: Offer) -> Iterator[tuple[str, str]]:
+    """Give every file of an offer and every folder that they lie in."""
+    for file in offer.files:
+        yield file.path, "file"
+        for folder in PurePosixPath(file.path).parents[:-1]:
+            yield str(folder), "folder"
 
 
 def _shares(reports: Mapping[int, Reported]) -> dict[int, tuple[FileEntry, ...]]:

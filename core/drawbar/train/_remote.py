@@ -216,6 +216,9 @@ class RemoteRunDirectory(RunDirectory):
     def write_checksums(self, name: str) -> None:
         """There is nothing left to do: the commit wrote them."""
 
+    def keep_validation(self, manifest: Manifest, *, durable: bool) -> None:
+        (self.folder / manifest.name).write(_files.VALIDATION, manifest.encode())
+
 
 def _may_be_leftover(folder: Folder) -> bool:
     return folder.name.startswith("checkpoint_") or folder.read_if_there(PENDING) is not None

@@ -27,8 +27,8 @@ class Result:
 
     Attributes:
         path: The run's directory, or its URI.
-        metrics: The last metrics of the lowest rank that reported, usually rank 0; None without
-            reports.
+        metrics: The last metrics of the lowest rank that reported, usually rank 0, with those of
+            the checkpoint's validation; None without reports.
         checkpoint: The newest committed checkpoint, None if there is none.
         best_checkpoints: The checkpoints that are kept, with their metrics, worst first and best
             last, as `CheckpointConfig` ranks them.
@@ -59,6 +59,7 @@ class Result:
 
         Raises:
             FileNotFoundError: There is no run at `path`.
+            DamagedRunError: Its journal cannot be read.
         """
         directory = open_directory(path, storage_filesystem)
         directory.fetch()
@@ -101,7 +102,9 @@ class Result:
 
         The columns are `rank`, `index` (number of the report), `attempt`, `time` (seconds since the
         epoch), and the metrics, nested keys joined with "/"; a metric of the same name as one of
-        the four is found as `metric/<name>`. A restart leaves neither gap nor duplicate.
+        the four is found as `metric/<name>`. A validation's metrics are in the row of its
+        checkpoint's report on the lowest rank, in place of what has the same name there. A restart
+        leaves neither gap nor duplicate.
 
         Raises:
             ImportError: pandas is not installed.

@@ -1,6 +1,7 @@
 """Which checkpoints stay, and which is best. Pure: the files are deleted elsewhere.
 
-The newest checkpoint always stays, however poor its score, since a restart begins there.
+The newest checkpoint always stays, however poor its score, since a restart begins there. One that
+is being validated stays too, and pushes no other one out: its score is not known yet.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from drawbar.train._checkpoint import Manifest
 from drawbar.train._config import CheckpointConfig
+from drawbar.train._validation import ReportedCheckpointStatus
 
 
 def score(metrics: Mapping[str, Any], attribute: str) -> float | None:
@@ -50,11 +52,16 @@ def ranked(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Ma
 
 
 def to_delete(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:
-    """List what to delete, worst first: all but the `num_to_keep` best and the newest."""
+    """List what to delete, worst first.
+
+    All but the `num_to_keep` best of those that are not being validated, and the newest.
+    """
     if config.num_to_keep is None or not checkpoints:
         return []
     newest = max(checkpoint.index for checkpoint in checkpoints)
-    surplus = ranked(checkpoints, config)[: -config.num_to_keep]
+    pending = ReportedCheckpointStatus.PENDING_VALIDATION
+    settled = [checkpoint for checkpoint in checkpoints if checkpoint.status is not pending]
+    surplus = ranked(settled, config)[: -config.num_to_keep]
     return [checkpoint for checkpoint in surplus if checkpoint.index != newest]
 
 

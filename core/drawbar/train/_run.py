@@ -13,6 +13,7 @@ from drawbar.train._journal import AttemptStarted
 from drawbar.train._messages import Finished, Ranks, WorkerInfo
 from drawbar.train._session import Assignment
 from drawbar.train._storage import RunDirectory
+from drawbar.train._validator import Validator
 from drawbar.train.backend import BackendConfig
 
 
@@ -46,6 +47,7 @@ class Run:
     first_attempt: int
     checkpoint: str | None
     spent: Spent = field(default_factory=Spent)
+    validator: Validator | None = None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from drawbar.train._messages import (
     Committed,
     Diagnosis,
     DiagnosisAsked,
+    Discarded,
     FileAnswer,
     FileAsked,
     Interrupt,
@@ -44,6 +45,7 @@ from drawbar.train._messages import (
     Persist,
     Ranks,
     Reported,
+    Retired,
     Taken,
 )
 from drawbar.train._metrics import normalise
@@ -55,6 +57,12 @@ from drawbar.train._upload import (
     CheckpointUploadMode,
     Uploads,
     check_arguments,
+)
+from drawbar.train._validation import (
+    CheckpointConsistencyMode,
+    ReportedCheckpointStatus,
+    Validation,
+    asked_for,
 )
 
 
@@ -68,7 +76,10 @@ class AttemptInterrupted(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What one worker is told about its attempt. `shards` refers to its datasets, if any."""
+    """What one worker is told about its attempt.
+
+    `shards` refers to its datasets, if any. `validation` is what `validation=True` means.
+    """
 
     run_name: str
     run_id: str
@@ -85,6 +96,7 @@ class Assignment:
     import_paths: tuple[str, ...] = ()
     shards: Any = None
     positions: dict[str, Any] = field(default_factory=dict)
+    validation: Validation | None = None
 
 
 class Session:
@@ -128,9 +140,13 @@ class Session:
         mode: CheckpointUploadMode,
         delete_local: bool | None,
         upload_fn: CheckpointUploadFn | None = None,
+        validation: object = False,
     ) -> None:
         """Do what `drawbar.train.report` says."""
         values = normalise(metrics)
+        to_validate = asked_for(
+            validation, self.assignment.validation, has_checkpoint=checkpoint is not None
+        )
         index = self._next_report
         if checkpoint is None:
             self._next_report += 1
@@ -162,6 +178,7 @@ class Session:
                 offer=offer,
                 waits=waits,
                 positions=self._positions(),
+                validation=to_validate,
             )
         )
         follow = self.uploads.follow if waits else self.uploads.follow_in_background
@@ -191,6 +208,10 @@ class Session:
             self.directory.bring(self.checkpoint)
         return self.checkpoint
 
+    def retire(self) -> None:
+        """Do what `drawbar.train.backend.retire_process` says."""
+        self._say(Retired())
+
     def end(self, seconds: float) -> None:
         """End early: checkpoints in flight get so long, and nothing waits for orders any more."""
         self.uploads.flush_for(seconds)
@@ -209,13 +230,26 @@ class Session:
                 remove_tree(path)
             raise
 
-    def all_checkpoints(self, timeout: float | None) -> list[tuple[Checkpoint, dict[str, Any]]]:
-        """Ask the controller for the committed checkpoints that are kept, oldest first."""
+    def all_checkpoints(
+        self, until: CheckpointConsistencyMode, timeout: float | None
+    ) -> list[tuple[Checkpoint, dict[str, Any], ReportedCheckpointStatus]]:
+        """Do what `drawbar.train.get_all_reported_checkpoints` says."""
         number = next(self._questions)
-        self._say(Asked(number=number))
-        answer = self._wait_for_any((Answer, number), timeout=timeout)
+        self._say(Asked(number=number, until=until))
+        try:
+            answer = self._wait_for_any((Answer, number), timeout=timeout)
+        except TimeoutError:
+            self._say(Asked(number=number, until=None))
+            answer = self._wait_for_any((Answer, number))
         assert isinstance(answer, Answer)
-        return [(self.directory.checkpoint(name), m) for name, m in answer.checkpoints]
+        return [
+            (self.directory.checkpoint(name), metrics, status)
+            for name, metrics, status in answer.checkpoints
+        ]
+
+    def discard_checkpoint(self, name: str) -> None:
+        """Do what `drawbar.train.backend.discard_checkpoint` says."""
+        self._say(Discarded(name=name))
 
     def dataset_shard(self, name: str) -> Any:
         """Do what `drawbar.train.get_dataset_shard` says."""

@@ -36,6 +36,7 @@ from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import explained, in_bytes
+from drawbar.train._validation import Validation
 
 OWN_NAMES = ("journal.damaged", "journal.jsonl", "logs", "stacks", "trainer.pkl")
 
@@ -159,6 +160,13 @@ class RunDirectory:
         Raises:
             OSError: They cannot be written; the message has the path and the bytes.
         """
+        stage = self.stage(source, files, label=label, name=name, move=move)
+        return Part(stage, tuple(files))
+
+    def stage(
+        self, source: Path, files: Sequence[FileEntry], *, label: str, name: str, move: bool
+    ) -> Path:
+        """Put these files into a new directory of the staging area on this node; see `persist`."""
         target = self.new_stage(label)
         act = _files.move_files if move else _files.copy_files
         try:
@@ -169,7 +177,7 @@ class RunDirectory:
             total = in_bytes(sum(file.size for file in files))
             what = f"writing {total} of checkpoint {name} to {self.path}"
             raise explained(error, what) from error
-        return Part(target, tuple(files))
+        return target
 
     def checkpoint(self, name: str) -> Checkpoint:
         """Give the checkpoint of this name."""
@@ -317,6 +325,15 @@ class RunDirectory:
         except FileNotFoundError:
             return  # retention deleted the checkpoint in the meantime
 
+    def keep_validation(self, manifest: Manifest, *, durable: bool) -> None:
+        """Write what came of a checkpoint's validation beside its manifest.
+
+        Raises:
+            OSError: It cannot be written; the checkpoint is as it was.
+        """
+        path = self.path / manifest.name / _files.VALIDATION
+        _files.write_atomically(path, manifest.encode(), durable=durable)
+
 
 def _as_stored(manifest: Manifest, directory: Path) -> Manifest:
     """Give the manifest the sizes of the files as they are: a log may have grown since `report`."""
@@ -344,6 +361,7 @@ def make_manifest(
     world_size: int,
     metrics: dict[str, object],
     positions: dict[str, object],
+    validation: Validation | None = None,
 ) -> Manifest:
     """Describe a checkpoint of these parts."""
     manifest = Manifest(
@@ -356,6 +374,7 @@ def make_manifest(
         files=(),
         metrics=metrics,
         positions=positions,
+        validation=validation,
     )
     return with_files(manifest, [file for part in parts for file in part.files])
 

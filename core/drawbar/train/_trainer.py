@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import warnings
@@ -20,6 +21,7 @@ from drawbar.train._config import DataConfig, RunConfig, ScalingConfig, fields_o
 from drawbar.train._console import Console
 from drawbar.train._controller import Controller
 from drawbar.train._exact_split import ExactSplits
+from drawbar.train._files import write_atomically
 from drawbar.train._journal import AttemptStarted
 from drawbar.train._launch import Job, OpenRun, connect_to_ray, directory_of, host, open_run
 from drawbar.train._local import LocalWorkerGroup
@@ -29,6 +31,8 @@ from drawbar.train._result import Result
 from drawbar.train._run import Outcome, Run
 from drawbar.train._session import Assignment
 from drawbar.train._storage import RunDirectory
+from drawbar.train._validation import ValidationConfig
+from drawbar.train._validator import RayValidator, ThreadValidator, ValidationWork, Validator
 from drawbar.train._worker import Payload
 from drawbar.train._worker_group import RayWorkerGroup, WorkerGroup
 from drawbar.train.backend import BackendConfig
@@ -59,6 +63,7 @@ class DataParallelTrainer:
         metadata: A JSON-able dict, found by `get_context().get_metadata()` and in every checkpoint.
         resume_from_checkpoint: A checkpoint, also of another run, that a new run starts from. A run
             that has checkpoints of its own goes on from those.
+        validation_config: How checkpoints are validated for which `report` asks for it.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message says which, what was found and what
@@ -77,6 +82,7 @@ class DataParallelTrainer:
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
+        validation_config: ValidationConfig | None = None,
     ) -> None:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = train_loop_config
@@ -88,6 +94,9 @@ class DataParallelTrainer:
         self.resume_from_checkpoint = resume_from_checkpoint
         if resume_from_checkpoint is not None:
             _instance("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
+        self.validation_config = validation_config
+        if validation_config is not None:
+            _instance("validation_config", validation_config, ValidationConfig)
         self._takes_config = _preflight.check_function(
             train_loop_per_worker, has_config=train_loop_config is not None
         )
@@ -111,6 +120,8 @@ class DataParallelTrainer:
         self.backend_config.preflight(self.scaling_config)
         work = self._payload()
         _preflight.check_pickles("train_loop_config", work.config)
+        if self.validation_config is not None:
+            _preflight.check_pickles("validation_config.fn", self.validation_config.fn)
         pickled = _preflight.pickle_function(work.function) and cloudpickle.dumps(work)
         directory = directory_of(self.run_config)
         self._connect()
@@ -140,6 +151,7 @@ class DataParallelTrainer:
             "scaling_config": fields_of(self.scaling_config),
             "failure_config": fields_of(self.run_config.failure_config),
             "checkpoint_config": fields_of(self.run_config.checkpoint_config),
+            "validation_config": self.validation_config and self.validation_config.as_settings(),
         }
 
     def _payload(self) -> Payload:
@@ -165,6 +177,7 @@ class DataParallelTrainer:
             first_attempt=opened.first_attempt,
             checkpoint=start_from.path if start_from else None,
             spent=opened.spent,
+            validator=self._make_validator(),
         )
         context = RunContext(
             name=opened.name,
@@ -194,12 +207,26 @@ class DataParallelTrainer:
             _placement.check_cluster(self.scaling_config)
             lazy = _data.lazy(self.datasets, self.dataset_config)
             _placement.check_data(self.scaling_config, lazy)
+            if self.validation_config is not None:
+                _placement.check_validation(self.validation_config.resources)
+
+    def _make_validator(self) -> Validator | None:
+        if self.validation_config is None:
+            return None
+        if not self.scaling_config.max_workers:
+            return ThreadValidator(self.validation_config)
+        environment = _environment.forwarded(os.environ, self.run_config.forward_env)
+        runtime_env = self.run_config.worker_runtime_env
+        work = ValidationWork.of(self.validation_config, environment, runtime_env)
+        return RayValidator(work)
 
     def _make_group(
         self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]
     ) -> WorkerGroup:
         if not self.scaling_config.max_workers:
-            return LocalWorkerGroup(work, spawn=in_this_thread)
+            gpus = math.ceil(self.scaling_config.num_gpus_per_worker)
+            gpu_ids = _environment.local_gpu_ids(gpus)
+            return LocalWorkerGroup(work, spawn=in_this_thread, gpu_ids=gpu_ids)
         runtime_env = self.run_config.worker_runtime_env
         return RayWorkerGroup(self.scaling_config, path, pickled, runtime_env)
 
@@ -213,9 +240,11 @@ class DataParallelTrainer:
     # -- restore
 
     def _save(self, directory: RunDirectory) -> None:
+        keep: tuple[str, ...]
         keep = ("train_loop_per_worker", "train_loop_config", "backend_config", "scaling_config")
-        state = {name: getattr(self, name) for name in (*keep, "dataset_config", "metadata")}
-        directory.trainer.write_bytes(cloudpickle.dumps(state))
+        keep += ("dataset_config", "metadata", "validation_config")
+        state = {name: getattr(self, name) for name in keep}
+        write_atomically(directory.trainer, cloudpickle.dumps(state))
 
     @classmethod
     def can_restore(
@@ -245,7 +274,8 @@ class DataParallelTrainer:
                 `path`.
             datasets: Must be given again if the run had any.
             changed: Any of `train_loop_per_worker`, `train_loop_config`, `backend_config`,
-                `scaling_config`, `dataset_config`, `metadata` that is to differ.
+                `scaling_config`, `dataset_config`, `metadata`, `validation_config` that is to
+                differ.
 
         Raises:
             FileNotFoundError: There is no run at `path`.
@@ -300,6 +330,7 @@ class _Plan:
         positions = manifest.positions if manifest else {}
         shards = self._shards([worker.node_id for worker in by_rank], positions)
         resources = self._trainer.scaling_config.resources_per_worker
+        validation = self._trainer.validation_config
         return [
             Assignment(
                 run_name=self._opened.name,
@@ -317,6 +348,7 @@ class _Plan:
                 import_paths=tuple(sys.path),
                 shards=shards[each.world_rank],
                 positions=positions,
+                validation=validation.defaults if validation else None,
             )
             for worker, each in places
         ]

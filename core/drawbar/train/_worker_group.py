@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import cloudpickle
@@ -22,7 +23,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drawbar.train._config import ScalingConfig
 from drawbar.train._failure import describe_broken_worker
-from drawbar.train._messages import Failed, Gone, Interrupt, Message, Order, Ranks, WorkerInfo
+from drawbar.train._messages import (
+    Failed,
+    Gone,
+    Interrupt,
+    Message,
+    Order,
+    Ranks,
+    Retired,
+    WorkerInfo,
+)
 from drawbar.train._placement import node_is_safe
 from drawbar.train._session import Assignment
 from drawbar.train._stacks import Stack
@@ -118,6 +128,7 @@ class RayWorkerGroup:
         self._members: dict[int, _Member] = {}
         self._ranks: dict[int, _Member] = {}
         self._attempt = -1
+        self._orders: set[asyncio.Future[None]] = set()  # not taken yet
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -211,12 +222,15 @@ class RayWorkerGroup:
             member = self._ranks[rank]
             run = member.actor.run.options(num_returns="streaming")
             stream = run.remote(assignment, self._payload)
+            member.hear = hear
             member.stream = asyncio.ensure_future(self._listen(rank, member, stream, hear))
 
     async def _listen(self, rank: int, member: _Member, stream: Any, hear: Hear) -> None:
         try:
             async for reference in stream:
-                hear(rank, await reference)
+                messages = await reference
+                member.retired |= any(isinstance(each, Retired) for each in messages)
+                hear(rank, messages)
         except RayTaskError as error:
             member.dead = True
             hear(rank, [Failed(failure=describe_broken_worker(rank, error))])
@@ -225,9 +239,22 @@ class RayWorkerGroup:
             hear(rank, [await asyncio.to_thread(_gone, error, member.up.result().node_id)])
 
     def order(self, rank: int, order: Order) -> None:
-        """Give one rank an order; if its process is dead, its stream tells."""
-        control = self._ranks[rank].actor.obey.options(concurrency_group="control")
-        control.remote(self._attempt, order)
+        """Give one rank an order; one that it cannot take fails it.
+
+        If its process is dead, its stream tells.
+        """
+        member = self._ranks[rank]
+        control = member.actor.obey.options(concurrency_group="control")
+        taken = asyncio.ensure_future(_await(control.remote(self._attempt, order)))
+        self._orders.add(taken)
+        taken.add_done_callback(partial(self._note_taken, rank, member))
+
+    def _note_taken(self, rank: int, member: _Member, taken: asyncio.Future[None]) -> None:
+        self._orders.discard(taken)
+        error = None if taken.cancelled() else taken.exception()
+        if isinstance(error, RayTaskError) and member.hear is not None:
+            member.dead = True
+            member.hear(rank, [Failed(failure=describe_broken_worker(rank, error))])
 
     async def stacks(self) -> dict[int, Stack | None]:
         """Ask every rank where its threads stand; None for one that does not answer."""
@@ -247,7 +274,7 @@ class RayWorkerGroup:
         still_there = self._members.keys()  # none of them, if kill() was called meanwhile
         for slot in (set(taking_part) - set(dead)) & still_there:
             member = self._members[slot]
-            if member.is_dead or member.is_running or not keep:
+            if member.is_dead or member.is_running or member.retired or not keep:
                 self._discard([slot], replace)
             member.stream = None
 
@@ -317,7 +344,9 @@ class _Member:
     actor: Any
     up: asyncio.Future[WorkerInfo]
     stream: asyncio.Future[None] | None = None
+    hear: Hear | None = None
     dead: bool = False
+    retired: bool = False
 
     @property
     def is_dead(self) -> bool:

@@ -13,16 +13,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
+from drawbar.train import collective
 from drawbar.train._config import ScalingConfig
-from drawbar.train._context import current_session
+from drawbar.train._context import current_session, report
 from drawbar.train._preflight import require_package
 
 __all__ = [
     "Backend",
     "BackendConfig",
     "WorkerGroupView",
+    "align_reports",
+    "discard_checkpoint",
     "keep_data_position",
     "require_package",
+    "retire_process",
 ]
 
 R = TypeVar("R")
@@ -48,6 +52,41 @@ def keep_data_position(name: str, position: Callable[[], Any], *, numbered: bool
     """
     session = current_session("keep_data_position")
     return session.keep_data_position(name, position, numbered=numbered)
+
+
+def retire_process() -> None:
+    """Have this worker's process not run another attempt, which gets a new one instead.
+
+    For frameworks that keep state in the process and have no way to drop it. Inside the training
+    function, or around it in `train_func_context`.
+    """
+    current_session("retire_process").retire()
+
+
+def align_reports() -> None:
+    """Have every rank made equally many reports, so that each rank's next one belongs together.
+
+    A collective. A rank that has reported less often than another makes up for it by reports
+    without metrics. For integrations that report a checkpoint from all ranks in a function whose
+    ranks may have reported differently before, such as by a logger that only rank 0 has.
+    """
+    session = current_session("align_reports")
+    made = collective.all_gather(session.reports_made)
+    for _ in range(max(made) - session.reports_made):
+        report({})
+
+
+def discard_checkpoint(name: str) -> None:
+    """Delete a committed checkpoint of this run before retention would.
+
+    For frameworks that decide themselves which checkpoints to keep. Returns at once. The newest
+    checkpoint stays, since a restart begins there, and one that is being validated; a name that is
+    not there is no error.
+
+    Args:
+        name: The checkpoint's directory in the run. One rank's call is enough.
+    """
+    current_session("discard_checkpoint").discard_checkpoint(name)
 
 
 class WorkerGroupView(Protocol):

@@ -2,8 +2,8 @@
 
 `run_in_threads` is a world without Ray: a training function on several ranks in threads of this
 process, with real reports, checkpoints, collectives and restarts, in milliseconds. `kill_at` stops
-a process at a named step of a checkpoint commit. `BackendContract` is what every integration's
-backend must pass.
+a process at a named step of a checkpoint commit, and `check_run` tells whether a run's directory is
+whole after that. `BackendContract` is what every integration's backend must pass.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.train import _faults, collective
+from drawbar.train._audit import check_run
 from drawbar.train._config import FailureConfig, RunConfig, ScalingConfig
 from drawbar.train._context import get_checkpoint, get_context, report
 from drawbar.train._errors import WorkerGroupError
@@ -22,11 +23,13 @@ from drawbar.train._launch import Job
 from drawbar.train._local import LocalWorkerGroup
 from drawbar.train._result import Result
 from drawbar.train._trainer import DataParallelTrainer, TrainFunction
+from drawbar.train._validation import ValidationConfig
+from drawbar.train._validator import ThreadValidator, Validator
 from drawbar.train._worker import Payload
 from drawbar.train._worker_group import WorkerGroup
 from drawbar.train.backend import BackendConfig
 
-__all__ = ["FAULT_POINTS", "BackendContract", "kill_at", "run_in_threads"]
+__all__ = ["FAULT_POINTS", "BackendContract", "check_run", "kill_at", "run_in_threads"]
 
 FAULT_POINTS = _faults.POINTS
 """The steps of a checkpoint commit that `kill_at` knows, in their order."""
@@ -66,6 +69,7 @@ def run_in_threads(
     train_loop_config: dict[str, Any] | None = None,
     backend_config: BackendConfig | None = None,
     run_config: RunConfig | None = None,
+    validation_config: ValidationConfig | None = None,
 ) -> Result:
     """Run a training function on several ranks in threads of this process, without Ray.
 
@@ -82,12 +86,16 @@ def run_in_threads(
         backend_config=backend_config,
         scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=run_config,
+        validation_config=validation_config,
     ).fit()
 
 
 class _ThreadTrainer(DataParallelTrainer):
     def _connect(self) -> None:
         """No cluster is needed."""
+
+    def _make_validator(self) -> Validator | None:
+        return ThreadValidator(self.validation_config) if self.validation_config else None
 
     def _make_group(
         self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]

@@ -14,6 +14,7 @@ from drawbar.boosting._block import Block
 from drawbar.boosting._columns import Columns
 from drawbar.boosting._fit import Fit, check_label
 from drawbar.boosting._load import arrow_tables, load
+from drawbar.boosting._predict import predict
 from drawbar.boosting._progress import History, Progress
 from drawbar.boosting._report import Metrics, RoundReports
 from drawbar.boosting._schema import Feature, Schema
@@ -36,6 +37,7 @@ __all__ = [
     "arrow_tables",
     "check_label",
     "load",
+    "predict",
     "warn_of_threads",
     "work_of",
     "worker_threads",

@@ -27,10 +27,12 @@ class Progress:
     Args:
         rounds: Number of boosting rounds done.
         history: The evaluations of these rounds.
+        details: What else the library must know; JSON-able.
     """
 
     rounds: int = 0
     history: History = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write it into a checkpoint's folder."""

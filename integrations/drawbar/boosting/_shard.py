@@ -52,6 +52,11 @@ class Shard:
         return self._label
 
     @property
+    def rows(self) -> int:
+        """Number of this rank's own rows, 0 if a pass gives one that counts nothing."""
+        return self._summary.rows
+
+    @property
     def total_rows(self) -> int:
         """Number of rows of all ranks."""
         return self._total_rows

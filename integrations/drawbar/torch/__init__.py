@@ -7,6 +7,7 @@ from drawbar.torch._loop import prepare_model
 from drawbar.torch._mixed_precision import accelerate, backward, prepare_optimizer
 from drawbar.torch._reproducibility import enable_reproducibility
 from drawbar.torch._trainer import TorchTrainer
+from drawbar.torch._undo import at_end
 from drawbar.torch._xla import TorchXLAConfig
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "TorchTrainer",
     "TorchXLAConfig",
     "accelerate",
+    "at_end",
     "backward",
     "enable_reproducibility",
     "get_device",

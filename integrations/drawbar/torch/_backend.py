@@ -20,6 +20,7 @@ try:
 except ImportError as missing:
     raise ImportError('drawbar.torch needs PyTorch; run: pip install "drawbar[torch]"') from missing
 
+from drawbar.torch._accelerate import accelerate_anew
 from drawbar.torch._devices import get_device
 from drawbar.torch._process_group import process_group
 from drawbar.torch._undo import at_end, set_variable, undone_at_end
@@ -113,6 +114,7 @@ def _set_up(config: TorchConfig) -> Iterator[None]:
     backend = config.backend_for(gpus=bool(get_context().get_accelerator_ids()))
     with undone_at_end():
         use_given_threads()
+        accelerate_anew()
         device = _use_device(required="nccl" in backend)
         timeout = timedelta(seconds=config.timeout_s)
         with process_group(backend, timeout, device, publish=config.init_method == "env"):

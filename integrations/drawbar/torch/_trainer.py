@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.torch._backend import TorchConfig
 from drawbar.torch._pickling import pickle_modules_by_name
-from drawbar.train import Checkpoint, DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
+from drawbar.train import (
+    Checkpoint,
+    DataConfig,
+    DataParallelTrainer,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+)
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -52,6 +59,7 @@ class TorchTrainer(DataParallelTrainer):
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
+        validation_config: ValidationConfig | None = None,
     ) -> None:
         if torch_config is not None and not isinstance(torch_config, TorchConfig):
             raise TypeError(f"torch_config must be a TorchConfig, found {torch_config!r}")
@@ -66,4 +74,5 @@ class TorchTrainer(DataParallelTrainer):
             dataset_config=dataset_config,
             metadata=metadata,
             resume_from_checkpoint=resume_from_checkpoint,
+            validation_config=validation_config,
         )

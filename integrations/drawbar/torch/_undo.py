@@ -30,7 +30,12 @@ def undone_at_end() -> Iterator[None]:
 
 
 def at_end(undo: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call `undo` when the attempt ends. Outside an attempt nothing is put back."""
+    """Call `undo(*args, **kwargs)` when the attempt ends, before its process group is let go.
+
+    For what a library keeps in the process, such as groups made of the attempt's process group: the
+    process may live on and run the next attempt. Several are called in reverse order. Outside an
+    attempt nothing is put back.
+    """
     if _changes is not None:
         _changes.callback(undo, *args, **kwargs)
 

@@ -1,0 +1,402 @@
+"""Kill processes of a run at random moments, and look each time whether anything was lost.
+
+    python -m benchmarks._chaos --kills 20 --seed 7
+
+Four workers checkpoint in a loop on a cluster of three nodes. Of each ten kills, six hit a worker,
+two a whole node and two the driver; the order, the moments and the victims are drawn from the seed.
+All are SIGKILLs. After each of them the run's directory must be whole, and whatever a killed driver
+has left must be gone 5 s later; in the end the run finishes and nothing of it is alive. What the
+seed cannot fix is the machine's own timing: a seed gives the same kills, not the same interleaving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Victim = Literal["worker", "node", "driver"]
+
+OF_TEN: dict[Victim, int] = {"worker": 6, "node": 2, "driver": 2}
+WORKERS = 4
+NODES = 3
+CPUS_PER_NODE = 2  # with one node gone there is still a place for every worker
+LONGEST_CALM_SECONDS = 1.5
+STEP_SECONDS = 0.02
+GONE_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0
+CHECKPOINTS_KEPT = 5
+# A node is given up after some 2 s instead of 15, so that most of the time is spent on training.
+QUICK_TO_GIVE_UP = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One strike.
+
+    Attributes:
+        victim: What is killed.
+        which: Which of those there are, from 0 to below 1.
+        after: Seconds of calm before it.
+        at_rest: The run makes a checkpoint before it; otherwise the strike may hit a run that is
+            not on its feet yet after the one before.
+    """
+
+    victim: Victim
+    which: float
+    after: float
+    at_rest: bool
+
+
+def draw(seed: int, count: int) -> list[Kill]:
+    """Draw so many kills; the same seed gives the same ones, and a shorter list is the start."""
+    generator = random.Random(seed)
+    victims: list[Victim] = []
+    while len(victims) < count:
+        victims += generator.sample(list(OF_TEN), k=10, counts=list(OF_TEN.values()))
+    return [
+        Kill(
+            victim=victim,
+            which=generator.random(),
+            after=generator.uniform(0, LONGEST_CALM_SECONDS),
+            at_rest=generator.random() < 0.7,
+        )
+        for victim in victims[:count]
+    ]
+
+
+# -- in the workers
+
+
+def train_until(enough: Path) -> int:
+    """Checkpoint in a loop until that file is there, every third time asynchronously."""
+    from drawbar import train
+
+    folder = enough.parent
+    context, checkpoint = train.get_context(), train.get_checkpoint()
+    _start_child(context.cache, folder)
+    mine = f"rank_{context.get_world_rank()}"
+    step = _step_of(Path(checkpoint)) + 1 if checkpoint else 0
+    while not train.collective.broadcast_from_rank_zero(enough.exists()):
+        with train.checkpoint_dir() as path:
+            (path / mine).write_text(f"{step}\n" * 10_000)
+            if step % 3 == 2:
+                later = train.CheckpointUploadMode.ASYNC
+                train.report({"step": step}, checkpoint=path, checkpoint_upload_mode=later)
+            else:
+                train.report({"step": step}, checkpoint=path)
+                _append(folder / "acknowledged", step)
+        step += 1
+        time.sleep(STEP_SECONDS)
+    return step
+
+
+def _start_child(cache: dict[Any, Any], folder: Path) -> None:
+    """Start what must not outlive the worker: a process in a session of its own."""
+    if "child" not in cache:
+        cache["child"] = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        _append(folder / "children", cache["child"].pid)
+
+
+def _append(path: Path, number: int) -> None:
+    with open(path, "a") as file:  # one short line at a time is not torn
+        file.write(f"{number}\n")
+
+
+def _numbers(path: Path) -> list[int]:
+    """Read what `_append` has written, also by a process that was killed meanwhile."""
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def _step_of(checkpoint: Path) -> int:
+    """Load a checkpoint: every rank's file, whole and of the same step."""
+    texts = [(checkpoint / f"rank_{rank}").read_text() for rank in range(WORKERS)]
+    (text,) = set(texts)
+    step = int(text.partition("\n")[0])
+    assert text == f"{step}\n" * 10_000, f"{checkpoint} holds something else than step {step}"
+    return step
+
+
+# -- in the driver
+
+
+def drive(folder: Path) -> None:
+    """Run the training function, or go on with it; the cluster is the one `RAY_ADDRESS` names."""
+    from drawbar import train
+
+    enough = folder / "enough"
+    train.DataParallelTrainer(
+        lambda: train_until(enough),
+        scaling_config=train.ScalingConfig(num_workers=WORKERS),
+        run_config=train.RunConfig(
+            name="run",
+            storage_path=folder,
+            failure_config=train.FailureConfig(
+                max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1
+            ),
+            checkpoint_config=train.CheckpointConfig(num_to_keep=CHECKPOINTS_KEPT),
+        ),
+    ).fit()
+
+
+# -- around them
+
+
+class Chaos:
+    """A cluster, a run on it in a driver of its own, and the means to strike and to look.
+
+    Args:
+        folder: An empty one, for the run and the driver's output.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        self._folder = folder
+        self._run = folder / "run"
+        self._cluster: Any = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "_system_config": QUICK_TO_GIVE_UP},
+        )
+        self._nodes = [self._cluster.add_node(num_cpus=CPUS_PER_NODE) for _ in range(NODES)]
+        ray.init(address=self._cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+        self._drivers = 0
+        self._driver = self._start_driver()
+
+    def close(self) -> None:
+        """End everything."""
+        import ray
+
+        self._driver.kill()
+        self._driver.wait()
+        ray.shutdown()
+        self._cluster.shutdown()
+
+    def _start_driver(self) -> subprocess.Popen[bytes]:
+        self._drivers += 1
+        command = [sys.executable, "-m", "benchmarks._chaos", "--drive", str(self._folder)]
+        with open(self._log, "wb") as log:
+            return subprocess.Popen(
+                command,
+                env={**os.environ, "RAY_ADDRESS": self._cluster.address},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / f"driver_{self._drivers}.log"
+
+    # -- looking
+
+    def newest(self) -> int:
+        """Give the newest step that a worker knows to be committed, -1 if there is none."""
+        return max(_numbers(self._folder / "acknowledged"), default=-1)
+
+    def wait_for_a_checkpoint(self, after: int) -> None:
+        """Wait until a later step than that is committed."""
+        self._wait(lambda: self.newest() > after, f"a checkpoint after step {after}")
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not done():
+            if time.monotonic() > deadline:
+                log = self._log.read_text()[-3000:]
+                raise AssertionError(f"no {what} within {PATIENCE_SECONDS:g} s; driver:\n{log}")
+            if self._driver.poll() not in (None, 0, -signal.SIGKILL):
+                raise AssertionError(f"the driver has failed:\n{self._log.read_text()[-3000:]}")
+            time.sleep(0.02)
+
+    def check(self) -> None:
+        """Check that the run's directory is whole and holds what workers were told is committed."""
+        from drawbar.train.testing import check_run
+
+        known = set(_numbers(self._folder / "acknowledged"))
+        if not (self._run / "journal.jsonl").exists():
+            return  # the very first driver has died early
+        check_run(self._run)
+        forgotten = known - set(self._journaled())
+        assert not forgotten, f"acknowledged, and not in the journal: steps {sorted(forgotten)}"
+        self._load_newest()
+
+    def _journaled(self) -> Iterator[int]:
+        from drawbar.train._journal import CheckpointCommitted, replay
+
+        for event in replay(self._run / "journal.jsonl"):
+            if isinstance(event, CheckpointCommitted):
+                yield event.metrics["step"]
+
+    def _load_newest(self) -> None:
+        from drawbar.train import Result
+
+        while newest := Result.from_path(self._run).checkpoint:
+            try:
+                _step_of(Path(newest))
+            except FileNotFoundError:
+                continue  # the run goes on, and retention has deleted it: look again
+            return
+
+    def _check_gone(self) -> None:
+        """Check that of a run whose driver has ended nothing is left after 5 s."""
+        deadline = time.monotonic() + GONE_SECONDS
+        while remains := self._remains():
+            assert time.monotonic() < deadline, f"alive {GONE_SECONDS:g} s later: {remains}"
+            time.sleep(0.02)
+
+    def _remains(self) -> list[str]:
+        from ray._private.state import actors
+        from ray.util import placement_group_table
+
+        processes = [f"process {each.pid}" for each in self._workers()]
+        children = [f"child {pid}" for pid in _numbers(self._folder / "children") if _lives(pid)]
+        groups = [
+            f"placement group {name}"
+            for name, group in placement_group_table().items()
+            if group["state"] != "REMOVED"
+        ]
+        living = [f"actor {name}" for name, each in actors().items() if each["State"] != "DEAD"]
+        return [*processes, *children, *groups, *living]
+
+    def _workers(self) -> list[Any]:
+        """Give the processes of the run's workers, on all nodes, oldest first."""
+        import psutil
+
+        found = []
+        for node in self._nodes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += psutil.Process(_raylet(node)).children(recursive=True)
+        return sorted((each for each in found if _is_worker(each)), key=lambda each: each.pid)
+
+    # -- striking
+
+    def strike(self, kill: Kill) -> None:
+        """Kill one, and put what the cluster needs to go on in its place."""
+        match kill.victim:
+            case "worker":
+                if workers := self._workers():
+                    _kill(workers[int(kill.which * len(workers))].pid)
+            case "node":
+                self._kill_node(self._nodes.pop(int(kill.which * len(self._nodes))))
+                self._nodes.append(self._cluster.add_node(num_cpus=CPUS_PER_NODE))
+            case "driver":
+                self._driver.kill()
+                self._driver.wait()
+                self._check_gone()
+                self.check()
+                self._driver = self._start_driver()
+
+    def _kill_node(self, node: Any) -> None:
+        """Kill all of its processes at once, as a power cut would; Ray's account comes after."""
+        import psutil
+
+        raylet = psutil.Process(_raylet(node))
+        for process in [*raylet.children(recursive=True), raylet]:
+            _kill(process.pid)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def finish(self) -> None:
+        """Let the run come to its end, and check that nothing is left of it."""
+        (self._folder / "enough").touch()
+        self._wait(lambda: self._driver.poll() == 0, "end of the run")
+        self._check_gone()
+        self.check()
+
+
+def _raylet(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def _is_worker(process: Any) -> bool:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return bool(process.cmdline()[:1]) and process.cmdline()[0].startswith("ray::Worker")
+    return False
+
+
+def _lives(pid: int) -> bool:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "sleep" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def unleash(
+    folder: Path, *, seed: int, kills: int, say: Callable[[str], None] = print
+) -> dict[Victim, list[float]]:
+    """Strike so many times; give the seconds from each kill to the next committed checkpoint.
+
+    Only those that the run had the time to recover from are counted.
+
+    Raises:
+        AssertionError: Something was lost, or outlived the run; the message has the seed.
+    """
+    recovered: dict[Victim, list[float]] = {"worker": [], "node": [], "driver": []}
+    plan = draw(seed, kills)
+    chaos = Chaos(folder)
+    number = 0
+    try:
+        chaos.wait_for_a_checkpoint(after=-1)
+        for number, kill in enumerate(plan, start=1):
+            time.sleep(kill.after)
+            before, began = chaos.newest(), time.monotonic()
+            chaos.strike(kill)
+            chaos.check()
+            if number == kills or plan[number].at_rest:
+                chaos.wait_for_a_checkpoint(after=before)
+                recovered[kill.victim].append(time.monotonic() - began)
+            say(f"{number}/{kills}: {kill.victim} killed after step {before}; nothing lost")
+        chaos.finish()
+    except BaseException as error:
+        error.add_note(f"with seed {seed}, at kill {number} of {kills}")
+        raise
+    finally:
+        chaos.close()
+    return recovered
+
+
+def main() -> None:
+    """Strike as the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks._chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
+    parser.add_argument("--drive", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.drive:
+        drive(options.drive)
+        return
+    print(f"seed {options.seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="drawbar-chaos-") as folder:
+        unleash(Path(folder), seed=options.seed, kills=options.kills)
+    print("nothing was lost", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Whether a run directory keeps what Drawbar promises, whatever was killed while it was written."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from drawbar.train._errors import CheckpointError
+from drawbar.train._journal import (
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointDeleted,
+    Event,
+    ReportReceived,
+    WorkersStarted,
+    history,
+    replay,
+)
+from drawbar.train._remote import open_directory
+from drawbar.train._storage import RunDirectory
+
+
+def check_run(path: str | os.PathLike[str], storage_filesystem: Any | None = None) -> None:
+    """Check that the directory of a run is whole, also while the run goes on or after a kill.
+
+    That is: the journal can be read; attempts are numbered upwards; in each attempt the reports of
+    each rank are numbered upwards from the attempt's first, without gap or duplicate, and so is the
+    history that they make together; a checkpoint was committed only when every rank had made its
+    report; each committed checkpoint that retention has not deleted is there and `verify()`s.
+
+    Args:
+        path: The run's directory, or its URI.
+        storage_filesystem: The filesystem that `path` lies on, as for `RunConfig`.
+
+    Raises:
+        AssertionError: Something of that is not so; the message says what.
+        FileNotFoundError: There is no journal at `path`.
+        DamagedRunError: It cannot be read.
+    """
+    directory = open_directory(path, storage_filesystem)
+    directory.fetch()
+    events = list(replay(directory.journal))
+    _check_reports(events)
+    _check_history(events)
+    for name in _kept(events):
+        _check_checkpoint(directory, name)
+
+
+def _check_reports(events: Sequence[Event]) -> None:
+    attempt, first, committed = -1, 0, -1
+    made: dict[int, int] = {}
+    for event in events:
+        match event:
+            case AttemptStarted():
+                assert event.attempt > attempt, f"attempt {event.attempt} follows {attempt}"
+                attempt, first, made = event.attempt, event.first_index, {}
+                assert first > committed, (
+                    f"attempt {attempt} begins at report {first}, checkpoint {committed} is there"
+                )
+            case WorkersStarted():
+                made = dict.fromkeys(range(len(event.workers)), first)
+            case ReportReceived():
+                expected = made.get(event.rank)
+                assert (event.attempt, event.index) == (attempt, expected), (
+                    f"report {event.index} of rank {event.rank} in attempt {event.attempt} stands "
+                    f"where report {expected} of attempt {attempt} belongs"
+                )
+                made[event.rank] = event.index + 1
+            case CheckpointCommitted():
+                assert event.index > committed, f"checkpoint {event.index} follows {committed}"
+                behind = [rank for rank, reports in made.items() if reports <= event.index]
+                assert not behind, f"checkpoint {event.index} came before the reports of {behind}"
+                committed = event.index
+            case _:
+                pass
+
+
+def _check_history(events: Sequence[Event]) -> None:
+    of_rank: dict[int, list[int]] = defaultdict(list)
+    for report in history(events):
+        of_rank[report.rank].append(report.index)
+    for rank, indices in of_rank.items():
+        whole = list(range(indices[0], indices[0] + len(indices)))
+        assert indices == whole, f"the history of rank {rank} has a gap or a duplicate: {indices}"
+
+
+def _kept(events: Sequence[Event]) -> list[str]:
+    names: dict[str, None] = {}  # in the order of the commits
+    for event in events:
+        if isinstance(event, CheckpointCommitted):
+            names[event.name] = None
+        elif isinstance(event, CheckpointDeleted):
+            names.pop(event.name, None)
+    return list(names)
+
+
+def _check_checkpoint(directory: RunDirectory, name: str) -> None:
+    try:
+        directory.checkpoint(name).verify()
+    except CheckpointError as error:
+        if name in _kept(list(replay(directory.journal))):  # not deleted in the meantime
+            raise AssertionError(f"a committed checkpoint is lost: {error}") from error

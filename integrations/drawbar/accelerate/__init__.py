@@ -1,0 +1,11 @@
+"""Hugging Face Accelerate on a group of Ray actors.
+
+An `Accelerator()` made in the function of a `drawbar.torch.TorchTrainer` has its rank, its device
+and the process group from Drawbar, without any of what is here.
+"""
+
+from drawbar.accelerate._launch import launch
+from drawbar.accelerate._loop import load_state, prepare_accelerator
+from drawbar.accelerate._report import report_state
+
+__all__ = ["launch", "load_state", "prepare_accelerator", "report_state"]

@@ -1,0 +1,280 @@
+"""What the scikit-learn estimators of both libraries share.
+
+Such an estimator is the plain library's own, with `fit` done by a trainer: everything before (the
+checks, the classes) and after (attributes, `predict`) is the plain estimator's. Here is what lies
+between: its arguments, and the rows as Ray Data.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from drawbar.train import LoggingConfig, RunConfig, ScalingConfig
+
+LABEL, WEIGHT, GROUP, MARGIN = ("__label__", "__weight__", "__group__", "__margin_{}__")
+"""Columns beside the features."""
+
+OWN_ARGUMENTS = ("scaling_config", "run_config")
+
+T = TypeVar("T", bound=type)
+
+
+class RayEstimator:
+    """The two arguments that a plain estimator gets in addition. Put it before that class.
+
+    Args:
+        scaling_config: How many workers, on what. Default: one.
+        run_config: Where the run lies, restarts, output. Default: a folder that goes when `fit`
+            ends, with warnings and errors shown only.
+        plain: The plain estimator's own arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        **plain: Any,
+    ) -> None:
+        super().__init__(**plain)
+        self.scaling_config = scaling_config
+        self.run_config = run_config
+
+    @contextmanager
+    def _run(self) -> Iterator[dict[str, Any]]:
+        """Give a trainer's configs."""
+        if self.run_config is not None:
+            yield {"scaling_config": self.scaling_config, "run_config": self.run_config}
+            return
+        with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
+            quiet = LoggingConfig(log_level="WARNING")
+            run_config = RunConfig(storage_path=folder, logging_config=quiet)
+            yield {"scaling_config": self.scaling_config, "run_config": run_config}
+
+
+def takes_plain_arguments(estimator: T) -> T:
+    """Give an estimator the signature of its plain one, with `OWN_ARGUMENTS` added.
+
+    scikit-learn learns from it which parameters `get_params`, `clone` and a grid search have.
+    """
+    ours: Any = estimator
+    plain: Any = next(base for base in ours.__mro__[1:] if not issubclass(base, RayEstimator))
+    signature = inspect.signature(plain.__init__)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [inspect.Parameter(name, keyword, default=None) for name in OWN_ARGUMENTS]
+    *named, rest = signature.parameters.values()
+
+    def __init__(self: Any, **arguments: Any) -> None:  # one of this class alone
+        super(ours, self).__init__(**arguments)
+
+    __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*named, *own, rest]
+    )
+    ours.__init__ = __init__
+    return estimator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows to learn from or to evaluate, as the user has them.
+
+    Args:
+        features: A NumPy or SciPy array, a pandas or Arrow table; or a Ray Dataset. With that, the
+            others are names of its columns.
+        label: One value per row.
+        weight: One value per row.
+        group: The number of rows of each query, in order. For a Ray Dataset, the column with the
+            query.
+        margin: Where scores start: one value per row, or one for each class.
+        classes: What the codes 0, 1, ... of the labels stand for, if a Ray Dataset has it by value.
+    """
+
+    features: Any
+    label: Any
+    weight: Any = None
+    group: Any = None
+    margin: Any = None
+    classes: Sequence[Any] | None = None
+
+    @property
+    def margins(self) -> list[str]:
+        """The columns of the margin."""
+        if self.margin is None:
+            return []
+        if is_ray_dataset(self.features):
+            count = 1 if isinstance(self.margin, str) else len(self.margin)
+        else:
+            shape = np.asarray(self.margin).shape
+            count = shape[1] if len(shape) > 1 else 1
+        return [MARGIN.format(number) for number in range(count)]
+
+    def columns(self) -> dict[str, Any]:
+        """Give a trainer's arguments that say which column is what."""
+        return {
+            "label_column": LABEL,
+            "weight_column": None if self.weight is None else WEIGHT,
+            "group_column": None if self.group is None else GROUP,
+            "base_margin_column": self.margins or None,
+        }
+
+    def dataset(self, names: Sequence[str]) -> Any:
+        """Give what makes the Ray Dataset, in the trainer."""
+        if is_ray_dataset(self.features):
+            return partial(self._renamed)
+        table = feature_table(self.features, names)
+        for name, values in self._values(table.num_rows):
+            if len(values) != table.num_rows:
+                raise ValueError(
+                    f"the features have {table.num_rows} rows, but {name.strip('_')} has "
+                    f"{len(values)} values"
+                )
+            table = table.append_column(name, pa.array(values))
+        return partial(_from_arrow, table)
+
+    def _values(self, rows: int) -> Iterator[tuple[str, Any]]:
+        label = np.asarray(self.label)
+        if label.ndim > 1 and label.shape[1] > 1:
+            raise ValueError(f"y must have one column, found {label.shape[1]}")
+        yield LABEL, label.reshape(-1)
+        if self.weight is not None:
+            yield WEIGHT, np.asarray(self.weight, dtype=np.float64).reshape(-1)
+        if self.group is not None:
+            sizes = np.asarray(self.group)
+            yield GROUP, np.repeat(np.arange(len(sizes)), sizes)
+        if self.margin is not None:
+            margin = np.asarray(self.margin, dtype=np.float64).reshape(rows, -1, order="F")
+            for number in range(margin.shape[1]):
+                yield MARGIN.format(number), margin[:, number]
+
+    def _renamed(self) -> Any:
+        """Give the user's dataset with our names for the columns that are no features."""
+        margins = [self.margin] if isinstance(self.margin, str) else self.margin or []
+        names = {self.label: LABEL, self.weight: WEIGHT, self.group: GROUP}
+        names |= {name: MARGIN.format(number) for number, name in enumerate(margins)}
+        names.pop(None, None)
+        dataset = self.features.rename_columns(names)
+        if self.classes is None:
+            return dataset
+        return dataset.map_batches(partial(_encode, self.classes), batch_format="pyarrow")
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A Ray Dataset on its way through a plain classifier, which numbers the labels it is given.
+
+    Args:
+        dataset: The rows.
+        label: The column with the labels.
+        classes: The distinct labels of the training rows, which stand in for the column.
+    """
+
+    dataset: Any
+    label: str
+    classes: Any
+
+
+def alike(rows: Sequence[Rows]) -> list[Rows]:
+    """Give all rows weights and margins if some have: ones, and zeros.
+
+    Raises:
+        ValueError: A Ray Dataset lacks what others have.
+    """
+    weighted = any(each.weight is not None for each in rows)
+    margins = max(len(each.margins) for each in rows)
+    return [_completed(each, weighted=weighted, margins=margins) for each in rows]
+
+
+def _completed(rows: Rows, *, weighted: bool, margins: int) -> Rows:
+    lacking = [
+        name
+        for name, lacks in (
+            ("weight", weighted and rows.weight is None),
+            ("margin", margins > 0 and rows.margin is None),
+        )
+        if lacks
+    ]
+    if not lacking:
+        return rows
+    if is_ray_dataset(rows.features):
+        raise ValueError(
+            f"a Ray Dataset of this fit has no {' and no '.join(lacking)}, but another data set "
+            "has; give all of them one, or none"
+        )
+    count = len(np.asarray(rows.label))
+    given: dict[str, Any] = {"weight": np.ones(count), "margin": np.zeros((count, margins))}
+    return replace(rows, **{name: given[name] for name in lacking})
+
+
+def rows_of(features: Any, label: Any, **others: Any) -> Rows:
+    """Give rows as a plain estimator's `fit` passes them on."""
+    if isinstance(features, Labelled):
+        dataset, label, classes = features.dataset, features.label, features.classes
+        return Rows(features=dataset, label=label, classes=list(classes), **others)
+    return Rows(features=features, label=label, **others)
+
+
+def is_ray_dataset(value: object) -> bool:
+    """Whether it is a Ray Dataset; Ray Data is not imported for that."""
+    return hasattr(value, "streaming_split")
+
+
+def feature_names(features: Any, prefix: str) -> list[str]:
+    """Give the names of the features: those of a table, else the prefix and their numbers."""
+    named = getattr(features, "column_names", None) or getattr(features, "columns", None)
+    if named is not None:
+        return [str(name) for name in (named() if callable(named) else named)]
+    shape = getattr(features, "shape", None) or np.asarray(features).shape
+    return [f"{prefix}{number}" for number in range(shape[1])]
+
+
+def has_names(features: Any) -> bool:
+    """Whether the features have names of their own."""
+    return hasattr(features, "columns") or hasattr(features, "column_names")
+
+
+def feature_table(features: Any, names: Sequence[str]) -> pa.Table:
+    """Give features as an Arrow table.
+
+    Args:
+        features: A NumPy or SciPy array, a pandas or Arrow table, or what converts to an array.
+        names: Of the columns.
+    """
+    if isinstance(features, pa.Table):
+        return features
+    if hasattr(features, "iloc"):
+        return pa.Table.from_pandas(features, preserve_index=False).rename_columns(list(names))
+    array = features.toarray() if hasattr(features, "toarray") else np.asarray(features)
+    if array.dtype.kind not in "fiub":
+        array = array.astype(np.float64)
+    return pa.table({name: array[:, number] for number, name in enumerate(names)})
+
+
+def _from_arrow(table: pa.Table) -> Any:
+    import ray.data
+
+    return ray.data.from_arrow(table)
+
+
+def classes_of(dataset: Any, label: str) -> Any:
+    """Give the distinct labels of a Ray Dataset, ascending."""
+    return np.array(sorted(dataset.unique(label)))
+
+
+def _encode(classes: Sequence[Any], batch: pa.Table) -> pa.Table:
+    codes = pc.index_in(batch[LABEL], pa.array(classes).cast(batch[LABEL].type))
+    return batch.set_column(batch.schema.get_field_index(LABEL), LABEL, codes)
+
+
+def without_own(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Give an estimator's parameters without those that the library does not know."""
+    return {name: value for name, value in params.items() if name not in OWN_ARGUMENTS}

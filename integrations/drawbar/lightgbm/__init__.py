@@ -1,0 +1,20 @@
+"""LightGBM on a group of Ray actors: training functions, training without one, estimators."""
+
+from drawbar.lightgbm._backend import LightGBMConfig, get_network_params
+from drawbar.lightgbm._estimators import RayLGBMClassifier, RayLGBMRanker, RayLGBMRegressor
+from drawbar.lightgbm._evaluation import GlobalEvaluation
+from drawbar.lightgbm._predict import predict
+from drawbar.lightgbm._report import RayTrainReportCallback
+from drawbar.lightgbm._trainer import LightGBMTrainer
+
+__all__ = [
+    "GlobalEvaluation",
+    "LightGBMConfig",
+    "LightGBMTrainer",
+    "RayLGBMClassifier",
+    "RayLGBMRanker",
+    "RayLGBMRegressor",
+    "RayTrainReportCallback",
+    "get_network_params",
+    "predict",
+]

@@ -1,0 +1,179 @@
+"""How LightGBM workers meet: the settings, and the network that is up around the function.
+
+LightGBM would connect the workers inside `lightgbm.train`, from a list of addresses in the
+parameters. Here they are connected before the training function starts, so that a `Dataset` that is
+made before the booster has its bins agreed as well, and a port is bound right after it was found.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from drawbar.boosting import worker_threads
+from drawbar.train import ScalingConfig, collective, get_context
+from drawbar.train.backend import Backend, BackendConfig
+
+try:
+    import lightgbm
+except ImportError as missing:
+    raise ImportError(
+        'drawbar.lightgbm needs LightGBM; run: pip install "drawbar[lightgbm]"'
+    ) from missing
+
+from drawbar.lightgbm import _native
+from drawbar.lightgbm._ports import reserved_port
+
+OLDEST = (4, 5)
+"""The oldest LightGBM that this package works with."""
+
+
+@dataclass(frozen=True)
+class LightGBMConfig(BackendConfig):
+    """How the workers' network is made that is up when the training function starts.
+
+    Args:
+        ports: The first and the last TCP port that workers may listen on, as when a firewall lets
+            only some through; a node needs one for each of its workers. Default: any free one,
+            preferably between 20000 and 29999.
+        timeout_s: How long a worker waits for another, in seconds; LightGBM counts whole minutes.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or value.
+    """
+
+    ports: tuple[int, int] | None = None
+    timeout_s: float = 1800
+
+    def __post_init__(self) -> None:
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
+            raise TypeError(f"LightGBMConfig.timeout_s must be a number, found {self.timeout_s!r}")
+        if self.timeout_s <= 0:
+            raise ValueError(
+                f"LightGBMConfig.timeout_s must be more than 0 seconds, found {self.timeout_s}"
+            )
+        if self.ports is None:
+            return
+        if len(self.ports) != 2 or not all(isinstance(port, int) for port in self.ports):
+            raise TypeError(
+                f"LightGBMConfig.ports must be the first and the last port, found {self.ports!r}"
+            )
+        if not 1024 <= self.ports[0] <= self.ports[1] <= 65535:
+            raise ValueError(
+                "LightGBMConfig.ports must be the first and the last port, both from 1024 to "
+                f"65535, found {self.ports!r}"
+            )
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The class with the controller's part, of which there is none."""
+        return _LightGBMBackend
+
+    def preflight(self, scaling_config: ScalingConfig) -> None:
+        """Check the version of LightGBM.
+
+        Raises:
+            ImportError: It is too old.
+        """
+        check_version(lightgbm.__version__)
+
+    def train_func_context(self) -> AbstractContextManager[None]:
+        """Connect the workers before the training function, part them after it."""
+        return _set_up(self)
+
+
+class _LightGBMBackend(Backend):
+    """LightGBM needs nothing in the controller; a process can be connected again and again."""
+
+    reentrant = True
+
+
+def check_version(found: str) -> None:
+    """Check that a version of LightGBM is one that this package works with.
+
+    Raises:
+        ImportError: It is too old.
+    """
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"drawbar.lightgbm needs LightGBM {needed} or newer, found {found}; "
+            'run: pip install --upgrade "drawbar[lightgbm]"'
+        )
+
+
+@contextmanager
+def _set_up(config: LightGBMConfig) -> Iterator[None]:
+    with _network(config):
+        _endings.at = []
+        yield
+        for call in _endings.at:
+            call()
+
+
+_endings = threading.local()
+
+
+def at_end(call: Callable[[], None]) -> None:
+    """Call something when the training function has returned; not if it has raised."""
+    _endings.at.append(call)
+
+
+@contextmanager
+def _network(config: LightGBMConfig) -> Iterator[None]:
+    if get_context().get_world_size() == 1:
+        yield
+        return
+    candidates = range(config.ports[0], config.ports[1] + 1) if config.ports else None
+    with reserved_port(candidates) as port:
+        machines = collective.all_gather(f"{own_address()}:{port}")
+        try:
+            _native.join_network(machines, port, math.ceil(config.timeout_s / 60))
+            yield
+        finally:
+            _native.leave_network()
+
+
+def own_address() -> str:
+    """Give this node's address as the other workers reach it."""
+    context = get_context()
+    if context.get_local_world_size() == context.get_world_size():
+        return "127.0.0.1"
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def get_network_params(tree_learner: str = "data") -> dict[str, Any]:
+    """Give the parameters that make `lightgbm.train` use this run's network and CPUs.
+
+    The network is up already, so there are no addresses and ports among them.
+
+        params = {"objective": "binary", **drawbar.lightgbm.get_network_params()}
+
+    Args:
+        tree_learner: "data", or "voting" for many features on a slow network; LightGBM has no
+            "feature" here. One worker alone has LightGBM's "serial".
+
+    Returns:
+        `num_threads`, and with several workers `num_machines`, `tree_learner` and `pre_partition`.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+        ValueError: There is no such tree learner.
+    """
+    if tree_learner not in ("data", "voting"):
+        raise ValueError(
+            f"tree_learner must be 'data' or 'voting', found {tree_learner!r}; LightGBM's Python "
+            "package has no 'feature', and one worker alone has 'serial' by itself"
+        )
+    workers = get_context().get_world_size()
+    threads = {"num_threads": worker_threads()}
+    if workers == 1:
+        return threads
+    network = {"num_machines": workers, "tree_learner": tree_learner, "pre_partition": True}
+    return {**threads, **network}

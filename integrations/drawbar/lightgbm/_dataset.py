@@ -1,0 +1,159 @@
+"""A worker's part of a dataset to a LightGBM `Dataset`, block by block.
+
+LightGBM bins each feature before it trains. Left to itself, a group of workers shares the features
+out and each bins its own from a sample of its own rows, so that the model depends on which rows lie
+where. Here rank 0 bins all features from a sample of all rows, as one process does, and the others
+take its bins. Up to `bin_construct_sample_cnt` rows (200,000 by default) the sample is everything;
+beyond, it is chosen by row numbers in the whole dataset, so that it does not depend on the number
+of workers either.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from lightgbm import Booster, Dataset
+
+from drawbar.boosting import Shard
+from drawbar.lightgbm import _native
+from drawbar.lightgbm._backend import own_address
+from drawbar.lightgbm._parameters import value_of
+from drawbar.train import collective, get_context
+
+Floats = npt.NDArray[np.float32]
+
+
+def agree_on_bins(shard: Shard, params: Mapping[str, Any]) -> bytes:
+    """Give the bins of all features, the same on every rank. A collective.
+
+    Args:
+        shard: The training data.
+        params: LightGBM's parameters.
+
+    Raises:
+        LightGBMError: A parameter is wrong.
+    """
+    sample = gather_at_rank_zero(_sample(shard, params))
+    if sample is None:
+        return collective.broadcast_from_rank_zero(b"")
+    with ThreadPoolExecutor(1) as without_network:  # it belongs to this thread
+        bins = without_network.submit(
+            _native.bin_reference, sample, shard.total_rows, dataset_params(shard, params)
+        ).result()
+    return collective.broadcast_from_rank_zero(bins)
+
+
+def dataset_params(shard: Shard, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a booster's parameters with the numbers of the features that are categorical."""
+    categorical = [
+        number for number, feature in enumerate(shard.schema.features) if feature.categories
+    ]
+    plain = {name: value for name, value in params.items() if not callable(value)}
+    return {**plain, "categorical_feature": categorical} if categorical else plain
+
+
+def make_dataset(
+    shard: Shard, bins: bytes, params: Mapping[str, Any], earlier: Booster | None = None
+) -> Dataset:
+    """Make a LightGBM dataset of a shard, whose rows are never together in one array.
+
+    Args:
+        shard: The rows.
+        bins: From `agree_on_bins`.
+        params: LightGBM's parameters.
+        earlier: A booster whose predictions the rows start from.
+    """
+    names = [feature.name for feature in shard.schema.features]
+    dataset = _native.empty_dataset(bins, len(shard), dataset_params(shard, params), names)
+    dataset.pandas_categorical = [
+        list(feature.categories or ())
+        for feature in shard.schema.features
+        if feature.has_named_categories
+    ]
+    labels, weights, groups, starts = [], [], [], []
+    done = 0
+    for block in shard:
+        _native.push_rows(dataset, block.features, done)
+        done += len(block)
+        labels.append(block.label)
+        if block.weight is not None:
+            weights.append(block.weight)
+        if block.group is not None:
+            groups.append(np.unique(block.group, return_counts=True)[1])
+        if earlier is not None or block.base_margin is not None:
+            starts.append(_starts(block.features, block.base_margin, earlier))
+    dataset.set_label(np.concatenate(labels))
+    if weights:
+        dataset.set_weight(np.concatenate(weights))
+    if groups:
+        dataset.set_group(np.concatenate(groups))
+    if starts:
+        dataset.set_init_score(np.concatenate(starts))
+    return dataset
+
+
+def _starts(features: Floats, margin: Floats | None, earlier: Booster | None) -> Any:
+    """Give the score that each row starts from."""
+    if earlier is None:
+        return margin
+    predicted = earlier.predict(features, raw_score=True, num_iteration=-1)
+    return predicted if margin is None else np.asarray(predicted) + margin
+
+
+def _sample(shard: Shard, params: Mapping[str, Any]) -> Floats:
+    """Give this rank's rows of the sample of all ranks' rows."""
+    before = sum(collective.all_gather(shard.rows)[: get_context().get_world_rank()])
+    chosen = _chosen(shard.total_rows, params) - before
+    parts = [np.empty((0, len(shard.schema.features)), dtype=np.float32)]
+    start = 0
+    for block in shard if shard.rows else ():
+        here = chosen[(chosen >= start) & (chosen < start + len(block))] - start
+        parts.append(block.features[here])
+        start += len(block)
+    return np.concatenate(parts)
+
+
+def _chosen(rows: int, params: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+    """Give the numbers of the rows that are sampled, ascending."""
+    count = int(value_of(params, "bin_construct_sample_cnt", 200_000))
+    if rows <= count:
+        return np.arange(rows)
+    seed = int(value_of(params, "data_random_seed", 1))
+    return np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
+
+
+def gather_at_rank_zero(rows: Floats) -> Floats | None:
+    """Give rank 0 the rows of all ranks in rank order, the others None. A collective.
+
+    It goes straight to rank 0, since a sample is too large for Drawbar's own channel.
+    """
+    context = get_context()
+    if context.get_world_size() == 1:
+        return rows
+    if context.get_world_rank() > 0:
+        address, key = collective.broadcast_from_rank_zero(("", b""))
+        with Client(address, authkey=key) as connection:
+            connection.send(context.get_world_rank())
+            connection.send_bytes(np.ascontiguousarray(rows).data)
+        return None
+    host = own_address()
+    key = secrets.token_bytes(32)
+    with Listener((host, 0), backlog=context.get_world_size(), authkey=key) as listener:
+        collective.broadcast_from_rank_zero((listener.address, key))
+        parts = {0: rows, **dict(_received(listener, context.get_world_size() - 1, rows.shape[1]))}
+    return np.concatenate([parts[rank] for rank in sorted(parts)])
+
+
+def _received(listener: Listener, count: int, width: int) -> Iterator[tuple[int, Floats]]:
+    for _ in range(count):
+        connection: Connection[Any, Any] = listener.accept()
+        with connection:
+            rank = connection.recv()
+            rows = np.frombuffer(connection.recv_bytes(), dtype=np.float32)
+        yield rank, rows.reshape(-1, width)

@@ -1,0 +1,265 @@
+"""LightGBM's scikit-learn estimators, trained on workers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightgbm import Booster, LGBMClassifier, LGBMModel, LGBMRanker, LGBMRegressor
+from lightgbm.sklearn import _EvalFunctionWrapper
+from sklearn.utils.class_weight import compute_sample_weight
+from sklearn.utils.validation import _check_sample_weight, validate_data
+
+from drawbar.boosting import Progress
+from drawbar.boosting._estimator import (
+    Labelled,
+    RayEstimator,
+    Rows,
+    alike,
+    classes_of,
+    feature_names,
+    has_names,
+    is_ray_dataset,
+    rows_of,
+    takes_plain_arguments,
+    without_own,
+)
+from drawbar.lightgbm._parameters import name_of
+from drawbar.lightgbm._predict import predict
+from drawbar.lightgbm._report import RayTrainReportCallback
+from drawbar.lightgbm._trainer import LightGBMTrainer
+from drawbar.train import Checkpoint
+
+
+class _RayLGBMModel(RayEstimator, LGBMModel):
+    """`LGBMModel` whose `fit` trains on workers.
+
+    In the order of bases it stands behind the plain estimator, whose own `fit` (which numbers the
+    classes) calls this one.
+    """
+
+    def _process_params(self, stage: str) -> dict[str, Any]:
+        params = without_own(super()._process_params(stage))
+        if stage == "fit" and self.n_jobs is None:
+            params.pop("num_threads")  # a worker's own share
+        return params
+
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any = None,
+        init_score: Any = None,
+        group: Any = None,
+        eval_set: Sequence[tuple[Any, Any]] | None = None,
+        eval_names: Sequence[str] | None = None,
+        eval_sample_weight: Any = None,
+        eval_class_weight: Any = None,
+        eval_init_score: Any = None,
+        eval_group: Any = None,
+        eval_metric: Any = None,
+        feature_name: Any = "auto",
+        categorical_feature: Any = "auto",
+        callbacks: Sequence[Any] | None = None,
+        init_model: Any = None,
+        *,
+        eval_X: Any = None,
+        eval_y: Any = None,
+    ) -> _RayLGBMModel:
+        """Do what `LGBMModel.fit` does, on workers."""
+        params = self._process_params("fit")
+        rounds = {"early_stopping_rounds": _take(params, "early_stopping_round")}
+        custom = _add_metrics(params, eval_metric)
+        X, sample_weight = self._checked(X, y, sample_weight)
+        names = self._names(X, feature_name)
+        training = rows_of(
+            X,
+            y,
+            weight=self._weights(X, y, sample_weight),
+            group=group,
+            margin=init_score,
+        )
+        if eval_set is None and eval_X is not None:
+            pairs = (eval_X, eval_y) if isinstance(eval_X, tuple) else ((eval_X,), (eval_y,))
+            eval_set = list(zip(*pairs, strict=True))
+        evaluated = [
+            rows_of(
+                features,
+                label,
+                weight=_weight_of(eval_sample_weight, eval_class_weight, label, number),
+                group=_each(eval_group, number),
+                margin=_each(eval_init_score, number),
+            )
+            for number, (features, label) in enumerate(_as_list(eval_set))
+        ]
+        named = list(eval_names or [f"valid_{number}" for number in range(len(evaluated))])
+        rows = dict(zip(["train", *named], alike([training, *evaluated]), strict=True))
+        booster, progress = self._train(
+            rows,
+            names,
+            params=params,
+            categorical_features=_named(categorical_feature, names),
+            callbacks=[RayTrainReportCallback(), *(callbacks or ())],
+            feval=custom or None,
+            init_model=init_model,
+            **rounds,
+        )
+        self._keep(booster, progress, named=isinstance(X, Labelled) or has_names(X))
+        return self
+
+    def _names(self, X: Any, given: Any) -> list[str]:
+        """Give the names of the features; a Ray Dataset has its own."""
+        if isinstance(X, Labelled) or is_ray_dataset(X):
+            return []
+        return feature_names(X, "Column_") if isinstance(given, str) else list(given)
+
+    def _train(
+        self, rows: dict[str, Rows], names: Sequence[str], init_model: Any, **options: Any
+    ) -> tuple[Booster, Progress]:
+        datasets: Any = {name: each.dataset(names) for name, each in rows.items()}
+        with self._run() as configs, tempfile.TemporaryDirectory() as folder:
+            earlier, before = _checkpoint_of(init_model, Path(folder))
+            result = LightGBMTrainer(
+                datasets=datasets,
+                num_boost_round=before + self.n_estimators,
+                resume_from_checkpoint=earlier,
+                **rows["train"].columns(),
+                **configs,
+                **options,
+            ).fit()
+            assert result.checkpoint is not None
+            booster = RayTrainReportCallback.get_model(result.checkpoint)
+            return booster, Progress.load(result.checkpoint) or Progress()
+
+    def _keep(self, booster: Booster, progress: Progress, *, named: bool) -> None:
+        """Set what plain LightGBM sets after training."""
+        self._Booster = booster
+        last = max(booster.best_iteration, 0) - 1
+        self._n_features = self.n_features_in_ = booster.num_feature()
+        self._fitted_with_feature_names = named
+        self._evals_result = progress.history
+        self._best_iteration = max(booster.best_iteration, 0)
+        self._best_score = {
+            data: {metric: values[last] for metric, values in by_metric.items()}
+            for data, by_metric in progress.history.items()
+        }
+        booster.best_score = self._best_score
+        self.fitted_ = True
+
+    def _checked(self, X: Any, y: Any, weight: Any) -> tuple[Any, Any]:
+        """Check as `LGBMModel.fit` does."""
+        if isinstance(X, Labelled) or is_ray_dataset(X):
+            return X, weight
+        if hasattr(X, "columns"):
+            self.n_features_in_ = len(X.columns)
+            return X, weight
+        X, _ = validate_data(
+            self, X, y, accept_sparse=True, ensure_all_finite=False, ensure_min_samples=2
+        )
+        return X, None if weight is None else _check_sample_weight(weight, X)
+
+    def _weights(self, X: Any, y: Any, weight: Any) -> Any:
+        """Give the rows' weights, those of their classes included."""
+        if self._class_weight is None:
+            self._class_weight = self.class_weight
+        if self._class_weight is None:
+            return weight
+        if isinstance(X, Labelled):
+            raise ValueError(
+                f"class_weight={self._class_weight!r} needs the labels in memory; with a Ray "
+                "Dataset, put the weights into a column and name it in sample_weight"
+            )
+        by_class = compute_sample_weight(self._class_weight, y)
+        return by_class if weight is None else by_class * weight
+
+    def predict(self, X: Any, *args: Any, **options: Any) -> Any:
+        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        if not is_ray_dataset(X):
+            return super().predict(X, *args, **options)
+        return predict(self.booster_, X)
+
+
+@takes_plain_arguments
+class RayLGBMRegressor(LGBMRegressor, _RayLGBMModel):  # type: ignore[misc]  # two fits
+    """`lightgbm.LGBMRegressor`, trained on workers."""
+
+
+@takes_plain_arguments
+class RayLGBMRanker(LGBMRanker, _RayLGBMModel):  # type: ignore[misc]  # two fits
+    """`lightgbm.LGBMRanker`, trained on workers. The rows of a query go to one of them."""
+
+
+@takes_plain_arguments
+class RayLGBMClassifier(LGBMClassifier, _RayLGBMModel):
+    """`lightgbm.LGBMClassifier`, trained on workers."""
+
+    def fit(self, X: Any, y: Any, *args: Any, **options: Any) -> RayLGBMClassifier:
+        """Do what `LGBMClassifier.fit` does, on workers."""
+        if is_ray_dataset(X):
+            classes = classes_of(X, y)
+            sets = [
+                (Labelled(*each, classes), classes) for each in _as_list(options.get("eval_set"))
+            ]
+            options["eval_set"] = sets or None
+            X, y = Labelled(X, y, classes), classes
+        super().fit(X, y, *args, **options)
+        return self
+
+    def predict_proba(self, X: Any, *args: Any, **options: Any) -> Any:
+        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        return (
+            predict(self.booster_, X)
+            if is_ray_dataset(X)
+            else super().predict_proba(X, *args, **options)
+        )
+
+
+def _checkpoint_of(model: Any, folder: Path) -> tuple[Checkpoint | None, int]:
+    """Give what to go on from as a checkpoint, and its number of rounds."""
+    if model is None:
+        return None, 0
+    if isinstance(model, LGBMModel):
+        model = model.booster_
+    booster = model if isinstance(model, Booster) else Booster(model_file=model)
+    booster.save_model(folder / RayTrainReportCallback.CHECKPOINT_NAME, num_iteration=-1)
+    return Checkpoint(folder), booster.current_iteration()
+
+
+def _take(params: dict[str, Any], name: str) -> Any:
+    found = name_of(params, name)
+    return params.pop(found) if found else None
+
+
+def _add_metrics(params: dict[str, Any], given: Any) -> list[Any]:
+    """Put the metrics of `fit` before the objective's own; gives the custom ones."""
+    metrics = given if isinstance(given, list) else [] if given is None else [given]
+    own = params["metric"] if isinstance(params["metric"], list) else [params["metric"]]
+    built_in = [each for each in metrics if isinstance(each, str) and each not in own]
+    params["metric"] = [*built_in, *(each for each in own if each is not None)]
+    return [_EvalFunctionWrapper(each) for each in metrics if callable(each)]
+
+
+def _weight_of(weights: Any, class_weights: Any, label: Any, number: int) -> Any:
+    weight, by_class = _each(weights, number), _each(class_weights, number)
+    if by_class is None:
+        return weight
+    by_row = compute_sample_weight(by_class, label)
+    return by_row if weight is None else by_row * weight
+
+
+def _as_list(eval_set: Any) -> list[tuple[Any, Any]]:
+    return [eval_set] if isinstance(eval_set, tuple) else list(eval_set or ())
+
+
+def _each(values: Any, number: int) -> Any:
+    if values is None:
+        return None
+    return values.get(number) if isinstance(values, dict) else values[number]
+
+
+def _named(categorical: Any, names: Sequence[str]) -> list[str] | None:
+    if isinstance(categorical, str):
+        return None
+    return [names[each] if isinstance(each, int) else each for each in categorical]

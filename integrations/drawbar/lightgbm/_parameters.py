@@ -1,0 +1,88 @@
+"""LightGBM's parameters, by whichever of their names the user has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightgbm.basic import _ConfigAliases
+
+from drawbar.boosting import Shard, check_label, warn_of_threads
+from drawbar.train import ScalingConfig
+
+OURS = ("machines", "num_machines", "local_listen_port", "machine_list_filename", "pre_partition")
+"""What Drawbar sets."""
+
+INSTEAD = {
+    "early_stopping_round": "the trainer's early_stopping_rounds",
+    "num_iterations": "the trainer's num_boost_round",
+    "categorical_feature": "the trainer's categorical_features",
+    "group_column": "the trainer's group_column",
+    "weight_column": "the trainer's weight_column",
+    "label_column": "the trainer's label_column",
+}
+"""What the trainer has an argument for."""
+
+_CLASSES = ("multiclass", "softmax", "multiclassova", "multiclass_ova", "ova", "ovr")
+_RANKS = ("lambdarank", "rank_xendcg", "xendcg", "xe_ndcg", "xe_ndcg_mart", "xendcg_mart")
+_PROBABILITIES = ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlambda")
+_COUNTS = ("poisson", "tweedie")
+
+
+def name_of(params: Mapping[str, Any], name: str) -> str | None:
+    """Give the name, or alias, under which a parameter is set; None if it is not."""
+    return next((alias for alias in _ConfigAliases.get_sorted(name) if alias in params), None)
+
+
+def value_of(params: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Give a parameter's value, by whichever name it is set."""
+    found = name_of(params, name)
+    return default if found is None else params[found]
+
+
+def check_parameters(params: Mapping[str, Any], scaling_config: ScalingConfig) -> None:
+    """Check, in the driver, what does not depend on the data.
+
+    Raises:
+        ValueError: A parameter is not for the user to set, or does not work with workers.
+    """
+    for name in OURS:
+        if (found := name_of(params, name)) is not None:
+            raise ValueError(
+                f"params[{found!r}] is {params[found]!r}, but the workers' network is Drawbar's; "
+                "leave it out"
+            )
+    for name, instead in INSTEAD.items():
+        if (found := name_of(params, name)) is not None:
+            raise ValueError(f"params[{found!r}] is {params[found]!r}; use {instead} instead")
+    learner = value_of(params, "tree_learner", "data")
+    if learner not in ("data", "data_parallel", "voting", "voting_parallel"):
+        raise ValueError(
+            f"params['tree_learner'] is {learner!r}; on several workers it must be 'data' or "
+            "'voting'; LightGBM's Python package has no 'feature'"
+        )
+    warn_of_threads("num_threads", value_of(params, "num_threads"), scaling_config)
+
+
+def check_labels(shard: Shard, params: Mapping[str, Any]) -> None:
+    """Check the labels of all ranks against the objective.
+
+    Raises:
+        ValueError: A label is out of range; every rank gets the same error.
+    """
+    objective = value_of(params, "objective", "regression")
+    why = f"objective {objective!r}"
+    if objective == "binary":
+        check_label(shard, why, low=0, high=1, whole_numbers=True)
+    elif objective in _CLASSES:
+        classes = int(value_of(params, "num_class", 1))
+        why = f"{why} with num_class {classes}"
+        check_label(shard, why, low=0, high=classes - 1, whole_numbers=True)
+    elif objective in _RANKS:
+        gains = value_of(params, "label_gain")
+        highest = len(gains) - 1 if isinstance(gains, list | tuple) else 30
+        check_label(shard, why, low=0, high=highest, whole_numbers=True)
+    elif objective in _PROBABILITIES:
+        check_label(shard, why, low=0, high=1)
+    elif objective in _COUNTS:
+        check_label(shard, why, low=0)

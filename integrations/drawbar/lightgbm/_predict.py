@@ -1,0 +1,71 @@
+"""Distributed prediction with a LightGBM booster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightgbm import Booster
+
+from drawbar import boosting
+from drawbar.boosting._predict import Predictor
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+
+def predict(
+    booster: Booster,
+    dataset: Dataset,
+    *,
+    keep_columns: Sequence[str] | None = None,
+    output_column: str = "prediction",
+    predict_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Dataset:
+    """Predict the rows of a Ray Dataset, on as many CPUs as are free.
+
+        predictions = drawbar.lightgbm.predict(booster, dataset, keep_columns=["id"])
+
+    Args:
+        booster: Trained; its best round is used if one was found.
+        dataset: Rows with the booster's features among their columns, in any order.
+        keep_columns: Columns to keep beside the prediction. Default: all.
+        output_column: Name of the prediction: a number, or a list of one for each class.
+        predict_options: Arguments of `Booster.predict`, such as `raw_score=True`.
+        options: Arguments of `Dataset.map_batches`, such as `batch_size` and `concurrency`.
+
+    Raises:
+        ValueError: The dataset lacks a feature.
+    """
+    make = partial(
+        _predictor,
+        booster.model_to_string(num_iteration=-1),
+        booster.best_iteration,
+        {"num_threads": 1, **(predict_options or {})},
+    )
+    return boosting.predict(
+        dataset,
+        make,
+        features=booster.feature_name(),
+        keep_columns=keep_columns,
+        output_column=output_column,
+        **options,
+    )
+
+
+def _predictor(model: str, best_iteration: int, options: dict[str, Any]) -> Predictor:
+    booster = Booster(model_str=model)
+    booster.best_iteration = best_iteration
+    return lambda features: booster.predict(_with_categories(booster, features), **options)
+
+
+def _with_categories(booster: Booster, features: Any) -> Any:
+    """Make categories of plain strings, which LightGBM takes for an error."""
+    import pandas as pd
+
+    text = features.select_dtypes(include=["object", "string", "category"])
+    for name, categories in zip(text, booster.pandas_categorical or (), strict=False):
+        features = features.assign(**{name: pd.Categorical(features[name], categories=categories)})
+    return features

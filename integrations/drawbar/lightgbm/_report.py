@@ -1,0 +1,126 @@
+"""LightGBM's callback that reports: metrics after every round, a checkpoint now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightgbm import Booster
+from lightgbm.callback import CallbackEnv
+
+from drawbar.boosting import History, Metrics, Progress, RoundReports
+from drawbar.lightgbm._backend import at_end
+from drawbar.lightgbm._evaluation import GlobalEvaluation
+from drawbar.train import Checkpoint, ValidationTaskConfig
+
+
+class RayTrainReportCallback:
+    """Reports the metrics of every round, and saves the booster every so often.
+
+    Pass it to `lightgbm.train(..., callbacks=[...])`, or to the `fit` of LightGBM's estimators. All
+    ranks must have it. The metrics are global, also for the callbacks that come after it, so that
+    `lightgbm.early_stopping` ends all ranks on one round; see `GlobalEvaluation`.
+
+    Args:
+        metrics: Which to report: one name or several as `<dataset>-<metric>`, or a dict from the
+            name to report to that one; those of `lightgbm.cv` end in "-mean" and "-stdv". Default:
+            all.
+        filename: Name of the booster's file in a checkpoint; LightGBM's own text format.
+        frequency: Save every so many rounds; 0 for none on the way.
+        checkpoint_at_end: Save once more when the training function returns, unless the last round
+            was saved already.
+        results_postprocessing_fn: Called with the evaluations so far, as
+            `{"<dataset>-<metric>": [value of each round]}`; gives the metrics to report instead of
+            the newest values.
+        validation: Have each checkpoint validated, as for `drawbar.train.report`.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or value.
+    """
+
+    CHECKPOINT_NAME = "model.txt"
+    order = GlobalEvaluation.order
+    before_iteration = False
+
+    def __init__(
+        self,
+        metrics: Metrics | None = None,
+        filename: str = CHECKPOINT_NAME,
+        frequency: int = 0,
+        checkpoint_at_end: bool = True,
+        results_postprocessing_fn: Callable[[dict[str, list[float]]], dict[str, Any]] | None = None,
+        validation: bool | ValidationTaskConfig = False,
+    ) -> None:
+        self.filename = filename
+        self._reports = RoundReports(
+            metrics, frequency, checkpoint_at_end, results_postprocessing_fn, validation
+        )
+        self._evaluate = GlobalEvaluation()
+        self._maximized: set[str] = set()
+        self._history: History = {}
+        self._rounds = 0
+        self._model: Booster | None = None
+
+    def resume(self, progress: Progress) -> None:
+        """Go on after the rounds of an earlier attempt."""
+        self._rounds, self._history = progress.rounds, progress.history
+        self._maximized = set(progress.details.get("maximized", ()))
+
+    def __call__(self, env: CallbackEnv) -> None:
+        """Report the round that has ended."""
+        self._evaluate(env)
+        self._note(env)
+        if self._model is None:
+            at_end(self._finish)
+        self._model = env.model if isinstance(env.model, Booster) else None  # lightgbm.cv has many
+        self._reports.after_round(self._rounds, self._history, self._save)
+
+    def _note(self, env: CallbackEnv) -> None:
+        self._rounds = env.iteration + 1
+        for data, metric, value, maximize, *spread in env.evaluation_result_list or ():
+            if maximize:
+                self._maximized.add(metric)
+            values = {"": value} if not spread else {"-mean": value, "-stdv": spread[0]}
+            for suffix, each in values.items():
+                by_metric = self._history.setdefault(data, {})
+                by_metric.setdefault(metric + suffix, []).append(each)
+
+    def _finish(self) -> None:
+        if self._model is not None:
+            self._reports.at_end(self._rounds, self._history, self._save)
+
+    def _save(self, folder: Path) -> None:
+        assert self._model is not None
+        self._model.save_model(folder / self.filename, num_iteration=-1)
+        state = {
+            "best_iteration": self._model.best_iteration,
+            "maximized": sorted(self._maximized),
+        }
+        Progress(self._rounds, self._history, state).save(folder)
+
+    @classmethod
+    def get_model(cls, checkpoint: Checkpoint, filename: str = CHECKPOINT_NAME) -> Booster:
+        """Load the booster of a checkpoint, which predicts by its best round if one was found.
+
+        Args:
+            checkpoint: Of a run whose callback saved it.
+            filename: As the callback had it.
+
+        Raises:
+            FileNotFoundError: The checkpoint has no such file.
+        """
+        with checkpoint.as_directory() as directory:
+            path = Path(directory, filename)
+            if not path.exists():
+                names = sorted(each.name for each in Path(directory).iterdir())
+                files = ", ".join(name for name in names if name[0] != ".") or "none"
+                raise FileNotFoundError(
+                    f"{checkpoint.path} has no {filename!r}; its files: {files}. Pass the "
+                    "filename that the callback was made with"
+                )
+            booster = Booster(model_file=path)
+        progress = Progress.load(checkpoint)
+        if progress is not None:
+            booster.best_iteration = progress.details.get("best_iteration", -1)
+        return booster

@@ -1,0 +1,157 @@
+"""Lightning's checkpoints are Drawbar's: where they lie, how they are committed and found again.
+
+Every way of saving in Lightning goes through the strategy's `save_checkpoint`, on all ranks: that
+of `Trainer.save_checkpoint`, of `ModelCheckpoint`, of sharded strategies. A `CheckpointIO` plug-in
+would not do: DDP calls it on rank 0 alone; FSDP, DeepSpeed and DTensor strategies do not at all.
+So the strategies of `drawbar.lightning` have `CommitsCheckpoints` among their bases. What Lightning
+writes, a file or a directory of shards, lies in the committed checkpoint as `checkpoint.ckpt`, and
+is written there directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drawbar import train
+from drawbar.lightning._data_position import TrainingLoaders
+from drawbar.train import Checkpoint, CheckpointConsistencyMode, collective, get_context
+from drawbar.train.backend import align_reports, discard_checkpoint
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies.parallel import ParallelStrategy
+else:
+    ParallelStrategy = object
+
+CHECKPOINT_NAME = "checkpoint.ckpt"
+
+
+class CommitsCheckpoints(ParallelStrategy):
+    """The part of a strategy that deals with checkpoints, and with the position in the data."""
+
+    @cached_property
+    def _loaders(self) -> TrainingLoaders:
+        return TrainingLoaders()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Save where Lightning says. In the run's directory, that is a report with a checkpoint."""
+        name = name_in_run(filepath)
+        if name is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        with common_checkpoint_dir() as path:
+            super().save_checkpoint(checkpoint, path / CHECKPOINT_NAME, storage_options)
+            report_together(metrics_of(_trainer_of(self)), path, checkpoint_dir_name=name)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Load from where Lightning says; what is in remote storage is fetched."""
+        with local(Path(checkpoint_path)) as path, self.loadable(path) as on_these_workers:
+            if _trainer_of(self).state.fn == "fit":
+                self._loaders.go_on_from(Checkpoint(path.parent))
+            loaded: dict[str, Any] = super().load_checkpoint(on_these_workers, *args, **kwargs)
+        return loaded
+
+    def loadable(self, path: Path) -> AbstractContextManager[Path]:
+        """Give a checkpoint as this many workers can load it. Most can be loaded by any number."""
+        return nullcontext(path)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove what `ModelCheckpoint` does not keep; never the run's newest checkpoint."""
+        name = name_in_run(filepath)
+        if name is None:
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            discard_checkpoint(name)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Have the checkpoints carry how far a training loader has come."""
+        dataloader = super().process_dataloader(dataloader)
+        trainer = _trainer_of(self)
+        return self._loaders.resumable(dataloader, trainer) if trainer.training else dataloader
+
+
+def _trainer_of(strategy: ParallelStrategy) -> Trainer:
+    assert strategy.lightning_module is not None  # it is running
+    return strategy.lightning_module.trainer
+
+
+# -- saving
+
+
+@contextmanager
+def common_checkpoint_dir() -> Iterator[Path]:
+    """Give all ranks one new directory for their checkpoint, which rank 0 makes."""
+    if get_context().get_world_rank() == 0:
+        with train.checkpoint_dir() as path:
+            yield collective.broadcast_from_rank_zero(path)
+    else:
+        yield collective.broadcast_from_rank_zero(Path())
+
+
+def report_together(metrics: Mapping[str, Any], path: Path, **options: Any) -> None:
+    """Report, on all ranks, the checkpoint that they have written into one directory.
+
+    One rank of each node offers what lies there. On a shared filesystem that is the same again,
+    which is stored once; without one it is this node's share.
+    """
+    align_reports()  # and when all ranks have come here, all files are written
+    if get_context().get_local_rank() == 0 and path.is_dir():
+        train.report(metrics, checkpoint=path, **options)
+    else:
+        train.report(metrics)
+
+
+def metrics_of(trainer: Trainer) -> dict[str, Any]:
+    """Give what the model has logged, and the epoch and step at which it is reported."""
+    where = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+    return {**trainer.callback_metrics, **where}
+
+
+# -- where they lie
+
+
+def name_in_run(filepath: str | Path) -> str | None:
+    """Give the name of the run's checkpoint that a path of Lightning's is in; None if in none."""
+    path = Path(filepath)
+    in_run = path.name == CHECKPOINT_NAME and path.parent.parent == get_context().get_storage()
+    return path.parent.name if in_run else None
+
+
+def path_of(checkpoint: Checkpoint) -> Path:
+    """Give the path of Lightning's own checkpoint in one of Drawbar's.
+
+    For remote storage it is that in the run's work folder, where nothing lies: see `local`.
+    """
+    folder = Path(checkpoint.path)
+    if checkpoint.filesystem is not None:
+        folder = get_context().get_storage() / folder.name
+    return folder / CHECKPOINT_NAME
+
+
+@contextmanager
+def local(path: Path) -> Iterator[Path]:
+    """Give a path at which a checkpoint can be read: the same, unless it is in remote storage."""
+    checkpoint = None if path.exists() else _committed_at(path)
+    if checkpoint is None:
+        yield path
+    else:
+        with checkpoint.as_directory() as folder:
+            yield Path(folder, CHECKPOINT_NAME)
+
+
+def _committed_at(path: Path) -> Checkpoint | None:
+    newest = train.get_checkpoint()
+    if newest is not None and path_of(newest) == path:
+        return newest
+    for reported in train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED):
+        if path_of(reported.checkpoint) == path:
+            return reported.checkpoint
+    return None

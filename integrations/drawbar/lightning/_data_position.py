@@ -1,0 +1,121 @@
+"""How far Lightning's training loaders have come, put into every checkpoint.
+
+Lightning's loops remember how many batches were trained on, but a loader begins anew, so that a run
+that goes on in mid-epoch would see the beginning of the data again and never the end. Here the
+sampler that Lightning has put into a loader is exchanged for one that gives the same order and can
+begin later in it, on any number of workers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from drawbar.torch._sampler import EpochSampler, Position, share_length
+from drawbar.train import Checkpoint
+from drawbar.train.backend import keep_data_position
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class TrainingLoaders:
+    """The training loaders of a Trainer, and where they go on."""
+
+    def __init__(self) -> None:
+        self._numbers = Counter[int]()  # loaders made for an epoch
+        self._recorded: dict[str, Any] = {}
+
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """Have the loaders that are made next begin where this checkpoint was made."""
+        manifest = checkpoint.manifest
+        self._recorded = {} if manifest is None else dict(manifest.positions)
+
+    def resumable(self, dataloader: object, trainer: Trainer) -> object:
+        """Give a loader whose position is in the checkpoints, begun where the run goes on.
+
+        That is a copy of a `DataLoader` that has torch's own `DistributedSampler`, which Lightning
+        puts in place of a random or sequential one; any other object is given back as it is.
+        """
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        batches = dataloader.batch_sampler
+        if type(dataloader.sampler) is not DistributedSampler or type(batches) is not BatchSampler:
+            return dataloader
+        sampler = _same_order(dataloader.sampler)
+        loader = copy.copy(dataloader)
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        vars(loader).update(sampler=sampler, batch_sampler=batches, _iterator=None)
+        progress = _Progress(sampler, batches, trainer.fit_loop)
+        name = self._name(trainer.current_epoch)
+        keep_data_position(name, progress.record)
+        if recorded := self._recorded.pop(name, None):
+            progress.go_on_from(Position(**recorded))
+        return loader
+
+    def _name(self, epoch: int) -> str:
+        """Name a loader by its number, which begins anew when loaders are made anew."""
+        self._numbers[epoch] += 1
+        return f"lightning.train_dataloader-{self._numbers[epoch]}"
+
+
+def _same_order(given: DistributedSampler[Any]) -> EpochSampler[int]:
+    """Give a sampler with the same items in the same order, that can begin anywhere in it."""
+    whole: DistributedSampler[Any] = DistributedSampler(
+        given.dataset, num_replicas=1, rank=0, shuffle=given.shuffle, seed=given.seed
+    )
+    return EpochSampler(
+        whole,
+        rank=given.rank,
+        world_size=given.num_replicas,
+        seed=given.seed,
+        drop_last=given.drop_last,
+    )
+
+
+class _Progress:
+    """Lightning's count of batches, as samples that all ranks together have consumed."""
+
+    def __init__(self, sampler: EpochSampler[int], batches: BatchSampler, fit_loop: Any) -> None:
+        self._sampler = sampler
+        self._batches = batches
+        self._items = batches.batch_size * sampler.num_replicas
+        self._count = fit_loop.epoch_loop.batch_progress
+        self._resumed: Position | None = None
+        self._before = 0  # batches of the resumed epoch before it was resumed
+
+    def go_on_from(self, position: Position) -> None:
+        """Begin there, and have Lightning's count say how many batches of the epoch are left.
+
+        They are others than it has recorded if the number of workers has changed.
+        """
+        self._sampler.go_on_from(position)
+        if position.length is None:
+            return
+        correction = len(self._batches) - self._left(position) - self._count.current.processed
+        for each in ("ready", "started", "processed", "completed"):
+            setattr(self._count.current, each, getattr(self._count.current, each) + correction)
+        self._resumed, self._before = position, self._count.current.processed
+
+    def _left(self, position: Position) -> int:
+        assert position.length is not None
+        sampler, batches = self._sampler, self._batches
+        items = share_length(
+            position.length - position.consumed, sampler.num_replicas, drop_last=sampler.drop_last
+        )
+        return share_length(items, batches.batch_size, drop_last=batches.drop_last)
+
+    def record(self) -> dict[str, Any]:
+        """Give the position as plain values."""
+        begun = self._sampler.current
+        if begun.length is None:
+            return asdict(begun)
+        before = self._before if begun == self._resumed else 0
+        now = begun.after((self._count.current.processed - before) * self._items)
+        if self._count.is_last_batch or now.consumed == now.length:
+            now = Position(seed=now.seed, epoch=now.epoch + 1)
+        return asdict(now)

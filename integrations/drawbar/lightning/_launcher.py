@@ -1,0 +1,249 @@
+"""A Trainer in the driver that runs on workers: what is sent there, and what comes back.
+
+Lightning asks its strategy's launcher to run `fit` and its companions. This one starts a run of
+`drawbar.torch.TorchTrainer` whose training function is: the Trainer, as it was made in the driver,
+takes its place in the worker and is called with the same arguments. What the user may look at
+afterwards is sent back by rank 0 and put into the driver's Trainer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import cloudpickle
+import numpy as np
+import torch
+
+from drawbar.lightning._trainer import prepare_trainer
+from drawbar.torch import TorchConfig, TorchTrainer
+from drawbar.train import RunConfig, ScalingConfig, UserAbort
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The workers that a strategy was told to start."""
+
+    scaling_config: ScalingConfig
+    run_config: RunConfig
+
+    @classmethod
+    def of(
+        cls,
+        num_workers: int | tuple[int, int] | None,
+        use_gpu: bool,
+        scaling_config: ScalingConfig | None,
+        run_config: RunConfig | None,
+    ) -> Self | None:
+        """Make it of a strategy's arguments; None if they ask for no workers.
+
+        Raises:
+            TypeError, ValueError: They contradict each other, or one is wrong.
+        """
+        if scaling_config is not None and (num_workers is not None or use_gpu):
+            raise ValueError(
+                f"num_workers={num_workers}, use_gpu={use_gpu} and scaling_config were given; "
+                "put the first two into the ScalingConfig"
+            )
+        if num_workers is not None:
+            scaling_config = ScalingConfig(num_workers=num_workers, use_gpu=use_gpu)
+        if scaling_config is not None:
+            return cls(scaling_config, run_config or RunConfig())
+        if use_gpu or run_config is not None:
+            raise ValueError(
+                "use_gpu and run_config are for workers that the Trainer starts; say how many by "
+                "num_workers=, or leave them to TorchTrainer, if it runs this as training function"
+            )
+        return None
+
+
+class RayLauncher:
+    """Does on workers what a Trainer in the driver is asked for. Lightning calls it."""
+
+    is_interactive_compatible = True
+
+    def __init__(self, launch: Launch, torch_config: dict[str, Any]) -> None:
+        self._launch = launch
+        self._torch_config = torch_config
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any
+    ) -> Any:
+        """Do on the workers what the Trainer is about to do here, and give rank 0's result.
+
+        Raises:
+            TrainingFailedError: A worker failed, see `TorchTrainer.fit`.
+            UserAbort: Ctrl-C stopped the run.
+        """
+        state = ProcessState.here()
+
+        def run_trainer() -> Outcome:
+            state.restore()
+            return _run(trainer, args, kwargs)
+
+        run = TorchTrainer(
+            run_trainer,
+            torch_config=TorchConfig(**self._torch_config),
+            scaling_config=self._launch.scaling_config,
+            run_config=self._launch.run_config,
+        )
+        try:
+            outcomes = run.fit().return_values
+        except UserAbort as abort:
+            print(abort)  # Lightning ends the process without a word
+            raise
+        outcome = outcomes[0]
+        if outcome is None:
+            raise RuntimeError(
+                f"the workers are done, but what they have for this process did not arrive; the "
+                f"lines above say why, and the logs in {self._launch.run_config}"
+            )
+        outcome.give_to(trainer)
+        if outcome.state.fn != "predict":
+            return outcome.result
+        return in_turn([each.result for each in outcomes], outcome.dataloaders)
+
+    def kill(self, signum: Any) -> None:
+        """Do nothing: workers end with their run."""
+
+
+def _run(trainer: Trainer, args: Any, kwargs: Any) -> Outcome:
+    """Take a place in this worker and do what the driver's Trainer was called for."""
+    strategy: Any = trainer.strategy
+    strategy.arrive(trainer)
+    prepare_trainer(trainer)
+    assert trainer.state.fn is not None
+    method = getattr(trainer, trainer.state.fn.value)  # fit, validate, test or predict
+    return Outcome.of(trainer, method(*args, **kwargs))
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What a process has set beside its variables: random generators, and torch's flags."""
+
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
+    deterministic: tuple[bool, bool]
+    benchmark: bool
+
+    @classmethod
+    def here(cls) -> Self:
+        """Give that of this process."""
+        return cls(
+            python=random.getstate(),
+            numpy=np.random.get_state(),
+            torch=torch.get_rng_state(),
+            deterministic=(
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            benchmark=torch.backends.cudnn.benchmark,
+        )
+
+    def restore(self) -> None:
+        """Make it that of this process."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        enabled, warn_only = self.deterministic
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = self.benchmark
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker's Trainer has after a call: all that is not in a folder by then."""
+
+    result: Any
+    dataloaders: int
+    state: Any
+    metrics: dict[str, dict[str, Any]]
+    callbacks: dict[str, Any]
+    loggers: list[bytes | None]
+    progress: dict[str, Any]
+    weights: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, trainer: Any, result: Any) -> Self:
+        """Take it from a Trainer."""
+        fitted, predicted = trainer.state.fn == "fit", trainer.state.fn == "predict"
+        return cls(
+            result=result,
+            dataloaders=trainer.predict_loop.num_dataloaders if predicted else 1,
+            state=trainer.state,
+            metrics={name: dict(getattr(trainer, name)) for name in METRICS},
+            callbacks={each.state_key: each.state_dict() for each in trainer.callbacks},
+            loggers=[_pickled(logger) for logger in trainer.loggers],
+            progress=trainer.fit_loop.state_dict() if fitted else {},
+            weights=trainer.strategy.weights,
+        )
+
+    def give_to(self, trainer: Any) -> None:
+        """Put it into the driver's Trainer, and the weights into its module."""
+        trainer.state = self.state
+        for name, values in self.metrics.items():
+            known = getattr(trainer, name)
+            known.clear()
+            known.update(values)
+        for callback in trainer.callbacks:
+            state = self.callbacks.get(callback.state_key)
+            if state:
+                if "dirpath" in state:  # ModelCheckpoint chose it there, and wants the same here
+                    callback.dirpath = state["dirpath"]
+                callback.load_state_dict(state)
+        for logger, pickled in zip(trainer.loggers, self.loggers, strict=True):
+            if pickled is not None:
+                vars(logger).update(vars(cloudpickle.loads(pickled)))
+        if self.progress:
+            trainer.fit_loop.load_state_dict(self.progress)
+        if self.weights is not None:
+            give_weights(self.weights, trainer.lightning_module)
+
+
+def _pickled(logger: Any) -> bytes | None:
+    """Pickle a logger, with the folder or run that it has begun; None if it cannot be."""
+    try:
+        pickled: bytes = cloudpickle.dumps(logger)
+    except Exception:
+        return None
+    return pickled
+
+
+METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
+
+def give_weights(weights: dict[str, Any], module: torch.nn.Module) -> None:
+    """Load trained weights into the driver's module; warns if it has other ones."""
+    missing, unexpected = module.load_state_dict(weights, strict=False)
+    if missing or unexpected:
+        warnings.warn(
+            f"{type(module).__name__} has other weights here than in the workers, so that not all "
+            f"came back; only here: {missing}, only there: {unexpected}. What configure_model() "
+            "makes is made in the workers alone: load it from a checkpoint",
+            stacklevel=2,
+        )
+
+
+def in_turn(predictions: Sequence[Any], dataloaders: int) -> Any:
+    """Put the ranks' predictions together: the first batch of each rank, the second of each ...
+
+    Args:
+        predictions: What `predict` gave on each rank: a list of batches, for several dataloaders a
+            list of such lists; None if predictions were not to be returned.
+        dataloaders: How many dataloaders there were.
+    """
+    if None in predictions:
+        return None
+    if dataloaders > 1:
+        return [in_turn(batches, 1) for batches in zip(*predictions, strict=True)]
+    end = object()
+    turns = itertools.zip_longest(*predictions, fillvalue=end)
+    return [batch for turn in turns for batch in turn if batch is not end]

@@ -1,0 +1,89 @@
+"""The user's own `ModelCheckpoint` decides when to save; where and how is Drawbar's.
+
+`ModelCheckpoint` chooses a path before it saves, remembers it, and deletes by it. It is told such
+names that this is the path of the committed checkpoint, `<run>/epoch=0-step=10/checkpoint.ckpt`. So
+`best_model_path`, `best_k_models` and `fit(ckpt_path="best")` are as in plain Lightning.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from drawbar.lightning._checkpoints import CHECKPOINT_NAME
+from drawbar.lightning._package import Package, lightning_class
+from drawbar.lightning._report import RayTrainReportCallback
+from drawbar.train import get_context
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+def decide_who_saves(trainer: Any, package: Package) -> None:
+    """Have one callback save: the report callback, or else each `ModelCheckpoint`.
+
+    The `ModelCheckpoint` that Lightning adds by itself gives way to a report callback.
+
+    Raises:
+        ValueError: Both are there; or a `ModelCheckpoint` asks for what cannot be committed.
+    """
+    model_checkpoint = lightning_class("callbacks.ModelCheckpoint", package)
+    callbacks = [each for each in trainer.callbacks if isinstance(each, model_checkpoint)]
+    if any(
+        isinstance(each, RayTrainReportCallback) and each.checkpoint for each in trainer.callbacks
+    ):
+        for callback in callbacks:
+            _give_way(trainer, callback, model_checkpoint())
+    else:
+        for callback in callbacks:
+            commit_what_it_saves(callback)
+
+
+def _give_way(trainer: Any, callback: ModelCheckpoint, default: ModelCheckpoint) -> None:
+    settings = ("state_key", "dirpath", "filename", "save_top_k", "save_last")
+    if any(getattr(callback, each) != getattr(default, each) for each in settings):
+        raise ValueError(
+            "the Trainer has a ModelCheckpoint and a RayTrainReportCallback, and both would save; "
+            "write RayTrainReportCallback(checkpoint=False) to have the ModelCheckpoint decide "
+            "when, or leave the ModelCheckpoint out"
+        )
+    trainer.callbacks.remove(callback)
+
+
+def commit_what_it_saves(callback: ModelCheckpoint) -> None:
+    """Give a `ModelCheckpoint` the names of committed checkpoints.
+
+    Its `dirpath` becomes the run's directory, whatever it was. Its `filename` names the directory
+    of the checkpoint, and gets the step if that is not in it: each checkpoint has its own name.
+
+    Raises:
+        ValueError: Its `filename` has a "/", or it has `save_last="link"`.
+    """
+    if callback.save_last == "link":
+        raise ValueError(
+            'ModelCheckpoint has save_last="link", but a committed checkpoint has no second name; '
+            "leave it out: the run always keeps its newest checkpoint"
+        )
+    inserts_names = callback.auto_insert_metric_name
+    names: dict[str, Any] = {
+        "dirpath": str(get_context().get_storage()),
+        "filename": _template(callback.filename or "{epoch}-{step}", inserts_names),
+        "CHECKPOINT_NAME_LAST": _template(callback.CHECKPOINT_NAME_LAST, inserts_names),
+        "FILE_EXTENSION": f"/{CHECKPOINT_NAME}",
+    }
+    vars(callback).update(names)
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+
+
+def _template(filename: str, inserts_names: bool) -> str:
+    written = filename if inserts_names else re.sub(r"\{.*?\}", "", filename)
+    if "/" in written:
+        raise ValueError(
+            f"ModelCheckpoint has filename={filename!r}, which would make folders in folders; "
+            'write for example filename="epoch={epoch}-loss={val/loss:.2f}", '
+            "auto_insert_metric_name=False"
+        )
+    if "{step" in filename:
+        return filename
+    return f"{filename}-{{step}}" if inserts_names else f"{filename}-step={{step}}"

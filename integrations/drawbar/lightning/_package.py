@@ -1,0 +1,147 @@
+"""Which package Lightning comes from: `lightning`, or `pytorch_lightning`.
+
+The two hold the same classes twice over, and a Trainer refuses a strategy, an environment or a
+plug-in whose base is the other package's. Which one the user means cannot be known while
+`drawbar.lightning` is imported: import sorters put that line first. So a class here names its base
+and stays without it; the base is put in when an object is made. By then the user has imported the
+package that the model and the Trainer are from, and only that one. This module alone decides, and
+neither package is imported to find out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
+
+T = TypeVar("T")
+
+Package = Literal["lightning", "pytorch_lightning"]
+
+MINIMUM = (2, 4)
+
+_ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+_told: Package | None = None
+
+
+def use_package(package: Package) -> None:
+    """Say which package the objects made from now on are for, where a process imports both.
+
+    Raises:
+        ValueError: `package` is neither "lightning" nor "pytorch_lightning".
+    """
+    global _told
+    if package not in get_args(Package):
+        names = " or ".join(map(repr, get_args(Package)))
+        raise ValueError(f"package must be {names}, found {package!r}")
+    _told = package
+
+
+def users_package() -> Package:
+    """Name the package of the user's Trainer: the one imported, else the one installed.
+
+    Raises:
+        ModuleNotFoundError: Neither is installed.
+        RuntimeError: Both are imported, and `use_package` has not said which.
+    """
+    if _told is not None:
+        return _told
+    names = get_args(Package)
+    imported = [name for name in names if _ROOTS[name] in sys.modules]
+    if len(imported) > 1:
+        raise RuntimeError(
+            "this process has imported both lightning and pytorch_lightning, whose classes do not "
+            "go together; import one of them only, or say which one your Trainer is from by "
+            'drawbar.lightning.use_package("lightning") or ("pytorch_lightning")'
+        )
+    found: list[Package] = imported or installed()
+    if not found:
+        raise ModuleNotFoundError(
+            'drawbar.lightning needs Lightning; run: pip install "drawbar[lightning]"'
+        )
+    return found[0]
+
+
+def installed() -> list[Package]:
+    """List the packages that are installed, without importing them."""
+    return [name for name in get_args(Package) if importlib.util.find_spec(name) is not None]
+
+
+def check_version(package: str, version: str) -> None:
+    """Check that Lightning is new enough.
+
+    Raises:
+        ImportError: It is not; the message has both versions.
+    """
+    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM:
+        oldest = ".".join(map(str, MINIMUM))
+        raise ImportError(
+            f"drawbar.lightning needs {package} {oldest} or newer, found {version}; "
+            f'run: pip install -U "{package.replace("_", "-")}>={oldest}"'
+        )
+
+
+def lightning_class(path: str, package: Package) -> Any:
+    """Give a class of a package by its path below the root, such as "strategies.DDPStrategy"."""
+    check_version(package, importlib.import_module(package).__version__)
+    module, _, name = f"{_ROOTS[package]}.{path}".rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+class OfUsersPackage:
+    """A class whose base is a class of Lightning, from the package that the user's Trainer is of.
+
+        class RayLightningEnvironment(OfUsersPackage, ClusterEnvironment, base="plugins...."):
+
+    For type checkers the base is named in the usual way too; when the program runs, that name is
+    `object`, and making an object gives one of a subclass that has both. `isinstance`, subclasses,
+    `super()`, pickle and copy work as usual.
+    """
+
+    package: ClassVar[Package]
+    """The package that an object is for."""
+
+    _base: ClassVar[str]
+
+    def __init_subclass__(cls, *, base: str | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if base is not None:
+            cls._base = base
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        has_base = hasattr(cls, "package")
+        return object.__new__(cls if has_base else with_base(cls, users_package()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self).__mro__[1], self.package), self.__getstate__()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} for {self.package}>"
+
+
+_made: dict[tuple[type[Any], Package], type[Any]] = {}
+
+
+def with_base(cls: type[T], package: Package) -> type[T]:
+    """Give the subclass of a class of `OfUsersPackage` that has its base, of a given package."""
+    if (cls, package) not in _made:
+        _made[cls, package] = _make(cls, package)
+    return _made[cls, package]
+
+
+def _make(cls: Any, package: Package) -> type[Any]:
+    base = lightning_class(cls._base, package)
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "package": package,
+    }
+    return types.new_class(cls.__name__, (cls, base), exec_body=lambda body: body.update(namespace))
+
+
+def _restore(cls: type[Any], package: Package) -> Any:
+    return object.__new__(with_base(cls, package))

@@ -1,0 +1,14 @@
+"""The Trainer of Hugging Face Transformers on a group of Ray actors.
+
+Inside the function of a `drawbar.torch.TorchTrainer`:
+
+trainer = transformers.Trainer(model, args, train_dataset=...)
+trainer.add_callback(RayTrainReportCallback())
+trainer = prepare_trainer(trainer)
+trainer.train()
+"""
+
+from drawbar.transformers._loop import prepare_trainer
+from drawbar.transformers._report import RayTrainReportCallback
+
+__all__ = ["RayTrainReportCallback", "prepare_trainer"]

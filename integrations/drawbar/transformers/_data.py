@@ -1,0 +1,41 @@
+"""Ray Data's shards as datasets for the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+
+def is_shard(data: object) -> bool:
+    """Whether this is what `get_dataset_shard` gives."""
+    return hasattr(data, "iter_torch_batches")
+
+
+def is_batches(data: object) -> bool:
+    """Whether these are batches of Ray Data, such as `iter_torch_batches` gives."""
+    plain = isinstance(data, Iterable) and not isinstance(data, IterableDataset)
+    return plain and not hasattr(data, "__getitem__")
+
+
+class ShardDataset(IterableDataset[Any]):
+    """The rows of a shard, or its batches as they are; each iteration is an epoch.
+
+    A shard begins, after a restart, with the rest of the epoch. When the checkpoint was made
+    at the very end of one there is no rest, and the Trainer is in the next epoch already.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._items: Iterable[Any] = data.iter_rows() if is_shard(data) else data
+
+    def __iter__(self) -> Iterator[Any]:
+        empty = True
+        for item in self._items:
+            empty = False
+            yield item
+        if empty:
+            yield from self._items
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]  # raises TypeError if it is not known

@@ -1,0 +1,177 @@
+"""The Trainer in the training function."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+try:
+    import torch
+    from transformers import Trainer
+    from transformers.trainer import TRAINER_STATE_NAME
+except ImportError as missing:
+    raise ImportError(
+        "drawbar.transformers needs Transformers and what its Trainer needs; run: "
+        'pip install --upgrade "drawbar[transformers]"'
+    ) from missing
+
+from drawbar.accelerate._loop import check_ranks, plugins_kept_on_cpus
+from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_checkpoint, get_context
+from drawbar.train.backend import require_package
+from drawbar.transformers._data import ShardDataset, is_batches, is_shard
+from drawbar.transformers._report import RayTrainReportCallback
+
+require_package("transformers", extra="transformers", at_least="4.50")
+
+T = TypeVar("T", bound=Trainer)
+
+
+def prepare_trainer(trainer: T) -> T:
+    """Make a Trainer part of the run. All ranks must call it, before `train()`.
+
+    - `train()` goes on from the run's newest checkpoint after a restart, or when a run is
+      continued: with its optimizer, scheduler, random generators and place in the data. What you
+      pass as `resume_from_checkpoint` wins: a path, or False to begin anew; True means the same as
+      nothing where the run has a checkpoint. Only a checkpoint of an earlier attempt counts, so a
+      second Trainer in the same function begins anew.
+    - `train_dataset` and `eval_dataset` may be what `drawbar.train.get_dataset_shard` gives, whose
+      rows go through the Trainer's `data_collator`, or batches, by its `iter_torch_batches`. An
+      epoch is this worker's part, so leave `max_steps` out if the dataset given to the trainer is
+      materialized; otherwise its length is not known, and `max_steps` is needed. A dataset that is
+      not split is evaluated by all workers together.
+    - `load_best_model_at_end` loads from the run's checkpoints.
+    - `fsdp` and `deepspeed` work on CPUs too, where Accelerate by itself leaves both out without a
+      word (FSDP: version 2).
+
+    Args:
+        trainer: A `transformers.Trainer`, also of a subclass such as TRL's `SFTTrainer`.
+
+    Returns:
+        The same object. Its class is now a subclass of what it was.
+
+    Raises:
+        TypeError: It is not a `transformers.Trainer`.
+        RuntimeError: Called outside a training function, or with `TrainingArguments` that were made
+            outside of it.
+    """
+    get_context()  # raises outside a training function
+    if isinstance(trainer, PreparedTrainer):
+        return trainer
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"prepare_trainer takes a transformers.Trainer, found {trainer!r} "
+            f"({type(trainer).__name__})"
+        )
+    args = trainer.args
+    if (args.fsdp or args.deepspeed) and not _shards(trainer):
+        with plugins_kept_on_cpus():
+            trainer.create_accelerator_and_postprocess()
+    check_ranks(args.world_size, args.process_index, "Trainer")
+    if args.save_total_limit is not None:
+        warnings.warn(
+            f"save_total_limit={args.save_total_limit} deletes nothing here, since the checkpoints "
+            "are the run's; write RunConfig(checkpoint_config=CheckpointConfig(num_to_keep="
+            f"{args.save_total_limit})) instead",
+            stacklevel=2,
+        )
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (PreparedTrainer, kind), {"__module__": __name__})
+    return trainer
+
+
+def _shards(trainer: Trainer) -> bool:
+    return trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+
+
+class PreparedTrainer(Trainer):
+    """What a prepared Trainer does other than before."""
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train, from the run's newest checkpoint if no other is given."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, RayTrainReportCallback):
+                callback.prepared = True
+        if is_shard(self.train_dataset) or is_batches(self.train_dataset):
+            self.args.ignore_data_skip = True  # a shard begins with what is left of the epoch
+        checkpoint = _of_earlier_attempt() if resume_from_checkpoint in (None, True) else None
+        with checkpoint.as_directory() if checkpoint else nullcontext() as path:
+            return super().train(path or resume_from_checkpoint, *args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """Give the loader of the training data."""
+        data = self.train_dataset
+        if is_shard(data) or is_batches(data):
+            return self._own_loader(data, self.args.train_batch_size)
+        return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Give the loader of some evaluation data."""
+        data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(data, str):
+            data = self.eval_dataset[data]  # type: ignore[index]
+        if is_shard(data) and data.world_size == 1:  # the same on all workers: split by Accelerate
+            return super().get_eval_dataloader(ShardDataset(data))
+        if is_shard(data) or is_batches(data):
+            return self._own_loader(data, self.args.eval_batch_size)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def _own_loader(self, data: Any, batch_size: int) -> torch.utils.data.DataLoader[Any]:
+        """Give a loader of data that is this worker's alone.
+
+        Accelerate would split it again, and read a batch ahead of what the checkpoint counts.
+        """
+        dataset = ShardDataset(data)
+        if not is_shard(data):
+            return torch.utils.data.DataLoader(dataset, batch_size=None)
+        return torch.utils.data.DataLoader(
+            dataset,
+            batch_size=batch_size,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator),
+            drop_last=self.args.dataloader_drop_last,
+        )
+
+    def _load_best_model(self) -> None:
+        if os.path.isdir(str(self.state.best_model_checkpoint)):
+            return super()._load_best_model()
+        step = self.state.best_global_step
+        found = [
+            each for each in get_all_reported_checkpoints() if each.metrics.get("step") == step
+        ]
+        if not found:
+            raise RuntimeError(
+                f"load_best_model_at_end: the checkpoint of step {step}, the best by "
+                f"{self.args.metric_for_best_model}, is not in the run any more. Have "
+                "CheckpointConfig rank the checkpoints likewise: checkpoint_score_attribute="
+                f"'eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}', "
+                f"checkpoint_score_order={'max' if self.args.greater_is_better else 'min'!r}"
+            )
+        with found[-1].checkpoint.as_directory() as path:
+            self.state.best_model_checkpoint = path
+            super()._load_best_model()
+
+
+def _of_earlier_attempt() -> Checkpoint | None:
+    """Give the run's newest checkpoint, unless this attempt has made it.
+
+    Raises:
+        RuntimeError: It is not a Trainer's.
+    """
+    checkpoint, context = get_checkpoint(), get_context()
+    if checkpoint is None:
+        return None
+    manifest = checkpoint.manifest
+    if manifest is None:
+        return checkpoint
+    if (manifest.run_id, manifest.attempt) == (context.get_run_id(), context.get_attempt()):
+        return None
+    if all(file.path != TRAINER_STATE_NAME for file in manifest.files):
+        raise RuntimeError(
+            f"{checkpoint} has no {TRAINER_STATE_NAME}, so it is not one that a Trainer can go on "
+            "from. Make the run's checkpoints by RayTrainReportCallback only, or say from where to "
+            "go on: trainer.train(resume_from_checkpoint=...), False to begin anew"
+        )
+    return checkpoint

@@ -1,0 +1,195 @@
+"""Reports and checkpoints from inside `lightgbm.train`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightgbm
+import numpy as np
+import pytest
+from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
+
+from drawbar.lightgbm import GlobalEvaluation, RayTrainReportCallback, get_network_params
+from drawbar.lightgbm._evaluation import area_under_roc, average_precision
+from drawbar.train import Checkpoint, Result, get_context
+
+METRICS = ["binary_logloss", "auc", "average_precision", "rmse", "l1"]
+
+
+def metrics_of(result: Result) -> dict[str, Any]:
+    assert result.metrics is not None
+    return result.metrics
+
+
+def share(*arrays: Any, uneven: bool = False) -> tuple[Any, ...]:
+    """This rank's rows of arrays: every so manieth, or the first rank only a tenth."""
+    context = get_context()
+    rank, size = context.get_world_rank(), context.get_world_size()
+    rows = np.arange(rank, len(arrays[0]), size)
+    if uneven:
+        tenth = len(arrays[0]) // 10
+        rows = (
+            np.arange(tenth) if rank == 0 else np.arange(tenth + rank - 1, len(arrays[0]), size - 1)
+        )
+    return tuple(np.ascontiguousarray(array[rows]) for array in arrays)
+
+
+def early_stopped(x: Any, y: Any, noisy: Any, callback: Any) -> Any:
+    """Train on noise until validation gets worse, on uneven shards of it."""
+    params = {"objective": "binary", "metric": METRICS, "verbosity": -1, "learning_rate": 0.5}
+    data = lightgbm.Dataset(*share(x, noisy))
+    valid = data.create_valid(*share(x, y, uneven=True))
+    history: dict[str, Any] = {}
+    callbacks = [
+        callback,
+        lightgbm.early_stopping(3, first_metric_only=True, verbose=False),
+        lightgbm.record_evaluation(history),
+    ]
+    booster = lightgbm.train(
+        {**params, **get_network_params()}, data, 60, valid_sets=[valid], callbacks=callbacks
+    )
+    rounds = len(history["valid_0"]["auc"])
+    return rounds, booster.best_iteration, history["valid_0"], booster.predict(x)
+
+
+@pytest.fixture(params=[2, 3])
+def stopped(request: Any, fit: Callable[..., Result], binary: Any) -> Result:
+    x, y = binary
+    noisy = np.where(np.random.default_rng(1).random(len(y)) < 0.3, 1 - y, y)
+    return fit(lambda: early_stopped(x, y, noisy, RayTrainReportCallback()), request.param)
+
+
+def test_sharded_validation_ends_all_ranks_on_one_round(stopped: Result, binary: Any) -> None:
+    x, y = binary
+    rounds, best, history, predicted = stopped.return_values[0]
+    assert rounds == best + 3 < 60
+    for other in stopped.return_values[1:]:
+        assert other[:3] == (rounds, best, history)
+    last = {name: values[best - 1] for name, values in history.items()}
+    assert last["binary_logloss"] == pytest.approx(log_loss(y, predicted), rel=1e-6)
+    assert last["auc"] == pytest.approx(roc_auc_score(y, predicted), abs=1e-12)
+    assert last["average_precision"] == pytest.approx(average_precision_score(y, predicted))
+    assert last["rmse"] == pytest.approx(np.sqrt(np.mean((predicted - y) ** 2)), rel=1e-6)
+    assert last["l1"] == pytest.approx(np.abs(predicted - y).mean(), rel=1e-6)
+
+    rows = stopped.metrics_dataframe.query("rank == 0")
+    assert len(rows) == rounds + 1  # the report with the checkpoint repeats the last round
+    assert list(rows["valid_0-auc"][:-1]) == history["auc"]
+    assert stopped.checkpoint is not None
+    booster = RayTrainReportCallback.get_model(stopped.checkpoint)
+    assert booster.best_iteration == best
+    assert np.array_equal(booster.predict(x), predicted)
+
+
+def test_checkpoints_every_so_often_and_at_the_end(fit: Callable[..., Result], binary: Any) -> None:
+    def function() -> None:
+        report = RayTrainReportCallback(
+            {"loss": "training-binary_logloss"},
+            filename="forest.txt",
+            frequency=4,
+        )
+        params = {"objective": "binary", "verbosity": -1, **get_network_params()}
+        data = lightgbm.Dataset(*share(*binary))
+        lightgbm.train(params, data, 10, valid_sets=[data], callbacks=[report])
+
+    result = fit(function)
+    names = sorted(checkpoint.path for checkpoint, _ in result.best_checkpoints)
+    assert [int(name[-6:]) for name in names] == [3, 7, 10]
+    last = RayTrainReportCallback.get_model(Checkpoint(names[-1]), filename="forest.txt")
+    assert last.num_trees() == 10
+    assert set(metrics_of(result)) == {"loss"}
+    with pytest.raises(
+        FileNotFoundError, match=r"no 'model\.txt'; its files: forest.txt, progress.json"
+    ):
+        RayTrainReportCallback.get_model(Checkpoint(names[-1]))
+
+
+def test_cross_validation_reports_mean_and_spread(fit: Callable[..., Result], binary: Any) -> None:
+    def function() -> None:
+        params = {"objective": "binary", "verbosity": -1}
+        data = lightgbm.Dataset(*binary)
+        lightgbm.cv(params, data, 3, nfold=2, callbacks=[RayTrainReportCallback()])
+
+    result = fit(function, num_workers=0)
+    assert len(result.metrics_dataframe) == 3
+    assert (
+        0
+        < metrics_of(result)["valid-binary_logloss-stdv"]
+        < metrics_of(result)["valid-binary_logloss-mean"]
+    )
+
+
+def test_custom_metrics_are_means_over_all_rows(fit: Callable[..., Result], binary: Any) -> None:
+    x, y = binary
+
+    def wrong(predicted: Any, data: Any) -> tuple[str, float, bool]:
+        return "wrong", float(np.mean((predicted > 0.5) != data.get_label())), False
+
+    def function() -> tuple[float, Any]:
+        params = {"objective": "binary", "metric": "None", "verbosity": -1}
+        data = lightgbm.Dataset(*share(x, y))
+        found: dict[str, Any] = {}
+        booster = lightgbm.train(
+            {**params, **get_network_params()},
+            data,
+            3,
+            valid_sets=[data.create_valid(*share(x, y, uneven=True))],
+            feval=wrong,
+            callbacks=[GlobalEvaluation(), lightgbm.record_evaluation(found)],
+        )
+        return found["valid_0"]["wrong"][-1], booster.predict(x)
+
+    (first, predicted), (second, _) = fit(function).return_values
+    assert first == second
+    assert first == pytest.approx(np.mean((predicted > 0.5) != y), abs=1e-12)
+
+
+def test_ranking_metrics_are_means_over_all_groups(
+    fit: Callable[..., Result], ndcg_at_3: Any
+) -> None:
+    """Rank 0 has the first 5 groups, rank 1 the other 35; NDCG as of one process with all."""
+    random = np.random.default_rng(0)
+    sizes = random.integers(3, 12, 40)
+    x, y = random.normal(size=(sizes.sum(), 4)), random.integers(0, 4, sizes.sum())
+    params = {"objective": "lambdarank", "ndcg_eval_at": [3], "verbosity": -1}
+
+    def function() -> Any:
+        groups = [slice(0, 5), slice(5, None)][get_context().get_world_rank()]
+        begin, rows = sum(sizes[: groups.start]), sum(sizes[groups])
+        mine = slice(begin, begin + rows)
+        data = lightgbm.Dataset(x[mine], y[mine], group=sizes[groups])
+        found: dict[str, Any] = {}
+        booster = lightgbm.train(
+            {**params, **get_network_params()},
+            data,
+            5,
+            valid_sets=[data.create_valid(x[mine], y[mine], group=sizes[groups])],
+            callbacks=[GlobalEvaluation(), lightgbm.record_evaluation(found)],
+        )
+        return found["valid_0"]["ndcg@3"][-1], booster.model_to_string()
+
+    (first, model), (second, _) = fit(function).return_values
+    assert first == second
+    scores = lightgbm.Booster(model_str=model).predict(x, raw_score=True)
+    assert first == pytest.approx(ndcg_at_3(scores, x, y, sizes), abs=1e-9)
+
+
+def test_areas_are_those_of_scikit_learn() -> None:
+    random = np.random.default_rng(0)
+    labels, weights = random.integers(0, 2, 500).astype(float), random.random(500)
+    scores = np.round(random.random(500) + labels / 4, 1)  # with many ties
+    assert area_under_roc(scores, labels, weights) == pytest.approx(
+        roc_auc_score(labels, scores, sample_weight=weights), abs=1e-12
+    )
+    assert average_precision(scores, labels, weights) == pytest.approx(
+        average_precision_score(labels, scores, sample_weight=weights), abs=1e-12
+    )
+    assert area_under_roc(scores, np.ones(500), weights) == 1.0
+
+
+def test_wrong_settings_of_the_callback() -> None:
+    with pytest.raises(ValueError, match="frequency must not be negative"):
+        RayTrainReportCallback(frequency=-1)
+    with pytest.raises(TypeError, match="frequency must be an int"):
+        RayTrainReportCallback(frequency=1.5)  # type: ignore[arg-type]

@@ -1,0 +1,294 @@
+"""Training without a training function: right whatever the rows, their split and their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightgbm
+import numpy as np
+import pandas as pd
+import pytest
+import ray
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.metrics import log_loss
+
+from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
+from drawbar.train import Checkpoint, Result, RunConfig, ScalingConfig, ValidationConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
+
+
+def metrics_of(result: Result) -> dict[str, Any]:
+    assert result.metrics is not None
+    return result.metrics
+
+
+@pytest.fixture
+def declare(run_config: RunConfig, ray_cluster: None) -> Callable[..., Result]:
+    """`declare(params, train, validation=None, num_workers=2, **options)`; frames of pandas."""
+
+    def declare(
+        params: dict[str, Any],
+        train: pd.DataFrame,
+        validation: pd.DataFrame | None = None,
+        num_workers: int = 2,
+        **options: Any,
+    ) -> Result:
+        frames = {"train": train} if validation is None else {"train": train, "valid": validation}
+        defaults = {"label_column": "y", "num_boost_round": 15, "run_config": run_config}
+        return LightGBMTrainer(
+            params=params,
+            datasets={name: ray.data.from_pandas(frame) for name, frame in frames.items()},
+            scaling_config=ScalingConfig(num_workers=num_workers),
+            **{**defaults, **options},
+        ).fit()
+
+    return declare
+
+
+def booster_of(result: Result) -> lightgbm.Booster:
+    assert result.checkpoint is not None
+    return RayTrainReportCallback.get_model(result.checkpoint)
+
+
+def trees(booster: lightgbm.Booster) -> str:
+    return booster.model_to_string(num_iteration=-1).partition("\nparameters")[0]
+
+
+def frame(x: Any, y: Any, **columns: Any) -> pd.DataFrame:
+    return pd.DataFrame({f"f{i}": x[:, i] for i in range(x.shape[1])} | {"y": y, **columns})
+
+
+def alone(params: dict[str, Any], data: pd.DataFrame, rounds: int = 15) -> lightgbm.Booster:
+    features = data.drop(columns="y").astype(np.float32)
+    return lightgbm.train(
+        {**params, "verbosity": -1}, lightgbm.Dataset(features, data["y"]), rounds
+    )
+
+
+def test_squared_error_gives_the_trees_of_one_process(declare: Callable[..., Result]) -> None:
+    """On continuous features, and to the last bit: nothing is estimated where hessians are 1."""
+    x, y = load_diabetes(return_X_y=True)
+    data = frame(x.astype(np.float32), y)[:441]
+    params = {"objective": "regression", "num_leaves": 8}
+    result = declare(params, data, num_workers=3)
+    features = data.drop(columns="y")
+    expected = alone(params, data).predict(features)
+    assert booster_of(result).predict(features) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("objective", ["binary"])
+def test_held_out_loss_is_that_of_one_process(
+    declare: Callable[..., Result], objective: str
+) -> None:
+    x, y = load_breast_cancer(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(y))
+    data = frame(x[order], y[order])
+    train, test = data[:400], data[400:]
+    params = {"objective": objective, "metric": "binary_logloss", "num_leaves": 8}
+    result = declare(params, train, test, num_boost_round=30)
+    expected = alone(params, train, 30).predict(test.drop(columns="y"))
+    assert metrics_of(result)["valid-binary_logloss"] == pytest.approx(
+        log_loss(test["y"], expected), abs=0.02
+    )
+    predicted = booster_of(result).predict(test.drop(columns="y"))
+    assert metrics_of(result)["valid-binary_logloss"] == pytest.approx(
+        log_loss(test["y"], predicted)
+    )
+
+
+def test_the_model_does_not_depend_on_how_rows_are_split(
+    declare: Callable[..., Result], tmp_path: Any
+) -> None:
+    """Sorted by a continuous feature, or not: rank 0 has other values, and the trees are equal."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(3000, 5)).astype(np.float32)
+    y = (x[:, 0] + x[:, 1] ** 2 + random.normal(size=3000) > 1).astype(int)
+    data = frame(x, y)
+    params = {"objective": "binary", "max_bin": 63}
+    found = [
+        trees(
+            booster_of(
+                declare(
+                    params,
+                    rows,
+                    num_workers=workers,
+                    run_config=RunConfig(name=f"run-{number}", storage_path=tmp_path),
+                )
+            )
+        )
+        for number, (rows, workers) in enumerate([(data, 2), (data.sort_values("f0"), 2)])
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_category_that_one_rank_alone_has(declare: Callable[..., Result]) -> None:
+    """Sorted, so that each rank has seen other cities; strings, and NaN among them."""
+    random = np.random.default_rng(0)
+    cities = np.sort(random.choice(["Aachen", "Bonn", "Celle", "Dresden", "Essen"], 1000))
+    effect = pd.Series(cities).map({"Aachen": 0, "Bonn": 3, "Celle": 1, "Dresden": 4, "Essen": 2})
+    data = pd.DataFrame({"city": cities, "x": random.normal(size=1000)})
+    data["y"] = effect + data["x"] / 10
+    data.loc[::50, "city"] = None
+    params = {"min_data_in_leaf": 5, "min_data_per_group": 5, "cat_smooth": 1}
+    result = declare(params, data, categorical_features=["city"], num_boost_round=40)
+    booster = booster_of(result)
+    shuffled = data.sample(frac=1, random_state=0).dropna()
+    names = pd.Categorical(shuffled["city"], categories=sorted(set(cities)))
+    predicted = booster.predict(shuffled[["city", "x"]].assign(city=names))
+    assert predicted == pytest.approx(shuffled["y"], abs=0.5)
+
+
+@pytest.mark.parametrize("rows", [[0, 1], list(range(60))])
+def test_fewer_rows_than_workers(declare: Callable[..., Result], rows: list[int]) -> None:
+    x, y = load_breast_cancer(return_X_y=True)
+    few = frame(x, y).iloc[rows]
+    validation = frame(x, y).iloc[:2]
+    params = {"objective": "binary", "min_data_in_leaf": 1, "metric": ["auc", "binary_logloss"]}
+    result = declare(params, few, validation, num_workers=3, num_boost_round=3)
+    per_rank = result.metrics_dataframe.groupby("rank")["valid-binary_logloss"].apply(list)
+    assert per_rank[0][:3] == per_rank[1][:3] == per_rank[2][:3]
+    assert np.isfinite(per_rank[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("params", "rounds"),
+    [
+        ({"boosting": "dart", "drop_rate": 0.5}, 15),
+        ({"boosting": "rf", "bagging_freq": 1, "bagging_fraction": 0.7}, 15),
+        ({"tree_learner": "voting", "top_k": 5}, 15),
+    ],
+)
+def test_other_boosters(
+    declare: Callable[..., Result], params: dict[str, Any], rounds: int
+) -> None:
+    x, y = load_breast_cancer(return_X_y=True)
+    data = frame(x, y)
+    result = declare({"objective": "binary", **params}, data, data, num_boost_round=rounds)
+    assert metrics_of(result)["valid-binary_logloss"] < 0.45
+    predicted = booster_of(result).predict(data.drop(columns="y"))
+    assert log_loss(y, predicted) == pytest.approx(
+        metrics_of(result)["valid-binary_logloss"], abs=1e-6
+    )
+
+
+def test_many_classes_weights_missing_values_and_margins(declare: Callable[..., Result]) -> None:
+    x, y = load_digits(n_class=3, return_X_y=True)
+    x[::7, 20] = np.nan
+    weight = np.where(y == 2, 1.0, 0.5)
+    margins = {f"m{k}": np.full(len(y), float(k == 1)) for k in range(3)}
+    data = frame(x, y, weight=weight, **margins)
+    params = {"objective": "multiclass", "num_class": 3, "metric": "multi_logloss"}
+    result = declare(
+        params,
+        data,
+        data,
+        weight_column="weight",
+        base_margin_column=list(margins),
+        num_boost_round=5,
+    )
+    booster = booster_of(result)
+    raw = booster.predict(x.astype(np.float32), raw_score=True) + np.eye(3)[1]
+    predicted = np.exp(raw) / np.exp(raw).sum(axis=1, keepdims=True)
+    assert (predicted.argmax(axis=1) == y).mean() > 0.9
+    assert metrics_of(result)["valid-multi_logloss"] == pytest.approx(
+        log_loss(y, predicted, sample_weight=weight), rel=1e-5
+    )
+
+
+def test_ranking_keeps_groups_whole(declare: Callable[..., Result], ndcg_at_3: Any) -> None:
+    """Groups in any order of rows; NDCG is that of one process on the same trees."""
+    random = np.random.default_rng(0)
+    query = np.sort(random.integers(0, 40, 600))
+    x = random.normal(size=(600, 4)).astype(np.float32)
+    data = frame(x, random.integers(0, 4, 600), query=query)
+    params = {"objective": "lambdarank", "metric": "ndcg", "ndcg_eval_at": [3]}
+    shuffled = data.sample(frac=1, random_state=0)
+    result = declare(params, shuffled, data, num_workers=3, group_column="query")
+    _, sizes = np.unique(query, return_counts=True)
+    scores = booster_of(result).predict(x, raw_score=True)
+    assert metrics_of(result)["valid-ndcg@3"] == pytest.approx(
+        ndcg_at_3(scores, x, data["y"], sizes), abs=1e-9
+    )
+
+
+def logistic(predicted: Any, data: Any) -> tuple[Any, Any]:
+    probability = 1 / (1 + np.exp(-predicted))
+    return probability - data.get_label(), probability * (1 - probability)
+
+
+def wrong(predicted: Any, data: Any) -> tuple[str, float, bool]:
+    return "wrong", float(np.mean((predicted > 0) != data.get_label())), False
+
+
+def test_custom_objective_and_metric(declare: Callable[..., Result]) -> None:
+    x, y = load_breast_cancer(return_X_y=True)
+    data = frame(x, y)
+    result = declare({"objective": logistic, "metric": "None"}, data, data[:301], feval=wrong)
+    scores = np.asarray(booster_of(result).predict(x[:301].astype(np.float32), raw_score=True))
+    assert metrics_of(result)["valid-wrong"] == pytest.approx(np.mean((scores > 0) != y[:301]))
+    assert metrics_of(result)["valid-wrong"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_column": "z"}, "label_column is 'z'"),
+        ({"datasets": {}}, 'must have "train"'),
+        ({"params": {"machines": "a:1"}}, "network is Drawbar's"),
+        ({"params": {"n_estimators": 3}}, "num_boost_round instead"),
+        ({"params": {"tree_learner": "feature"}}, "'data' or 'voting'"),
+        ({"early_stopping_rounds": 2}, "needs a dataset to evaluate"),
+        ({"train_loop_per_worker": print}, "says itself what is trained"),
+        ({"label_column": None}, "give a training function"),
+        ({"num_boost_round": 0}, "at least 1"),
+        ({"lightgbm_config": 3}, "must be a LightGBMConfig"),
+    ],
+)
+def test_bad_input_fails_in_the_driver(
+    ray_cluster: None, options: dict[str, Any], message: str
+) -> None:
+    data = ray.data.from_pandas(pd.DataFrame({"x": [0.0, 1.0], "y": [0, 1]}))
+    defaults = {"params": {}, "label_column": "y", "datasets": {"train": data}}
+    with pytest.raises((TypeError, ValueError), match=message):
+        LightGBMTrainer(**{**defaults, **options})
+
+
+def test_a_label_out_of_range(declare: Callable[..., Result]) -> None:
+    data = pd.DataFrame({"x": np.arange(20.0), "y": np.arange(20) % 4})
+    with pytest.raises(Exception, match=r"num_class 3 takes labels that are whole numbers"):
+        declare({"objective": "multiclass", "num_class": 3}, data)
+
+
+def test_more_threads_than_cpus_are_a_warning(ray_cluster: None) -> None:
+    data = ray.data.from_pandas(pd.DataFrame({"x": [0.0, 1.0], "y": [0, 1]}))
+    workers = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
+    with pytest.warns(UserWarning, match=r"params\['num_threads'\] is 8"):
+        LightGBMTrainer(
+            params={"nthread": 8},
+            label_column="y",
+            datasets={"train": data},
+            scaling_config=workers,
+        )
+
+
+def test_checkpoints_load_with_the_librarys_own_loader(declare: Callable[..., Result]) -> None:
+    data = pd.DataFrame({"x": np.arange(100.0), "y": np.arange(100.0)})
+    result = declare({}, data, num_workers=1, num_boost_round=3)
+    path = Checkpoint(result.checkpoint.path).path if result.checkpoint else ""
+    assert lightgbm.Booster(model_file=f"{path}/model.txt").num_trees() == 3
+
+
+def test_checkpoints_are_validated(declare: Callable[..., Result], binary: Any) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, int]:
+        return {"trees": RayTrainReportCallback.get_model(checkpoint).num_trees()}
+
+    result = declare(
+        {"objective": "binary", "verbosity": -1},
+        frame(*binary),
+        num_workers=0,
+        callbacks=[RayTrainReportCallback(frequency=10, validation=True)],
+        validation_config=ValidationConfig(validate),
+    )
+    assert [metrics["trees"] for _, metrics in result.best_checkpoints] == [10, 15]

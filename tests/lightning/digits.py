@@ -1,0 +1,151 @@
+"""scikit-learn's digits, a small Lightning module, and runs that train it on a group of workers.
+
+Nothing is random but the first weights and the order of the data, and both follow from a seed. The
+batches of all ranks together are the same on any number of workers. So any two runs have the same
+losses, whatever their strategy, if they have the right weights, optimizer state and data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from drawbar.lightning import (
+    JournalLogger,
+    RayDDPStrategy,
+    RayModelParallelStrategy,
+    prepare_trainer,
+)
+from drawbar.torch import TorchTrainer
+from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
+
+SAMPLES = 240
+BATCH = 24  # of all ranks together
+STEPS = SAMPLES // BATCH  # per epoch
+ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def digits(count: int) -> Dataset[Any]:
+    """Images, labels, and the number of each image."""
+    images, labels = load_digits(return_X_y=True)
+    x = torch.from_numpy(images[:count].astype("float32") / 16)
+    return TensorDataset(x, torch.from_numpy(labels[:count]), torch.arange(count))
+
+
+def make_module(pl: Any, die_at: int | None = None) -> Any:
+    """Make a module of `lightning.pytorch` or `pytorch_lightning`.
+
+    Before the step `die_at`, rank 1 of the first attempt is killed.
+    """
+
+    class Digits(pl.LightningModule):  # type: ignore[misc]  # one of two packages
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+            self.seen = list[int]()
+
+        def configure_model(self) -> None:
+            if isinstance(self.trainer.strategy, RayModelParallelStrategy):
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            x, y, ids = batch
+            context = get_context()
+            if (self.global_step, context.get_world_rank(), context.get_attempt()) == (
+                die_at,
+                1,
+                0,
+            ):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.seen += ids.tolist()
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            x, y, _ = batch
+            self.log("val_loss", nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(digits(SAMPLES), BATCH // self.trainer.world_size, shuffle=True)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(digits(60), 10)
+
+    return Digits()
+
+
+def fit(
+    folder: Path,
+    callbacks: Callable[[Any], list[Any]],
+    *,
+    run: str = "run",
+    num_workers: int = 2,
+    package: str = "lightning",
+    strategy: Callable[[], Any] = RayDDPStrategy,
+    die_at: int | None = None,
+    fit_options: dict[str, Any] | None = None,
+    after: Callable[[Any, Any], Any] = lambda trainer, module: module.seen,
+    **options: Any,
+) -> Result:
+    """Train in a run.
+
+    Args:
+        callbacks: Makes the Trainer's callbacks from a package.
+        after: Makes what a rank returns from its Trainer and its module.
+        options: Of the Trainer.
+    """
+
+    def function() -> Any:
+        pl: Any = importlib.import_module(ROOTS[package])
+        pl.seed_everything(1, verbose=False)
+        trainer = prepare_trainer(
+            pl.Trainer(
+                accelerator="cpu",
+                strategy=strategy(),
+                callbacks=callbacks(pl),
+                logger=JournalLogger(),
+                log_every_n_steps=1,
+                num_sanity_val_steps=0,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                **{"max_epochs": 3, **options},
+            )
+        )
+        module = make_module(pl, die_at)
+        trainer.fit(module, **(fit_options or {}))
+        return after(trainer, module)
+
+    failures = FailureConfig(max_failures=0 if die_at is None else 1)
+    return TorchTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=num_workers),
+        run_config=RunConfig(name=run, storage_path=folder, failure_config=failures),
+    ).fit()
+
+
+def losses(result: Result) -> dict[int, float]:
+    """The loss of each step in a run's history: as logged, or as reported with a checkpoint.
+
+    Lightning logs a step after it has saved in it, so that a run that goes on from there has that
+    step in the checkpoint's report alone, with the number of the next.
+    """
+    manifests = [checkpoint.manifest for checkpoint, _ in result.best_checkpoints]
+    saved = {each.index: each.metrics for each in manifests if each is not None}
+    rows = result.metrics_dataframe.query("rank == 0").dropna(subset="loss")
+    logged = rows[~rows["index"].isin(saved)]
+    found = {int(each["step"]) - 1: each["loss"] for each in saved.values()}
+    return found | dict(zip(logged["step"].astype(int), logged["loss"], strict=True))

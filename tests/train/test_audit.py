@@ -1,0 +1,86 @@
+"""`check_run` passes what Drawbar wrote and names what is wrong with anything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar import train
+from drawbar.train import CheckpointConfig, FailureConfig, RunConfig
+from drawbar.train.testing import check_run, run_in_threads
+
+Line = dict[str, Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two ranks that failed once, after the second of its three checkpoints."""
+
+    def function() -> None:
+        context, checkpoint = train.get_context(), train.get_checkpoint()
+        for step in range(2 if checkpoint else 0, 3):
+            with train.checkpoint_dir() as path:
+                (path / f"rank_{context.get_world_rank()}").write_text(str(step))
+                train.report({"step": step}, checkpoint=path)
+            if step == 1:
+                train.report({"extra": True})
+                raise ValueError("once")
+
+    config = RunConfig(
+        name="run",
+        storage_path=tmp_path,
+        failure_config=FailureConfig(max_failures=1),
+        checkpoint_config=CheckpointConfig(num_to_keep=2),
+    )
+    run_in_threads(function, run_config=config)
+    return tmp_path / "run"
+
+
+def test_a_run_that_failed_and_went_on_is_whole(run: Path) -> None:
+    check_run(run)
+
+
+def edit(run: Path, change: Callable[[list[Line]], list[Line]]) -> None:
+    journal = run / "journal.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in change(lines)))
+
+
+def times(count: int, event: str, **found: Any) -> Callable[[list[Line]], list[Line]]:
+    """Have the events that match stand there so many times."""
+
+    def matches(line: Line) -> bool:
+        return all(line.get(key) == value for key, value in {"event": event, **found}.items())
+
+    return lambda lines: [
+        each for line in lines for each in [line] * (count if matches(line) else 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (times(0, "report", rank=1, index=0), r"checkpoint 0 came before the reports of \[1\]"),
+        (times(2, "report", rank=0, index=1), "report 1 of rank 0 in attempt 0 stands where"),
+        (times(0, "attempt_started", attempt=1), "in attempt 1 stands where"),
+        (times(2, "attempt_started", attempt=1), "attempt 1 follows 1"),
+        (times(2, "checkpoint", index=1), "checkpoint 1 follows 1"),
+        (times(0, "checkpoint_deleted"), "a committed checkpoint is lost: there is no checkpoint"),
+    ],
+)
+def test_what_a_journal_cannot_have_is_told(
+    run: Path, change: Callable[[list[Line]], list[Line]], told: str
+) -> None:
+    edit(run, change)
+    with pytest.raises(AssertionError, match=told):
+        check_run(run)
+
+
+def test_a_changed_checkpoint_is_told(run: Path) -> None:
+    (run / "checkpoint_000002" / "rank_1").write_text("9")
+    with pytest.raises(AssertionError, match=r"a committed checkpoint is lost: .* was altered"):
+        check_run(run)

@@ -1,0 +1,36 @@
+"""Workers, nodes and drivers killed at random: nothing that was committed is ever lost.
+
+`make bench` does the same with a hundred kills.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from benchmarks._chaos import draw
+
+KILLS = 10
+
+
+def test_nothing_is_lost_whatever_is_killed(pytestconfig: pytest.Config) -> None:
+    seed = pytestconfig.getoption("--chaos-seed")
+    command = [sys.executable, "-m", "benchmarks._chaos", f"--kills={KILLS}", f"--seed={seed}"]
+    ended = subprocess.run(
+        command,
+        cwd=pytestconfig.rootpath,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert ended.returncode == 0, (
+        f"pytest tests/train/test_chaos.py --chaos-seed={seed}\n{ended.stdout}"
+    )
+
+
+def test_a_seed_stands_for_its_kills() -> None:
+    assert draw(7, 30) == draw(7, 30) != draw(8, 30)
+    victims = [kill.victim for kill in draw(7, 30)]
+    for ten in (victims[:10], victims[10:20], victims[20:]):
+        assert sorted(ten) == ["driver"] * 2 + ["node"] * 2 + ["worker"] * 6

@@ -1,0 +1,68 @@
+"""Several drivers start on one run directory at once: one gets it, and nothing is damaged."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import cloudpickle
+import pytest
+
+from drawbar import train
+from drawbar.train import DataParallelTrainer, Result, RunConfig, ScalingConfig
+from drawbar.train._journal import JournalLockedError
+from drawbar.train.testing import check_run
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers, Pipe
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # drivers cannot import the tests
+
+DRIVERS = 4
+
+
+def fit(storage: Path, pipe: Pipe | None = None, others_gave_up: Path | None = None) -> Result:
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            train.report({}, checkpoint=path)
+        if pipe is not None and others_gave_up is not None:
+            pipe.say("got it")
+            with others_gave_up.open():
+                pass  # a FIFO opens when its other end is there
+
+    run_config = RunConfig(name="run", storage_path=storage)
+    local = ScalingConfig(num_workers=0)
+    return DataParallelTrainer(function, scaling_config=local, run_config=run_config).fit()
+
+
+@pytest.mark.parametrize("before", ["nothing", "a run", "a damaged run"])
+def test_exactly_one_gets_it(tmp_path: Path, drivers: Drivers, pipe: Pipe, before: str) -> None:
+    others_gave_up = tmp_path / "others_gave_up"
+    os.mkfifo(others_gave_up)
+    if before != "nothing":
+        fit(tmp_path)
+    if before == "a damaged run":
+        journal = tmp_path / "run" / "journal.jsonl"
+        journal.write_bytes(b"garbage\n" * 1000 + journal.read_bytes())
+
+    def main() -> None:
+        try:
+            fit(tmp_path, pipe, others_gave_up)
+        except JournalLockedError:
+            pipe.say("gave up")
+
+    with ExitStack() as stack:
+        started = [stack.enter_context(drivers(main)) for _ in range(DRIVERS)]
+        said = sorted(" ".join(pipe.hear()) for _ in started)
+        assert said == ["gave up"] * (DRIVERS - 1) + ["got it"]
+        others_gave_up.write_text("")
+        for driver in started:
+            _, err = driver.communicate()
+            assert driver.returncode == 0, err
+    check_run(tmp_path / "run")
+    runs = 1 if before == "nothing" else 2
+    assert len(Result.from_path(tmp_path / "run").timeline.attempts) == runs

@@ -1,0 +1,666 @@
+"""Checkpoints are validated beside the training, and what comes of it is theirs, whatever dies."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import cloudpickle
+import pytest
+
+from drawbar import train
+from drawbar.train import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointConsistencyMode,
+    CheckpointUploadMode,
+    DataParallelTrainer,
+    FailureConfig,
+    InsufficientResourcesError,
+    ReportedCheckpointStatus,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    UserAbort,
+    ValidationConfig,
+    ValidationTaskConfig,
+    WorkerGroupError,
+)
+from drawbar.train._journal import CheckpointValidated, replay
+from drawbar.train._validation import Validation, asked_for
+from drawbar.train.testing import run_in_threads
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers, Pipe
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+COMMITTED = CheckpointConsistencyMode.COMMITTED
+PENDING = "PENDING_VALIDATION"
+
+
+def fit(
+    function: Callable[[], Any],
+    folder: Path,
+    validation_config: ValidationConfig | None,
+    num_workers: int = 0,
+    **run_config: Any,
+) -> Result:
+    return DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=num_workers),
+        run_config=RunConfig(name="run", storage_path=folder, **run_config),
+        validation_config=validation_config,
+    ).fit()
+
+
+def save(number: int, validation: Any = True, **options: Any) -> None:
+    with train.checkpoint_dir() as path:
+        (path / "number").write_text(str(number))
+        train.report({"number": number}, checkpoint=path, validation=validation, **options)
+
+
+def save_with(*fn_kwargs: dict[str, Any]) -> Callable[[], list[str]]:
+    """Make a function that saves once for each of these, and gives what came of them."""
+
+    def function() -> list[str]:
+        for number, each in enumerate(fn_kwargs):
+            save(number, ValidationTaskConfig(each))
+        return statuses()
+
+    return function
+
+
+def statuses(*arguments: Any) -> list[str]:
+    return [each.status.name for each in train.get_all_reported_checkpoints(*arguments)]
+
+
+def number_in(checkpoint: Checkpoint) -> int:
+    return int((Path(checkpoint) / "number").read_text())
+
+
+def squared(checkpoint: Checkpoint, plus: float = 0) -> dict[str, Any]:
+    return {"square": number_in(checkpoint) ** 2 + plus}
+
+
+def wait_for_ever() -> NoReturn:
+    while True:
+        threading.Event().wait(0.01)
+
+
+def manifests(folder: Path) -> list[train.Manifest]:
+    found = [each.manifest for each, _ in Result.from_path(folder / "run").best_checkpoints]
+    return [each for each in found if each is not None]
+
+
+class Gate:
+    """Holds up whoever waits for it, in any process, until another one opens it."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._path = path
+
+    def wait(self) -> None:
+        self._path.read_text()
+
+    def open(self) -> None:
+        self._path.write_text("")  # when somebody waits
+
+
+# -- what it is called with, and where its metrics go
+
+
+def test_the_metrics_of_a_validation_are_added_to_those_of_its_checkpoint(tmp_path: Path) -> None:
+    def function() -> list[Any]:
+        save(2, validation=False)
+        save(3)
+        save(4, ValidationTaskConfig({"plus": math.pi}))
+        return [each[1:] for each in train.get_all_reported_checkpoints()]
+
+    config = ValidationConfig(squared, ValidationTaskConfig({"plus": 1}, timeout_s=60))
+    result = fit(function, tmp_path, config)
+    metrics = [{"number": 2}, {"number": 3, "square": 10}, {"number": 4, "square": 16 + math.pi}]
+    status = ReportedCheckpointStatus
+    assert result.return_value == [
+        (metrics[0], status.COMMITTED),
+        (metrics[1], status.VALIDATED),
+        (metrics[2], status.VALIDATED),
+    ]
+    for found in (result, Result.from_path(tmp_path / "run")):
+        assert [each for _, each in found.best_checkpoints] == metrics
+        assert found.metrics == metrics[-1]
+        assert list(found.metrics_dataframe["square"].dropna()) == [10, 16 + math.pi]
+    events = replay(tmp_path / "run" / "journal.jsonl")
+    validated = [event for event in events if isinstance(event, CheckpointValidated)]
+    assert sorted(event.index for event in validated) == [1, 2]
+    assert [each.validation and each.validation.timeout_s for each in manifests(tmp_path)] == [
+        *(None, 60, 60)
+    ]
+    assert result.checkpoint is not None
+    result.checkpoint.verify()
+
+
+def test_a_metric_that_is_infinite_or_none_at_all_survives(tmp_path: Path) -> None:
+    metrics = {"a": {"nan": float("nan"), "b": [float("-inf")]}}
+    fit(lambda: save(1), tmp_path, ValidationConfig(lambda checkpoint: metrics))
+    (manifest,) = manifests(tmp_path)
+    assert math.isnan(manifest.metrics["a"]["nan"])
+    assert manifest.metrics["a"]["b"] == [float("-inf")]
+    assert manifest.validation is not None
+    assert manifest.validation.metrics["a"]["b"] == [float("-inf")]
+
+
+def test_the_lowest_rank_that_asks_decides(tmp_path: Path) -> None:
+    def function() -> list[str]:
+        rank = train.get_context().get_world_rank()
+        save(rank, ValidationTaskConfig({"plus": rank}) if rank else False)
+        return statuses()
+
+    config = RunConfig(name="run", storage_path=tmp_path)
+    result = run_in_threads(
+        function, num_workers=3, run_config=config, validation_config=ValidationConfig(squared)
+    )
+    assert result.return_values == [["VALIDATED"]] * 3
+    assert result.best_checkpoints[0][1]["square"] == 1
+
+
+def test_a_record_that_was_copied_with_a_directory_is_not_taken_for_its_own(tmp_path: Path) -> None:
+    def function() -> None:
+        save(3)
+        train.get_all_reported_checkpoints()
+        newest = train.get_checkpoint()
+        assert newest is not None
+        copy = Path(newest).with_name("copy")
+        shutil.copytree(newest, copy, ignore=shutil.ignore_patterns(".drawbar.json"))
+        (copy / "number").write_text("4")
+        mode = CheckpointUploadMode.NO_UPLOAD
+        train.report({}, copy, checkpoint_upload_mode=mode, validation=True)
+
+    result = fit(function, tmp_path, ValidationConfig(squared))
+    assert [metrics["square"] for _, metrics in result.best_checkpoints] == [9, 16]
+
+
+def test_the_best_is_known_by_its_validation_alone(tmp_path: Path) -> None:
+    config = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="square")
+
+    def function() -> list[str]:
+        for number in (1, 3, 2):
+            save(number)
+            train.get_all_reported_checkpoints()
+        return [Path(each.checkpoint).name for each in train.get_all_reported_checkpoints()]
+
+    result = fit(function, tmp_path, ValidationConfig(squared), checkpoint_config=config)
+    assert result.return_value == ["checkpoint_000001", "checkpoint_000002"]
+    assert result.best_checkpoints[-1][1] == {"number": 3, "square": 9}
+
+
+# -- beside the training
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_validations_run_beside_the_training_two_at_a_time(tmp_path: Path, pipe: Pipe) -> None:
+    """In processes of their own; none of their checkpoints is deleted meanwhile."""
+    gates = [Gate(tmp_path / f"gate_{number}") for number in range(4)]
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        number = number_in(checkpoint)
+        pipe.say("begins", number)
+        gates[number].wait()
+        pipe.say("ends", number)
+        return {"accuracy": [0.1, 0.9, 0.5, 0.2][number], "pid": os.getpid()}
+
+    def function() -> tuple[list[str], list[str], int]:
+        for number in range(4):
+            save(number)
+        before = statuses(COMMITTED)
+        train.collective.barrier()
+        if train.get_context().get_world_rank() == 0:
+            for number in (1, 0, 2, 3):  # the first has not ended when the second runs
+                gates[number].open()
+        return before, statuses(), os.getpid()
+
+    config = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="accuracy")
+    result = fit(function, tmp_path, ValidationConfig(validate), 2, checkpoint_config=config)
+    assert [value[:2] for value in result.return_values] == [
+        ([PENDING] * 4, ["VALIDATED"] * 2)  # the best and the newest
+    ] * 2
+    assert [metrics["number"] for _, metrics in result.best_checkpoints] == [3, 1]
+    pids = {metrics["pid"] for _, metrics in result.best_checkpoints}
+    assert not pids & {os.getpid(), *(value[2] for value in result.return_values)}
+    said = [pipe.hear() for _ in range(8)]
+    running = [
+        sum((word == "begins") - (word == "ends") for word, _ in said[: i + 1]) for i in range(8)
+    ]
+    assert max(running) == 2
+
+
+def test_the_oldest_is_validated_first(tmp_path: Path, pipe: Pipe) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        pipe.say(number_in(checkpoint))
+        return {}
+
+    fit(save_with(*[{}] * 5), tmp_path, ValidationConfig(validate, max_in_flight=1))
+    assert [pipe.hear() for _ in range(5)] == [list(number) for number in "01234"]
+
+
+def test_who_does_not_wait_for_a_validation_is_told_that_it_is_pending(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        gate.wait()
+        return {}
+
+    def function() -> list[list[str]]:
+        save(1, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+        found = [statuses(COMMITTED), statuses(CheckpointConsistencyMode.VALIDATED, 0.01)]
+        gate.open()
+        return [*found, statuses()]
+
+    result = fit(function, tmp_path, ValidationConfig(validate))
+    assert result.return_value == [[PENDING], [PENDING], ["VALIDATED"]]
+
+
+def test_a_rank_that_waits_for_a_long_validation_does_not_hang(tmp_path: Path) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        threading.Event().wait(1.5)  # longer than ranks may stand still
+        return {}
+
+    failures = FailureConfig(hang_timeout=1)
+    config = ValidationConfig(validate)
+    result = fit(save_with({}), tmp_path, config, failure_config=failures)
+    assert result.return_value == ["VALIDATED"]
+
+
+# -- failures
+
+
+@pytest.fixture(scope="module")
+def failed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, str]:
+    """A run whose validations fail in every way; gives what stood on the driver's console too."""
+    folder = tmp_path_factory.mktemp("failed")
+
+    def validate(checkpoint: Checkpoint, how: str) -> Any:
+        match how:
+            case "raises":
+                raise ValueError("no such label")
+            case "exits":
+                sys.exit(3)
+            case "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "dies once" if not (folder / "died").exists():
+                (folder / "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "never ends":
+                (folder / "pid").write_text(str(os.getpid()))
+                wait_for_ever()
+            case "gives a list":
+                return [1]
+        return {"right": True}
+
+    ways = ["raises", "exits", "dies", "dies once", "never ends", "gives a list", "wrong argument"]
+    kwargs = [{"how": each} for each in ways[:-1]] + [{"why": 1}]
+
+    def function() -> list[str]:
+        for number, each in enumerate(kwargs):
+            timeout = 1 if each == {"how": "never ends"} else None
+            save(number, ValidationTaskConfig(each, timeout))
+        return statuses()
+
+    config = ValidationConfig(validate, ray_remote_kwargs={"max_retries": 1}, max_in_flight=7)
+    with pytest.MonkeyPatch.context() as patch, open(folder / "console", "w+") as console:
+        patch.setattr(sys, "stderr", console)
+        result = fit(function, folder, config, 1)
+        console.seek(0)
+        return result, console.read()
+
+
+def test_a_validation_that_fails_does_not_fail_the_run(failed: tuple[Result, str]) -> None:
+    lost = "VALIDATION_FAILED"
+    assert failed[0].return_value == [
+        *(lost, lost, lost, "VALIDATED", "VALIDATION_TIMEOUT", lost, lost)
+    ]
+
+
+def test_why_a_validation_failed_is_kept_and_told(failed: tuple[Result, str]) -> None:
+    result, console = failed
+    found = manifests(Path(result.path).parent)
+    errors = [each.validation.error for each in found if each.validation]
+    assert errors[0].startswith(f"ValueError: no such label ({__file__}:")
+    assert errors[1].startswith(f"SystemExit: 3 ({__file__}:")
+    assert errors[2].startswith("WorkerCrashedError: ")
+    assert errors[4] == "it took longer than timeout_s=1"
+    assert errors[5].startswith("TypeError: the validation function must return a dict, found [1]")
+    assert errors[6].startswith("TypeError: ")
+    assert "unexpected keyword argument 'why'" in errors[6]
+    for manifest, error in zip(found, errors, strict=True):
+        said = f"the validation of {manifest.name} failed, the training goes on: {error}"
+        assert (said in console) == bool(error)
+
+
+def test_a_validation_whose_time_is_over_is_ended(
+    failed: tuple[Result, str], wait_until_gone: Callable[..., None]
+) -> None:
+    wait_until_gone([int(Path(failed[0].path).with_name("pid").read_text())])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(("retries", "status"), [(1, "VALIDATED"), (0, "VALIDATION_FAILED")])
+def test_an_exception_is_tried_again_if_ray_is_told_so(
+    tmp_path: Path, retries: int, status: str
+) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        if not (tmp_path / "tried").exists():
+            (tmp_path / "tried").touch()
+            raise OSError("the disk is asleep")
+        return {}
+
+    options = {"retry_exceptions": [OSError], "max_retries": retries}
+    config = ValidationConfig(validate, ray_remote_kwargs=options)
+    assert fit(save_with({}), tmp_path, config, 1).return_value == [status]
+    (manifest,) = manifests(tmp_path)
+    assert manifest.validation is not None
+    assert manifest.validation.error == ("" if retries else "OSError: the disk is asleep")
+
+
+def test_a_thread_is_given_up_when_its_time_is_over(tmp_path: Path) -> None:
+    def validate(checkpoint: Checkpoint) -> NoReturn:
+        wait_for_ever()
+
+    config = ValidationConfig(validate, ValidationTaskConfig(timeout_s=0.1))
+    assert fit(save_with({}), tmp_path, config).return_value == ["VALIDATION_TIMEOUT"]
+
+
+def test_a_result_that_cannot_be_written_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        shutil.rmtree(checkpoint)
+        return {"square": 1}
+
+    assert fit(save_with({}), tmp_path, ValidationConfig(validate)).return_value == ["VALIDATED"]
+    assert "the validation of checkpoint_000000 is not kept: " in capsys.readouterr().err
+
+
+# -- the end of a run, and the next one
+
+
+def kept(folder: Path) -> list[tuple[str, int | None]]:
+    return [(each.status.name, each.metrics.get("square")) for each in manifests(folder)]
+
+
+def assert_resumes(folder: Path) -> None:
+    """The validation was left pending; the resumed run starts it, and the function does nothing."""
+    assert kept(folder) == [(PENDING, None)]
+    result = fit(lambda: None, folder, ValidationConfig(squared))
+    assert kept(folder) == [("VALIDATED", 9)]
+    assert result.metrics == {"number": 3, "square": 9}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_that_fails_ends_what_runs_and_leaves_it_to_the_next(
+    tmp_path: Path,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gate = Gate(tmp_path / "gate")
+
+    def validate(checkpoint: Checkpoint) -> NoReturn:
+        pipe.say(os.getpid())
+        gate.open()
+        wait_for_ever()
+
+    def function() -> None:
+        save(3)
+        gate.wait()
+        raise ValueError("boom")
+
+    with pytest.raises(WorkerGroupError, match="boom"):
+        fit(function, tmp_path, ValidationConfig(validate), num_workers=1)
+    wait_until_gone([int(*pipe.hear())])
+    assert "the validation of checkpoint_000000 has not ended; it starts" in capsys.readouterr().err
+    assert_resumes(tmp_path)
+
+
+def test_a_restart_of_the_workers_does_not_touch_it(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        gate.wait()
+        return squared(checkpoint)
+
+    def function() -> list[str]:
+        if train.get_context().get_attempt() == 0:
+            save(3)
+            raise ValueError("boom")
+        found = statuses(COMMITTED)
+        gate.open()
+        return [*found, *statuses()]
+
+    failures = FailureConfig(max_failures=1)
+    result = fit(function, tmp_path, ValidationConfig(validate), failure_config=failures)
+    assert result.return_value == [PENDING, "VALIDATED"]
+
+
+def interrupted(folder: Path, pipe: Pipe, num_workers: int = 0) -> Callable[[], None]:
+    """Make a main program that waits for a validation when its function has returned."""
+
+    def validate(checkpoint: Checkpoint) -> NoReturn:
+        pipe.say(os.getpid())
+        wait_for_ever()
+
+    def main() -> None:
+        try:
+            fit(lambda: save(3), folder, ValidationConfig(validate), num_workers)
+        except UserAbort:
+            sys.exit(3)
+
+    return main
+
+
+def test_the_end_of_a_run_waits_and_says_what_for(
+    tmp_path: Path, drivers: Drivers, pipe: Pipe
+) -> None:
+    with drivers(interrupted(tmp_path, pipe)) as driver:
+        assert driver.stderr is not None
+        for line in driver.stderr:
+            if "waiting for validations: checkpoint_000000 (runs)" in line:
+                break
+        driver.send_signal(signal.SIGINT)
+        _, err = driver.communicate(timeout=20)
+    assert driver.returncode == 3, err
+    assert "Traceback" not in err
+    assert_resumes(tmp_path)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_killed_driver_leaves_it_to_the_next(
+    tmp_path: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+    num_workers: int,
+) -> None:
+    with drivers(interrupted(tmp_path, pipe, num_workers)) as driver:
+        pid = int(*pipe.hear())
+        driver.kill()
+        driver.wait()
+        wait_until_gone([pid])
+    assert_resumes(tmp_path)
+
+
+def test_without_a_validation_config_it_stays_pending(
+    tmp_path: Path, drivers: Drivers, pipe: Pipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with drivers(interrupted(tmp_path, pipe)) as driver:
+        pipe.hear()
+        driver.kill()
+        driver.wait()
+    assert fit(lambda: statuses(), tmp_path, None).return_value == [PENDING]
+    assert "stays pending of checkpoint_000000, which is" in capsys.readouterr().err
+    assert_resumes(tmp_path)
+
+
+# -- what is refused
+
+
+def no_argument() -> dict[str, Any]:
+    return {}
+
+
+async def coroutine(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: ValidationConfig(None), "the validation function must be callable, found None"),  # type: ignore[arg-type]
+        (lambda: ValidationConfig(coroutine), "coroutine is an async or a generator function"),  # type: ignore[arg-type]
+        (lambda: ValidationConfig(no_argument), "takes () -> 'dict[str, Any]' and would be called"),  # type: ignore[arg-type]
+        (
+            lambda: ValidationConfig(squared, ValidationTaskConfig({"minus": 1})),
+            "takes (checkpoint: 'Checkpoint', plus: 'float' = 0) -> 'dict[str, Any]' and would be "
+            "called with checkpoint, minus: got an unexpected keyword argument 'minus'",
+        ),
+        (
+            lambda: ValidationConfig(squared, {"plus": 1}),  # type: ignore[arg-type]
+            "ValidationConfig.task_config must be ValidationTaskConfig, found {'plus': 1}",
+        ),
+        (
+            lambda: ValidationConfig(squared, ray_remote_kwargs={"num_gpu": 1}),
+            "ValidationConfig.ray_remote_kwargs={'num_gpu': 1}: Invalid option keyword num_gpu",
+        ),
+        (
+            lambda: ValidationConfig(squared, ray_remote_kwargs={"num_returns": 2}),
+            "ValidationConfig.ray_remote_kwargs must leave num_returns out",
+        ),
+        (
+            lambda: ValidationConfig(squared, max_in_flight=0),
+            "ValidationConfig.max_in_flight must be at least 1, found 0",
+        ),
+        (
+            lambda: ValidationTaskConfig({"a": object()}),
+            "ValidationTaskConfig.fn_kwargs must be JSON-able",
+        ),
+        (
+            lambda: ValidationTaskConfig({"a": float("nan")}),
+            "ValidationTaskConfig.fn_kwargs must be JSON-able",
+        ),
+        (
+            lambda: ValidationTaskConfig([1]),  # type: ignore[arg-type]
+            "ValidationTaskConfig.fn_kwargs must be Mapping, found [1]",
+        ),
+        (
+            lambda: ValidationTaskConfig({1: 1}),  # type: ignore[dict-item]
+            "ValidationTaskConfig.fn_kwargs: a key must be str, found 1",
+        ),
+        (lambda: ValidationTaskConfig(timeout_s=0), "timeout_s must be positive and finite"),
+        (lambda: ValidationTaskConfig(timeout_s=math.inf), "timeout_s must be positive and finite"),
+        (
+            lambda: ValidationTaskConfig(timeout_s="1"),  # type: ignore[arg-type]
+            "ValidationTaskConfig.timeout_s must be seconds or None, found '1' (str)",
+        ),
+        (
+            lambda: DataParallelTrainer(save_with(), validation_config=squared),  # type: ignore[arg-type]
+            "validation_config must be a ValidationConfig, found <function squared",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_told_where_it_is_made(make: Callable[[], Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        make()
+    assert error in str(raised.value)
+
+
+def test_arguments_come_back_as_json_has_them() -> None:
+    assert ValidationTaskConfig({"size": (2, 3)}).fn_kwargs == {"size": [2, 3]}
+    assert ValidationTaskConfig().fn_kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("validation", "expected"),
+    [
+        (False, None),
+        (True, ({"a": 1, "b": 2}, 60)),
+        (ValidationTaskConfig(), ({"a": 1, "b": 2}, 60)),
+        (ValidationTaskConfig({"b": 3}), ({"a": 1, "b": 3}, 60)),
+        (ValidationTaskConfig({"c": 4}, timeout_s=5), ({"a": 1, "b": 2, "c": 4}, 5)),
+    ],
+)
+def test_what_a_report_asks_for(validation: Any, expected: Any) -> None:
+    defaults = Validation(fn_kwargs={"a": 1, "b": 2}, timeout_s=60)
+    found = asked_for(validation, defaults, has_checkpoint=True)
+    assert (found and (found.fn_kwargs, found.timeout_s)) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "error"),
+    [
+        (
+            {"validation": True},
+            ValidationConfig(squared),
+            "ValueError: report(validation=...) needs a",
+        ),
+        (
+            {"validation": True, "checkpoint": "."},
+            None,
+            "ValueError: report(validation=...) needs the",
+        ),
+        (
+            {"validation": "yes", "checkpoint": "."},
+            ValidationConfig(squared),
+            "TypeError: report(validation=...) takes True, False or a Validation",
+        ),
+    ],
+)
+def test_a_wrong_report_is_told_at_the_users_line(
+    tmp_path: Path, arguments: dict[str, Any], config: ValidationConfig | None, error: str
+) -> None:
+    def function() -> None:
+        train.report({}, **arguments)
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, tmp_path, config)
+    assert str(raised.value).startswith(f"rank 0: {error}")
+    assert f"{__file__}:" in raised.value.failures[0].where
+
+
+def test_a_mode_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkerGroupError, match="consistency_mode must be a CheckpointConsistency"):
+        fit(lambda: statuses("VALIDATED"), tmp_path, None)
+
+
+def test_a_function_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {"lock": lock}
+
+    with pytest.raises(TypeError, match=r"validation_config.fn cannot be sent(.|\n)*\.lock"):
+        fit(save_with({}), tmp_path, ValidationConfig(validate))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_resources_that_no_node_has_are_refused(tmp_path: Path) -> None:
+    config = ValidationConfig(squared, ray_remote_kwargs={"num_gpus": 99, "resources": {"X": 1}})
+    with pytest.raises(
+        InsufficientResourcesError, match="one validation needs GPU=99, X=1, and no"
+    ):
+        fit(save_with({}), tmp_path, config, num_workers=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_restored_trainer_validates(tmp_path: Path) -> None:
+    fit(lambda: save(3), tmp_path, ValidationConfig(squared))
+    trainer = DataParallelTrainer.restore(tmp_path / "run", train_loop_per_worker=save_with({}))
+    assert trainer.fit().return_value == ["VALIDATED", "VALIDATED"]

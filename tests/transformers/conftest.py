@@ -1,0 +1,188 @@
+"""A tiny GPT-2 over bytes, which every test trains, on Ray or under torchrun."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from drawbar import train
+from drawbar.torch import TorchTrainer
+from drawbar.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+WINDOW = 32
+SHARDED = {
+    "fsdp": {
+        "fsdp": True,
+        "fsdp_config": {
+            "transformer_layer_cls_to_wrap": ["GPT2Block"],
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+    },
+    **{
+        f"zero{stage}": {
+            "deepspeed": {
+                "zero_optimization": {"stage": stage},
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": "auto",
+            }
+        }
+        for stage in (2, 3)
+    },
+}
+"""Arguments of `TrainingArguments` that shard the model."""
+
+
+def windows(count: int = 64) -> list[dict[str, list[int]]]:
+    """The documentation of Python's built-ins, cut into pieces; a byte is a token."""
+    text = "\n".join(str(each.__doc__) for each in vars(builtins).values()).encode()
+    pieces = [list(text[i * WINDOW : (i + 1) * WINDOW]) for i in range(count)]
+    return [{"input_ids": piece, "labels": piece} for piece in pieces]
+
+
+def tiny_gpt(dropout: float = 0.1) -> Any:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=WINDOW,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLMLoss",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
+    )
+    return GPT2LMHeadModel(config)
+
+
+def tiny_trainer(output_dir: str | os.PathLike[str], model: Any = None, **options: Any) -> Any:
+    """A plain Trainer; `options` are those of `TrainingArguments`, and the two datasets."""
+    from transformers import Trainer, TrainingArguments
+
+    os.environ["DS_ACCELERATOR"] = "cpu"  # what DeepSpeed would find out, with a warning
+    data = {name: options.pop(name, windows()) for name in ("train_dataset", "eval_dataset")}
+    defaults = {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "max_steps": 20,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return Trainer(model or tiny_gpt(), TrainingArguments(**{**defaults, **options}), **data)
+
+
+def on_ray(trainer: Any, die_at: int | None = None) -> Any:
+    """Add the two lines, and perhaps a way to die at a step of the first attempt."""
+    from transformers import TrainerCallback
+
+    from drawbar.transformers import RayTrainReportCallback, prepare_trainer
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            context = train.get_context()
+            now = context.get_attempt(), context.get_world_rank(), state.global_step
+            if now == (0, 1, die_at):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.add_callback(RayTrainReportCallback())
+    trainer.add_callback(Kill())
+    return prepare_trainer(trainer)
+
+
+def losses(trainer: Any) -> dict[int, float]:
+    """The loss of each step."""
+    return {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+
+
+class Tiny:
+    """What training functions use, also where there is no Drawbar."""
+
+    SHARDED = SHARDED
+    windows = staticmethod(windows)
+    gpt = staticmethod(tiny_gpt)
+    trainer = staticmethod(tiny_trainer)
+    losses = staticmethod(losses)
+
+
+class Runs:
+    """Ways to run training functions, and what those of Drawbar use."""
+
+    on_ray = staticmethod(on_ray)
+
+    @staticmethod
+    def fit(
+        function: Callable[[], Any],
+        path: Path,
+        num_workers: int = 2,
+        max_failures: int = 1,
+        checkpoint_config: CheckpointConfig | None = None,
+        **options: Any,
+    ) -> Result:
+        """Run a training function below a folder."""
+        return TorchTrainer(
+            function,
+            scaling_config=ScalingConfig(num_workers=num_workers),
+            run_config=RunConfig(
+                name="run",
+                storage_path=path,
+                failure_config=FailureConfig(max_failures=max_failures),
+                checkpoint_config=checkpoint_config or CheckpointConfig(),
+            ),
+            **options,
+        ).fit()
+
+    @staticmethod
+    def torchrun(function: Callable[[], Any], path: Path, processes: int = 2) -> Any:
+        """Run a function without Ray and where Drawbar cannot be imported; gives rank 0's value."""
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "function.pkl").write_bytes(cloudpickle.dumps(function))
+        (path / "script.py").write_text(SCRIPT)
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", str(processes), str(path / "script.py"), str(path)),
+            ],
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+            | {"OMP_NUM_THREADS": "1"},
+            check=True,
+        )
+        return pickle.loads((path / "value.pkl").read_bytes())
+
+
+SCRIPT = """
+import os, pathlib, pickle, sys
+sys.modules["drawbar"] = None  # importing it fails
+folder = pathlib.Path(sys.argv[1])
+value = pickle.loads((folder / "function.pkl").read_bytes())()
+if os.environ["RANK"] == "0":
+    (folder / "value.pkl").write_bytes(pickle.dumps(value))
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny() -> type[Tiny]:
+    return Tiny
+
+
+@pytest.fixture(scope="session")
+def runs() -> type[Runs]:
+    return Runs

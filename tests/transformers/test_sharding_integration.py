@@ -1,0 +1,126 @@
+"""FSDP and DeepSpeed by the Trainer's own arguments, on CPU workers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from drawbar import train
+from drawbar.train import Result, TrainingFailedError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+SHARDS = {
+    "fsdp": ["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp"],
+    "zero2": [
+        "global_step7/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "global_step7/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ],
+    "zero3": [
+        "global_step7/zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "global_step7/zero_pp_rank_1_mp_rank_00_model_states.pt",
+    ],
+}
+
+
+def options(tiny: Any, kind: str) -> dict[str, Any]:
+    return {
+        **tiny.SHARDED.get(kind, {}),
+        "max_steps": 10,
+        "save_strategy": "steps",
+        "save_steps": 7,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharding")
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Any, runs: Any, folder: Path) -> dict[int, float]:
+    """The losses of DDP under torchrun, which do not depend on how a model is sharded."""
+
+    def function() -> Any:
+        trainer = tiny.trainer(folder / "ddp-output", tiny.gpt(dropout=0), **options(tiny, "ddp"))
+        trainer.train()
+        return tiny.losses(trainer)
+
+    losses: dict[int, float] = runs.torchrun(function, folder / "ddp")
+    return losses
+
+
+@pytest.fixture(scope="module", params=list(SHARDS))
+def killed(
+    request: pytest.FixtureRequest, ray_cluster: None, tiny: Any, runs: Any, folder: Path
+) -> tuple[str, Result]:
+    """A run that is killed after its first checkpoint and goes on from it."""
+    kind: str = request.param
+
+    def function() -> Any:
+        model = tiny.gpt(dropout=0)
+        trainer = tiny.trainer(folder / f"{kind}-output", model, **options(tiny, kind))
+        trainer = runs.on_ray(trainer, die_at=9)
+        trainer.train()
+        sharding = trainer.accelerator.distributed_type.value
+        return train.get_context().get_attempt(), sharding, tiny.losses(trainer)
+
+    return kind, runs.fit(function, folder / kind)
+
+
+def test_a_killed_run_has_the_losses_of_ddp_alone(
+    killed: tuple[str, Result], expected: dict[int, float]
+) -> None:
+    kind, result = killed
+    for attempt, sharding, losses in result.return_values:
+        assert attempt == 1
+        assert sharding == ("FSDP" if kind == "fsdp" else "DEEPSPEED")
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_every_rank_has_its_shard_in_the_checkpoint(killed: tuple[str, Result]) -> None:
+    kind, result = killed
+    checkpoint, metrics = result.best_checkpoints[0]
+    assert metrics["step"] == 7
+    for shard in SHARDS[kind]:
+        assert (Path(checkpoint.path) / shard).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_fsdp_goes_on_with_another_number_of_workers(
+    killed: tuple[str, Result], resume: Any, num_workers: int
+) -> None:
+    if killed[0] == "fsdp":
+        assert sorted(resume(*killed, num_workers)) == list(range(1, 11))
+
+
+def test_zero_3_does_not_and_deepspeed_says_so(killed: tuple[str, Result], resume: Any) -> None:
+    if killed[0] == "zero3":
+        with pytest.raises(TrainingFailedError, match="DP world size of 2.*world size is 1"):
+            resume(*killed, num_workers=1)
+
+
+@pytest.fixture
+def resume(tiny: Any, runs: Any, folder: Path) -> Any:
+    """Go on from the checkpoint of step 7 with another number of workers; gives the losses."""
+
+    def resume(kind: str, result: Result, num_workers: int) -> Any:
+        begin = result.best_checkpoints[0][0].path
+        output = folder / f"{kind}-{num_workers}-output"
+
+        def function() -> Any:
+            saves = options(tiny, kind) | {"save_strategy": "no"}
+            trainer = runs.on_ray(tiny.trainer(output, tiny.gpt(dropout=0), **saves))
+            trainer.train(resume_from_checkpoint=begin)
+            return tiny.losses(trainer)
+
+        path = folder / f"{kind}-{num_workers}"
+        return runs.fit(function, path, num_workers, max_failures=0).return_value
+
+    return resume
