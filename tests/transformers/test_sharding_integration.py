@@ -102,7 +102,7 @@ def test_fsdp_goes_on_with_another_number_of_workers(
 
 def test_zero_3_does_not_and_deepspeed_says_so(killed: tuple[str, Result], resume: Any) -> None:
     if killed[0] == "zero3":
-        with pytest.raises(TrainingFailedError, match="DP world size of 2.*world size is 1"):
+        with pytest.raises(TrainingFailedError, match="world size"):
             resume(*killed, num_workers=1)
 
 

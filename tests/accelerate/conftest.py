@@ -1,0 +1,85 @@
+"""A small network on scikit-learn's digits, trained by Accelerate on Ray or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+class Digits:
+    """What training functions use, also where there is no Drawbar."""
+
+    @staticmethod
+    def network() -> Any:
+        import torch
+        from torch import nn
+
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    @staticmethod
+    def loader(batch_size: int = 16) -> Any:
+        import torch
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        data = torch.utils.data.TensorDataset(
+            torch.from_numpy(images[:640]).float() / 16, torch.from_numpy(labels[:640])
+        )
+        return torch.utils.data.DataLoader(data, batch_size, shuffle=True)
+
+    @staticmethod
+    def step(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> float:
+        """Take a step; gives the loss over all processes."""
+        import torch
+
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(accelerator.reduce(loss.detach(), "mean"))
+
+
+@pytest.fixture(scope="session")
+def digits() -> type[Digits]:
+    return Digits
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Callable[..., Any]:
+    """Run a function without Ray and where Drawbar cannot be imported; gives rank 0's value."""
+
+    def torchrun(function: Callable[[], Any], processes: int = 2) -> Any:
+        (tmp_path / "function.pkl").write_bytes(cloudpickle.dumps(function))
+        (tmp_path / "script.py").write_text(SCRIPT)
+        script = [str(tmp_path / "script.py"), str(tmp_path)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+        subprocess.run(
+            [*launcher, "--nproc-per-node", str(processes), *script],
+            env={**environment, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+            check=True,
+        )
+        return pickle.loads((tmp_path / "value.pkl").read_bytes())
+
+    return torchrun
+
+
+SCRIPT = """
+import os, pathlib, pickle, sys
+sys.modules["drawbar"] = None  # importing it fails
+folder = pathlib.Path(sys.argv[1])
+value = pickle.loads((folder / "function.pkl").read_bytes())()
+if os.environ["RANK"] == "0":
+    (folder / "value.pkl").write_bytes(pickle.dumps(value))
+"""

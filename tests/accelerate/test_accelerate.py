@@ -1,0 +1,91 @@
+"""What needs no workers: the state that Accelerate keeps, and wrong use."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+from drawbar.accelerate import launch, load_state, prepare_accelerator
+from drawbar.torch._accelerate import accelerate_anew
+from drawbar.torch._undo import undone_at_end
+from drawbar.train import RunConfig, ScalingConfig, WorkerGroupError
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def attempt(environment: dict[str, str]) -> int:
+    """Make an `Accelerator` as in an attempt; gives its number of processes."""
+    with undone_at_end():
+        accelerate_anew()
+        os.environ.update(environment)
+        return int(Accelerator(cpu=True).num_processes)
+
+
+def test_an_attempt_leaves_nothing_of_accelerate_behind() -> None:
+    with undone_at_end():
+        accelerate_anew()
+        Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+    assert "ACCELERATE_USE_FSDP" not in os.environ
+    for kind in (PartialState, AcceleratorState, GradientState):
+        assert kind._shared_state == {}
+    with undone_at_end():
+        accelerate_anew()
+        assert Accelerator(cpu=True).mixed_precision == "no"
+
+
+def test_the_process_gets_its_own_accelerator_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    own = Accelerator(cpu=True)
+    with undone_at_end():
+        accelerate_anew()
+        del os.environ["ACCELERATE_MIXED_PRECISION"]
+        assert Accelerator(cpu=True).mixed_precision == "no"
+    assert own.state.mixed_precision == AcceleratorState().mixed_precision == "bf16"
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def fit(function: Any, run_config: RunConfig) -> Any:
+    workers = ScalingConfig(num_workers=0)
+    return launch(function, (), workers, run_config=run_config).return_value
+
+
+def test_one_process_has_its_accelerator_too(run_config: RunConfig) -> None:
+    def function() -> tuple[int, str]:
+        accelerator = prepare_accelerator(Accelerator())
+        return accelerator.num_processes, accelerator.device.type
+
+    expected = "cpu" if not torch.cuda.is_available() else "cuda"
+    assert fit(function, run_config) == (1, expected)
+
+
+def test_a_plugin_that_accelerate_leaves_out_is_told(run_config: RunConfig) -> None:
+    def function() -> None:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        prepare_accelerator(Accelerator(cpu=True, fsdp_plugin=plugin))
+
+    with pytest.raises(WorkerGroupError, match=r"plugin for FSDP and does without.*use_gpu=True"):
+        fit(function, run_config)
+
+
+def test_outside_of_a_training_function() -> None:
+    with pytest.raises(RuntimeError, match="inside a training function"):
+        load_state(Accelerator(cpu=True))
+
+
+def test_arguments_must_be_a_sequence() -> None:
+    with pytest.raises(TypeError, match=re.escape("args must be a tuple or list")):
+        launch(print, "digits")

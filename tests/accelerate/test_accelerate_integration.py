@@ -1,0 +1,139 @@
+"""An `Accelerator()` in the training function is that of torchrun, and goes on after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from drawbar import train
+from drawbar.accelerate import launch, load_state, prepare_accelerator, report_state
+from drawbar.torch import prepare_data_loader
+from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, WorkerGroupError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+TWO_WORKERS = ScalingConfig(num_workers=2)
+
+
+def plain_script(digits: Any, batch_size: int = 16) -> list[float]:
+    """A script for `accelerate launch`, with nothing of Drawbar in it."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, set_seed
+
+    set_seed(0)
+    seedable = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(dataloader_config=seedable)
+    network = digits.network()
+    model, optimizer, loader = accelerator.prepare(
+        network, torch.optim.Adam(network.parameters()), digits.loader(batch_size)
+    )
+    return [digits.step(accelerator, model, optimizer, x, y) for x, y in loader]
+
+
+def test_an_unchanged_script_has_its_losses_under_torchrun_and_in_one_process(
+    digits: Any, torchrun: Callable[..., Any], run_config: RunConfig
+) -> None:
+    result = launch(plain_script, (digits,), TWO_WORKERS, run_config=run_config)
+    expected = torchrun(lambda: plain_script(digits))
+    assert len(expected) == 20
+    assert expected[-1] < expected[0]
+    for losses in result.return_values:
+        assert losses == pytest.approx(expected, abs=1e-5)
+    alone = torchrun(lambda: plain_script(digits, 32), processes=1)
+    assert alone == pytest.approx(expected, abs=1e-5)
+
+
+def resumable(digits: Any, die_at: int | None = None) -> dict[str, Any]:
+    """Two epochs of 20 steps with a checkpoint every seven; perhaps a kill of rank 1."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+
+    context = train.get_context()
+    context.cache.setdefault("pid", os.getpid())
+    leaked = dict(PartialState._shared_state)
+    torch.manual_seed(0)
+    accelerator = prepare_accelerator(Accelerator())
+    loader = prepare_data_loader(digits.loader())
+    network = digits.network()
+    model, optimizer = accelerator.prepare(network, torch.optim.Adam(network.parameters()))
+    begin = load_state(accelerator) or {"step": 0, "losses": [], "epoch": 0}
+    step, losses = begin["step"], begin["losses"]
+    for epoch in range(begin["epoch"], 2):
+        for x, y in loader:
+            losses.append(digits.step(accelerator, model, optimizer, x, y))
+            step += 1
+            if step % 7 == 0:
+                report_state(accelerator, {"step": step, "losses": losses, "epoch": epoch})
+            if (context.get_attempt(), context.get_world_rank(), step) == (0, 1, die_at):
+                os.kill(os.getpid(), signal.SIGKILL)
+    kept = context.get_attempt() == 1 and "kept" in context.cache
+    return {"losses": losses, "leaked": leaked, "attempt": context.get_attempt(), "kept": kept}
+
+
+@pytest.fixture
+def killed(digits: Any, run_config: RunConfig) -> Result:
+    once = replace(run_config, failure_config=FailureConfig(max_failures=1))
+    return launch(resumable, (digits, 33), TWO_WORKERS, run_config=once)
+
+
+def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(
+    digits: Any, killed: Result, torchrun: Callable[..., Any], run_config: RunConfig
+) -> None:
+    whole = launch(
+        resumable, (digits,), TWO_WORKERS, run_config=replace(run_config, name="uninterrupted")
+    )
+    expected = whole.return_value["losses"]
+    assert len(expected) == 40
+    for value in killed.return_values:
+        assert value["attempt"] == 1
+        assert value["leaked"] == {}
+        assert value["losses"] == pytest.approx(expected, abs=1e-6)
+    assert killed.checkpoint is not None
+    path = killed.checkpoint.path
+
+    def alone() -> list[bool]:
+        import torch
+        from accelerate import Accelerator
+
+        accelerator = Accelerator()
+        model = digits.network()
+        fresh = model[0].weight.detach().clone()
+        model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+        accelerator.load_state(path)
+        loaded = accelerator.unwrap_model(model)[0].weight
+        return [bool((loaded != fresh).any()), len(optimizer.state_dict()["state"]) == 4]
+
+    assert torchrun(alone) == [True, True]
+
+
+def test_launch_gives_the_arguments_and_the_values(run_config: RunConfig) -> None:
+    def function(a: int, b: int) -> list[int]:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator()
+        return [a + b, accelerator.num_processes, accelerator.process_index]
+
+    result = launch(function, (1, 2), TWO_WORKERS, run_config=run_config)
+    assert result.return_values == [[3, 2, 0], [3, 2, 1]]
+
+
+def test_processes_that_train_alone_are_told(run_config: RunConfig) -> None:
+    def function() -> None:
+        from accelerate import Accelerator, PartialState
+
+        PartialState()  # on CPUs, it takes the process for the only one
+        prepare_accelerator(Accelerator())
+
+    with pytest.raises(WorkerGroupError, match=r"rank 0 of 1, but the worker is rank \d of 2"):
+        launch(function, (), TWO_WORKERS, run_config=run_config)

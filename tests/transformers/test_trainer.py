@@ -1,0 +1,194 @@
+"""A Trainer in one process, without Ray: resuming, the best model, wrong use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from drawbar import train
+from drawbar.train import CheckpointConfig, WorkerGroupError
+from drawbar.transformers import RayTrainReportCallback, prepare_trainer
+from drawbar.transformers._data import is_batches, is_shard
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pin_memory.*:UserWarning",  # torch's loader, on a machine without an accelerator
+    "ignore::DeprecationWarning:ray.data",  # it warns of itself
+)
+
+SAVES = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+
+
+@pytest.fixture
+def fit(runs: Any, tmp_path: Path) -> Callable[..., Any]:
+    """Run a function in this process; gives the result."""
+
+    def fit(function: Any, **options: Any) -> Any:
+        return runs.fit(function, tmp_path, num_workers=0, max_failures=0, **options)
+
+    return fit
+
+
+class StepsBegun(TrainerCallback):
+    """Notes from where each step begins."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun.append(state.global_step)
+
+
+@pytest.mark.parametrize(
+    ("argument", "begins"), [(None, 3), (True, 3), (False, 0)], ids=["nothing", "True", "False"]
+)
+def test_where_a_continued_run_begins(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path, argument: Any, begins: int
+) -> None:
+    def function() -> list[int]:
+        first = train.get_checkpoint() is None
+        trainer = runs.on_ray(tiny.trainer(tmp_path / "output", **SAVES))
+        steps = StepsBegun()
+        trainer.add_callback(steps)
+        if first:
+            trainer.args.max_steps = 3
+        trainer.train(resume_from_checkpoint=None if first else argument)
+        return steps.begun
+
+    assert fit(function).return_value[0] == 0
+    assert fit(function).return_value[0] == begins
+
+
+def test_a_second_trainer_begins_anew(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def function() -> list[int]:
+        counts = []
+        for _ in range(2):
+            trainer = runs.on_ray(tiny.trainer(tmp_path / "output", **SAVES))
+            trainer.train()
+            counts.append(len(tiny.losses(trainer)))
+        return counts
+
+    assert fit(function).return_value == [6, 6]
+
+
+BEST = {
+    "save_strategy": "best",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "max_steps": 6,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,  # the first evaluation is the best, since the loss goes down
+    "load_best_model_at_end": True,
+}
+
+
+def test_the_best_model_is_loaded_from_the_run(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def function() -> tuple[int, str, float]:
+        trainer = runs.on_ray(tiny.trainer(tmp_path / "output", **BEST))
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+        return trainer.state.best_global_step, trainer.state.best_model_checkpoint, loss
+
+    result = fit(function)
+    step, path, loss = result.return_value
+    assert step == 2
+    assert path == result.checkpoint.path
+    assert loss == pytest.approx(result.best_checkpoints[0][1]["eval_loss"], abs=1e-6)
+
+
+def test_a_best_model_that_was_not_kept_is_told(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def function() -> None:
+        saves = {**BEST, "save_strategy": "steps", "save_steps": 2}
+        runs.on_ray(tiny.trainer(tmp_path / "output", **saves)).train()
+
+    with pytest.raises(WorkerGroupError, match=r"step 2.*checkpoint_score_attribute='eval_loss'"):
+        fit(function, checkpoint_config=CheckpointConfig(num_to_keep=1))
+
+
+def test_a_callback_of_a_trainer_that_is_not_prepared(
+    tiny: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def function() -> None:
+        trainer = tiny.trainer(tmp_path / "output")
+        trainer.add_callback(RayTrainReportCallback())
+        trainer.train()
+
+    with pytest.raises(WorkerGroupError, match=r"trainer = prepare_trainer\(trainer\)"):
+        fit(function)
+
+
+def test_a_checkpoint_that_is_no_trainers(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def save_something_else() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "own").write_text("mine")
+            train.report({}, path)
+
+    def function() -> None:
+        runs.on_ray(tiny.trainer(tmp_path / "output", **SAVES)).train()
+
+    fit(save_something_else)
+    with pytest.raises(WorkerGroupError, match=r"no trainer_state.json"):
+        fit(function)
+
+
+def test_a_limit_that_would_do_nothing_is_told(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def function() -> None:
+        runs.on_ray(tiny.trainer(tmp_path / "output", save_total_limit=2))
+
+    with pytest.warns(UserWarning, match=r"CheckpointConfig\(num_to_keep=2\)"):
+        fit(function)
+
+
+def test_outside_of_a_training_function(tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="inside a training function"):
+        prepare_trainer(tiny.trainer(tmp_path / "output"))
+
+
+def test_what_is_no_trainer(fit: Callable[..., Any]) -> None:
+    def function() -> None:
+        prepare_trainer("trainer")  # type: ignore[type-var]
+
+    with pytest.raises(WorkerGroupError, match=r"takes a transformers.Trainer, found 'trainer'"):
+        fit(function)
+
+
+def test_a_dataset_of_unknown_length_needs_max_steps(
+    tiny: Any, ray_cluster: None, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    import ray
+
+    def function() -> None:
+        tiny.trainer(
+            tmp_path / "output", train_dataset=train.get_dataset_shard("train"), max_steps=-1
+        )
+
+    lazy = ray.data.from_items(tiny.windows(8)).map(lambda row: row)
+    with pytest.raises(WorkerGroupError, match="max_steps has to be specified"):
+        fit(function, datasets={"train": lazy})
+
+
+def test_what_is_taken_for_ray_data(tiny: Any) -> None:
+    loader = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]  # any list will do
+    for other in (tiny.windows(), loader, {"eval": []}, None):
+        assert not is_shard(other)
+    for other in (tiny.windows(), {"eval": []}, None):
+        assert not is_batches(other)
+    assert is_batches(batch for batch in tiny.windows())
