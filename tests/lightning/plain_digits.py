@@ -34,7 +34,8 @@ class Digits(L.LightningModule):
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            meshes: Any = self.device_mesh
+            fully_shard(self.net, mesh=meshes["data_parallel"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.net(x)
@@ -53,7 +54,7 @@ class Digits(L.LightningModule):
         correct = (self(batch[0]).argmax(1) == batch[1]).float().mean()
         self.log("accuracy", correct, sync_dist=True)
 
-    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+    def predict_step(self, batch: Any, index: int) -> Any:
         return self(batch[0]).argmax(1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -74,7 +75,7 @@ class DigitsData(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         alone = self.batch_size == GLOBAL_BATCH
         # Lightning shuffles for several processes by such a sampler, and for one not at all.
-        sampler = DistributedSampler(self.train, 1, 0, seed=0) if alone else None
+        sampler: Any = DistributedSampler(self.train, 1, 0, seed=0) if alone else None
         return DataLoader(self.train, self.batch_size, sampler=sampler)
 
     def val_dataloader(self) -> Any:

@@ -40,7 +40,7 @@ def test_a_strategy_of_lightnings_own(run_config: RunConfig, strategy: str) -> N
 
 def test_a_foreign_environment(run_config: RunConfig) -> None:
     def function() -> None:
-        from lightning.fabric.plugins.environments import SLURMEnvironment
+        from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
         strategy: Any = RayDDPStrategy()
         plugins: Any = [SLURMEnvironment(auto_requeue=False)]
@@ -96,6 +96,7 @@ def test_workers_that_share_a_gpu_with_nccl() -> None:
     ("arguments", "message"),
     [
         ({"num_workers": 2, "scaling_config": HERE}, "put the first two into the ScalingConfig"),
+        ({"scaling_config": HERE}, "leave strategy= out"),
         ({"use_gpu": True}, "say how many by num_workers="),
         ({"num_workers": -1}, "num_workers"),
     ],
