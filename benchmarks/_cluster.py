@@ -32,6 +32,27 @@ def fresh_cluster() -> Iterator[Path]:
         psutil.wait_procs(processes, timeout=SHUTDOWN_SECONDS)
 
 
+@contextmanager
+def fresh_nodes(count: int) -> Iterator[tuple[Path, Any]]:
+    """Start a cluster of a head and so many nodes with one CPU each; this process joins it.
+
+    Gives an empty folder for the runs, and the `ray.cluster_utils.Cluster`.
+    """
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(count):
+        cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address)
+    try:
+        with tempfile.TemporaryDirectory(prefix="drawbar-benchmark-") as folder:
+            yield Path(folder), cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
 class _Worker:
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)

@@ -32,6 +32,11 @@ class Library:
         return importlib.import_module(self.train_module)
 
     @property
+    def collective(self) -> ModuleType:
+        """`drawbar.train.collective` or `ray.train.collective`."""
+        return importlib.import_module(f"{self.train_module}.collective")
+
+    @property
     def torch(self) -> ModuleType:
         """`drawbar.torch` or `ray.train.torch`."""
         return importlib.import_module(self.torch_module)
@@ -41,7 +46,8 @@ class Library:
         function: Callable[[], object],
         *,
         storage: Path,
-        workers: int = 2,
+        filesystem: object = None,
+        workers: int | tuple[int, int] = 2,
         torch: bool = False,
         max_failures: int = 0,
         callbacks: Sequence[object] = (),
@@ -59,6 +65,7 @@ class Library:
             run_config=train.RunConfig(
                 name=f"benchmark-{uuid.uuid4().hex[:8]}",
                 storage_path=str(storage),
+                storage_filesystem=filesystem,
                 failure_config=train.FailureConfig(max_failures=max_failures),
                 callbacks=list(callbacks),
             ),

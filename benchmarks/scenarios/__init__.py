@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from benchmarks._scenario import Scenario
 from benchmarks.scenarios import (
+    async_report,
+    bytes_written,
     chaos,
     checkpoint,
     ddp_steps,
@@ -14,6 +16,8 @@ from benchmarks.scenarios import (
     lightning_steps,
     many_workers,
     report,
+    resize,
+    waiting,
     worker_killed,
 )
 
@@ -23,8 +27,12 @@ SCENARIOS: list[Scenario] = [
     first_line.SCENARIO,
     report.SCENARIO,
     checkpoint.SCENARIO,
+    async_report.SCENARIO,
+    bytes_written.SCENARIO,
     exception.SCENARIO,
     worker_killed.SCENARIO,
+    waiting.SCENARIO,
+    resize.SCENARIO,
     ddp_steps.SCENARIO,
     lightning_steps.SCENARIO,
     many_workers.SCENARIO,

@@ -12,11 +12,11 @@ from benchmarks._scenario import Measure, Samples, Scenario
 KILLS = 100
 
 
-def _drawbar() -> Samples:
+def _drawbar(kills: int = KILLS) -> Samples:
     seed = secrets.randbelow(10**6)
     print(f"seed {seed}")
     with tempfile.TemporaryDirectory(prefix="drawbar-benchmark-") as folder:
-        recovered = unleash(Path(folder), seed=seed, kills=KILLS)
+        recovered = unleash(Path(folder), seed=seed, kills=kills)
     return {victim: seconds for victim, seconds in recovered.items()}
 
 

@@ -17,6 +17,11 @@ from drawbar.train import Checkpoint, Result, get_context
 METRICS = ["binary_logloss", "auc", "average_precision", "rmse", "l1"]
 
 
+def metrics_of(result: Result) -> dict[str, Any]:
+    assert result.metrics is not None
+    return result.metrics
+
+
 def share(*arrays: Any, uneven: bool = False) -> tuple[Any, ...]:
     """This rank's rows of arrays: every so manieth, or the first rank only a tenth."""
     context = get_context()
@@ -93,7 +98,7 @@ def test_checkpoints_every_so_often_and_at_the_end(fit: Callable[..., Result], b
     assert [int(name[-6:]) for name in names] == [3, 7, 10]
     last = RayTrainReportCallback.get_model(Checkpoint(names[-1]), filename="forest.txt")
     assert last.num_trees() == 10
-    assert set(result.metrics) == {"loss"}
+    assert set(metrics_of(result)) == {"loss"}
     with pytest.raises(
         FileNotFoundError, match=r"no 'model\.txt'; its files: forest.txt, progress.json"
     ):
@@ -110,8 +115,8 @@ def test_cross_validation_reports_mean_and_spread(fit: Callable[..., Result], bi
     assert len(result.metrics_dataframe) == 3
     assert (
         0
-        < result.metrics["valid-binary_logloss-stdv"]
-        < result.metrics["valid-binary_logloss-mean"]
+        < metrics_of(result)["valid-binary_logloss-stdv"]
+        < metrics_of(result)["valid-binary_logloss-mean"]
     )
 
 

@@ -14,9 +14,14 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.metrics import log_loss
 
 from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
-from drawbar.train import Checkpoint, Result, RunConfig, ScalingConfig
+from drawbar.train import Checkpoint, Result, RunConfig, ScalingConfig, ValidationConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
+
+
+def metrics_of(result: Result) -> dict[str, Any]:
+    assert result.metrics is not None
+    return result.metrics
 
 
 @pytest.fixture
@@ -84,11 +89,13 @@ def test_held_out_loss_is_that_of_one_process(
     params = {"objective": objective, "metric": "binary_logloss", "num_leaves": 8}
     result = declare(params, train, test, num_boost_round=30)
     expected = alone(params, train, 30).predict(test.drop(columns="y"))
-    assert result.metrics["valid-binary_logloss"] == pytest.approx(
+    assert metrics_of(result)["valid-binary_logloss"] == pytest.approx(
         log_loss(test["y"], expected), abs=0.02
     )
     predicted = booster_of(result).predict(test.drop(columns="y"))
-    assert result.metrics["valid-binary_logloss"] == pytest.approx(log_loss(test["y"], predicted))
+    assert metrics_of(result)["valid-binary_logloss"] == pytest.approx(
+        log_loss(test["y"], predicted)
+    )
 
 
 def test_the_model_does_not_depend_on_how_rows_are_split(
@@ -159,9 +166,11 @@ def test_other_boosters(
     x, y = load_breast_cancer(return_X_y=True)
     data = frame(x, y)
     result = declare({"objective": "binary", **params}, data, data, num_boost_round=rounds)
-    assert result.metrics["valid-binary_logloss"] < 0.45
+    assert metrics_of(result)["valid-binary_logloss"] < 0.45
     predicted = booster_of(result).predict(data.drop(columns="y"))
-    assert log_loss(y, predicted) == pytest.approx(result.metrics["valid-binary_logloss"], abs=1e-6)
+    assert log_loss(y, predicted) == pytest.approx(
+        metrics_of(result)["valid-binary_logloss"], abs=1e-6
+    )
 
 
 def test_many_classes_weights_missing_values_and_margins(declare: Callable[..., Result]) -> None:
@@ -183,7 +192,7 @@ def test_many_classes_weights_missing_values_and_margins(declare: Callable[..., 
     raw = booster.predict(x.astype(np.float32), raw_score=True) + np.eye(3)[1]
     predicted = np.exp(raw) / np.exp(raw).sum(axis=1, keepdims=True)
     assert (predicted.argmax(axis=1) == y).mean() > 0.9
-    assert result.metrics["valid-multi_logloss"] == pytest.approx(
+    assert metrics_of(result)["valid-multi_logloss"] == pytest.approx(
         log_loss(y, predicted, sample_weight=weight), rel=1e-5
     )
 
@@ -199,7 +208,7 @@ def test_ranking_keeps_groups_whole(declare: Callable[..., Result], ndcg_at_3: A
     result = declare(params, shuffled, data, num_workers=3, group_column="query")
     _, sizes = np.unique(query, return_counts=True)
     scores = booster_of(result).predict(x, raw_score=True)
-    assert result.metrics["valid-ndcg@3"] == pytest.approx(
+    assert metrics_of(result)["valid-ndcg@3"] == pytest.approx(
         ndcg_at_3(scores, x, data["y"], sizes), abs=1e-9
     )
 
@@ -217,9 +226,9 @@ def test_custom_objective_and_metric(declare: Callable[..., Result]) -> None:
     x, y = load_breast_cancer(return_X_y=True)
     data = frame(x, y)
     result = declare({"objective": logistic, "metric": "None"}, data, data[:301], feval=wrong)
-    scores = booster_of(result).predict(x[:301].astype(np.float32), raw_score=True)
-    assert result.metrics["valid-wrong"] == pytest.approx(np.mean((scores > 0) != y[:301]))
-    assert result.metrics["valid-wrong"] < 0.1
+    scores = np.asarray(booster_of(result).predict(x[:301].astype(np.float32), raw_score=True))
+    assert metrics_of(result)["valid-wrong"] == pytest.approx(np.mean((scores > 0) != y[:301]))
+    assert metrics_of(result)["valid-wrong"] < 0.1
 
 
 @pytest.mark.parametrize(
@@ -269,3 +278,17 @@ def test_checkpoints_load_with_the_librarys_own_loader(declare: Callable[..., Re
     result = declare({}, data, num_workers=1, num_boost_round=3)
     path = Checkpoint(result.checkpoint.path).path if result.checkpoint else ""
     assert lightgbm.Booster(model_file=f"{path}/model.txt").num_trees() == 3
+
+
+def test_checkpoints_are_validated(declare: Callable[..., Result], binary: Any) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, int]:
+        return {"trees": RayTrainReportCallback.get_model(checkpoint).num_trees()}
+
+    result = declare(
+        {"objective": "binary", "verbosity": -1},
+        frame(*binary),
+        num_workers=0,
+        callbacks=[RayTrainReportCallback(frequency=10, validation=True)],
+        validation_config=ValidationConfig(validate),
+    )
+    assert [metrics["trees"] for _, metrics in result.best_checkpoints] == [10, 15]

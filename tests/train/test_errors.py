@@ -18,6 +18,7 @@ from drawbar.train import (
     InsufficientResourcesError,
     PreemptionError,
     ResumeError,
+    StorageError,
     TrainingFailedError,
     UserAbort,
     WorkerError,
@@ -51,6 +52,7 @@ ERRORS: list[BaseException] = [
     ResumeError("no"),
     DamagedRunError("no"),
     CheckpointError("no"),
+    StorageError(28, "No space left on device"),
     WorkerError(FAILURE),
     UserAbort("stopped"),
 ]

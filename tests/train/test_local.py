@@ -66,6 +66,20 @@ def content(checkpoint: Checkpoint | None) -> str:
 # -- the function
 
 
+@pytest.mark.parametrize(("wanted", "given"), [({}, ("3",)), ({"GPU": 2}, ("3", "5"))])
+def test_the_gpus_are_the_first_that_this_process_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, float], given: Any
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,7")
+    scaling = ScalingConfig(num_workers=0, use_gpu=True, resources_per_worker=wanted or None)
+    result = DataParallelTrainer(
+        lambda: train.get_context().get_accelerator_ids(),
+        scaling_config=scaling,
+        run_config=RunConfig(name="run", storage_path=tmp_path),
+    ).fit()
+    assert result.return_value == given
+
+
 def test_the_function_runs_in_the_thread_that_called_fit(tmp_path: Path) -> None:
     result = fit(lambda: [threading.get_ident(), os.getpid()], tmp_path)
     assert result.return_value == [threading.get_ident(), os.getpid()]

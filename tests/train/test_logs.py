@@ -102,5 +102,7 @@ def test_the_level_says_what_the_console_shows(
     out, err = capsys.readouterr()
     assert "[drawbar" not in err
     assert ("printed by 0" in out) == ("warned by 0" in err) == shows_rank_0
+    assert ("\nERROR mine: logged by 0" in f"\n{err}") != shows_rank_0
+    assert err.count("logged by 0") == 1
     assert "[rank 1] ERROR mine: logged by 1" in err
     assert "printed by 0" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()

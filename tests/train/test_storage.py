@@ -165,6 +165,40 @@ def test_a_file_that_grew_after_the_report_is_committed_as_it_is(run: RunDirecto
     assert read(path) == {"events.log": "one more line"}
 
 
+def test_links_are_followed_and_empty_folders_left_out(tmp_path: Path) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "deep" / "model").write_text("m")
+    folder = tmp_path / "folder"
+    (folder / "empty").mkdir(parents=True)
+    (folder / "link").symlink_to(tmp_path / "far")
+    (folder / "again").symlink_to("link/deep/model")
+    assert read(folder) == {"link/deep/model": "m", "again": "m"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda folder: (folder / "a" / "up").symlink_to(folder), "a symbolic link back to"),
+        (lambda folder: (folder / "a" / "self").symlink_to("."), "a symbolic link back to"),
+        (lambda folder: (folder / "nowhere").symlink_to("gone"), "no link to one"),
+        (lambda folder: os.mkfifo(folder / "pipe"), "no file, no folder"),
+    ],
+)
+def test_what_cannot_be_saved_is_told(tmp_path: Path, spoil: Any, told: str) -> None:
+    (tmp_path / "a").mkdir()
+    spoil(tmp_path)
+    with pytest.raises(OSError, match=told):
+        list_files(tmp_path)
+
+
+def test_two_folders_that_lead_into_each_other_are_told(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "over").symlink_to(f"../{other}")
+    with pytest.raises(OSError, match="a symbolic link back to"):
+        list_files(tmp_path)
+
+
 def test_what_is_not_committed_is_swept(run: RunDirectory) -> None:
     path = commit(run, part(stage(run, {"a": "a"})))
     stage(run, {"half": "written"})

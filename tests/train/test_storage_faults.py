@@ -26,6 +26,7 @@ from drawbar.train import (
     CheckpointUploadMode,
     ControllerError,
     DataParallelTrainer,
+    FailureConfig,
     Result,
     RunConfig,
     ScalingConfig,
@@ -296,21 +297,29 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     os.system(f"umount -l {path}")
 
 
-def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, ASYNC])
+def test_a_disk_that_is_really_full_is_not_tried_again(
+    tiny_disk: Path, tmp_path: Path, mode: CheckpointUploadMode
+) -> None:
     own = tmp_path / "own"
     own.mkdir()
     (own / "model").write_bytes(bytes(2_000_000))
 
     def function() -> None:
         save("0")
-        train.report({}, checkpoint=own)
+        train.report({}, checkpoint=own, checkpoint_upload_mode=mode)
 
-    config = RunConfig(name="run", storage_path=tiny_disk)
-    with pytest.raises(WorkerGroupError, match=r"writing 2\.0 MB .* No space left on device"):
+    restarts = FailureConfig(max_failures=3)
+    config = RunConfig(name="run", storage_path=tiny_disk, failure_config=restarts)
+    told = r"StorageError: .*writing 2\.0 MB .* No space left on device"
+    with pytest.raises(WorkerGroupError, match=told) as raised:
         DataParallelTrainer(
             function, scaling_config=ScalingConfig(num_workers=0), run_config=config
         ).fit()
-    assert content(Result.from_path(tiny_disk / "run").checkpoint) == "0"
+    assert "The run ends: it would fail again in the same way" in str(raised.value)
+    result = Result.from_path(tiny_disk / "run")
+    assert content(result.checkpoint) == "0"
+    assert len(result.timeline.attempts) == 1
 
 
 def test_a_journal_on_a_disk_that_is_really_full(tiny_disk: Path) -> None:

@@ -6,16 +6,26 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
 import ray
+from fsspec.implementations.local import LocalFileSystem
 
 from drawbar import train
-from drawbar.train import DataParallelTrainer, FailureConfig, Result, RunConfig, ScalingConfig
+from drawbar.train import (
+    DataParallelTrainer,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
+from drawbar.train._unshared import LIMIT
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -23,13 +33,14 @@ if TYPE_CHECKING:
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture
-def hidden(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that a second node will not share."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("a mount namespace of its own needs the right to make one")
-    (tmp_path / "storage").mkdir()
-    return tmp_path / "storage"
+    folder = tmp_path_factory.mktemp("unshared") / "storage"
+    folder.mkdir()
+    return folder
 
 
 def two_nodes(path: Path) -> Iterator[None]:
@@ -58,7 +69,8 @@ def function() -> list[str]:
     rank = train.get_context().get_world_rank()
     newest = train.get_checkpoint()
     if newest is not None:
-        return sorted(each.name for each in Path(newest).rglob("part_*"))
+        with newest.as_directory() as path:
+            return sorted(each.name for each in Path(path).rglob("part_*"))
     with train.checkpoint_dir() as path:
         (path / "deep").mkdir()
         (path / "deep" / f"part_{rank}").write_bytes(big(rank))
@@ -69,23 +81,76 @@ def function() -> list[str]:
     return []
 
 
-def fit(path: Path) -> Result:
+def too_large() -> None:
+    with train.checkpoint_dir() as path:
+        with open(path / f"part_{train.get_context().get_world_rank()}", "wb") as sparse:
+            sparse.truncate(LIMIT + 1)
+        train.report({}, checkpoint=path)
+
+
+def fit(function: Callable[[], Any], path: Path, name: str = "run", filesystem: Any = None) -> Any:
     failures = FailureConfig(max_failures=1)
     return DataParallelTrainer(
         function,
         scaling_config=ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD"),
-        run_config=RunConfig(name="run", storage_path=path, failure_config=failures),
+        run_config=RunConfig(
+            name=name,
+            storage_path=str(path),
+            storage_filesystem=filesystem,
+            failure_config=failures,
+        ),
     ).fit()
 
 
-def test_checkpoints_travel_both_ways(hidden: Path, drivers: Drivers) -> None:
+@dataclass(frozen=True)
+class Said:
+    """What the driver of three runs on two such nodes has said."""
+
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def said(hidden: Path, drivers: Drivers) -> Said:
+    """Checkpoints that travel, then one that is too large, then a storage that is not mounted."""
+
     def main() -> None:
         for _ in two_nodes(hidden):
-            result: Any = fit(hidden)
-            print("found", result.return_values)
+            print("found", fit(function, hidden).return_values)
+            remote = fit(
+                function, hidden.parent / "far", "remote", LocalFileSystem(auto_mkdir=True)
+            )
+            print("remote", remote.return_values)
+            try:
+                fit(too_large, hidden, "large")
+            except WorkerGroupError as error:
+                print("refused", error)
 
-    with drivers(main, RAY_ADDRESS="local") as driver:
-        out, err = driver.communicate(timeout=150)
+    # The work folders of the remote run are not shared either.
+    with drivers(main, RAY_ADDRESS="local", XDG_CACHE_HOME=str(hidden / "cache")) as driver:
+        return Said(*driver.communicate(timeout=150))
+
+
+def test_what_is_too_large_to_travel_is_refused_at_once(hidden: Path, said: Said) -> None:
+    assert "StorageError: rank_" in said.out, said.err
+    assert f"has 1.0 GB ({LIMIT + 1} bytes) for checkpoint checkpoint_000000" in said.out
+    assert f"does not share {hidden}/large with the driver's node" in said.out
+    assert "The run ends: it would fail again in the same way" in said.out
+    assert Result.from_path(hidden / "large").checkpoint is None
+
+
+def test_a_storage_that_is_not_mounted_needs_no_shared_folder(hidden: Path, said: Said) -> None:
+    parts = ["part_0", "part_1"]
+    assert f"remote {[parts, parts]}" in said.out, said.err
+    far = str(hidden.parent / "far" / "remote")
+    checkpoint = Result.from_path(far, LocalFileSystem(auto_mkdir=True)).checkpoint
+    assert checkpoint is not None
+    checkpoint.verify()
+    assert sorted(each.name for each in Path(far, "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+
+
+def test_checkpoints_travel_both_ways(hidden: Path, said: Said) -> None:
+    out, err = said.out, said.err
     assert "does not share" in err, err
     parts = ["part_0", "part_1"]
     assert f"found {[parts, parts]}" in out, err

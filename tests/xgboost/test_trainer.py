@@ -20,7 +20,14 @@ from xgboost import DMatrix
 from xgboost.callback import TrainingCallback
 
 from drawbar import train
-from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig
+from drawbar.train import (
+    Checkpoint,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+)
 from drawbar.xgboost import RayTrainReportCallback, XGBoostTrainer
 
 pytestmark = [
@@ -181,3 +188,21 @@ def test_labels_out_of_range_are_told_by_every_rank(run_config: RunConfig) -> No
     )
     with pytest.raises(train.TrainingFailedError, match="labels that are numbers from 0 to 1, but"):
         trainer.fit()
+
+
+def test_checkpoints_are_validated(tmp_path: Path) -> None:
+    def validate(checkpoint: Checkpoint) -> dict[str, int]:
+        return {"trees": XGBoostTrainer.get_model(checkpoint).num_boosted_rounds()}
+
+    result = XGBoostTrainer(
+        params=RANK,
+        label_column="target",
+        group_column="query",
+        datasets={"train": ray.data.from_pandas(queries())},
+        num_boost_round=15,
+        callbacks=[RayTrainReportCallback(frequency=10, validation=True)],
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(storage_path=tmp_path),
+        validation_config=ValidationConfig(validate),
+    ).fit()
+    assert [metrics["trees"] for _, metrics in result.best_checkpoints] == [10, 15]

@@ -148,9 +148,7 @@ class Attempt:
                 self._progress.finished(rank)
                 self._check_divergence()
             case Failed():
-                failure = message.failure
-                end: AttemptEnd = "configuration" if failure.kind == "configuration" else "worker"
-                raise AttemptFailed(end, [failure])
+                raise AttemptFailed(_end_by(message.failure), [message.failure])
             case Gone():
                 raise AttemptFailed("worker", gone={rank: message})
             case Interrupted():
@@ -265,3 +263,11 @@ class Attempt:
         reason = self._progress.divergence()
         if reason is not None:
             raise AttemptFailed("divergence", [describe_divergence(reason)])
+
+
+def _end_by(failure: WorkerFailure) -> AttemptEnd:
+    match failure.kind:
+        case "configuration" | "storage":
+            return failure.kind
+        case _:
+            return "worker"

@@ -120,8 +120,8 @@ class Console:
     @_watches
     def printed(self, rank: int, line: Printed) -> None:
         """Show a line of the training function as it is; those of rank 3 begin with `[rank 3]`."""
-        if rank == 0 and self._level > logging.WARNING:
-            return
+        if rank == 0 and line.record != (self._level > logging.WARNING):
+            return  # of rank 0 either all that it prints is shown, or the errors that it logs
         text = line.text if rank == 0 else f"[rank {rank}] {line.text}"
         with self._lock:
             self._status.redrawn = text if line.transient else ""

@@ -102,7 +102,10 @@ class TrainContext:
         return self._assignment.ranks.node_rank
 
     def get_accelerator_ids(self) -> tuple[str, ...]:
-        """Ids of the GPUs that Ray gave to this worker, as Ray names them."""
+        """Ids of the GPUs that Ray gave to this worker, as Ray names them.
+
+        With `num_workers=0`: of the first ones that this process sees, as many as were asked for.
+        """
         return self._assignment.gpu_ids
 
     def get_storage(self) -> Path:
@@ -189,7 +192,10 @@ def report(
         TypeError, ValueError: A metric cannot be kept; the message names its key. Or the checkpoint
             does not lie where its mode wants it, or there is none to validate, or no
             `validation_config`.
-        OSError: The storage did not take the files; the message has the path and the bytes.
+        StorageError: The storage, full or read-only, refuses the files; the message has the path
+            and the bytes. If it is let through, the run ends without another attempt.
+        OSError: The storage did not take the files after six tries; as for any other exception, the
+            run may be restarted.
         FileNotFoundError: `checkpoint` is not a directory here.
     """
     session: Session | None = getattr(_thread, "session", None) or _process_session

@@ -164,6 +164,17 @@ def thread_variables(
     return {name: omp or str(count) for name in THREAD_VARIABLES if name not in kept}
 
 
+def local_gpu_ids(count: int) -> tuple[str, ...]:
+    """Give the ids of the first GPUs that this process sees: `count`, or as many as there are."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        devices = Path("/dev").glob("nvidia[0-9]*")
+        ids = sorted((each.name.removeprefix("nvidia") for each in devices), key=int)
+    else:
+        ids = [each.strip() for each in visible.split(",") if each.strip()]
+    return tuple(ids[:count])
+
+
 def visible_devices(workers_on_node: Sequence[WorkerInfo]) -> str:
     """Give CUDA_VISIBLE_DEVICES for the workers of one node: all their GPUs, "" if they have none.
 

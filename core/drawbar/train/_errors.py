@@ -14,6 +14,7 @@ extra. The exceptions below are built from it in the driver, and every one of th
     ResumeError (ValueError)        the run directory and `RunConfig.resume` do not go together
     DamagedRunError (ValueError)    the journal of a run cannot be read
     CheckpointError (RuntimeError)  a checkpoint is missing, incomplete or altered
+    StorageError (OSError)          the storage refuses a checkpoint: full, read-only, over quota
     WorkerError (RuntimeError)      stands for a worker's exception that could not be unpickled
     UserAbort (KeyboardInterrupt)   the run was stopped by Ctrl-C; its directory can be resumed
 """
@@ -25,7 +26,9 @@ from typing import Any, Literal
 
 import msgspec
 
-FailureKind = Literal["exception", "died", "configuration", "divergence", "hang", "startup"]
+FailureKind = Literal[
+    "exception", "died", "configuration", "divergence", "hang", "startup", "storage"
+]
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +174,13 @@ class DamagedRunError(ValueError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, incomplete or was altered. The message names the file."""
+
+
+class StorageError(OSError):
+    """The storage refuses a worker's files, and will again. The message has the path and bytes.
+
+    It ends the run if the training function lets it through: no restart would change it.
+    """
 
 
 class WorkerError(RuntimeError):

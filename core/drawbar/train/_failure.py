@@ -23,6 +23,7 @@ from drawbar.train._errors import (
     HangError,
     InsufficientResourcesError,
     PreemptionError,
+    StorageError,
     TrainingFailedError,
     WorkerError,
     WorkerFailure,
@@ -83,6 +84,8 @@ class ConfigurationError(ValueError):
 
 
 def _kind_of(error: BaseException) -> FailureKind:
+    if isinstance(error, StorageError):
+        return "storage"
     return "configuration" if isinstance(error, ConfigurationError) else "exception"
 
 

@@ -30,21 +30,40 @@ _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, err
 def list_files(directory: Path) -> tuple[FileEntry, ...]:
     """List every file below `directory`, sorted by path, without Drawbar's own.
 
+    Symbolic links are followed. Empty folders are not listed.
+
     Raises:
         FileNotFoundError, NotADirectoryError: `directory` is not there, or is a file.
+        OSError: Something in it is neither a file nor a folder, leads nowhere, or leads back.
     """
     found = []
-    stack = [""]
+    stack: list[tuple[str, tuple[str, ...]]] = [("", (os.path.realpath(directory),))]
     while stack:
-        folder = stack.pop()
+        folder, leads_through = stack.pop()
         with os.scandir(directory / folder) as entries:
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir():
-                    stack.append(path)
+                    stack.append((path, (*leads_through, _way_into(entry, leads_through))))
+                elif not entry.is_file():
+                    raise OSError(
+                        errno.EINVAL,
+                        "it is no file, no folder and no link to one, so it cannot be saved",
+                        entry.path,
+                    )
                 elif not path.startswith(_OWN):
                     found.append(FileEntry(path, entry.stat().st_size))
     return tuple(sorted(found, key=lambda file: file.path))
+
+
+def _way_into(entry: os.DirEntry[str], leads_through: tuple[str, ...]) -> str:
+    """Give the real path of a folder, which must not be one of those that have led to it."""
+    if not entry.is_symlink():
+        return f"{leads_through[-1]}/{entry.name}"
+    real = os.path.realpath(entry.path)
+    if real in leads_through:
+        raise OSError(errno.ELOOP, f"it is a symbolic link back to {real}", entry.path)
+    return real
 
 
 def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
@@ -86,12 +105,16 @@ def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -
 
 def _copy_file(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(source, "rb") as reader, open(target, "wb") as writer:
-        if not _copy_in_kernel(reader.fileno(), writer.fileno()):
-            reader.seek(0)
-            writer.seek(0)
-            shutil.copyfileobj(reader, writer, _CHUNK)
-    shutil.copymode(source, target)
+    try:
+        with open(source, "rb") as reader, open(target, "wb") as writer:
+            if not _copy_in_kernel(reader.fileno(), writer.fileno()):
+                reader.seek(0)
+                writer.seek(0)
+                shutil.copyfileobj(reader, writer, _CHUNK)
+        shutil.copymode(source, target)
+    except OSError:
+        target.unlink(missing_ok=True)  # on a full disk, half a file takes the journal's room
+        raise
 
 
 def _copy_in_kernel(reader: int, writer: int) -> bool:

@@ -36,12 +36,20 @@ class LocalWorkerGroup:
         count: Number of ranks.
         spawn: Runs a job in the thread that is to be rank 0's, or None to start a thread for each
             rank.
+        gpu_ids: The GPUs that each rank is told it has.
     """
 
-    def __init__(self, payload: Payload, count: int = 1, spawn: Spawn | None = None) -> None:
+    def __init__(
+        self,
+        payload: Payload,
+        count: int = 1,
+        spawn: Spawn | None = None,
+        gpu_ids: tuple[str, ...] = (),
+    ) -> None:
         self._payload = payload
         self._count = count
         self._spawn = spawn
+        self._gpu_ids = gpu_ids
         self._sessions: dict[int, Session] = {}
         self._done: dict[int, asyncio.Event] = {}
         self._threads: dict[int, threading.Thread] = {}
@@ -58,7 +66,13 @@ class LocalWorkerGroup:
     async def start(self, on_wait: Callable[[], None]) -> list[WorkerInfo]:
         """There is nothing to bring up."""
         host = os.uname().nodename
-        here = WorkerInfo(node_id=host, node_ip="127.0.0.1", hostname=host, pid=os.getpid())
+        here = WorkerInfo(
+            node_id=host,
+            node_ip="127.0.0.1",
+            hostname=host,
+            pid=os.getpid(),
+            gpu_ids=self._gpu_ids,
+        )
         return [here] * self._count
 
     def take_ranks(self, ranks: Sequence[Ranks]) -> None:

@@ -168,11 +168,13 @@ class Printed(msgspec.Struct, frozen=True, kw_only=True):
     """A line for the driver's console.
 
     `transient` marks a state of a line that was redrawn with a carriage return, as tqdm does.
+    `record` marks a logged error, which is said besides what the logging has printed of it.
     """
 
     text: str
     stream: Literal["stdout", "stderr"] = "stdout"
     transient: bool = False
+    record: bool = False
 
 
 class Retired(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 The file has the truth: what this process and its children write, C++ libraries included, byte for
 byte. The driver gets lines. A progress bar that is redrawn in place (tqdm) would be thousands of
 them, so its states are said a few times per second, marked as transient. Of the ranks that nobody
-watches, only errors are said.
+watches, only errors are said: log records of level ERROR and above, which are said of every rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def capture_output(
         log_path: The file, appended to; its folder is made.
         say: Takes each line for the driver's console; called in the printing thread, never in a
             forked child. None says nothing.
-        errors_only: Say no printed line, only log records of level ERROR and above.
+        errors_only: Say no printed line. Log records of level ERROR and above are said in any case,
+            marked as such, since the console may show them instead of what is printed.
         redirect_fds: Point file descriptors 1 and 2 at the file, so that children and C++ libraries
             write there too. If False, `sys.stdout` and `sys.stderr` write to the file besides where
             they wrote before, and `pdb` and `input()` work as ever.
@@ -63,7 +64,7 @@ def capture_output(
             undo.callback(setattr, sys, name, getattr(sys, name))
             undo.callback(stream.retire)
             setattr(sys, name, stream)
-        if say and errors_only:
+        if say:
             undo.enter_context(_error_records(say))
         yield
 
@@ -254,7 +255,7 @@ def _error_records(say: Say) -> Iterator[None]:
         level = record.levelno or 0  # logging.makeLogRecord() begins without one
         if level >= logging.ERROR and os.getpid() == pid and not ended:
             for line in _formatted(record).split("\n"):
-                say(Printed(text=line, stream="stderr"))
+                say(Printed(text=line, stream="stderr", record=True))
         return record
 
     def _formatted(record: logging.LogRecord) -> str:

@@ -160,6 +160,13 @@ class RunDirectory:
         Raises:
             OSError: They cannot be written; the message has the path and the bytes.
         """
+        stage = self.stage(source, files, label=label, name=name, move=move)
+        return Part(stage, tuple(files))
+
+    def stage(
+        self, source: Path, files: Sequence[FileEntry], *, label: str, name: str, move: bool
+    ) -> Path:
+        """Put these files into a new directory of the staging area on this node; see `persist`."""
         target = self.new_stage(label)
         act = _files.move_files if move else _files.copy_files
         try:
@@ -170,7 +177,7 @@ class RunDirectory:
             total = in_bytes(sum(file.size for file in files))
             what = f"writing {total} of checkpoint {name} to {self.path}"
             raise explained(error, what) from error
-        return Part(target, tuple(files))
+        return target
 
     def checkpoint(self, name: str) -> Checkpoint:
         """Give the checkpoint of this name."""

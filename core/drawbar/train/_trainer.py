@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import warnings
@@ -220,7 +221,9 @@ class DataParallelTrainer:
         self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]
     ) -> WorkerGroup:
         if not self.scaling_config.max_workers:
-            return LocalWorkerGroup(work, spawn=in_this_thread)
+            gpus = math.ceil(self.scaling_config.num_gpus_per_worker)
+            gpu_ids = _environment.local_gpu_ids(gpus)
+            return LocalWorkerGroup(work, spawn=in_this_thread, gpu_ids=gpu_ids)
         runtime_env = self.run_config.worker_runtime_env
         return RayWorkerGroup(self.scaling_config, path, pickled, runtime_env)
 

@@ -8,16 +8,18 @@ matter.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from drawbar.train import _files
 from drawbar.train._checkpoint import Checkpoint, remove_tree, user_files
+from drawbar.train._errors import StorageError
 from drawbar.train._filesystem import Folder
 from drawbar.train._messages import (
     Committed,
@@ -28,10 +30,10 @@ from drawbar.train._messages import (
     Persisted,
     WaitsForCheckpoint,
 )
+from drawbar.train._retry import is_transient
 from drawbar.train._storage import OWN_NAMES, Part, RunDirectory
 
 MAX_CHECKPOINTS_IN_FLIGHT = 2
-RESERVED = {"journal.jsonl", "journal.damaged", "trainer.pkl", "logs", "stacks"}
 
 CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
 """Puts a checkpoint into the run's storage under a name, and gives it as it lies there."""
@@ -74,18 +76,15 @@ def check_arguments(name: str | None, mode: object) -> None:
         )
 
 
-def check_name(name: str) -> None:
-    """Check that a checkpoint of this name lies in the run, and not on something of the run's own.
-
-    Raises:
-        ValueError: It does not.
-    """
-    parts = PurePath(name).parts
-    if len(parts) != 1 or name != parts[0] or name.startswith(".") or name in RESERVED:
-        raise ValueError(
-            f"checkpoint_dir_name={name!r} is not usable: it must be a plain folder name that does "
-            f'not begin with "." and is none of {", ".join(sorted(RESERVED))}'
-        )
+@contextmanager
+def _told_as_storage_error() -> Iterator[None]:
+    """Tell a refusal of the storage from what may pass, and from files that are not there."""
+    try:
+        yield
+    except OSError as error:
+        if is_transient(error) or isinstance(error, FileNotFoundError):
+            raise
+        raise StorageError(*error.args) from error
 
 
 class Wait(Protocol):
@@ -134,7 +133,6 @@ class Uploads:
             FileNotFoundError: It is not a directory here.
             ValueError: It does not lie where its mode wants it.
         """
-        check_name(name)
         if mode is CheckpointUploadMode.NO_UPLOAD:
             if handed_over:
                 raise ValueError(
@@ -155,7 +153,7 @@ class Uploads:
             )
         if mode is CheckpointUploadMode.SYNC or self._is_own(offer):
             return offer
-        return self._snapshot(offer, move=handed_over and not self._is_committed(offer))
+        return self._snapshot(offer, name, move=handed_over and not self._is_committed(offer))
 
     def _offer_in_place(self, checkpoint: Checkpoint) -> Offer:
         name = self._directory.name_of(checkpoint)
@@ -185,14 +183,14 @@ class Uploads:
             name=name,
         )
 
-    def _snapshot(self, offer: Offer, *, move: bool) -> Offer:
-        stage = self._directory.new_stage(self._label)
+    def _snapshot(self, offer: Offer, name: str, *, move: bool) -> Offer:
         source = Path(offer.directory)
+        with _told_as_storage_error():
+            stage = self._directory.stage(
+                source, offer.files, label=self._label, name=name, move=move
+            )
         if move:
-            _files.move_files(source, stage, offer.files)
             remove_tree(source)
-        else:
-            _files.copy_files(source, stage, offer.files)
         staged = self._directory.is_staged(stage)
         return msgspec.structs.replace(offer, directory=str(stage), staged=staged)
 
@@ -220,13 +218,14 @@ class Uploads:
         source = Path(offer.directory)
         upload_fn = self._functions.pop(order.name, None)
         if upload_fn is None:
-            return self._directory.persist(
-                source,
-                order.files,
-                label=self._label,
-                name=order.name,
-                move=move and not self._is_committed(offer),
-            )
+            with _told_as_storage_error():
+                return self._directory.persist(
+                    source,
+                    order.files,
+                    label=self._label,
+                    name=order.name,
+                    move=move and not self._is_committed(offer),
+                )
         uploaded = upload_fn(Checkpoint(source), order.name)
         if not isinstance(uploaded, Checkpoint):
             raise TypeError(f"checkpoint_upload_fn must return a Checkpoint, found {uploaded!r}")

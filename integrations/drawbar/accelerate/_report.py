@@ -8,13 +8,14 @@ from typing import Any
 from accelerate import Accelerator
 
 from drawbar.accelerate._loop import prepare_accelerator
-from drawbar.train import CheckpointUploadMode, checkpoint_dir, report
+from drawbar.train import CheckpointUploadMode, ValidationTaskConfig, checkpoint_dir, report
 
 
 def report_state(
     accelerator: Accelerator,
     metrics: Mapping[str, Any],
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    validation: bool | ValidationTaskConfig = False,
     **kwargs: Any,
 ) -> None:
     """Report metrics with a checkpoint of everything that the `Accelerator` has prepared.
@@ -26,10 +27,10 @@ def report_state(
         accelerator: The one whose `prepare` was given model, optimizer and scheduler.
         metrics: As for `drawbar.train.report`. `load_state` returns them, so put what tells how far
             the function has come among them, such as the epoch.
-        checkpoint_upload_mode: As for `drawbar.train.report`.
+        checkpoint_upload_mode, validation: As for `drawbar.train.report`.
         kwargs: Further arguments of `Accelerator.save_state`.
     """
     prepare_accelerator(accelerator)
     with checkpoint_dir() as path:
         accelerator.save_state(str(path), **kwargs)
-        report(metrics, path, checkpoint_upload_mode=checkpoint_upload_mode)
+        report(metrics, path, checkpoint_upload_mode=checkpoint_upload_mode, validation=validation)

@@ -11,7 +11,7 @@ import inspect
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -67,19 +67,20 @@ def takes_plain_arguments(estimator: T) -> T:
 
     scikit-learn learns from it which parameters `get_params`, `clone` and a grid search have.
     """
-    plain = next(base for base in estimator.__mro__[1:] if not issubclass(base, RayEstimator))
-    signature = inspect.signature(plain.__init__)  # type: ignore[misc]
+    ours: Any = estimator
+    plain: Any = next(base for base in ours.__mro__[1:] if not issubclass(base, RayEstimator))
+    signature = inspect.signature(plain.__init__)
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = [inspect.Parameter(name, keyword, default=None) for name in OWN_ARGUMENTS]
     *named, rest = signature.parameters.values()
 
     def __init__(self: Any, **arguments: Any) -> None:  # one of this class alone
-        super(estimator, self).__init__(**arguments)
+        super(ours, self).__init__(**arguments)
 
     __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*named, *own, rest]
     )
-    estimator.__init__ = __init__
+    ours.__init__ = __init__
     return estimator
 
 
@@ -113,7 +114,7 @@ class Rows:
         if is_ray_dataset(self.features):
             count = 1 if isinstance(self.margin, str) else len(self.margin)
         else:
-            shape = np.shape(self.margin)
+            shape = np.asarray(self.margin).shape
             count = shape[1] if len(shape) > 1 else 1
         return [MARGIN.format(number) for number in range(count)]
 
@@ -141,7 +142,10 @@ class Rows:
         return partial(_from_arrow, table)
 
     def _values(self, rows: int) -> Iterator[tuple[str, Any]]:
-        yield LABEL, np.asarray(self.label).reshape(-1)
+        label = np.asarray(self.label)
+        if label.ndim > 1 and label.shape[1] > 1:
+            raise ValueError(f"y must have one column, found {label.shape[1]}")
+        yield LABEL, label.reshape(-1)
         if self.weight is not None:
             yield WEIGHT, np.asarray(self.weight, dtype=np.float64).reshape(-1)
         if self.group is not None:
@@ -164,6 +168,61 @@ class Rows:
         return dataset.map_batches(partial(_encode, self.classes), batch_format="pyarrow")
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """A Ray Dataset on its way through a plain classifier, which numbers the labels it is given.
+
+    Args:
+        dataset: The rows.
+        label: The column with the labels.
+        classes: The distinct labels of the training rows, which stand in for the column.
+    """
+
+    dataset: Any
+    label: str
+    classes: Any
+
+
+def alike(rows: Sequence[Rows]) -> list[Rows]:
+    """Give all rows weights and margins if some have: ones, and zeros.
+
+    Raises:
+        ValueError: A Ray Dataset lacks what others have.
+    """
+    weighted = any(each.weight is not None for each in rows)
+    margins = max(len(each.margins) for each in rows)
+    return [_completed(each, weighted=weighted, margins=margins) for each in rows]
+
+
+def _completed(rows: Rows, *, weighted: bool, margins: int) -> Rows:
+    lacking = [
+        name
+        for name, lacks in (
+            ("weight", weighted and rows.weight is None),
+            ("margin", margins > 0 and rows.margin is None),
+        )
+        if lacks
+    ]
+    if not lacking:
+        return rows
+    if is_ray_dataset(rows.features):
+        raise ValueError(
+            f"a Ray Dataset of this fit has no {' and no '.join(lacking)}, but another data set "
+            "has; give all of them one, or none"
+        )
+    count = len(np.asarray(rows.label))
+    given: dict[str, Any] = {"weight": np.ones(count), "margin": np.zeros((count, margins))}
+    return replace(rows, **{name: given[name] for name in lacking})
+
+
+def rows_of(features: Any, label: Any, **others: Any) -> Rows:
+    """Give rows as a plain estimator's `fit` passes them on."""
+    if isinstance(features, Labelled):
+        dataset, label, classes = features.dataset, features.label, features.classes
+        return Rows(features=dataset, label=label, classes=list(classes), **others)
+    return Rows(features=features, label=label, **others)
+
+
 def is_ray_dataset(value: object) -> bool:
     """Whether it is a Ray Dataset; Ray Data is not imported for that."""
     return hasattr(value, "streaming_split")
@@ -174,7 +233,8 @@ def feature_names(features: Any, prefix: str) -> list[str]:
     named = getattr(features, "column_names", None) or getattr(features, "columns", None)
     if named is not None:
         return [str(name) for name in (named() if callable(named) else named)]
-    return [f"{prefix}{number}" for number in range(np.shape(features)[1])]
+    shape = getattr(features, "shape", None) or np.asarray(features).shape
+    return [f"{prefix}{number}" for number in range(shape[1])]
 
 
 def has_names(features: Any) -> bool:

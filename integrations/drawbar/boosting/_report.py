@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.boosting._progress import History
-from drawbar.train import checkpoint_dir, get_context, report
+from drawbar.train import ValidationTaskConfig, checkpoint_dir, get_context, report
 
 Metrics = str | Sequence[str] | Mapping[str, str]
 """Names of metrics, or names to report and what they are called in the library."""
@@ -27,6 +27,7 @@ class RoundReports:
         results_postprocessing_fn: Called with the evaluations so far, as
             `{"<dataset>-<metric>": [value of each round]}`; gives the metrics to report instead of
             the newest values.
+        validation: Have each checkpoint validated, as for `drawbar.train.report`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
@@ -38,6 +39,7 @@ class RoundReports:
         frequency: int,
         checkpoint_at_end: bool,
         results_postprocessing_fn: Callable[[dict[str, list[float]]], dict[str, Any]] | None,
+        validation: bool | ValidationTaskConfig,
     ) -> None:
         if isinstance(frequency, bool) or not isinstance(frequency, int):
             raise TypeError(f"frequency must be an int, found {frequency!r}")
@@ -52,6 +54,7 @@ class RoundReports:
         self._frequency = frequency
         self._checkpoint_at_end = checkpoint_at_end
         self._postprocess = results_postprocessing_fn
+        self._validation = validation
         self._saved_after = 0
 
     def after_round(self, done: int, history: History, save: Callable[[Path], None]) -> None:
@@ -80,7 +83,7 @@ class RoundReports:
             return
         with checkpoint_dir() as path:
             save(path)
-            report(metrics, checkpoint=path)
+            report(metrics, checkpoint=path, validation=self._validation)
 
     def _metrics(self, history: History) -> dict[str, Any]:
         values = {

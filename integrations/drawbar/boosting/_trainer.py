@@ -14,6 +14,7 @@ from drawbar.train import (
     DataParallelTrainer,
     RunConfig,
     ScalingConfig,
+    ValidationConfig,
 )
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class BoostingTrainer(DataParallelTrainer):
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
+        validation_config: ValidationConfig | None = None,
     ) -> None:
         if dataset_config is None:
             group = work.columns.group if isinstance(work, Fit) else None
@@ -73,6 +75,7 @@ class BoostingTrainer(DataParallelTrainer):
             dataset_config=dataset_config,
             metadata=metadata,
             resume_from_checkpoint=resume_from_checkpoint,
+            validation_config=validation_config,
         )
         if isinstance(work, Fit):
             work.check(self.scaling_config)

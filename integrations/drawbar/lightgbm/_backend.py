@@ -132,7 +132,7 @@ def _network(config: LightGBMConfig) -> Iterator[None]:
         return
     candidates = range(config.ports[0], config.ports[1] + 1) if config.ports else None
     with reserved_port(candidates) as port:
-        machines = collective.all_gather(f"{_address()}:{port}")
+        machines = collective.all_gather(f"{own_address()}:{port}")
         try:
             _native.join_network(machines, port, math.ceil(config.timeout_s / 60))
             yield
@@ -140,7 +140,8 @@ def _network(config: LightGBMConfig) -> Iterator[None]:
             _native.leave_network()
 
 
-def _address() -> str:
+def own_address() -> str:
+    """Give this node's address as the other workers reach it."""
     context = get_context()
     if context.get_local_world_size() == context.get_world_size():
         return "127.0.0.1"

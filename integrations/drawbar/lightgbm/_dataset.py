@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import ray
 from lightgbm import Booster, Dataset
 
 from drawbar.boosting import Shard
 from drawbar.lightgbm import _native
+from drawbar.lightgbm._backend import own_address
 from drawbar.lightgbm._parameters import value_of
 from drawbar.train import collective, get_context
 
@@ -140,10 +140,9 @@ def gather_at_rank_zero(rows: Floats) -> Floats | None:
         address, key = collective.broadcast_from_rank_zero(("", b""))
         with Client(address, authkey=key) as connection:
             connection.send(context.get_world_rank())
-            connection.send_bytes(np.ascontiguousarray(rows))
+            connection.send_bytes(np.ascontiguousarray(rows).data)
         return None
-    one_node = context.get_local_world_size() == context.get_world_size()
-    host = "127.0.0.1" if one_node else str(ray.util.get_node_ip_address())
+    host = own_address()
     key = secrets.token_bytes(32)
     with Listener((host, 0), backlog=context.get_world_size(), authkey=key) as listener:
         collective.broadcast_from_rank_zero((listener.address, key))

@@ -14,11 +14,15 @@ from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from drawbar.boosting import Progress
 from drawbar.boosting._estimator import (
+    Labelled,
     RayEstimator,
     Rows,
+    alike,
+    classes_of,
     feature_names,
     has_names,
     is_ray_dataset,
+    rows_of,
     takes_plain_arguments,
     without_own,
 )
@@ -42,7 +46,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             params.pop("num_threads")  # a worker's own share
         return params
 
-    def fit(  # type: ignore[override]
+    def fit(
         self,
         X: Any,
         y: Any,
@@ -69,10 +73,10 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         rounds = {"early_stopping_rounds": _take(params, "early_stopping_round")}
         custom = _add_metrics(params, eval_metric)
         X, sample_weight = self._checked(X, y, sample_weight)
-        names = feature_names(X, "Column_") if feature_name == "auto" else list(feature_name)
-        training = Rows(
-            features=X,
-            label=y,
+        names = self._names(X, feature_name)
+        training = rows_of(
+            X,
+            y,
             weight=self._weights(X, y, sample_weight),
             group=group,
             margin=init_score,
@@ -81,9 +85,9 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             pairs = (eval_X, eval_y) if isinstance(eval_X, tuple) else ((eval_X,), (eval_y,))
             eval_set = list(zip(*pairs, strict=True))
         evaluated = [
-            Rows(
-                features=features,
-                label=label,
+            rows_of(
+                features,
+                label,
                 weight=_weight_of(eval_sample_weight, eval_class_weight, label, number),
                 group=_each(eval_group, number),
                 margin=_each(eval_init_score, number),
@@ -91,8 +95,8 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             for number, (features, label) in enumerate(_as_list(eval_set))
         ]
         named = list(eval_names or [f"valid_{number}" for number in range(len(evaluated))])
-        rows = dict(zip(["train", *named], [training, *evaluated], strict=True))
-        progress = self._train(
+        rows = dict(zip(["train", *named], alike([training, *evaluated]), strict=True))
+        booster, progress = self._train(
             rows,
             names,
             params=params,
@@ -102,12 +106,18 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             init_model=init_model,
             **rounds,
         )
-        self._keep(progress, has_names(X))
+        self._keep(booster, progress, named=isinstance(X, Labelled) or has_names(X))
         return self
+
+    def _names(self, X: Any, given: Any) -> list[str]:
+        """Give the names of the features; a Ray Dataset has its own."""
+        if isinstance(X, Labelled) or is_ray_dataset(X):
+            return []
+        return feature_names(X, "Column_") if isinstance(given, str) else list(given)
 
     def _train(
         self, rows: dict[str, Rows], names: Sequence[str], init_model: Any, **options: Any
-    ) -> Progress:
+    ) -> tuple[Booster, Progress]:
         datasets: Any = {name: each.dataset(names) for name, each in rows.items()}
         with self._run() as configs, tempfile.TemporaryDirectory() as folder:
             earlier, before = _checkpoint_of(init_model, Path(folder))
@@ -120,14 +130,14 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
                 **options,
             ).fit()
             assert result.checkpoint is not None
-            self._Booster = RayTrainReportCallback.get_model(result.checkpoint)
-            return Progress.load(result.checkpoint) or Progress()
+            booster = RayTrainReportCallback.get_model(result.checkpoint)
+            return booster, Progress.load(result.checkpoint) or Progress()
 
-    def _keep(self, progress: Progress, named: bool) -> None:
+    def _keep(self, booster: Booster, progress: Progress, *, named: bool) -> None:
         """Set what plain LightGBM sets after training."""
-        booster = self._Booster
+        self._Booster = booster
         last = max(booster.best_iteration, 0) - 1
-        self._n_features = booster.num_feature()
+        self._n_features = self.n_features_in_ = booster.num_feature()
         self._fitted_with_feature_names = named
         self._evals_result = progress.history
         self._best_iteration = max(booster.best_iteration, 0)
@@ -140,8 +150,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
 
     def _checked(self, X: Any, y: Any, weight: Any) -> tuple[Any, Any]:
         """Check as `LGBMModel.fit` does."""
-        if is_ray_dataset(X):
-            self.n_features_in_ = len(set(X.columns()) - {y, weight})
+        if isinstance(X, Labelled) or is_ray_dataset(X):
             return X, weight
         if hasattr(X, "columns"):
             self.n_features_in_ = len(X.columns)
@@ -157,7 +166,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             self._class_weight = self.class_weight
         if self._class_weight is None:
             return weight
-        if is_ray_dataset(X):
+        if isinstance(X, Labelled):
             raise ValueError(
                 f"class_weight={self._class_weight!r} needs the labels in memory; with a Ray "
                 "Dataset, put the weights into a column and name it in sample_weight"
@@ -173,18 +182,38 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
 
 
 @takes_plain_arguments
-class RayLGBMRegressor(LGBMRegressor, _RayLGBMModel):
+class RayLGBMRegressor(LGBMRegressor, _RayLGBMModel):  # type: ignore[misc]  # two fits
     """`lightgbm.LGBMRegressor`, trained on workers."""
 
 
 @takes_plain_arguments
-class RayLGBMRanker(LGBMRanker, _RayLGBMModel):
+class RayLGBMRanker(LGBMRanker, _RayLGBMModel):  # type: ignore[misc]  # two fits
     """`lightgbm.LGBMRanker`, trained on workers. The rows of a query go to one of them."""
 
 
 @takes_plain_arguments
 class RayLGBMClassifier(LGBMClassifier, _RayLGBMModel):
     """`lightgbm.LGBMClassifier`, trained on workers."""
+
+    def fit(self, X: Any, y: Any, *args: Any, **options: Any) -> RayLGBMClassifier:
+        """Do what `LGBMClassifier.fit` does, on workers."""
+        if is_ray_dataset(X):
+            classes = classes_of(X, y)
+            sets = [
+                (Labelled(*each, classes), classes) for each in _as_list(options.get("eval_set"))
+            ]
+            options["eval_set"] = sets or None
+            X, y = Labelled(X, y, classes), classes
+        super().fit(X, y, *args, **options)
+        return self
+
+    def predict_proba(self, X: Any, *args: Any, **options: Any) -> Any:
+        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        return (
+            predict(self.booster_, X)
+            if is_ray_dataset(X)
+            else super().predict_proba(X, *args, **options)
+        )
 
 
 def _checkpoint_of(model: Any, folder: Path) -> tuple[Checkpoint | None, int]:

@@ -29,6 +29,9 @@ from drawbar.lightgbm import _native
 from drawbar.train import collective, get_context
 
 Floats: TypeAlias = npt.NDArray[np.float64]
+Rows: TypeAlias = tuple[Floats, npt.NDArray[np.bool_], npt.NDArray[Any]]
+"""Scores, whether the label is positive, weights."""
+
 Evaluation: TypeAlias = Any
 """LightGBM's `EvalResult`, before 4.7 a tuple: data, metric, value, whether higher is better."""
 
@@ -60,7 +63,7 @@ class _Share:
 
     value: float
     weight: float
-    rows: tuple[Floats, Floats, Floats] | None
+    rows: Rows | None
 
 
 def global_evaluation(booster: Booster, found: Sequence[Evaluation]) -> list[Evaluation]:
@@ -90,11 +93,16 @@ def _share(booster: Booster, found: Evaluation) -> _Share:
     data, metric = found[0], found[1]
     index = _index(booster, data)
     dataset = booster.valid_sets[index - 1] if index else booster.train_set
-    rows = None
-    if metric in _GATHERED:
-        label, weight = np.asarray(dataset.get_label()), _row_weights(dataset)
-        rows = (_native.predictions(booster, index), label.astype(np.float64), weight)
+    rows = _rows(booster, index, dataset) if metric in _GATHERED else None
     return _Share(float(found[2]), _weight(dataset, metric), rows)
+
+
+def _rows(booster: Booster, index: int, dataset: Dataset) -> Rows:
+    """Give what an area needs of each row, in as few bytes as can be: it is sent every round."""
+    weight = dataset.get_weight()
+    positive = np.asarray(dataset.get_label()) > 0
+    weights = np.ones(len(positive), np.int8) if weight is None else np.asarray(weight, np.float32)
+    return _native.predictions(booster, index), positive, weights
 
 
 def _index(booster: Booster, data: str) -> int:
@@ -110,7 +118,7 @@ def _weight(dataset: Dataset, metric: str) -> float:
         return float(_row_weights(dataset).sum())
     if dataset.get_weight() is None:
         return float(len(group))
-    starts = np.concatenate([[0], np.cumsum(group)[:-1]])
+    starts = np.concatenate([[0], np.cumsum(np.asarray(group))[:-1]])
     return float((np.add.reduceat(_row_weights(dataset), starts) / group).sum())
 
 
@@ -162,8 +170,8 @@ def _weights_by_score(scores: Floats, labels: Floats, weights: Floats) -> tuple[
     """Sum the weights of positive and of negative rows at each score, from low to high."""
     _, place = np.unique(scores, return_inverse=True)
     is_positive = labels > 0
-    positive = np.bincount(place, weights * is_positive)
-    negative = np.bincount(place, weights * ~is_positive)
+    positive = np.bincount(place, weights * is_positive).astype(np.float64)
+    negative = np.bincount(place, weights * ~is_positive).astype(np.float64)
     return positive, negative
 
 

@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from lightgbm import Booster, Dataset
-from lightgbm.basic import _LIB, _param_dict_to_str, _safe_call
+from lightgbm import Booster, Dataset, basic
+from lightgbm.basic import _param_dict_to_str, _safe_call
 
-Matrix = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+Matrix = npt.NDArray[np.float32]
 
+_LIB: Any = basic._LIB  # type: ignore[attr-defined]  # imported there
+
+_FLOAT32 = 0  # C_API_DTYPE_FLOAT32
 _ZERO = 1e-35  # what LightGBM takes for zero, and leaves out of a sampled column
 
 
@@ -109,14 +112,14 @@ def empty_dataset(
 
 def push_rows(dataset: Dataset, rows: Matrix, start: int) -> None:
     """Put rows into a dataset; `start` is the number of the first. The last row finishes it."""
-    rows = np.ascontiguousarray(rows)
+    block = np.ascontiguousarray(rows, dtype=np.float32)
     _safe_call(
         _LIB.LGBM_DatasetPushRows(
             dataset._handle,
-            rows.ctypes.data_as(ctypes.c_void_p),
-            ctypes.c_int(0 if rows.dtype == np.float32 else 1),
-            ctypes.c_int32(rows.shape[0]),
-            ctypes.c_int32(rows.shape[1]),
+            block.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_int(_FLOAT32),
+            ctypes.c_int32(block.shape[0]),
+            ctypes.c_int32(block.shape[1]),
             ctypes.c_int32(start),
         )
     )

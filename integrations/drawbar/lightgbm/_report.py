@@ -12,7 +12,7 @@ from lightgbm.callback import CallbackEnv
 from drawbar.boosting import History, Metrics, Progress, RoundReports
 from drawbar.lightgbm._backend import at_end
 from drawbar.lightgbm._evaluation import GlobalEvaluation
-from drawbar.train import Checkpoint
+from drawbar.train import Checkpoint, ValidationTaskConfig
 
 
 class RayTrainReportCallback:
@@ -33,6 +33,7 @@ class RayTrainReportCallback:
         results_postprocessing_fn: Called with the evaluations so far, as
             `{"<dataset>-<metric>": [value of each round]}`; gives the metrics to report instead of
             the newest values.
+        validation: Have each checkpoint validated, as for `drawbar.train.report`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
@@ -49,10 +50,11 @@ class RayTrainReportCallback:
         frequency: int = 0,
         checkpoint_at_end: bool = True,
         results_postprocessing_fn: Callable[[dict[str, list[float]]], dict[str, Any]] | None = None,
+        validation: bool | ValidationTaskConfig = False,
     ) -> None:
         self.filename = filename
         self._reports = RoundReports(
-            metrics, frequency, checkpoint_at_end, results_postprocessing_fn
+            metrics, frequency, checkpoint_at_end, results_postprocessing_fn, validation
         )
         self._evaluate = GlobalEvaluation()
         self._maximized: set[str] = set()

@@ -12,7 +12,7 @@ from drawbar.boosting import BoostingTrainer, work_of
 from drawbar.lightgbm._backend import LightGBMConfig
 from drawbar.lightgbm._loop import LightGBMFit
 from drawbar.lightgbm._report import RayTrainReportCallback
-from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig
+from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -98,6 +98,7 @@ class LightGBMTrainer(BoostingTrainer):
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
+        validation_config: ValidationConfig | None = None,
     ) -> None:
         if lightgbm_config is not None and not isinstance(lightgbm_config, LightGBMConfig):
             raise TypeError(f"lightgbm_config must be a LightGBMConfig, found {lightgbm_config!r}")
@@ -130,6 +131,7 @@ class LightGBMTrainer(BoostingTrainer):
             dataset_config=dataset_config,
             metadata=metadata,
             resume_from_checkpoint=resume_from_checkpoint,
+            validation_config=validation_config,
         )
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
-from drawbar.train import collective, get_checkpoint, report
+from drawbar.train import ValidationTaskConfig, collective, get_checkpoint, report
 
 
 class RayTrainReportCallback(TrainerCallback):
@@ -29,9 +29,13 @@ class RayTrainReportCallback(TrainerCallback):
     upload to the Hub still reads it.
 
     Prepare the Trainer by `prepare_trainer`.
+
+    Args:
+        validation: Have each checkpoint validated, as for `drawbar.train.report`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, validation: bool | ValidationTaskConfig = False) -> None:
+        self._validation = validation
         self.prepared = False
         """Whether the Trainer that calls this is a prepared one."""
 
@@ -72,6 +76,7 @@ class RayTrainReportCallback(TrainerCallback):
             newest_metrics(state),
             directory if directory.is_dir() else None,
             delete_local_checkpoint_after_upload=not _is_read_by_hub(args),
+            validation=directory.is_dir() and self._validation,
         )
         committed = get_checkpoint()
         if committed is not None and state.best_global_step == state.global_step:

@@ -10,7 +10,7 @@ from xgboost import Booster
 from xgboost.callback import TrainingCallback
 
 from drawbar.boosting import History, Metrics, Progress, RoundReports
-from drawbar.train import Checkpoint
+from drawbar.train import Checkpoint, ValidationTaskConfig
 
 
 class RayTrainReportCallback(TrainingCallback):
@@ -29,6 +29,7 @@ class RayTrainReportCallback(TrainingCallback):
         checkpoint_at_end: Save one when training has ended.
         results_postprocessing_fn: Called with all values so far as `{"<dataset>-<metric>": [...]}`;
             gives the metrics to report.
+        validation: Have each checkpoint validated, as for `drawbar.train.report`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value, or a round has no such
@@ -44,10 +45,11 @@ class RayTrainReportCallback(TrainingCallback):
         frequency: int = 0,
         checkpoint_at_end: bool = True,
         results_postprocessing_fn: Callable[[dict[str, list[float]]], dict[str, Any]] | None = None,
+        validation: bool | ValidationTaskConfig = False,
     ) -> None:
         super().__init__()
         self._reports = RoundReports(
-            metrics, frequency, checkpoint_at_end, results_postprocessing_fn
+            metrics, frequency, checkpoint_at_end, results_postprocessing_fn, validation
         )
         self._filename = filename
         self._progress = Progress()

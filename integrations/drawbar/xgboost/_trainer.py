@@ -10,7 +10,7 @@ from xgboost import Booster
 from xgboost.callback import TrainingCallback
 
 from drawbar.boosting import BoostingTrainer, work_of
-from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig
+from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 from drawbar.xgboost._backend import XGBoostConfig
 from drawbar.xgboost._fit import XGBoostFit
 from drawbar.xgboost._report import RayTrainReportCallback
@@ -80,6 +80,7 @@ class XGBoostTrainer(BoostingTrainer):
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
+        validation_config: ValidationConfig | None = None,
         params: Mapping[str, Any] | None = None,
         label_column: str | None = None,
         num_boost_round: int | None = None,
@@ -125,6 +126,7 @@ class XGBoostTrainer(BoostingTrainer):
             dataset_config=dataset_config,
             metadata=metadata,
             resume_from_checkpoint=resume_from_checkpoint,
+            validation_config=validation_config,
         )
 
     @classmethod

@@ -1,0 +1,246 @@
+"""XGBoost's scikit-learn estimators, trained on workers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from xgboost import Booster, XGBClassifier, XGBModel, XGBRanker, XGBRegressor
+from xgboost.sklearn import _objective_decorator
+
+from drawbar.boosting import Progress
+from drawbar.boosting._estimator import (
+    RayEstimator,
+    Rows,
+    alike,
+    classes_of,
+    feature_names,
+    has_names,
+    is_ray_dataset,
+    takes_plain_arguments,
+    without_own,
+)
+from drawbar.train import Checkpoint
+from drawbar.xgboost._predict import predict
+from drawbar.xgboost._report import RayTrainReportCallback
+from drawbar.xgboost._trainer import XGBoostTrainer
+
+
+class _RayXGBModel(RayEstimator):
+    """What trains on workers in place of `fit`; stands before the plain estimator."""
+
+    def get_xgb_params(self) -> dict[str, Any]:
+        """Give what goes to XGBoost."""
+        return without_own(super().get_xgb_params())  # type: ignore[misc]
+
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        sample_weight: Any = None,
+        base_margin: Any = None,
+        eval_set: Sequence[tuple[Any, Any]] | None = None,
+        verbose: bool | int | None = True,
+        xgb_model: Any = None,
+        sample_weight_eval_set: Sequence[Any] | None = None,
+        base_margin_eval_set: Sequence[Any] | None = None,
+        feature_weights: Any = None,
+    ) -> Any:
+        """Do what the plain estimator's `fit` does, on workers; `verbose` is `run_config`'s."""
+        sets = list(eval_set or ())
+        training = Rows(features=X, label=y, weight=sample_weight, margin=base_margin)
+        evaluated = [
+            Rows(
+                features=features,
+                label=label,
+                weight=_each(sample_weight_eval_set, number),
+                margin=_each(base_margin_eval_set, number),
+            )
+            for number, (features, label) in enumerate(sets)
+        ]
+        return self._train([training, *evaluated], xgb_model, feature_weights)
+
+    def _train(self, rows: Sequence[Rows], model: Any, feature_weights: Any) -> Any:
+        """Train, and set what plain XGBoost sets after it."""
+        model, metric, params, weights = self._configure_fit(  # type: ignore[attr-defined]
+            model, self._params(), feature_weights
+        )
+        if weights is not None:
+            raise ValueError("feature_weights are not passed on to workers; leave them out")
+        training = rows[0].features
+        names = [] if is_ray_dataset(training) else feature_names(training, "f")
+        rows = alike([self._checked(each) for each in rows])
+        named = {f"validation_{number}": each for number, each in enumerate(rows[1:])}
+        datasets: Any = {"train": rows[0], **named}
+        objective = self.objective  # type: ignore[attr-defined]
+        with self._run() as configs, tempfile.TemporaryDirectory() as folder:
+            result = XGBoostTrainer(
+                params=params,
+                datasets={name: each.dataset(names) for name, each in datasets.items()},
+                num_boost_round=self.get_num_boosting_rounds(),  # type: ignore[attr-defined]
+                early_stopping_rounds=self.early_stopping_rounds,  # type: ignore[attr-defined]
+                callbacks=[RayTrainReportCallback(), *(self.callbacks or ())],  # type: ignore[attr-defined]
+                obj=_objective_decorator(objective) if callable(objective) else None,
+                custom_metric=metric,
+                resume_from_checkpoint=_checkpoint_of(model, Path(folder)),
+                **rows[0].columns(),
+                **configs,
+            ).fit()
+            assert result.checkpoint is not None
+            booster = XGBoostTrainer.get_model(result.checkpoint)
+            progress = Progress.load(result.checkpoint) or Progress()
+        if not (is_ray_dataset(training) or has_names(training)):
+            booster.feature_names = booster.feature_types = None
+        self._Booster = booster
+        history = {name: values for name, values in progress.history.items() if name != "train"}
+        self._set_evaluation_result(history)  # type: ignore[attr-defined]
+        return self
+
+    def _params(self) -> dict[str, Any]:
+        params = {name: each for name, each in self.get_xgb_params().items() if each is not None}
+        if "n_jobs" in params:
+            params["nthread"] = params.pop("n_jobs")
+        if callable(params.get("objective")):
+            params.pop("objective")
+        return params
+
+    def _checked(self, rows: Rows) -> Rows:
+        """Check what XGBoost checks as it makes a matrix."""
+        if is_ray_dataset(rows.features):
+            return rows
+        label = np.asarray(rows.label, dtype=np.float64)
+        if not np.isfinite(label).all():
+            raise ValueError("Label contains NaN, infinity or a value too large.")
+        return rows
+
+    def __sklearn_tags__(self) -> Any:
+        """Say what the estimator can: one output, where the plain one may have several."""
+        tags = super().__sklearn_tags__()  # type: ignore[misc]
+        tags.target_tags.multi_output = False
+        if tags.classifier_tags is not None:
+            tags.classifier_tags.multi_label = False
+        return tags
+
+    def predict(self, X: Any, **options: Any) -> Any:
+        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        if not is_ray_dataset(X):
+            return super().predict(X, **options)  # type: ignore[misc]
+        return predict(self.get_booster(), X)  # type: ignore[attr-defined]
+
+
+@takes_plain_arguments
+class RayXGBRegressor(_RayXGBModel, XGBRegressor):
+    """`xgboost.XGBRegressor`, trained on workers."""
+
+
+@takes_plain_arguments
+class RayXGBClassifier(_RayXGBModel, XGBClassifier):
+    """`xgboost.XGBClassifier`, trained on workers. Labels must be 0, 1, 2 ... as for it."""
+
+    def _params(self) -> dict[str, Any]:
+        params = super()._params()
+        if self.n_classes_ > 2:
+            if params.get("objective") != "multi:softmax":
+                params["objective"] = "multi:softprob"
+            params["num_class"] = self.n_classes_
+        return params
+
+    def _train(self, rows: Sequence[Rows], model: Any, feature_weights: Any) -> Any:
+        training = rows[0]
+        found = (
+            classes_of(training.features, training.label)
+            if is_ray_dataset(training.features)
+            else np.unique(np.asarray(training.label))
+        )
+        self.n_classes_ = len(found)
+        expected = np.arange(len(found))
+        if found.tolist() != expected.tolist():
+            raise ValueError(
+                f"Invalid classes inferred from unique values of `y`.  Expected: {expected}, "
+                f"got {found}"
+            )
+        super()._train(rows, model, feature_weights)
+        if not callable(self.objective):
+            self.objective = self._params()["objective"]
+        return self
+
+    def predict_proba(self, X: Any, *args: Any, **options: Any) -> Any:
+        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        if not is_ray_dataset(X):
+            return super().predict_proba(X, *args, **options)
+        return predict(self.get_booster(), X)
+
+
+@takes_plain_arguments
+class RayXGBRanker(_RayXGBModel, XGBRanker):
+    """`xgboost.XGBRanker`, trained on workers. The rows of a query go to one of them."""
+
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        group: Any = None,
+        qid: Any = None,
+        sample_weight: Any = None,
+        base_margin: Any = None,
+        eval_set: Sequence[tuple[Any, Any]] | None = None,
+        eval_group: Sequence[Any] | None = None,
+        eval_qid: Sequence[Any] | None = None,
+        verbose: bool | int | None = False,
+        xgb_model: Any = None,
+        sample_weight_eval_set: Sequence[Any] | None = None,
+        base_margin_eval_set: Sequence[Any] | None = None,
+        feature_weights: Any = None,
+    ) -> Any:
+        """Do what `XGBRanker.fit` does, on workers. With a Ray Dataset, `qid` names a column."""
+        if group is None and qid is None:
+            raise ValueError("group or qid is required for ranking task")
+        training = _ranked(X, y, group, qid, sample_weight, base_margin)
+        evaluated = [
+            _ranked(
+                features,
+                label,
+                _each(eval_group, number),
+                _each(eval_qid, number),
+                _each(sample_weight_eval_set, number),
+                _each(base_margin_eval_set, number),
+            )
+            for number, (features, label) in enumerate(eval_set or ())
+        ]
+        return self._train([training, *evaluated], xgb_model, feature_weights)
+
+
+def _ranked(X: Any, y: Any, group: Any, qid: Any, weight: Any, margin: Any) -> Rows:
+    """Give rows with the sizes of their queries. XGBoost's weights are of queries."""
+    if not is_ray_dataset(X):
+        sizes = _sizes(qid) if group is None else np.asarray(group)
+        weight = None if weight is None else np.repeat(np.asarray(weight), sizes)
+        return Rows(features=X, label=y, weight=weight, group=sizes, margin=margin)
+    return Rows(features=X, label=y, weight=weight, group=qid, margin=margin)
+
+
+def _sizes(qid: Any) -> Any:
+    values = np.asarray(qid)
+    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
+    return np.diff(np.append(starts, len(values)))
+
+
+def _checkpoint_of(model: Any, folder: Path) -> Checkpoint | None:
+    """Give what to go on from as a checkpoint; its rounds do not count as done."""
+    if model is None:
+        return None
+    if isinstance(model, XGBModel):
+        model = model.get_booster()
+    booster = model if isinstance(model, Booster) else Booster(model_file=model)
+    booster.save_model(folder / RayTrainReportCallback.CHECKPOINT_NAME)
+    Progress().save(folder)
+    return Checkpoint(folder)
+
+
+def _each(values: Sequence[Any] | None, number: int) -> Any:
+    return None if values is None else values[number]

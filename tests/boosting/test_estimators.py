@@ -1,0 +1,154 @@
+"""Estimators of both libraries are scikit-learn's as far as the plain ones are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightgbm
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import ray
+import xgboost
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.model_selection import GridSearchCV
+from sklearn.utils.estimator_checks import check_estimator
+
+from drawbar.lightgbm import RayLGBMClassifier, RayLGBMRanker, RayLGBMRegressor
+from drawbar.train import ScalingConfig
+from drawbar.xgboost import RayXGBClassifier, RayXGBRanker, RayXGBRegressor
+
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data"),  # it warns of itself
+]
+
+HERE = ScalingConfig(num_workers=0)
+TWO = ScalingConfig(num_workers=2)
+QUIET: dict[str, Any] = {"n_estimators": 5, "verbosity": -1}
+
+
+def failed_checks(estimator: Any) -> set[str]:
+    checks = check_estimator(estimator, on_fail=None, on_skip=None)
+    return {check["check_name"] for check in checks if check["status"] == "failed"}
+
+
+@pytest.mark.filterwarnings("ignore")  # the plain estimators' own
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [
+        (RayLGBMClassifier(**QUIET, scaling_config=HERE), lightgbm.LGBMClassifier(**QUIET)),
+        (RayLGBMRegressor(**QUIET, scaling_config=HERE), lightgbm.LGBMRegressor(**QUIET)),
+        (
+            RayXGBClassifier(n_estimators=5, scaling_config=HERE),
+            xgboost.XGBClassifier(n_estimators=5),
+        ),
+        (
+            RayXGBRegressor(n_estimators=5, scaling_config=HERE),
+            xgboost.XGBRegressor(n_estimators=5),
+        ),
+    ],
+    ids=lambda estimator: type(estimator).__name__,
+)
+def test_check_estimator_fails_only_where_the_plain_one_does(ours: Any, plain: Any) -> None:
+    assert failed_checks(ours) <= failed_checks(plain)
+
+
+@pytest.mark.parametrize(
+    ("classifier", "book"),
+    [(RayLGBMClassifier, "booster_"), (RayXGBClassifier, "get_booster")],
+)
+def test_classifiers_on_two_workers(classifier: Any, book: str) -> None:
+    x, y = load_digits(n_class=3, return_X_y=True)
+    model = classifier(n_estimators=8, scaling_config=TWO)
+    model.fit(x, y, sample_weight=np.ones(len(y)), eval_set=[(x, y)])
+    assert model.score(x, y) > 0.97
+    assert model.predict_proba(x).shape == (len(y), 3)
+    assert list(model.classes_) == [0, 1, 2]
+    assert model.n_features_in_ == 64
+    assert hasattr(model, book)
+    evaluated = model.evals_result_ if classifier is RayLGBMClassifier else model.evals_result()
+    ((losses,),) = (values.values() for values in evaluated.values())
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("classifier", [RayLGBMClassifier, RayXGBClassifier])
+def test_all_kinds_of_data_give_one_model(classifier: Any) -> None:
+    x, y = load_breast_cancer(return_X_y=True)
+    frame = pd.DataFrame(x, columns=[f"c{i}" for i in range(30)])
+    dataset = ray.data.from_pandas(frame.assign(y=y))
+    model = classifier(n_estimators=5, scaling_config=HERE)
+    found = [
+        clone(model).fit(x, y).predict_proba(x),
+        clone(model).fit(frame, pd.Series(y)).predict_proba(frame),
+        clone(model).fit(pa.Table.from_pandas(frame), y).predict_proba(frame),
+    ]
+    fitted = clone(model).fit(dataset, "y", eval_set=[(dataset, "y")])
+    found.append(fitted.predict_proba(frame))
+    for each in found[1:]:
+        assert np.array_equal(each, found[0])
+    predicted = fitted.predict_proba(dataset).to_pandas()["prediction"].to_numpy()
+    assert predicted == pytest.approx(found[0][:, 1], abs=1e-6)
+
+
+def test_labels_by_name_in_a_ray_dataset() -> None:
+    x, y = load_breast_cancer(return_X_y=True)
+    names = np.array(["malignant", "benign"])
+    frame = pd.DataFrame(x[:, :5], columns=list("abcde"))
+    dataset = ray.data.from_pandas(frame.assign(y=names[y]))
+    model = RayLGBMClassifier(n_estimators=5, scaling_config=HERE).fit(dataset, "y")
+    assert list(model.classes_) == ["benign", "malignant"]
+    assert (model.predict(frame) == names[y]).mean() > 0.9
+
+
+@pytest.mark.parametrize("regressor", [RayLGBMRegressor, RayXGBRegressor])
+def test_grid_search_and_going_on(regressor: Any) -> None:
+    x, y = load_diabetes(return_X_y=True)
+    search = GridSearchCV(
+        regressor(n_estimators=10, scaling_config=HERE), {"learning_rate": [0.001, 0.2]}, cv=2
+    )
+    search.fit(x, y)
+    assert search.best_params_ == {"learning_rate": 0.2}
+    best = search.best_estimator_
+    again = clone(best)
+    if regressor is RayLGBMRegressor:
+        again.fit(x, y, init_model=best)
+        assert again.booster_.num_trees() == 20
+    else:
+        again.fit(x, y, xgb_model=best)
+        assert again.get_booster().num_boosted_rounds() == 20
+    assert again.score(x, y) > best.score(x, y)
+
+
+@pytest.mark.parametrize("ranker", [RayLGBMRanker, RayXGBRanker])
+def test_rankers_keep_queries_whole(ranker: Any) -> None:
+    random = np.random.default_rng(0)
+    x, sizes = random.normal(size=(400, 3)), np.full(40, 10)
+    y = np.clip(np.round(x[:, 0] + 1), 0, 3).astype(int)
+    model = ranker(n_estimators=10, scaling_config=TWO)
+    model.fit(x, y, group=sizes, eval_set=[(x, y)], eval_group=[sizes])
+    assert np.corrcoef(model.predict(x), x[:, 0])[0, 1] > 0.8
+
+
+def test_early_stopping_and_a_metric_of_ones_own() -> None:
+    x, y = load_breast_cancer(return_X_y=True)
+
+    def wrong(truth: Any, predicted: Any) -> tuple[str, float, bool]:
+        return "wrong", float(np.mean((predicted > 0.5) != truth)), False
+
+    model = RayLGBMClassifier(n_estimators=200, learning_rate=0.5, scaling_config=TWO)
+    model.fit(
+        x[:300],
+        y[:300],
+        eval_set=[(x[300:], y[300:])],
+        eval_metric=["auc", wrong],
+        callbacks=[lightgbm.early_stopping(4, verbose=False)],
+    )
+    assert set(model.evals_result_["valid_0"]) == {"auc", "binary_logloss", "wrong"}
+    assert 0 < model.best_iteration_ < 200
+    stopper = RayXGBClassifier(n_estimators=200, early_stopping_rounds=4, scaling_config=HERE)
+    stopper.fit(x[:300], y[:300], eval_set=[(x[300:], y[300:])])
+    assert 0 < stopper.best_iteration < 200
