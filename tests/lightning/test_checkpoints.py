@@ -1,0 +1,195 @@
+"""ModelCheckpoint saves into the run, shards load anywhere, and Lightning needs no Drawbar."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.lightning.digits import STEPS, fit, losses
+
+from drawbar.lightning import (
+    RayDDPStrategy,
+    RayDeepSpeedStrategy,
+    RayFSDPStrategy,
+    RayModelParallelStrategy,
+    RayTrainReportCallback,
+)
+from drawbar.train import Result, WorkerGroupError
+
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings(  # Lightning's, torch's, DeepSpeed's
+        "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+    ),
+]
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": RayDDPStrategy,
+    "fsdp": lambda: RayFSDPStrategy(state_dict_type="sharded"),
+    "fsdp2": lambda: RayModelParallelStrategy(tensor_parallel_size=1),
+    "zero3": lambda: RayDeepSpeedStrategy(stage=3),
+}
+
+
+def every_7_steps(pl: Any) -> list[Any]:
+    return [RayTrainReportCallback(every_n_train_steps=7, every_n_epochs=None)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of three epochs on one worker, without a stop."""
+    return losses(fit(tmp_path_factory.mktemp("whole"), every_7_steps, num_workers=0))
+
+
+class TestWorldSizes:
+    @pytest.fixture(scope="class", params=STRATEGIES)
+    def begun(self, request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Result]:
+        """A run on two workers that ended in the middle of the second epoch, at step 14."""
+        strategy: str = request.param
+        folder = tmp_path_factory.mktemp(strategy)
+        made = STRATEGIES[strategy]
+        return strategy, fit(folder, every_7_steps, strategy=made, max_steps=14)
+
+    @pytest.mark.parametrize("num_workers", [0, 3])  # 0: one, in this process
+    def test_a_run_goes_on_with_weights_optimizer_and_data(
+        self,
+        begun: tuple[str, Result],
+        num_workers: int,
+        whole: dict[int, float],
+        tmp_path: Path,
+    ) -> None:
+        strategy, first = begun
+        shutil.copytree(first.path, tmp_path / "run")
+        made = STRATEGIES[strategy]
+        second = fit(tmp_path, every_7_steps, strategy=made, num_workers=num_workers)
+        assert losses(second) == pytest.approx(whole, abs=1e-5)
+        seen = sorted(chain(*second.return_values))
+        assert len(seen) == (3 * STEPS - 14) * 24
+        assert {seen.count(each) for each in set(seen)} <= {1, 2}  # of one epoch and a part
+
+    def test_every_rank_has_written_its_shards(self, begun: tuple[str, Result]) -> None:
+        strategy, result = begun
+        assert result.checkpoint is not None
+        manifest = result.checkpoint.manifest
+        assert manifest is not None
+        files = sorted(file.path.removeprefix("checkpoint.ckpt") for file in manifest.files)
+        if strategy == "ddp":
+            assert files == [""]
+        else:
+            shards = "__{}_0.distcp" if "fsdp" in strategy else "zero_pp_rank_{}_mp_rank_00_optim"
+            for rank in range(2):
+                assert any(shards.format(rank) in file for file in files), files
+
+
+class TestModelCheckpoint:
+    @pytest.fixture(scope="class")
+    def result(self, tmp_path_factory: pytest.TempPathFactory) -> Result:
+        """A run that keeps its two best, as ModelCheckpoint says."""
+
+        def callbacks(pl: Any) -> list[Any]:
+            checkpoint = pl.callbacks.ModelCheckpoint(
+                "elsewhere", "{epoch}-{val_loss:.2f}", monitor="val_loss", save_top_k=2
+            )
+            return [checkpoint, RayTrainReportCallback(checkpoint=False)]
+
+        def after(trainer: Any, module: Any) -> Any:
+            callback = trainer.checkpoint_callback
+            (found,) = trainer.validate(module, ckpt_path="best", verbose=False)
+            scores = {path: float(score) for path, score in callback.best_k_models.items()}
+            return callback.best_model_path, scores, found["val_loss"]
+
+        return fit(tmp_path_factory.mktemp("run"), callbacks, max_epochs=4, after=after)
+
+    def test_its_paths_are_those_of_the_runs_checkpoints(self, result: Result) -> None:
+        best, scores, _ = result.return_value
+        kept = {f"{checkpoint.path}/checkpoint.ckpt" for checkpoint, _ in result.best_checkpoints}
+        assert scores.keys() == kept
+        assert best == min(scores, key=lambda path: scores[path])
+        assert Path(best).parent.name.startswith("epoch=3-val_loss=0.")
+        assert Path(best).parent.name.endswith(f"-step={4 * STEPS}")
+        assert Path(best).parent.parent == Path(result.path)
+
+    def test_the_best_is_the_one_that_it_loads(self, result: Result) -> None:
+        best, scores, found = result.return_value
+        assert found == pytest.approx(scores[best])
+
+    def test_each_has_its_metrics(self, result: Result) -> None:
+        _, scores, _ = result.return_value
+        for checkpoint, metrics in result.best_checkpoints:
+            found = scores[f"{checkpoint.path}/checkpoint.ckpt"]
+            assert metrics["val_loss"] == pytest.approx(found)
+        best = result.get_best_checkpoint("val_loss", "min")
+        assert best is not None
+        assert metrics["step"] == 4 * STEPS
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"save_last": "link"}, "has no second name"),
+            ({"filename": "{val/loss}"}, "would make folders in folders"),
+            ({"filename": "a/{epoch}", "auto_insert_metric_name": False}, "folders in folders"),
+        ],
+    )
+    def test_what_cannot_be_committed_is_refused(
+        self, arguments: dict[str, Any], message: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(WorkerGroupError, match=message):
+            fit(tmp_path, lambda pl: [pl.callbacks.ModelCheckpoint(**arguments)], num_workers=0)
+
+    def test_one_that_saves_the_last_too_goes_on_from_it(self, tmp_path: Path) -> None:
+        def callbacks(pl: Any) -> list[Any]:
+            return [pl.callbacks.ModelCheckpoint(filename="best", save_last=True, save_top_k=0)]
+
+        fit(tmp_path, callbacks, num_workers=0, max_epochs=1)
+        result = fit(tmp_path, callbacks, num_workers=0, max_epochs=2)
+        assert len(result.return_value) == 240  # one epoch of two
+        names = [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
+        assert names == [f"last-step={2 * STEPS}"]
+
+
+PLAIN = """
+import sys
+
+sys.modules["drawbar"] = None  # cannot be imported
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Plain(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+path = sys.argv[1]
+weight = Plain.load_from_checkpoint(path).net[0].weight
+data = TensorDataset(torch.zeros(240, 64), torch.zeros(240, dtype=torch.long))
+options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=2, **options)
+trainer.fit(Plain(), DataLoader(data, 24), ckpt_path=path)
+print("steps", trainer.global_step, "weights", tuple(weight.shape))
+"""
+
+
+def test_lightning_goes_on_without_drawbar(tmp_path: Path) -> None:
+    result = fit(tmp_path, lambda pl: [RayTrainReportCallback()], num_workers=0, max_epochs=1)
+    assert result.checkpoint is not None
+    path = Path(result.checkpoint, "checkpoint.ckpt")
+    command = [sys.executable, "-W", "ignore", "-c", PLAIN, str(path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert f"steps {2 * STEPS} weights (32, 64)" in done.stdout

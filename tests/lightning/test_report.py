@@ -1,0 +1,117 @@
+"""When RayTrainReportCallback and JournalLogger report, and what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.lightning.digits import STEPS, fit
+
+from drawbar import train
+from drawbar.lightning import RayTrainReportCallback
+from drawbar.train import CheckpointUploadMode, Result, WorkerGroupError
+
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),  # Lightning's
+]
+
+
+def steps_saved(result: Result) -> list[int]:
+    return [metrics["step"] for _, metrics in result.best_checkpoints]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_train_steps": 0}, "every_n_train_steps must be a whole number from 1"),
+        ({"every_n_epochs": 1.5}, "every_n_epochs must be a whole number from 1"),
+        ({"every_n_epochs": None}, "are both None"),
+        ({"upload_mode": CheckpointUploadMode.NO_UPLOAD}, "SYNC or ASYNC"),
+        ({"checkpoint": False, "validation": True}, "needs checkpoint=True"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RayTrainReportCallback(**arguments)
+
+
+def test_a_report_by_steps_and_one_at_the_end_of_each_epoch(tmp_path: Path) -> None:
+    def callbacks(pl: Any) -> list[Any]:
+        return [RayTrainReportCallback(every_n_train_steps=5)]
+
+    result = fit(tmp_path, callbacks, num_workers=0, max_epochs=2)
+    assert steps_saved(result) == [5, STEPS, 15, 2 * STEPS]  # step 10 is that of the epoch's end
+    last = result.metrics
+    assert last is not None
+    assert (last["epoch"], last["step"]) == (1, 2 * STEPS)
+    assert {"loss", "val_loss"} < last.keys()
+    checkpoint = result.checkpoint
+    assert checkpoint is not None
+    assert [path.name for path in Path(checkpoint).glob("[!.]*")] == ["checkpoint.ckpt"]
+    assert not list(Path(result.path, ".staging").iterdir())
+
+
+def test_every_other_epoch_without_waiting(tmp_path: Path) -> None:
+    def callbacks(pl: Any) -> list[Any]:
+        asynchronous = CheckpointUploadMode.ASYNC
+        return [RayTrainReportCallback(every_n_epochs=2, upload_mode=asynchronous)]
+
+    result = fit(tmp_path, callbacks, num_workers=0, max_epochs=4)
+    assert steps_saved(result) == [2 * STEPS, 4 * STEPS]
+
+
+def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
+    def callbacks(pl: Any) -> list[Any]:
+        return [RayTrainReportCallback(every_n_train_steps=2, every_n_epochs=None)]
+
+    result = fit(tmp_path, callbacks, num_workers=0, max_epochs=1, accumulate_grad_batches=2)
+    assert steps_saved(result) == [2, 4]
+
+
+def test_the_logger_reports_each_step_of_each_rank_and_the_validation(tmp_path: Path) -> None:
+    class OnRankZeroAlone:
+        """Reports on rank 0 alone, as a hook of the user's might."""
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.is_global_zero:
+                train.report({"mine": trainer.global_step})
+
+    def callbacks(pl: Any) -> list[Any]:
+        mine = type("Mine", (OnRankZeroAlone, pl.Callback), {})
+        return [mine(), RayTrainReportCallback(every_n_epochs=1)]
+
+    result = fit(tmp_path, callbacks, max_epochs=2)
+    assert steps_saved(result) == [STEPS, 2 * STEPS]
+    rows = result.metrics_dataframe
+    logged = rows[rows["loss"].notna() & rows["val_loss"].isna()]
+    for rank in range(2):
+        assert list(logged[logged["rank"] == rank]["step"]) == list(range(2 * STEPS))
+    assert len(rows[rows["loss"].isna() & rows["val_loss"].notna()]) == 2 * 2  # epochs, ranks
+
+
+def test_lightnings_own_model_checkpoint_gives_way(tmp_path: Path) -> None:
+    def after(trainer: Any, module: Any) -> Any:
+        return trainer.checkpoint_callback
+
+    def callbacks(pl: Any) -> list[Any]:
+        return [RayTrainReportCallback()]
+
+    result = fit(tmp_path, callbacks, num_workers=0, max_epochs=1, after=after)
+    assert result.return_value is None
+    assert len(result.best_checkpoints) == 1
+
+
+def refuses(callbacks: Callable[[Any], list[Any]], folder: Path, message: str) -> None:
+    with pytest.raises(WorkerGroupError, match=message):
+        fit(folder, callbacks, num_workers=0, max_epochs=1)
+
+
+def test_only_one_can_save(tmp_path: Path) -> None:
+    refuses(
+        lambda pl: [RayTrainReportCallback(), pl.callbacks.ModelCheckpoint(monitor="val_loss")],
+        tmp_path,
+        r"both would save; write RayTrainReportCallback\(checkpoint=False\)",
+    )
