@@ -13,6 +13,7 @@ from benchmarks.scenarios import (
     exception,
     first_line,
     import_time,
+    lightgbm_fit,
     lightning_steps,
     many_workers,
     report,
@@ -36,5 +37,6 @@ SCENARIOS: list[Scenario] = [
     ddp_steps.SCENARIO,
     lightning_steps.SCENARIO,
     many_workers.SCENARIO,
+    lightgbm_fit.SCENARIO,
     chaos.SCENARIO,
 ]
