@@ -19,6 +19,8 @@ from benchmarks.scenarios import (
     resize,
     waiting,
     worker_killed,
+    xgboost_fit,
+    xgboost_report,
 )
 
 SCENARIOS: list[Scenario] = [
@@ -37,4 +39,6 @@ SCENARIOS: list[Scenario] = [
     lightning_steps.SCENARIO,
     many_workers.SCENARIO,
     chaos.SCENARIO,
+    xgboost_fit.SCENARIO,
+    xgboost_report.SCENARIO,
 ]
