@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
-Side = Literal["drawbar", "ray.train", "bare"]
+Side = Literal["drawbar", "ray.train", "dask", "bare"]
 SIDES: tuple[Side, ...] = get_args(Side)
 
 Samples = dict[str, list[float]]

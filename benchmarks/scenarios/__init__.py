@@ -20,6 +20,8 @@ from benchmarks.scenarios import (
     resize,
     waiting,
     worker_killed,
+    xgboost_fit,
+    xgboost_report,
 )
 
 SCENARIOS: list[Scenario] = [
@@ -39,4 +41,6 @@ SCENARIOS: list[Scenario] = [
     many_workers.SCENARIO,
     lightgbm_fit.SCENARIO,
     chaos.SCENARIO,
+    xgboost_fit.SCENARIO,
+    xgboost_report.SCENARIO,
 ]
