@@ -17,6 +17,7 @@ from benchmarks.scenarios import (
     many_workers,
     report,
     resize,
+    transformers_steps,
     waiting,
     worker_killed,
 )
@@ -35,6 +36,7 @@ SCENARIOS: list[Scenario] = [
     resize.SCENARIO,
     ddp_steps.SCENARIO,
     lightning_steps.SCENARIO,
+    transformers_steps.SCENARIO,
     many_workers.SCENARIO,
     chaos.SCENARIO,
 ]
