@@ -5,7 +5,6 @@ Stop it and run it again, or run it with more --steps: it goes on from the newes
 
 import argparse
 import pydoc
-import sys
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -31,7 +30,14 @@ def train_func(config):
         windows(), [0.9, 0.1], generator=torch.Generator().manual_seed(0)
     )
     gpt = GPT2Config(
-        vocab_size=256, n_positions=WINDOW, n_embd=64, n_layer=2, n_head=4, loss_type="ForCausalLMLoss"
+        vocab_size=256,
+        n_positions=WINDOW,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLMLoss",
     )
     args = TrainingArguments(
         output_dir=config["output_dir"],
@@ -75,4 +81,4 @@ if __name__ == "__main__":
         run_config=run,
     ).fit()
     print(f"{result.metrics}\n{result.checkpoint}")
-    print(repr(continue_text(result.checkpoint.path, "class datetime(")), file=sys.stdout)
+    print(repr(continue_text(result.checkpoint.path, "class datetime(")))

@@ -56,18 +56,18 @@ def tiny_gpt(dropout: float = 0.1) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=256,
-        n_positions=WINDOW,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        loss_type="ForCausalLMLoss",
+    options: dict[str, Any] = {
+        "vocab_size": 256,
+        "n_positions": WINDOW,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "loss_type": "ForCausalLMLoss",
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
-    )
-    return GPT2LMHeadModel(config)
+    }
+    return GPT2LMHeadModel(GPT2Config(**options))
 
 
 def tiny_trainer(output_dir: str | os.PathLike[str], model: Any = None, **options: Any) -> Any:

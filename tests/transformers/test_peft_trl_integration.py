@@ -13,7 +13,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-SAVES = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+SAVES: dict[str, Any] = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
 
 
 def lora() -> Any:
@@ -57,7 +57,7 @@ def byte_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, eos_token=alphabet[0], pad_token=alphabet[0]
     )
 
@@ -65,7 +65,8 @@ def byte_tokenizer() -> Any:
 def test_supervised_fine_tuning_with_trl(tiny: Any, runs: Any, tmp_path: Path) -> None:
     def function() -> Any:
         import datasets
-        from trl import SFTConfig, SFTTrainer
+        from trl.trainer.sft_config import SFTConfig
+        from trl.trainer.sft_trainer import SFTTrainer
 
         texts = [bytes(window["input_ids"]).decode("ascii", "ignore") for window in tiny.windows()]
         trainer = SFTTrainer(

@@ -186,9 +186,10 @@ def test_a_dataset_of_unknown_length_needs_max_steps(
 
 
 def test_what_is_taken_for_ray_data(tiny: Any) -> None:
-    loader = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]  # any list will do
-    for other in (tiny.windows(), loader, {"eval": []}, None):
+    loader: Any = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
+    others: tuple[Any, ...] = (tiny.windows(), {"eval": []}, None)
+    for other in (*others, loader):
         assert not is_shard(other)
-    for other in (tiny.windows(), {"eval": []}, None):
+    for other in others:
         assert not is_batches(other)
     assert is_batches(batch for batch in tiny.windows())

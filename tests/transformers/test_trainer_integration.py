@@ -34,7 +34,8 @@ def whole(ray_cluster: None, tiny: Any, runs: Any, folder: Path) -> Result:
         trainer.train()
         return tiny.losses(trainer)
 
-    return runs.fit(function, folder / "whole")
+    result: Result = runs.fit(function, folder / "whole")
+    return result
 
 
 def test_losses_are_those_of_one_process(tiny: Any, runs: Any, whole: Result, folder: Path) -> None:

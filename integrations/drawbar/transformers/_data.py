@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 
 
 def is_shard(data: object) -> bool:
@@ -39,3 +42,20 @@ class ShardDataset(IterableDataset[Any]):
 
     def __len__(self) -> int:
         return len(self._items)  # type: ignore[arg-type]  # raises TypeError if it is not known
+
+
+class EpochOfSteps(TrainerCallback):
+    """Tells the epoch by the steps, where the Trainer counts from the rest of one.
+
+    With data of unknown length there is no such number, and the Trainer's stays.
+    """
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Set the epoch before anything is logged or saved."""
+        loader = kwargs["train_dataloader"]
+        if has_length(loader):
+            batches, at_once = len(loader), args.gradient_accumulation_steps
+            whole, steps = divmod(state.global_step, math.ceil(batches / at_once))
+            state.epoch = whole + steps * at_once / batches

@@ -20,7 +20,7 @@ except ImportError as missing:
 from drawbar.accelerate._loop import check_ranks, plugins_kept_on_cpus
 from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_checkpoint, get_context
 from drawbar.train.backend import require_package
-from drawbar.transformers._data import ShardDataset, is_batches, is_shard
+from drawbar.transformers._data import EpochOfSteps, ShardDataset, is_batches, is_shard
 from drawbar.transformers._report import RayTrainReportCallback
 
 require_package("transformers", extra="transformers", at_least="4.50")
@@ -97,6 +97,7 @@ class PreparedTrainer(Trainer):
                 callback.prepared = True
         if is_shard(self.train_dataset) or is_batches(self.train_dataset):
             self.args.ignore_data_skip = True  # a shard begins with what is left of the epoch
+            self.add_callback(EpochOfSteps)
         checkpoint = _of_earlier_attempt() if resume_from_checkpoint in (None, True) else None
         with checkpoint.as_directory() if checkpoint else nullcontext() as path:
             return super().train(path or resume_from_checkpoint, *args, **kwargs)
