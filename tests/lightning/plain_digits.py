@@ -76,10 +76,10 @@ class DigitsData(L.LightningDataModule):
         alone = self.batch_size == GLOBAL_BATCH
         # Lightning shuffles for several processes by such a sampler, and for one not at all.
         sampler: Any = DistributedSampler(self.train, 1, 0, seed=0) if alone else None
-        return DataLoader(self.train, self.batch_size, sampler=sampler)
+        return DataLoader(self.train, batch_size=self.batch_size, sampler=sampler)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(self.rest, self.batch_size)
+        return DataLoader(self.rest, batch_size=self.batch_size)
 
     test_dataloader = predict_dataloader = val_dataloader
 
