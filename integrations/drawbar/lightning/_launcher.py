@@ -8,6 +8,7 @@ afterwards is sent back by rank 0 and put into the driver's Trainer.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import warnings
@@ -55,6 +56,11 @@ class Launch:
         if num_workers is not None:
             scaling_config = ScalingConfig(num_workers=num_workers, use_gpu=use_gpu)
         if scaling_config is not None:
+            if scaling_config.max_workers == 0:
+                raise ValueError(
+                    "num_workers=0 is this very process, for which a Trainer needs no strategy of "
+                    "drawbar.lightning; leave strategy= out"
+                )
             return cls(scaling_config, run_config or RunConfig())
         if use_gpu or run_config is not None:
             raise ValueError(
@@ -62,6 +68,12 @@ class Launch:
                 "num_workers=, or leave them to TorchTrainer, if it runs this as training function"
             )
         return None
+
+    def run_config_for(self, trainer: Trainer) -> RunConfig:
+        """Give the settings of one call: a run that has a name is that of `fit`, to be resumed."""
+        if trainer.state.fn == "fit":
+            return self.run_config
+        return dataclasses.replace(self.run_config, name=None, resume="auto")
 
 
 class RayLauncher:
@@ -92,7 +104,7 @@ class RayLauncher:
             run_trainer,
             torch_config=TorchConfig(**self._torch_config),
             scaling_config=self._launch.scaling_config,
-            run_config=self._launch.run_config,
+            run_config=self._launch.run_config_for(trainer),
         )
         try:
             outcomes = run.fit().return_values
@@ -102,8 +114,8 @@ class RayLauncher:
         outcome = outcomes[0]
         if outcome is None:
             raise RuntimeError(
-                f"the workers are done, but what they have for this process did not arrive; the "
-                f"lines above say why, and the logs in {self._launch.run_config}"
+                "the workers are done, but what they have for this process cannot be pickled; the "
+                "lines above say what it is"
             )
         outcome.give_to(trainer)
         if outcome.state.fn != "predict":

@@ -50,7 +50,7 @@ def users_package() -> Package:
     if _told is not None:
         return _told
     names = get_args(Package)
-    imported = [name for name in names if _ROOTS[name] in sys.modules]
+    imported = [name for name in names if sys.modules.get(_ROOTS[name])]
     if len(imported) > 1:
         raise RuntimeError(
             "this process has imported both lightning and pytorch_lightning, whose classes do not "

@@ -1,0 +1,104 @@
+"""Plain Lightning on scikit-learn's digits, as a user has it: nothing here knows of Drawbar.
+
+`torchrun --nproc-per-node=2 plain_digits.py ddp 2` prints the last loss. So does `python
+plain_digits.py auto 1`, which trains in one process with the batches of two together.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+GLOBAL_BATCH = 48
+STEPS = 20
+QUIET: dict[str, Any] = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "logger": False,
+}
+
+
+class Digits(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            meshes: Any = self.device_mesh
+            fully_shard(self.net, mesh=meshes["data_parallel"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.net(x)
+        return scores
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("val_loss", loss, sync_dist=True)
+
+    def test_step(self, batch: Any, index: int) -> None:
+        correct = (self(batch[0]).argmax(1) == batch[1]).float().mean()
+        self.log("accuracy", correct, sync_dist=True)
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return self(batch[0]).argmax(1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class DigitsData(L.LightningDataModule):
+    def __init__(self, num_workers: int) -> None:
+        super().__init__()
+        self.batch_size = GLOBAL_BATCH // num_workers
+
+    def setup(self, stage: str) -> None:
+        images, labels = load_digits(return_X_y=True)
+        x, y = torch.from_numpy(images.astype("float32") / 16), torch.from_numpy(labels)
+        self.train = TensorDataset(x[: GLOBAL_BATCH * STEPS], y[: GLOBAL_BATCH * STEPS])
+        self.rest = TensorDataset(x[-480:], y[-480:])
+
+    def train_dataloader(self) -> Any:
+        alone = self.batch_size == GLOBAL_BATCH
+        # Lightning shuffles for several processes by such a sampler, and for one not at all.
+        sampler: Any = DistributedSampler(self.train, 1, 0, seed=0) if alone else None
+        return DataLoader(self.train, self.batch_size, sampler=sampler)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.rest, self.batch_size)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def last_loss(strategy: Any, num_workers: int, **options: Any) -> float:
+    """Train for `STEPS` steps; the loss of the last one."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_epochs=1,
+        enable_checkpointing=False,
+        **QUIET,
+        **options,
+    )
+    trainer.fit(Digits(), DigitsData(num_workers))
+    return trainer.callback_metrics["loss"].item()
+
+
+if __name__ == "__main__":
+    name, processes = sys.argv[1], int(sys.argv[2])
+    strategy = ModelParallelStrategy(processes, 1) if name == "model_parallel" else name
+    print(f"last loss: {last_loss(strategy, processes, devices=processes)!r}", flush=True)

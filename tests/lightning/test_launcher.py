@@ -1,0 +1,184 @@
+"""A Trainer in the driver starts its workers itself, and has in the end what came of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drawbar.lightning import (
+    RayDDPStrategy,
+    RayDeepSpeedStrategy,
+    RayFSDPStrategy,
+    RayModelParallelStrategy,
+)
+from drawbar.lightning._launcher import in_turn
+from drawbar.train import RunConfig, WorkerGroupError
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def make_trainer(plain: Any, folder: Path, strategy: Callable[..., Any], **options: Any) -> Any:
+    import lightning as L
+
+    run_config = RunConfig(storage_path=folder / "runs")
+    return L.Trainer(
+        strategy=strategy(num_workers=2, run_config=run_config),
+        default_root_dir=folder,
+        **{"max_epochs": 2, **plain.QUIET, **options},
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A Trainer that has fitted, and its module."""
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    callbacks = [ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_loss", patience=5)]
+    folder = tmp_path_factory.mktemp("fitted")
+    trainer = make_trainer(
+        plain,
+        folder,
+        RayDDPStrategy,
+        callbacks=callbacks,
+        logger=CSVLogger(folder),
+        log_every_n_steps=1,
+    )
+    module = plain.Digits()
+    trainer.fit(module, plain.DigitsData(2))
+    return trainer, module
+
+
+def test_metrics_progress_and_states_are_here(fitted: tuple[Any, Any]) -> None:
+    trainer, _ = fitted
+    assert {"loss", "val_loss"} <= trainer.callback_metrics.keys()
+    assert trainer.logged_metrics["val_loss"] == trainer.callback_metrics["val_loss"]
+    assert (trainer.current_epoch, trainer.global_step) == (2, 40)
+    assert trainer.state.status == "finished"
+    early_stopping, checkpoint = trainer.early_stopping_callback, trainer.checkpoint_callback
+    assert early_stopping.best_score == checkpoint.best_model_score
+    assert (Path(trainer.logger.log_dir) / "metrics.csv").read_text().count("\n") > 40
+
+
+def test_the_modules_weights_are_those_of_the_last_checkpoint(fitted: tuple[Any, Any]) -> None:
+    trainer, module = fitted
+    saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
+    assert saved["global_step"] == 40
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, saved["state_dict"][name])
+
+
+def test_best_checkpoint_is_tested_and_predicted_with(plain: Any, fitted: tuple[Any, Any]) -> None:
+    trainer, module = fitted
+    (tested,) = trainer.test(datamodule=plain.DigitsData(2), ckpt_path="best")
+    predicted = torch.cat(trainer.predict(module, plain.DigitsData(2)))
+    data = plain.DigitsData(2)
+    data.setup("predict")
+    x, y = data.rest.tensors
+    assert len(predicted) == len(y)
+    assert sorted(predicted.tolist()) == sorted(module(x).argmax(1).tolist())
+    accuracy = (module(x).argmax(1) == y).float().mean().item()
+    assert tested["accuracy"] == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        RayFSDPStrategy,
+        lambda **launch: RayModelParallelStrategy(data_parallel_size=2, **launch),
+        lambda **launch: RayDeepSpeedStrategy(stage=3, **launch),
+    ],
+    ids=["fsdp", "model_parallel", "zero_3"],
+)
+def test_sharded_weights_come_back_whole(
+    plain: Any, tmp_path: Path, fitted: tuple[Any, Any], strategy: Callable[..., Any]
+) -> None:
+    trainer = make_trainer(plain, tmp_path, strategy, enable_checkpointing=False)
+    module = plain.Digits()
+    trainer.fit(module, plain.DigitsData(2))
+    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(
+        fitted[0].callback_metrics["val_loss"].item(), abs=1e-4
+    )
+    for name, value in fitted[1].state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, atol=1e-4, rtol=0)
+
+
+def test_a_failure_names_the_users_line(plain: Any, tmp_path: Path) -> None:
+    class Broken(plain.Digits):  # type: ignore[misc]  # a class of an untyped module
+        def on_train_start(self) -> None:
+            raise ArithmeticError("this very line")
+
+    trainer = make_trainer(plain, tmp_path, RayDDPStrategy, enable_checkpointing=False)
+    with pytest.raises(WorkerGroupError, match=r"this very line \(.*test_launcher.py:\d+ in on_tr"):
+        trainer.fit(Broken(), plain.DigitsData(2))
+    assert trainer.state.status == "interrupted"
+
+
+SCRIPT = """
+import {package} as pl, ray, sys, torch
+from drawbar.lightning import RayDDPStrategy
+from drawbar.train import RunConfig
+
+class Forever(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        if index == 3:
+            print("training", flush=True)
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+ray.init(address="local", num_cpus=2, include_dashboard=False)
+strategy = RayDDPStrategy(num_workers=2, run_config=RunConfig(storage_path=sys.argv[1]))
+trainer = pl.Trainer(strategy=strategy, max_epochs=int(sys.argv[2]), logger=False,
+                     enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Forever(), torch.utils.data.DataLoader(torch.ones(64, 2), 2))
+print("epochs:", trainer.current_epoch, "from", type(trainer.strategy).__mro__[-2:-1], flush=True)
+print("imported:", *[each for each in ("lightning", "pytorch_lightning") if each in sys.modules])
+"""
+
+
+def script(package: str, folder: Path, max_epochs: int) -> subprocess.Popen[str]:
+    path = folder / "script.py"
+    path.write_text(SCRIPT.format(package=package))
+    command = [sys.executable, str(path), str(folder), str(max_epochs)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def test_with_pytorch_lightning_the_other_package_is_not_imported(tmp_path: Path) -> None:
+    process = script("pytorch_lightning", tmp_path, 1)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert "epochs: 1" in output
+    assert re.findall("imported: (.*)", output) == ["pytorch_lightning"]
+
+
+def test_ctrl_c_stops_the_run_in_order(tmp_path: Path) -> None:
+    process = script("lightning", tmp_path, 10**6)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("training"):
+            break
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate()
+    assert process.returncode == 1  # Lightning's own answer to Ctrl-C
+    assert 'goes on with resume="auto"' in output
+
+
+def test_predictions_are_put_together_in_turn() -> None:
+    assert in_turn([["a0", "a1"], ["b0"]], 1) == ["a0", "b0", "a1"]
+    assert in_turn([[["a0"], ["a1"]], [["b0"], ["b1"]]], 2) == [["a0", "b0"], ["a1", "b1"]]
+    assert in_turn([None, None], 1) is None

@@ -1,0 +1,166 @@
+"""Wrong use is answered by what to write instead."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.fabric.plugins import ClusterEnvironment
+
+from drawbar.lightning import (
+    RayDDPStrategy,
+    RayFSDPStrategy,
+    RayLightningEnvironment,
+    RayStrategy,
+    prepare_trainer,
+)
+from drawbar.lightning._package import check_version
+from drawbar.torch import TorchConfig, TorchTrainer
+from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
+
+HERE = ScalingConfig(num_workers=0)  # the training function runs in this process
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+def test_a_strategy_of_lightnings_own(run_config: RunConfig, strategy: str) -> None:
+    def function() -> None:
+        prepare_trainer(L.Trainer(strategy=strategy, devices=1, **QUIET))
+
+    message = r"write Trainer\(strategy=drawbar.lightning.RayDDPStrategy\(\)\)"
+    with pytest.raises(Exception, match=message):
+        TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
+
+
+def test_a_foreign_environment(run_config: RunConfig) -> None:
+    def function() -> None:
+        from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+        strategy: Any = RayDDPStrategy()
+        plugins: Any = [SLURMEnvironment(auto_requeue=False)]
+        prepare_trainer(L.Trainer(strategy=strategy, plugins=plugins, **QUIET))
+
+    message = r"was given SLURMEnvironment.* plugins=\[RayLightningEnvironment\(\)\]"
+    with pytest.raises(Exception, match=message):
+        TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
+
+
+def test_outside_a_training_function_without_num_workers() -> None:
+    strategy: Any = RayDDPStrategy()
+    with pytest.raises(RuntimeError, match=r"write RayDDPStrategy\(num_workers=2\), or make the"):
+        L.Trainer(strategy=strategy, **QUIET)
+
+
+def test_num_workers_inside_a_training_function(run_config: RunConfig) -> None:
+    def function() -> None:
+        strategy: Any = RayFSDPStrategy(num_workers=2)
+        L.Trainer(strategy=strategy, **QUIET)
+
+    with pytest.raises(Exception, match=r"write RayFSDPStrategy\(\) there, and TorchTrainer\("):
+        TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
+
+
+def test_no_process_group(run_config: RunConfig) -> None:
+    def function() -> None:
+        strategy: Any = RayDDPStrategy()
+        L.Trainer(strategy=strategy, **QUIET)
+
+    with pytest.raises(Exception, match="the training function with drawbar"):
+        DataParallelTrainer(function, scaling_config=HERE, run_config=run_config).fit()
+
+
+def test_a_process_group_unlike_the_runs(run_config: RunConfig) -> None:
+    def function() -> None:
+        strategy: Any = RayDDPStrategy(process_group_backend="nccl")
+        L.Trainer(strategy=strategy, **QUIET)
+
+    message = r"TorchTrainer\(torch_config=TorchConfig\(backend='nccl'\)\)"
+    with pytest.raises(Exception, match=message):
+        TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
+
+
+def test_workers_that_share_a_gpu_with_nccl() -> None:
+    scaling = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5})
+    strategy: Any = RayDDPStrategy(scaling_config=scaling)
+    with pytest.raises(ValueError, match="refuses workers that share a GPU"):
+        L.Trainer(strategy=strategy, logger=False).fit(L.LightningModule())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_workers": 2, "scaling_config": HERE}, "put the first two into the ScalingConfig"),
+        ({"scaling_config": HERE}, "leave strategy= out"),
+        ({"use_gpu": True}, "say how many by num_workers="),
+        ({"num_workers": -1}, "num_workers"),
+    ],
+)
+def test_arguments_that_contradict_each_other(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RayDDPStrategy(**arguments)
+
+
+def test_the_environment_outside_a_training_function() -> None:
+    with pytest.raises(RuntimeError, match="inside a training function"):
+        RayLightningEnvironment().world_size()
+
+
+def test_a_version_too_old() -> None:
+    check_version("lightning", "2.10.0")
+    with pytest.raises(ImportError, match=r'pip install -U "pytorch-lightning>=2.4"'):
+        check_version("pytorch_lightning", "2.3.3.post0")
+
+
+def python(code: str) -> str:
+    """What an error that ends a script says."""
+    process = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    return process.stderr.strip().splitlines()[-1]
+
+
+def test_lightning_is_missing() -> None:
+    hide = "import sys; sys.modules |= {'lightning': None, 'pytorch_lightning': None}; "
+    error = python(hide + "from drawbar.lightning import RayDDPStrategy as S; S(num_workers=2)")
+    assert 'pip install "drawbar[lightning]"' in error
+
+
+def test_deepspeed_is_missing() -> None:
+    hide = "import sys; sys.modules['deepspeed'] = None; "
+    error = python(hide + "from drawbar.lightning import RayDeepSpeedStrategy as S; S()")
+    assert 'pip install "drawbar[deepspeed]"' in error
+
+
+def test_both_packages_are_imported() -> None:
+    both = "import lightning as L, pytorch_lightning as pl; from drawbar.lightning import *; "
+    error = python(both + "RayDDPStrategy(num_workers=2)")
+    assert 'drawbar.lightning.use_package("lightning")' in error
+    error = python(both + "use_package('pytorch_lightning'); L.Trainer(strategy=RayDDPStrategy())")
+    assert "<RayDDPStrategy for pytorch_lightning>" in error  # Lightning's words, our name
+    told = "use_package('pytorch_lightning'); pl.Trainer(strategy=RayDDPStrategy(num_workers=2)); "
+    assert python(both + told + "raise SystemExit('made')") == "made"
+
+
+def test_objects_are_of_their_class_and_of_lightnings() -> None:
+    class Mine(RayDDPStrategy):
+        pass
+
+    strategy = Mine(num_workers=2, static_graph=True)
+    assert isinstance(strategy, RayStrategy)
+    for each in (strategy, copy.copy(strategy)):
+        assert isinstance(each, L.pytorch.strategies.DDPStrategy)
+        assert each._ddp_kwargs == {"static_graph": True}
+    environment = pickle.loads(pickle.dumps(RayLightningEnvironment()))
+    assert isinstance(environment, ClusterEnvironment)
+
+
+def test_the_driver_gives_torch_its_process_group_arguments() -> None:
+    strategy = RayDDPStrategy(
+        num_workers=2, process_group_backend="gloo", timeout=timedelta(hours=1)
+    )
+    arguments = strategy.torch_config_arguments()
+    assert TorchConfig(**arguments) == TorchConfig(backend="gloo", timeout_s=3600)

@@ -1,0 +1,186 @@
+"""Every strategy trains on two workers, and as plain Lightning does."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drawbar.lightning import (
+    RayDDPStrategy,
+    RayDeepSpeedStrategy,
+    RayFSDPStrategy,
+    RayLightningEnvironment,
+    RayModelParallelStrategy,
+    prepare_trainer,
+)
+from drawbar.lightning._strategy import mesh_shape
+from drawbar.torch import TorchTrainer
+from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
+
+TWO = ScalingConfig(num_workers=2)
+STRATEGIES: dict[str, Any] = {
+    "ddp": RayDDPStrategy,
+    "fsdp": RayFSDPStrategy,
+    "model_parallel": lambda: RayModelParallelStrategy(data_parallel_size=2),
+    "zero_1": lambda: RayDeepSpeedStrategy(stage=1),
+    "zero_2": lambda: RayDeepSpeedStrategy(stage=2),
+    "zero_3": lambda: RayDeepSpeedStrategy(stage=3),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(
+    ray_cluster: None, plain: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, float]:
+    """The last loss of each strategy; one run, in which they follow each other."""
+
+    def function() -> dict[str, float]:
+        return {name: plain.last_loss(make(), 2) for name, make in STRATEGIES.items()}
+
+    config = RunConfig(name="run", storage_path=tmp_path_factory.mktemp("runs"))
+    rank_0, rank_1 = (
+        TorchTrainer(function, scaling_config=TWO, run_config=config).fit().return_values
+    )
+    assert rank_0 == pytest.approx(rank_1)
+    losses: dict[str, float] = rank_0
+    return losses
+
+
+@pytest.fixture(scope="module")
+def alone() -> float:
+    """The last loss of plain Lightning in one process, with the batches of two together."""
+    return plain_lightning([sys.executable], "auto", 1)
+
+
+def plain_lightning(launcher: list[str], strategy: str, processes: int) -> float:
+    command = [*launcher, str(Path(__file__).parent / "plain_digits.py"), strategy, str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(
+        command,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ).stdout
+    return float(re.findall(r"last loss: ([\d.e-]+)", output)[0])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_trains_as_one_process(
+    trained: dict[str, float], alone: float, name: str
+) -> None:
+    assert trained[name] == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ddp", "model_parallel"])
+def test_it_trains_as_under_torchrun(trained: dict[str, float], name: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert trained[name] == pytest.approx(plain_lightning(torchrun, name, 2), abs=1e-5)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_arguments_pass_through_and_the_rest_is_the_runs(
+    plain: Any, run_config: RunConfig, tmp_path: Path
+) -> None:
+    def function() -> dict[str, Any]:
+        import lightning as L
+
+        strategy: Any = RayFSDPStrategy(
+            sharding_strategy="HYBRID_SHARD", device_mesh=(1, 2), auto_wrap_policy={torch.nn.Linear}
+        )
+        environment: Any = RayLightningEnvironment()
+        trainer: Any = L.Trainer(
+            devices=7,  # what it was told in the plain script does not matter
+            num_nodes=3,
+            accelerator="cpu",
+            strategy=strategy,
+            plugins=[environment],
+            max_steps=2,
+            enable_checkpointing=False,
+            **plain.QUIET,
+        )
+        prepare_trainer(trainer).fit(plain.Digits(), plain.DigitsData(2))
+        path = tmp_path / "full.ckpt"
+        trainer.save_checkpoint(path)  # the whole state, which torch's FSDP cannot gather on CPUs
+        sampler = trainer.train_dataloader.sampler
+        return {
+            "mesh": strategy.kwargs["device_mesh"].shape,
+            "wrapped": str(strategy.model).count("FullyShardedDataParallel"),
+            "sampler": (sampler.num_replicas, sampler.rank),
+            "ranks": (trainer.world_size, trainer.global_rank, trainer.local_rank),
+            "devices": trainer.num_devices,
+            "keys": sorted(torch.load(path, weights_only=False)["state_dict"]),
+        }
+
+    result = TorchTrainer(function, scaling_config=TWO, run_config=run_config).fit()
+    expected = {
+        "mesh": (1, 2),
+        "wrapped": 3,  # the module and its two layers
+        "devices": 2,
+        "keys": ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"],
+    }
+    for rank, found in enumerate(result.return_values):
+        assert found == {**expected, "sampler": (2, rank), "ranks": (2, rank, rank)}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("name", ["ddp", "zero_3"])
+def test_a_process_that_is_kept_trains_again(
+    plain: Any, run_config: RunConfig, alone: float, name: str
+) -> None:
+    make = STRATEGIES[name]
+
+    def function() -> dict[str, Any]:
+        import lightning as L
+
+        context = get_context()
+        kept = context.cache.setdefault("pid", os.getpid()) == os.getpid()
+        kept = kept and context.cache.setdefault("attempt", context.get_attempt()) == 0
+
+        class Die(L.Callback):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                dies = context.get_attempt() == 0 and context.get_world_rank() == 1
+                if dies and trainer.global_step == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        before = {
+            key for key in os.environ if not key.startswith("KMP_")
+        }  # Intel's OpenMP sets those
+        loss = plain.last_loss(make(), 2, callbacks=[Die()])
+        left = {key for key in os.environ if not key.startswith("KMP_")} - before
+        return {"kept": kept, "loss": loss, "left": left}
+
+    failures = FailureConfig(max_failures=1)
+    config = RunConfig(name="run", storage_path=run_config.storage_path, failure_config=failures)
+    result: Result = TorchTrainer(function, scaling_config=TWO, run_config=config).fit()
+    for value in result.return_values:
+        assert value["loss"] == pytest.approx(alone, abs=1e-5)
+        assert value["left"] == set()
+    assert [value["kept"] for value in result.return_values] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("asked", "world", "local", "shape"),
+    [
+        (("auto", "auto"), 8, 4, (2, 4)),
+        ((8, "auto"), 8, 4, (8, 1)),
+        (("auto", 2), 8, 4, (4, 2)),
+        ((2, 4), 8, 8, (2, 4)),
+    ],
+)
+def test_auto_sizes_of_the_mesh(asked: Any, world: int, local: int, shape: tuple[int, int]) -> None:
+    assert mesh_shape(*asked, world_size=world, local_world_size=local) == shape
+
+
+def test_a_mesh_of_the_wrong_size() -> None:
+    with pytest.raises(ValueError, match=r"data_parallel_size=3 .* do not make 8 workers"):
+        mesh_shape(3, 2, world_size=8, local_world_size=8)
