@@ -89,7 +89,7 @@ def make_module(pl: Any, die_at: int | None = None) -> Any:
 
 
 def fit(
-    folder: Path,
+    folder: Path | str,
     callbacks: Callable[[Any], list[Any]],
     *,
     run: str = "run",

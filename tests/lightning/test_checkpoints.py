@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -151,6 +152,24 @@ class TestModelCheckpoint:
         assert len(result.return_value) == 240  # one epoch of two
         names = [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
         assert names == [f"last-step={2 * STEPS}"]
+
+    def test_in_remote_storage_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+        def callbacks(pl: Any) -> list[Any]:
+            return [pl.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2)]
+
+        def after(trainer: Any, module: Any) -> Any:
+            (found,) = trainer.validate(module, ckpt_path="best", verbose=False)
+            return len(module.seen), found["val_loss"]
+
+        storage = f"memory://{uuid.uuid4().hex}"
+        fit(storage, callbacks, num_workers=0, max_epochs=2)
+        result = fit(storage, callbacks, num_workers=0, max_epochs=3, after=after)
+        seen, found = result.return_value
+        assert seen == STEPS * 24  # the third epoch alone
+        assert [metrics["step"] for _, metrics in result.best_checkpoints] == [20, 30]
+        assert found == pytest.approx(result.best_checkpoints[1][1]["val_loss"])
 
 
 PLAIN = """

@@ -23,3 +23,18 @@ def test_lightning_from_driver(tmp_path: Path) -> None:
     assert float(re.findall(r"accuracy: ([\d.]+)", output)[0]) > 0.9
     assert Path(re.findall(r"best checkpoint: (.*)", output)[0]).is_relative_to(tmp_path)
     assert "the weights are here: 0 is a 0" in output
+
+
+def test_lightning_learns_and_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    def run(*arguments: str) -> str:
+        command = [sys.executable, str(EXAMPLES / "lightning.py"), *arguments]
+        environment = {**os.environ, "HOME": str(tmp_path)}
+        return subprocess.run(
+            command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+
+    first = run()
+    assert max(map(float, re.findall(r"accuracy ([\d.]+)", first))) > 0.95
+    again = run("--epochs", "9", "--num-workers", "0")
+    assert "restarting: from" in again
+    assert Path(again.split()[-1]).exists()

@@ -144,7 +144,9 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
         backend: str | None = getattr(self, "_process_group_backend", None)
         timeout = getattr(self, "_timeout", None) or default_pg_timeout
         asked: dict[str, Any] = {} if backend is None else {"backend": backend}
-        return asked | ({} if timeout == default_pg_timeout else {"timeout_s": timeout.total_seconds()})
+        return asked | (
+            {} if timeout == default_pg_timeout else {"timeout_s": timeout.total_seconds()}
+        )
 
     def _check_process_group(self) -> None:
         name = type(self).__name__
