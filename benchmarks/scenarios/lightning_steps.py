@@ -51,7 +51,7 @@ def _module(pl: Any) -> Any:
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    class Classifier(pl.LightningModule):
+    class Classifier(pl.LightningModule):  # type: ignore[misc]  # has no types that mypy follows
         def __init__(self) -> None:
             super().__init__()
             layers = [nn.Linear(128, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()]

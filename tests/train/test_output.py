@@ -73,7 +73,7 @@ def test_the_other_ranks_say_errors_only(log: Path) -> None:
         logging.getLogger("user").warning("not said either")
         quiet.error("loss is %s", "nan")
     quiet.error("after the end")
-    assert said == [Printed(text="ERROR a.library: loss is nan", stream="stderr")]
+    assert said == [Printed(text="ERROR a.library: loss is nan", stream="stderr", record=True)]
     assert "not said" in log.read_text()
 
 
