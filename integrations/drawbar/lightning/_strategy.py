@@ -143,10 +143,12 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
         """Give what the user said about the process group, as arguments of `TorchConfig`."""
         backend: str | None = getattr(self, "_process_group_backend", None)
         timeout = getattr(self, "_timeout", None) or default_pg_timeout
-        asked: dict[str, Any] = {} if backend is None else {"backend": backend}
-        return asked | (
-            {} if timeout == default_pg_timeout else {"timeout_s": timeout.total_seconds()}
-        )
+        asked: dict[str, Any] = {}
+        if backend is not None:
+            asked["backend"] = backend
+        if timeout != default_pg_timeout:
+            asked["timeout_s"] = timeout.total_seconds()
+        return asked
 
     def _check_process_group(self) -> None:
         name = type(self).__name__
