@@ -56,7 +56,7 @@ def test_epochs_of_rows_over_a_kill_and_an_exact_evaluation(
         trainer.data_collator = collate
         trainer = runs.on_ray(trainer, die_at=10)
         trainer.train()
-        plain = tiny.trainer(tmp_path / "plain", trainer.model, eval_dataset=tiny.windows(22))
+        plain = tiny.trainer(tmp_path / "plain", trainer.model, eval_dataset=tiny.windows(32))
         exact = plain.evaluate()["eval_loss"]
         history = trainer.state.log_history
         evaluated = [log["eval_loss"] for log in history if "eval_loss" in log]
@@ -67,7 +67,7 @@ def test_epochs_of_rows_over_a_kill_and_an_exact_evaluation(
         tmp_path,
         datasets={
             "train": ray.data.from_items([{**row, "id": i} for i, row in enumerate(rows)]),
-            "eval": ray.data.from_items([{**row, "id": -1} for row in rows[:22]]),
+            "eval": ray.data.from_items([{**row, "id": -1} for row in rows[:32]]),
         },
     )
     max_steps, epoch, exact, evaluated = result.return_value
