@@ -53,6 +53,7 @@ from drawbar.train._errors import (
     WorkerFailure,
     WorkerGroupError,
 )
+from drawbar.train._handle import RunHandle, attach
 from drawbar.train._preemption import PreemptionInfo
 from drawbar.train._result import Result
 from drawbar.train._timeline import AttemptTimes, Timeline
@@ -94,6 +95,7 @@ __all__ = [
     "ResumeError",
     "RunConfig",
     "RunContext",
+    "RunHandle",
     "ScalingConfig",
     "StorageError",
     "Timeline",
@@ -107,6 +109,7 @@ __all__ = [
     "WorkerError",
     "WorkerFailure",
     "WorkerGroupError",
+    "attach",
     "backend",
     "checkpoint_dir",
     "checkpoint_requested",

@@ -313,6 +313,8 @@ class RunConfig(ShowsWhatWasSet):
             get from the driver besides the documented default set.
         resume: What to do if the run's directory already holds a run. "auto": go on from its newest
             checkpoint. "never": fail. "must": fail if there is nothing to go on from.
+        detached: The run outlives the driver: it is hosted in an actor, and `drawbar.train.attach`
+            finds it by its name from any process on the cluster. Callbacks then run in that actor.
     """
 
     name: str | None = None
@@ -325,6 +327,7 @@ class RunConfig(ShowsWhatWasSet):
     logging_config: LoggingConfig = field(default_factory=LoggingConfig)
     forward_env: Sequence[str] = ()
     resume: Resume = "auto"
+    detached: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -342,6 +345,7 @@ class RunConfig(ShowsWhatWasSet):
             if not os.fspath(self.storage_path):
                 raise ValueError("RunConfig.storage_path must not be empty; None is the default")
         require_choice("RunConfig.resume", self.resume, get_args(Resume))
+        require_type("RunConfig.detached", self.detached, bool)
         if not is_list_of(str, self.forward_env):
             raise TypeError(
                 "RunConfig.forward_env must be a list of names or patterns such as ['MY_*'], "

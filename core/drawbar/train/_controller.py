@@ -1,9 +1,9 @@
 """The loop: await what happens, decide, act.
 
 `Controller.run` starts the workers, follows one attempt after another, and ends when the function
-has returned on every rank or no attempt is left. It is a plain class: `fit()` hosts it on an event
-loop in a thread of the driver. Nothing in it polls; every wait ends by an event that a worker, the
-storage or the user causes.
+has returned on every rank or no attempt is left. It is a plain class: a `Host` runs it on an event
+loop in a thread, of the driver or of an actor. Nothing in it polls; every wait ends by an event
+that a worker, the storage or the user causes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -118,17 +119,22 @@ class Controller:
             self._task.cancel()
 
     def stop_after_checkpoint(self) -> None:
-        """Ask the function for a checkpoint, and end the run when one is committed. Any thread."""
+        """Ask the function for a checkpoint, and end the run when one is committed. Any thread.
+
+        If no function is running, the run ends now.
+        """
         self._loop.call_soon_threadsafe(self._request_checkpoint)
 
     def _request_checkpoint(self) -> None:
         self._stops_at_commit = True
-        if self._attempt is not None:
+        if self._attempt is None:
+            self._cancel()
+        else:
             self._attempt.request_checkpoint()
 
-    def write_diagnosis(self) -> None:
+    def write_diagnosis(self) -> Future[str]:
         """Write where every rank stands to the run's directory, and say so. From any thread."""
-        self._loop.call_soon_threadsafe(self._diagnose, None, None)
+        return asyncio.run_coroutine_threadsafe(self._tell_diagnosis(), self._loop)
 
     def kill(self) -> None:
         """End every process at once. From any thread."""
@@ -164,6 +170,8 @@ class Controller:
                     return self._give_up(failed, decision)
                 self._spent = decision.spent
                 self._number += 1
+                if self._stops_at_commit:  # the attempt that was to save first is over
+                    raise asyncio.CancelledError from failed
             else:
                 await self._wait_for_validations()
                 self._end_run("finished")
@@ -181,6 +189,7 @@ class Controller:
     # -- one attempt
 
     async def _start_attempt(self) -> Attempt:
+        self._attempt = None
         start = self._start_point()
         self._log(start)
         self._console.state("starting" if self._number == 0 else "restarting", _from(start))
@@ -205,8 +214,6 @@ class Controller:
             callbacks=self._callbacks,
             diagnose=self._diagnose,
         )
-        if self._stops_at_commit:
-            attempt.request_checkpoint()
         places = list(zip(workers, ranks, strict=True))
         self._log(WorkersStarted(time=time.time(), attempt=self._number, workers=places))
         self._console.workers(len(workers))
@@ -299,16 +306,19 @@ class Controller:
                 self._console.notice(f"the nodes of ranks {ranks} are to be taken away")
                 self._callbacks.on_preemption(info)
 
-    def _diagnose(self, rank: int | None, asked: DiagnosisAsked | None) -> None:
-        task = asyncio.create_task(self._tell_diagnosis(rank, asked))
+    def _diagnose(self, rank: int, asked: DiagnosisAsked) -> None:
+        task = asyncio.create_task(self._answer_diagnosis(rank, asked))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _tell_diagnosis(self, rank: int | None, asked: DiagnosisAsked | None) -> None:
+    async def _answer_diagnosis(self, rank: int, asked: DiagnosisAsked) -> None:
+        text = await self._tell_diagnosis()
+        self._group.order(rank, Diagnosis(number=asked.number, text=text))
+
+    async def _tell_diagnosis(self) -> str:
         folder, difference = await self._write_stacks(f"diagnosis_{int(time.time() * 1000)}")
         self._console.notice(f"where the ranks stand ({folder}):\n{difference}")
-        if rank is not None and asked is not None:
-            self._group.order(rank, Diagnosis(number=asked.number, text=difference))
+        return difference
 
     async def _write_stacks(self, name: str) -> tuple[Path, str]:
         folder = self._run.directory.path / "stacks" / name

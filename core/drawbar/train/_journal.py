@@ -244,6 +244,16 @@ def _is_readable(line: bytes) -> bool:
     return True
 
 
+def is_held(path: Path) -> bool:
+    """Whether some process, on a node that shares this file, is writing the journal."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
 def replay(path: Path) -> Iterator[Event]:
     """Read the events of a journal in order. A last line that was cut off is left out.
 

@@ -30,7 +30,7 @@ from drawbar.train._checkpoint import Checkpoint, Manifest, check_files, read_ma
 from drawbar.train._filesystem import Folder, locate
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import told_when_slow
-from drawbar.train._storage import Part, RunDirectory, with_files
+from drawbar.train._storage import OUTCOME, Part, RunDirectory, with_files
 
 PENDING = ".drawbar-pending"
 """Lies in a directory that will be a checkpoint and does not look like one by its name."""
@@ -78,6 +78,14 @@ class RemoteRunDirectory(RunDirectory):
             elif file == self.trainer or not here.startswith(there):
                 _files.write_atomically(file, there)
 
+    def read(self, name: str) -> bytes | None:
+        """Read one of the run's own files; that of the work folder if the storage has none."""
+        there = self.folder.read_if_there(name)
+        return super().read(name) if there is None else there
+
+    def write(self, name: str, data: bytes) -> None:
+        self.folder.write(name, data)
+
     def publish(self, *, everything: bool = False) -> None:
         """Put the journal into the storage; `everything`: also the logs, stacks and `trainer.pkl`.
 
@@ -110,6 +118,7 @@ class RemoteRunDirectory(RunDirectory):
             OSError: The storage cannot be written, which is tried first.
         """
         super().sweep()
+        self.folder.delete_file(OUTCOME)
         probe = f".drawbar-probe-{os.getpid()}"
         self.folder.write(probe, b"drawbar")
         self.folder.delete_file(probe)

@@ -3,6 +3,7 @@
     <storage_path>/<name>/
         journal.jsonl             what happened, in order (_journal.py)
         trainer.pkl               what restore() needs
+        outcome.pkl               return values and error, of a run that was hosted in an actor
         logs/rank_N.log           every rank's full output
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
         .staging/                 whatever is not committed yet; swept at the next start
@@ -38,7 +39,8 @@ from drawbar.train._messages import FileEntry
 from drawbar.train._retry import explained, in_bytes
 from drawbar.train._validation import Validation
 
-OWN_NAMES = ("journal.damaged", "journal.jsonl", "logs", "stacks", "trainer.pkl")
+OUTCOME = "outcome.pkl"
+OWN_NAMES = ("journal.damaged", "journal.jsonl", "logs", OUTCOME, "stacks", "trainer.pkl")
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,22 @@ class RunDirectory:
         """Remove what earlier processes of this run left uncommitted or half deleted."""
         remove_tree(self.staging)
         remove_tree(self.path / ".workers")
+        (self.path / OUTCOME).unlink(missing_ok=True)
         self.create()
 
     def fetch(self) -> None:
         """Bring what is needed to look at the run to this node. It is there already."""
+
+    def read(self, name: str) -> bytes | None:
+        """Read one of the run's own files, such as `logs/rank_0.log`; None if it is not there."""
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write one of the run's own files where others find it."""
+        _files.write_atomically(self.path / name, data)
 
     def publish(self, *, everything: bool = False) -> None:
         """Put the journal, or the logs and all else too, where others find it. It is there."""

@@ -77,11 +77,15 @@ class Timeline:
         """Build the timeline of these events."""
         timeline = cls()
         for event in events:
-            if isinstance(event, AttemptStarted):
-                timeline.attempts.append(AttemptTimes(number=event.attempt, started=event.time))
-            elif timeline.attempts:
-                _note(timeline.attempts[-1], event)
+            timeline.note(event)
         return timeline
+
+    def note(self, event: Event) -> None:
+        """Take in the next event."""
+        if isinstance(event, AttemptStarted):
+            self.attempts.append(AttemptTimes(number=event.attempt, started=event.time))
+        elif self.attempts:
+            _note(self.attempts[-1], event)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.attempts))

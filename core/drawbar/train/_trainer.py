@@ -1,36 +1,30 @@
-"""`DataParallelTrainer`: a training function, what it runs on, and `fit()`."""
+"""`DataParallelTrainer`: a training function, what it runs on, `fit()` and `start()`."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import cloudpickle
-import ray
 
 from drawbar.train import _data, _environment, _placement, _preflight
-from drawbar.train._callback import Callbacks, RunContext
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import DataConfig, RunConfig, ScalingConfig, fields_of
 from drawbar.train._console import Console
-from drawbar.train._controller import Controller
-from drawbar.train._exact_split import ExactSplits
-from drawbar.train._files import write_atomically
-from drawbar.train._journal import AttemptStarted
-from drawbar.train._launch import Job, OpenRun, connect_to_ray, directory_of, host, open_run
+from drawbar.train._handle import RunHandle
+from drawbar.train._host import Host, Spawn
+from drawbar.train._host_actor import start_in_actor
+from drawbar.train._launch import connect_to_ray, is_client, new_name, started_here
 from drawbar.train._local import LocalWorkerGroup
-from drawbar.train._messages import Finished, Ranks, WorkerInfo
 from drawbar.train._remote import open_directory
 from drawbar.train._result import Result
-from drawbar.train._run import Outcome, Run
-from drawbar.train._session import Assignment
-from drawbar.train._storage import RunDirectory
+from drawbar.train._spec import RunSpec
 from drawbar.train._validation import ValidationConfig
 from drawbar.train._validator import RayValidator, ThreadValidator, ValidationWork, Validator
 from drawbar.train._worker import Payload
@@ -109,36 +103,98 @@ class DataParallelTrainer:
 
         Everything that can be checked is checked before a process starts. A local Ray is started if
         this process is not connected to one and `RAY_ADDRESS` names none. With `num_workers=0` no
-        Ray is needed.
+        Ray is needed, and the function runs in the thread that called this.
+
+        Under Ray Client (`ray.init("ray://...")`), and for a `RunConfig(detached=True)`, the run is
+        followed on the cluster: what is checked and where it lies is then a matter of the node
+        there.
 
         Raises:
             TrainingFailedError: The run failed; its subclass and message say why.
-            UserAbort: Ctrl-C stopped it.
+            UserAbort: Ctrl-C stopped it; a detached run goes on.
             ResumeError: The run's directory and `RunConfig.resume` do not go together.
             TypeError, ValueError, ImportError, OSError: The run cannot start as configured.
         """
-        self.backend_config.preflight(self.scaling_config)
+        return self._start(jobs_wait=True).wait()
+
+    def start(self) -> RunHandle:
+        """Start the run and give a handle on it, which can wait for it, stop it and look at it.
+
+        The checks of `fit()` are made before this returns. If the program ends first, the run is
+        stopped, unless it is detached. With `num_workers=0` the function runs in a thread.
+
+        Raises:
+            As `fit()`, but for what happens once the run has started: `RunHandle.wait` raises that.
+        """
+        return self._start(jobs_wait=False)
+
+    def _start(self, *, jobs_wait: bool) -> RunHandle:
         work = self._payload()
+        if self._is_hosted_in_an_actor():
+            return RunHandle(start_in_actor(self._spec(work)))
+        self.backend_config.preflight(self.scaling_config)
+        spec = self._spec(work)
+        self._connect()
+
+        def make_group(path: str, spawn: Spawn) -> WorkerGroup:
+            return self._make_group(path, work, spec.payload, spawn)
+
+        def make_console(path: str) -> Console:
+            live = self.scaling_config.max_workers > 0
+            return Console(self.run_config.logging_config.level, path, live=live)
+
+        validator = self._make_validator(spec)
+        return RunHandle(Host(spec, make_group, make_console, validator, jobs_wait=jobs_wait))
+
+    def _is_hosted_in_an_actor(self) -> bool:
+        """Whether the run has to outlive this process, or cannot be followed from it."""
+        local, detached = self.scaling_config.max_workers == 0, self.run_config.detached
+        if local and detached:
+            raise ValueError(
+                "RunConfig.detached=True needs workers that outlive this process, found "
+                "ScalingConfig.num_workers=0, which runs the function in it"
+            )
+        if local:
+            return False
+        connect_to_ray()
+        if detached and started_here():
+            warnings.warn(
+                "this process has started its own Ray, which ends with it, and so does the run in "
+                "spite of RunConfig.detached=True; set RAY_ADDRESS, or ray.init(address=...), to a "
+                "cluster that stays",
+                stacklevel=4,
+            )
+        return detached or is_client()
+
+    def _spec(self, work: Payload) -> RunSpec:
         _preflight.check_pickles("train_loop_config", work.config)
         if self.validation_config is not None:
             _preflight.check_pickles("validation_config.fn", self.validation_config.fn)
         pickled = _preflight.pickle_function(work.function) and cloudpickle.dumps(work)
-        directory = directory_of(self.run_config)
-        self._connect()
-        opened = open_run(directory, self.run_config, self._settings())
-        level = self.run_config.logging_config.level
-        console = Console(level, directory.location, live=self.scaling_config.max_workers > 0)
-        try:
-            self._save(directory)
-            directory.publish(everything=True)
-            outcome = self._run(opened, work, pickled, console)
-        finally:
-            opened.journal.close()
-            directory.publish(everything=True)
-            console.close()
-        if outcome.error is not None:
-            raise outcome.error
-        return self._result(directory, outcome)
+        name = self.run_config.name or new_name()
+        environment = _environment.forwarded(os.environ, self.run_config.forward_env)
+        validation, defaults = None, None
+        if self.validation_config is not None:
+            runtime_env = self.run_config.worker_runtime_env
+            validation = ValidationWork.of(self.validation_config, environment, runtime_env)
+            defaults = self.validation_config.defaults
+        return RunSpec(
+            payload=pickled,
+            trainer=self._state(),
+            settings=self._settings(),
+            environment=environment,
+            working_directory=os.getcwd(),
+            import_paths=tuple(sys.path),
+            scaling_config=self.scaling_config,
+            run_config=dataclasses.replace(self.run_config, name=name),
+            backend_config=self.backend_config,
+            dataset_config=self.dataset_config,
+            metadata=self.metadata,
+            resume_from_checkpoint=self.resume_from_checkpoint,
+            validation=validation,
+            validation_defaults=defaults,
+            datasets=self.datasets,
+        )
 
     def _settings(self) -> dict[str, Any]:
         """Give what a resumed run compares with the last start, key by key."""
@@ -162,44 +218,6 @@ class DataParallelTrainer:
             self.backend_config,
         )
 
-    def _run(self, opened: OpenRun, work: Payload, pickled: bytes, console: Console) -> Outcome:
-        if opened.warning:
-            console.notice(opened.warning)
-        start_from = self.resume_from_checkpoint
-        if start_from is not None and not opened.directory.intact_checkpoints():
-            start_from.require()
-        run = Run(
-            run_id=opened.run_id,
-            directory=opened.directory,
-            config=self.run_config,
-            backend_config=self.backend_config,
-            metadata=self.metadata,
-            first_attempt=opened.first_attempt,
-            checkpoint=start_from.path if start_from else None,
-            spent=opened.spent,
-            validator=self._make_validator(),
-        )
-        context = RunContext(
-            name=opened.name,
-            run_id=opened.run_id,
-            path=opened.directory.location,
-            scaling_config=self.scaling_config,
-            run_config=self.run_config,
-        )
-        callbacks = Callbacks(self.run_config.callbacks, context)
-
-        plan = _Plan(self, opened)
-
-        def make_controller(in_this_thread: Callable[[Job], None]) -> Controller:
-            group = self._make_group(str(opened.directory.path), work, pickled, in_this_thread)
-            log = opened.journal.append
-            return Controller(run, plan, group, log, console, callbacks)
-
-        try:
-            return host(make_controller, context.path)
-        finally:
-            callbacks.close()
-
     def _connect(self) -> None:
         """Make sure of a cluster that can hold the workers."""
         if self.scaling_config.max_workers:
@@ -210,41 +228,30 @@ class DataParallelTrainer:
             if self.validation_config is not None:
                 _placement.check_validation(self.validation_config.resources)
 
-    def _make_validator(self) -> Validator | None:
+    def _make_validator(self, spec: RunSpec) -> Validator | None:
         if self.validation_config is None:
             return None
         if not self.scaling_config.max_workers:
             return ThreadValidator(self.validation_config)
-        environment = _environment.forwarded(os.environ, self.run_config.forward_env)
-        runtime_env = self.run_config.worker_runtime_env
-        work = ValidationWork.of(self.validation_config, environment, runtime_env)
-        return RayValidator(work)
+        return RayValidator(spec.validation) if spec.validation else None
 
-    def _make_group(
-        self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]
-    ) -> WorkerGroup:
+    def _make_group(self, path: str, work: Payload, pickled: bytes, spawn: Spawn) -> WorkerGroup:
         if not self.scaling_config.max_workers:
             gpus = math.ceil(self.scaling_config.num_gpus_per_worker)
             gpu_ids = _environment.local_gpu_ids(gpus)
-            return LocalWorkerGroup(work, spawn=in_this_thread, gpu_ids=gpu_ids)
+            return LocalWorkerGroup(work, spawn=spawn, gpu_ids=gpu_ids)
         runtime_env = self.run_config.worker_runtime_env
         return RayWorkerGroup(self.scaling_config, path, pickled, runtime_env)
 
-    def _result(self, directory: RunDirectory, outcome: Outcome) -> Result:
-        result = Result.of(directory)
-        for rank in sorted(outcome.values):
-            finished = outcome.values[rank]
-            result.return_values.append(_unpickled(rank, finished))
-        return result
-
     # -- restore
 
-    def _save(self, directory: RunDirectory) -> None:
+    def _state(self) -> bytes:
         keep: tuple[str, ...]
         keep = ("train_loop_per_worker", "train_loop_config", "backend_config", "scaling_config")
         keep += ("dataset_config", "metadata", "validation_config")
         state = {name: getattr(self, name) for name in keep}
-        write_atomically(directory.trainer, cloudpickle.dumps(state))
+        pickled: bytes = cloudpickle.dumps(state)
+        return pickled
 
     @classmethod
     def can_restore(
@@ -284,8 +291,6 @@ class DataParallelTrainer:
         if not cls.can_restore(path, storage_filesystem):
             raise FileNotFoundError(f"{directory.location} holds no run that can be restored")
         state = cloudpickle.loads(directory.trainer.read_bytes()) | changed
-        import dataclasses
-
         config = dataclasses.replace(
             run_config or RunConfig(),
             name=directory.name,
@@ -299,109 +304,6 @@ class DataParallelTrainer:
     def __repr__(self) -> str:
         name = getattr(self.train_loop_per_worker, "__name__", self.train_loop_per_worker)
         return f"{type(self).__name__}({name}, {self.scaling_config!r}, {self.run_config!r})"
-
-
-class _Plan:
-    """What this trainer has each attempt's workers do."""
-
-    def __init__(self, trainer: DataParallelTrainer, opened: OpenRun) -> None:
-        self._trainer = trainer
-        self._opened = opened
-        self._exact_splits = ExactSplits()
-        self._split_exactly()
-        self._in_ray = ray.is_initialized()
-        self._environment = _environment.forwarded(os.environ, trainer.run_config.forward_env)
-
-    def _split_exactly(self) -> None:
-        scaling = self._trainer.scaling_config
-        sizes = range(max(scaling.min_workers, 1), max(scaling.max_workers, 1) + 1)
-        _data.split_exactly(
-            self._trainer.datasets, self._trainer.dataset_config, sizes, self._exact_splits
-        )
-
-    def assignments(
-        self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
-    ) -> list[Assignment]:
-        """Say what each slot is to do."""
-        places = list(zip(workers, ranks, strict=True))
-        by_rank = [worker for worker, _ in sorted(places, key=lambda each: each[1].world_rank)]
-        checkpoint = self._checkpoint_of(start)
-        manifest = checkpoint.manifest if checkpoint else None
-        positions = manifest.positions if manifest else {}
-        shards = self._shards([worker.node_id for worker in by_rank], positions)
-        resources = self._trainer.scaling_config.resources_per_worker
-        validation = self._trainer.validation_config
-        return [
-            Assignment(
-                run_name=self._opened.name,
-                run_id=self._opened.run_id,
-                directory=self._opened.directory,
-                attempt=start.attempt,
-                first_index=start.first_index,
-                checkpoint=checkpoint,
-                ranks=each,
-                metadata=self._trainer.metadata,
-                gpu_ids=worker.gpu_ids,
-                environment=self._environment_of(worker, workers),
-                cpus=resources.get("CPU") if resources else None,
-                working_directory=os.getcwd(),
-                import_paths=tuple(sys.path),
-                shards=shards[each.world_rank],
-                positions=positions,
-                validation=validation.defaults if validation else None,
-            )
-            for worker, each in places
-        ]
-
-    def _checkpoint_of(self, start: AttemptStarted) -> Checkpoint | None:
-        """Give the checkpoint that the journal names: of this run, or the one it began with."""
-        if start.checkpoint is None:
-            return None
-        began_with = self._trainer.resume_from_checkpoint
-        if began_with is not None and began_with.path == start.checkpoint:
-            return began_with
-        return self._opened.directory.checkpoint(PurePath(start.checkpoint).name)
-
-    def _environment_of(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> dict[str, str]:
-        if not self._trainer.backend_config.backend_cls.share_cuda_visible_devices:
-            return self._environment
-        if not worker.gpu_ids:
-            return self._environment
-        neighbours = [each for each in workers if each.node_id == worker.node_id]
-        devices = _environment.visible_devices(neighbours)
-        return {**self._environment, "CUDA_VISIBLE_DEVICES": devices}
-
-    def _shards(self, node_ids: Sequence[str], positions: Mapping[str, Any]) -> list[Any]:
-        datasets, config = self._trainer.datasets, self._trainer.dataset_config
-        if not datasets:
-            return [None] * len(node_ids)
-        made = _data.make(datasets)
-        _placement.check_data(self._trainer.scaling_config, _data.lazy(made, config))
-        shards = _data.shard(made, config, node_ids, positions, self._exact_splits)
-        local = self._trainer.scaling_config.max_workers == 0
-        return list(shards) if local else [ray.put(each) for each in shards]
-
-    def waiting_for(self) -> str:
-        """Say what the workers that have not started are waiting for."""
-        scaling = self._trainer.scaling_config
-        bundles = [scaling.bundle] * scaling.min_workers
-        return _placement.missing(_placement.node_shapes(), bundles)
-
-    def draining(self) -> dict[str, int]:
-        """Give the nodes that are about to go."""
-        return _placement.draining_nodes() if self._in_ray else {}
-
-
-def _unpickled(rank: int, finished: Finished) -> Any:
-    """Give a rank's return value; one that cannot be had is told, and does not fail the run."""
-    if finished.value is None:
-        return None  # the console has said why
-    try:
-        return cloudpickle.loads(finished.value)
-    except Exception as error:
-        why = f"it does not unpickle here: {error!r}"
-        warnings.warn(f"the return value of rank {rank} is lost: {why}", stacklevel=4)
-        return None
 
 
 def _instance(name: str, value: T | None, kind: type[T]) -> T:

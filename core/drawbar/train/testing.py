@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from drawbar.train._audit import check_run
 from drawbar.train._config import FailureConfig, RunConfig, ScalingConfig
 from drawbar.train._context import get_checkpoint, get_context, report
 from drawbar.train._errors import WorkerGroupError
-from drawbar.train._launch import Job
+from drawbar.train._host import Spawn
 from drawbar.train._local import LocalWorkerGroup
 from drawbar.train._result import Result
+from drawbar.train._spec import RunSpec
 from drawbar.train._trainer import DataParallelTrainer, TrainFunction
 from drawbar.train._validation import ValidationConfig
 from drawbar.train._validator import ThreadValidator, Validator
@@ -94,12 +94,13 @@ class _ThreadTrainer(DataParallelTrainer):
     def _connect(self) -> None:
         """No cluster is needed."""
 
-    def _make_validator(self) -> Validator | None:
+    def _make_validator(self, spec: RunSpec) -> Validator | None:
         return ThreadValidator(self.validation_config) if self.validation_config else None
 
-    def _make_group(
-        self, path: str, work: Payload, pickled: bytes, in_this_thread: Callable[[Job], None]
-    ) -> WorkerGroup:
+    def _is_hosted_in_an_actor(self) -> bool:
+        return False
+
+    def _make_group(self, path: str, work: Payload, pickled: bytes, spawn: Spawn) -> WorkerGroup:
         return LocalWorkerGroup(work, self.scaling_config.max_workers)
 
 

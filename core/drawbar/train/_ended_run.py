@@ -1,0 +1,74 @@
+"""A run that is over, seen from its directory."""
+
+from __future__ import annotations
+
+import contextlib
+
+from drawbar.train._ending import Ending
+from drawbar.train._journal import replay
+from drawbar.train._result import Result
+from drawbar.train._run import Outcome
+from drawbar.train._snapshot import ENDS, Snapshot
+from drawbar.train._storage import OUTCOME, RunDirectory
+
+
+class EndedRun:
+    """What `RunHandle` asks of a run, answered by the run's directory."""
+
+    detached = False
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._snapshot = Snapshot.of(replay(directory.journal))
+
+    @classmethod
+    def find(cls, directory: RunDirectory) -> EndedRun | None:
+        """Give the run of a directory; None if there is none, or it has not ended."""
+        directory.fetch()
+        if not directory.journal.exists():
+            return None
+        run = cls(directory)
+        return run if run.snapshot().status in ENDS else None
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self._directory.name
+
+    @property
+    def path(self) -> str:
+        """Where the run lies."""
+        return self._directory.location
+
+    def join(self, timeout: float | None = None) -> bool:
+        """It is over."""
+        return True
+
+    def stop(self, *, save: bool) -> None:
+        """It is over."""
+
+    def kill(self) -> None:
+        """It is over."""
+
+    def diagnose(self) -> str:
+        """Nobody stands anywhere."""
+        return ""
+
+    def snapshot(self) -> Snapshot:
+        """Say how the run stood at its end."""
+        return self._snapshot
+
+    def log(self, rank: int) -> str:
+        """Give what a rank has written."""
+        return (self._directory.read(f"logs/rank_{rank}.log") or b"").decode(errors="replace")
+
+    def ending(self) -> Ending:
+        """Give how the run ended: with return values if it was hosted in an actor."""
+        packed = self._directory.read(OUTCOME)
+        if packed is not None:
+            with contextlib.suppress(Exception):  # it needs classes that are not here
+                ending = Ending.unpacked(packed)
+                if ending.snapshot.timeline == self._snapshot.timeline:  # of the last start
+                    return ending
+        result = Result.of(self._directory)
+        return Ending(Outcome(error=result.error), self._snapshot, result)

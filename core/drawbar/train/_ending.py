@@ -1,0 +1,73 @@
+"""What is left to tell when a run is over, to the process that waits for it or to another one."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cloudpickle
+
+from drawbar.train._errors import TrainingFailedError, WorkerGroupError
+from drawbar.train._failure import exceptions_of
+from drawbar.train._messages import Finished
+from drawbar.train._result import Result
+from drawbar.train._run import Outcome
+from drawbar.train._snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A run that is over. It has a result unless it failed."""
+
+    outcome: Outcome
+    snapshot: Snapshot
+    result: Result | None
+
+    def settle(self) -> Result:
+        """Give the result with the return values, or raise why the run failed."""
+        if self.outcome.error is not None:
+            raise self.outcome.error
+        assert self.result is not None  # it has not failed
+        values = self.outcome.values
+        self.result.return_values = [_unpickled(rank, values[rank]) for rank in sorted(values)]
+        return self.result
+
+    def packed(self) -> bytes:
+        """Pickle it; of what users made, only as the bytes that their workers sent."""
+        try:
+            packed: bytes = cloudpickle.dumps(replace(self, outcome=_without_exceptions(self)))
+        except Exception:  # an error whose cause does not pickle
+            error = self.outcome.error
+            plain = TrainingFailedError(str(error), path=getattr(error, "path", ""))
+            packed = cloudpickle.dumps(replace(self, outcome=Outcome(error=plain)))
+        return packed
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Ending:
+        """Undo `packed`; exceptions of the user's unpickle here, where they can."""
+        ending: Ending = cloudpickle.loads(packed)
+        error = ending.outcome.error
+        if isinstance(error, WorkerGroupError):
+            error.worker_failures = exceptions_of(error.failures)
+        return ending
+
+
+def _without_exceptions(ending: Ending) -> Outcome:
+    error = copy.copy(ending.outcome.error)
+    if isinstance(error, WorkerGroupError):
+        error.worker_failures = {}
+    return replace(ending.outcome, error=error)
+
+
+def _unpickled(rank: int, finished: Finished) -> Any:
+    """Give a rank's return value; one that cannot be had is told, and does not fail the run."""
+    if finished.value is None:
+        return None  # the console has said why
+    try:
+        return cloudpickle.loads(finished.value)
+    except Exception as error:
+        why = f"it does not unpickle here: {error!r}"
+        warnings.warn(f"the return value of rank {rank} is lost: {why}", stacklevel=5)
+        return None

@@ -1,0 +1,69 @@
+"""What a trainer wants to have run, in a form that any process can host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from drawbar.train._checkpoint import Checkpoint
+from drawbar.train._config import DataConfig, RunConfig, ScalingConfig
+from drawbar.train._validation import Validation
+from drawbar.train._validator import ValidationWork
+from drawbar.train.backend import BackendConfig
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+Datasets = Mapping[str, "Dataset | Callable[[], Dataset]"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """All that is needed to host a run. The training function and its config are bytes.
+
+    Attributes:
+        payload: A pickled `Payload`, unpickled by workers only.
+        trainer: The content of `trainer.pkl`, which `restore()` needs.
+        settings: What a resumed run compares with its last start, key by key.
+        environment: The driver's variables that the workers get.
+        working_directory, import_paths: The driver's.
+        run_config: Has a name.
+        validation, validation_defaults: If the trainer has a `validation_config`.
+    """
+
+    payload: bytes
+    trainer: bytes
+    settings: dict[str, Any]
+    environment: dict[str, str]
+    working_directory: str
+    import_paths: tuple[str, ...]
+    scaling_config: ScalingConfig
+    run_config: RunConfig
+    backend_config: BackendConfig
+    dataset_config: DataConfig
+    metadata: dict[str, Any]
+    resume_from_checkpoint: Checkpoint | None
+    validation: ValidationWork | None = None
+    validation_defaults: Validation | None = None
+    datasets: Datasets = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        assert self.run_config.name is not None  # the trainer has given it one
+        return self.run_config.name
+
+    def packed(self) -> bytes:
+        """Pickle everything but the datasets, which only Ray itself can pickle."""
+        packed: bytes = cloudpickle.dumps(dataclasses.replace(self, datasets={}))
+        return packed
+
+    @classmethod
+    def unpacked(cls, packed: bytes, datasets: Datasets) -> RunSpec:
+        """Undo `packed`."""
+        spec: RunSpec = cloudpickle.loads(packed)
+        return dataclasses.replace(spec, datasets=datasets)

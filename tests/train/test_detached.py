@@ -1,0 +1,274 @@
+"""`RunConfig(detached=True)` and `attach`: runs that outlive the driver that started them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from drawbar import train
+from drawbar.train import (
+    ControllerError,
+    DataParallelTrainer,
+    RunConfig,
+    RunHandle,
+    ScalingConfig,
+    UserAbort,
+    UserCallback,
+    WorkerGroupError,
+)
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers, Pipe
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+class TellsItsProcess(UserCallback):
+    """Says which process hosts the run, once rank 0 and 1 have reported."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def after_report(self, *_: Any) -> None:
+        self._pipe.say("host", os.getpid())
+
+
+class TellsWhereItIsUnpickled:
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def __reduce__(self) -> Any:
+        return self._unpickle, (self._pipe,)
+
+    @staticmethod
+    def _unpickle(pipe: Pipe) -> TellsWhereItIsUnpickled:
+        pipe.say("unpickled", os.getpid())
+        return TellsWhereItIsUnpickled(pipe)
+
+
+class Lesson(Exception):
+    """An exception of the user's."""
+
+
+@pytest.fixture(autouse=True)
+def _no_run_is_left(ray_cluster: None) -> Iterator[None]:
+    yield
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        ray.kill(ray.get_actor(**actor))
+
+
+@pytest.fixture
+def go_on(tmp_path: Path) -> Path:
+    """The file for which `train_until` waits."""
+    return tmp_path / "go_on"
+
+
+def train_until(go_on: Path, pipe: Pipe, *, fails: bool = False) -> Callable[[], str]:
+    """Make a function that saves a step, then waits; a second attempt goes on from that step."""
+
+    def function() -> str:
+        context, checkpoint = train.get_context(), train.get_checkpoint()
+        if checkpoint is None:
+            with train.checkpoint_dir() as path:
+                (path / "step").write_text("0")
+                train.report({"step": 0}, checkpoint=path)
+        pipe.say("worker", os.getpid())
+        while not go_on.exists():
+            threading.Event().wait(0.01)
+        if fails:
+            raise Lesson("learned")
+        began = "anew" if checkpoint is None else "from a checkpoint"
+        return f"rank {context.get_world_rank()} {began}"
+
+    return function
+
+
+def trainer(
+    function: Callable[[], Any], storage: Path, *callbacks: UserCallback, name: str = "run"
+) -> DataParallelTrainer:
+    return DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name=name, storage_path=storage, callbacks=callbacks, detached=True),
+    )
+
+
+def hear_pids(pipe: Pipe, **wanted: int) -> dict[str, set[int]]:
+    """Wait until so many processes of each kind have spoken; gives all that have."""
+    heard: dict[str, set[int]] = {kind: set() for kind in wanted}
+    while any(len(heard[kind]) < count for kind, count in wanted.items()):
+        kind, pid = pipe.hear()
+        heard.setdefault(kind, set()).add(int(pid))
+    return heard
+
+
+def assert_nothing_is_left() -> None:
+    states = {group["state"] for group in placement_group_table().values()}
+    assert states <= {"REMOVED"}
+    assert ray.util.list_named_actors(all_namespaces=True) == []
+
+
+def test_a_run_outlives_its_driver_and_is_found_again(
+    tmp_path: Path,
+    go_on: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    capfd: pytest.CaptureFixture[str],
+    wait_until_gone: Callable[..., None],
+) -> None:
+    function = train_until(go_on, pipe)
+    witness = TellsWhereItIsUnpickled(pipe)
+    callback = TellsItsProcess(pipe)
+
+    def with_a_witness() -> str:
+        assert witness
+        return function()
+
+    def other_start() -> None:
+        with pytest.raises(RuntimeError, match=r"a detached run 'run' is going on.*attach\('run'"):
+            trainer(function, tmp_path).start()
+        with pytest.raises(RuntimeError, match="is going on in another process"):
+            DataParallelTrainer(
+                function,
+                scaling_config=ScalingConfig(num_workers=1),
+                run_config=RunConfig(name="run", storage_path=tmp_path),
+            ).fit()
+
+    with drivers(lambda: trainer(with_a_witness, tmp_path, callback).fit()) as driver:
+        pids = hear_pids(pipe, worker=2, host=1)
+        driver.kill()
+        driver.wait()
+    drivers.run(other_start)
+    assert not pids["host"] & pids["unpickled"]
+
+    run = train.attach("run")
+    assert isinstance(run, RunHandle)
+    assert (run.status, run.metrics, run.done) == ("running", {"step": 0}, False)
+    assert train.attach(tmp_path / "run").metrics == {"step": 0}
+    with pytest.raises(LookupError, match=r"no detached run 'other' goes on.*go on: run$"):
+        train.attach("other")
+    go_on.touch()
+    result = run.wait()
+    assert result.return_values == ["rank 0 anew", "rank 1 anew"]
+    assert result.checkpoint is not None
+    assert "[drawbar 00:00] finished" in capfd.readouterr().err
+    wait_until_gone(pids["worker"] | pids["host"])
+    assert_nothing_is_left()
+
+    afterwards = train.attach(tmp_path / "run")
+    assert (afterwards.status, afterwards.done) == ("finished", True)
+    assert afterwards.wait().return_values == result.return_values
+
+
+def test_the_error_is_found_again_and_the_name_is_free_at_once(
+    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe
+) -> None:
+    function = train_until(go_on, pipe, fails=True)
+
+    def main() -> None:
+        for _ in range(2):
+            with pytest.raises(WorkerGroupError, match="Lesson: learned") as raised:
+                trainer(function, tmp_path).fit()
+            assert type(raised.value.worker_failures[0]).__name__ == "Lesson"
+
+    go_on.touch()
+    drivers.run(main)
+    run = train.attach(tmp_path / "run")
+    assert run.status == "failed"
+    with pytest.raises(WorkerGroupError, match="Lesson: learned") as raised:
+        run.wait()
+    assert isinstance(raised.value.worker_failures[0], Lesson)
+
+
+def test_ctrl_c_only_detaches(
+    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe, wait_until_gone: Callable[..., None]
+) -> None:
+    function = train_until(go_on, pipe)
+
+    def main() -> None:
+        with pytest.raises(UserAbort) as abort:
+            trainer(function, tmp_path).fit()
+        print(abort.value)
+
+    with drivers(main) as driver:
+        pids = hear_pids(pipe, worker=2)["worker"]
+        driver.send_signal(signal.SIGINT)
+        out, err = driver.communicate(timeout=20)
+    assert driver.returncode == 0, err
+    assert "no longer waiting for the detached run 'run', which goes on" in out
+    run = train.attach("run")
+    assert run.status == "running"
+    run.stop(save=False)
+    assert run.wait(timeout=20).metrics == {"step": 0}
+    assert run.status == "stopped"
+    wait_until_gone(pids)
+
+
+def test_when_its_host_dies_the_run_ends_and_resumes(
+    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe, wait_until_gone: Callable[..., None]
+) -> None:
+    function = train_until(go_on, pipe)
+    callback = TellsItsProcess(pipe)
+
+    def main() -> None:
+        with pytest.raises(ControllerError, match="hosts the run does not answer any more"):
+            trainer(function, tmp_path, callback).fit()
+        pipe.say("told", 0)
+
+    def again() -> None:
+        result = trainer(function, tmp_path).fit()
+        assert result.return_values == [f"rank {rank} from a checkpoint" for rank in range(2)]
+
+    with drivers(main):
+        pids = hear_pids(pipe, worker=2, host=1)
+        os.kill(pids["host"].pop(), signal.SIGKILL)
+        wait_until_gone(pids["worker"])
+        hear_pids(pipe, told=1)
+    assert_nothing_is_left()
+    with pytest.raises(LookupError, match=r'has not ended.*gone; fit.*resume="auto"'):
+        train.attach(tmp_path / "run")
+    go_on.touch()
+    drivers.run(again)
+
+
+def test_what_cannot_be_detached_is_refused(run_config: RunConfig, tmp_path: Path) -> None:
+    config = RunConfig(name="run", storage_path=tmp_path, detached=True)
+    here = DataParallelTrainer(
+        print, scaling_config=ScalingConfig(num_workers=0), run_config=config
+    )
+    with pytest.raises(ValueError, match=r"detached=True needs workers.*num_workers=0"):
+        here.fit()
+    with pytest.warns(UserWarning, match="has started its own Ray, which ends with it"):
+        trainer(lambda: None, tmp_path).fit()
+    with pytest.raises(TypeError, match=re.escape("RunConfig.detached")):
+        RunConfig(detached="yes")  # type: ignore[arg-type]
+
+
+def test_a_run_in_another_driver_is_said_to_be_there(
+    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe
+) -> None:
+    function = train_until(go_on, pipe)
+
+    def main() -> None:
+        config = RunConfig(name="run", storage_path=tmp_path)
+        DataParallelTrainer(
+            function, scaling_config=ScalingConfig(num_workers=1), run_config=config
+        ).fit()
+
+    with drivers(main):
+        hear_pids(pipe, worker=1)
+        with pytest.raises(LookupError, match="goes on in its driver"):
+            train.attach(tmp_path / "run")

@@ -1,0 +1,239 @@
+"""`start()`: what a handle tells of a run while it goes on, and how it ends one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from drawbar import train
+from drawbar.train import (
+    DataParallelTrainer,
+    RunConfig,
+    RunHandle,
+    ScalingConfig,
+    TrainingFailedError,
+    WorkerGroupError,
+)
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers, Pipe
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+def trainer(
+    function: Callable[[], Any], config: RunConfig, num_workers: int = 2
+) -> DataParallelTrainer:
+    scaling = ScalingConfig(num_workers=num_workers)
+    return DataParallelTrainer(function, scaling_config=scaling, run_config=config)
+
+
+def wait_for_ever() -> None:
+    while True:
+        threading.Event().wait(0.01)
+
+
+def train_until_asked(pipe: Pipe) -> Callable[[], int]:
+    """Make a function that saves when it is asked to; a second attempt returns where it began."""
+
+    def function() -> int:
+        checkpoint = train.get_checkpoint()
+        if checkpoint is not None:
+            return int((Path(checkpoint) / "step").read_text())
+        pipe.say("trains")
+        step = 0
+        while True:
+            step += 1
+            if train.checkpoint_requested():
+                with train.checkpoint_dir() as path:
+                    (path / "step").write_text("41")
+                    train.report({"step": 41}, checkpoint=path)
+                wait_for_ever()
+
+    return function
+
+
+def test_a_run_is_seen_while_it_goes_on(run_config: RunConfig, tmp_path: Path, pipe: Pipe) -> None:
+    go_on = tmp_path / "go_on"
+
+    def function() -> str:
+        rank = train.get_context().get_world_rank()
+        print("printed by", rank)
+        train.report({"seen": rank * 10})
+        train.collective.barrier()
+        pipe.say(rank)
+        while not go_on.exists():
+            threading.Event().wait(0.01)
+        return f"rank {rank}"
+
+    run = trainer(function, run_config).start()
+    assert (run.name, run.path, run.done) == ("run", str(tmp_path / "run"), False)
+    for _ in range(2):
+        pipe.hear()
+    assert run.status == "running"
+    assert run.metrics == {"seen": 0}
+    assert run.metrics_by_rank == {0: {"seen": 0}, 1: {"seen": 10}}
+    assert run.logs() == "printed by 0\n"
+    assert run.logs(rank=1) == "printed by 1\n"
+    assert [attempt.world_size for attempt in run.timeline.attempts] == [2]
+    assert "test_handle.py" in run.diagnose()
+    assert repr(run).startswith("RunHandle('run', running, world size 2, metrics={'seen': 0}, path")
+    with pytest.raises(ValueError, match="has the ranks 0 to 1, found 2"):
+        run.logs(rank=2)
+    with pytest.raises(TimeoutError, match=r"after 0\.1 s RunHandle\('run', running.* goes on"):
+        run.wait(timeout=0.1)
+
+    go_on.touch()
+    result = run.wait()
+    assert result.return_values == ["rank 0", "rank 1"]
+    assert (run.status, run.done) == ("finished", True)
+    assert run.wait(timeout=0).metrics == run.metrics == {"seen": 0}
+    assert run.timeline.attempts[0].outcome == "finished"
+    assert run.logs(rank=1) == "printed by 1\n"
+    with pytest.raises(RuntimeError, match=r"is over \(finished\)"):
+        run.diagnose()
+
+
+def test_a_run_that_is_stopped_saves_first_and_resumes(run_config: RunConfig, pipe: Pipe) -> None:
+    run = trainer(train_until_asked(pipe), run_config).start()
+    for _ in range(2):
+        pipe.hear()
+    run.stop()
+    result = run.wait()
+    assert run.status == "stopped"
+    assert result.error is None
+    assert result.checkpoint is not None
+    assert result.metrics == {"step": 41}
+    assert trainer(train_until_asked(pipe), run_config).fit().return_values == [41, 41]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_without_saving_it_stops_at_once(
+    run_config: RunConfig, pipe: Pipe, num_workers: int
+) -> None:
+    def function() -> None:
+        try:
+            pipe.say("trains", os.getpid())
+            wait_for_ever()
+        finally:
+            pipe.say("finally")
+
+    run = trainer(function, run_config, num_workers).start()
+    pids = {int(pipe.hear()[1]) for _ in range(max(num_workers, 1))}
+    assert (os.getpid() in pids) == (num_workers == 0)
+    run.stop(save=False)
+    assert [pipe.hear() for _ in range(max(num_workers, 1))] == [["finally"]] * len(pids)
+    assert run.wait(timeout=20).checkpoint is None
+    assert run.status == "stopped"
+
+
+@pytest.fixture
+def occupied_cluster(ray_cluster: None) -> Iterator[None]:
+    """All CPUs are taken, so that workers wait for theirs."""
+    group = placement_group([{"CPU": 8}])
+    assert group.wait(30)
+    yield
+    remove_placement_group(group)
+
+
+@pytest.mark.usefixtures("occupied_cluster")
+def test_a_run_that_waits_for_resources_has_nothing_to_save(
+    run_config: RunConfig, pipe: Pipe
+) -> None:
+    run = trainer(train_until_asked(pipe), run_config).start()
+    assert run.status == "starting"
+    assert run.logs() == ""
+    run.stop()
+    assert run.wait(timeout=20).checkpoint is None
+    assert run.status == "stopped"
+
+
+def test_what_cannot_start_fails_at_once_and_what_fails_later_in_wait(
+    run_config: RunConfig,
+) -> None:
+    def function() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(TrainingFailedError, match="999 workers"):
+        trainer(function, run_config, num_workers=999).start()
+    run = trainer(function, run_config, num_workers=1).start()
+    for _ in range(2):
+        with pytest.raises(WorkerGroupError, match="rank 0: ValueError: boom"):
+            run.wait()
+    assert run.status == "failed"
+
+
+@pytest.mark.parametrize("ending", [0, 1])
+def test_a_program_that_ends_takes_its_run_along(
+    run_config: RunConfig,
+    tmp_path: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+    ending: int,
+) -> None:
+    def function() -> None:
+        pipe.say(os.getpid())
+        wait_for_ever()
+
+    def main() -> None:
+        trainer(function, run_config).start()
+        pipe.say("started")
+        (tmp_path / "go").read_text()
+        if ending:
+            raise ArithmeticError("of the program itself")
+
+    os.mkfifo(tmp_path / "go")
+    with drivers(main) as driver:
+        heard = {pipe.hear()[0] for _ in range(3)}
+        (tmp_path / "go").write_text("on")
+        _, err = driver.communicate(timeout=20)
+        wait_until_gone(int(pid) for pid in heard - {"started"})
+    assert driver.returncode == ending
+    assert "the program ends without wait()" in err
+    assert ("ArithmeticError" in err) == ("Traceback" in err) == bool(ending)
+    end = json.loads((tmp_path / "run" / "journal.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["outcome"]) == ("run_ended", "stopped")
+
+
+def test_a_run_on_a_remote_filesystem_is_seen_too(
+    tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def function() -> int:
+        print("there")
+        train.report({"step": 1})
+        train.collective.barrier()
+        pipe.say("trains")
+        while not (tmp_path / "go_on").exists():
+            threading.Event().wait(0.01)
+        return 7
+
+    def assert_seen(run: RunHandle) -> None:
+        assert run.logs() == "there\n"
+        assert run.metrics == {"step": 1}
+
+    filesystem = SubTreeFileSystem(str(tmp_path), LocalFileSystem())
+    config = RunConfig(name="run", storage_path="runs", storage_filesystem=filesystem)
+    run = trainer(function, config, num_workers=1).start()
+    pipe.hear()
+    assert_seen(run)
+    (tmp_path / "go_on").touch()
+    assert run.wait().return_values == [7]
+    attached = train.attach("runs/run", filesystem)
+    assert attached.status == "finished"
+    assert_seen(attached)
+    assert attached.wait().metrics == {"step": 1}

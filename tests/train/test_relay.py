@@ -1,0 +1,64 @@
+"""What a run shows reaches those who follow it from other processes."""
+
+from __future__ import annotations
+
+import threading
+
+from drawbar.train._messages import Printed
+from drawbar.train._relay import KEPT, Position, Relay
+
+START = Position(0, 0)
+
+
+def test_calls_come_in_order_and_once() -> None:
+    relay = Relay()
+    relay.state("starting")
+    relay.printed(0, Printed(text="a line"))
+    calls, seen = relay.since(START, 0)
+    assert calls == [("state", ("starting", "")), ("printed", (0, Printed(text="a line")))]
+    assert relay.since(seen, 0) == ([], seen)
+    relay.notice("more")
+    assert relay.since(seen, 0)[0] == [("notice", ("more",))]
+
+
+def test_of_the_reports_only_rank_0s_newest_comes() -> None:
+    relay = Relay()
+    for index in range(1000):
+        relay.report(0, index, {"loss": index})
+        relay.report(1, index, {})
+    calls, seen = relay.since(START, 0)
+    assert calls == [("report", (0, 999, {"loss": 999}))]
+    assert relay.since(seen, 0)[0] == []
+
+
+def test_who_comes_late_begins_with_how_the_run_stands() -> None:
+    relay = Relay()
+    relay.state("starting")
+    relay.state("running")
+    relay.workers(2)
+    relay.notice("seen by nobody")
+    relay.report(0, 7, {"loss": 1})
+    calls, seen = relay.since(None, 0)
+    assert calls == [
+        ("state", ("running", "")),
+        ("workers", (2,)),
+        ("report", (0, 7, {"loss": 1})),
+    ]
+    assert relay.since(seen, 0)[0] == []
+
+
+def test_what_comes_too_fast_is_counted() -> None:
+    relay = Relay()
+    for number in range(KEPT + 5):
+        relay.notice(str(number))
+    calls, _ = relay.since(START, 0)
+    assert calls[0] == ("notice", ("5 lines came too fast to be shown here",))
+    assert calls[1] == ("notice", ("5",))
+    assert len(calls) == KEPT + 1
+
+
+def test_a_follower_waits_for_the_next_call_or_the_end() -> None:
+    relay = Relay()
+    for speak in (lambda: relay.notice("now"), relay.release):
+        threading.Timer(0.05, speak).start()
+        relay.since(relay.since(None, 0)[1], timeout=60)  # the test's own limit would tell
