@@ -27,7 +27,7 @@ def test_lightning_from_driver(tmp_path: Path) -> None:
 
 def test_lightning_learns_and_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
-        command = [sys.executable, str(EXAMPLES / "lightning.py"), *arguments]
+        command = [sys.executable, str(EXAMPLES / "lightning_digits.py"), *arguments]
         environment = {**os.environ, "HOME": str(tmp_path)}
         return subprocess.run(
             command, env=environment, check=True, stdout=subprocess.PIPE, text=True
