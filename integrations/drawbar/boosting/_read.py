@@ -18,7 +18,7 @@ import pyarrow.types as is_type
 from drawbar.boosting._block import Array, Block, Store, joined, rows_of
 from drawbar.boosting._columns import Columns
 
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 4 << 20
 """About how large the features of a block are: small beside a shard, large beside the cost of a
 call."""
 
