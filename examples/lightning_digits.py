@@ -59,7 +59,7 @@ class Classifier(pl.LightningModule):
 
 def train_loop(config):
     pl.seed_everything(0, verbose=False)
-    best = pl.callbacks.ModelCheckpoint(monitor="accuracy", mode="max", save_top_k=2)
+    best = pl.callbacks.ModelCheckpoint(monitor="accuracy", mode="max", save_last=True)
     trainer = pl.Trainer(
         max_epochs=config["epochs"],
         strategy=RayDDPStrategy(),  # this line,
