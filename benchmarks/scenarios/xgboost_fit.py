@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from benchmarks._cluster import fresh_cluster
@@ -83,29 +84,27 @@ def _ray_train() -> Samples:
 
 
 def _dask() -> Samples:
-    import dask.array
-    from distributed import Client, LocalCluster, wait
+    # By name, since dask has types for some of its functions only.
+    arrays, distributed = (import_module(name) for name in ("dask.array", "distributed"))
     from xgboost import dask as dask_xgboost
 
-    cluster = LocalCluster(n_workers=WORKERS, threads_per_worker=1, dashboard_address=None)
-    with cluster, Client(cluster) as client:
-        parts = list(pieces())
-        columns = zip(*parts, strict=True)
-        arrays = [dask.array.concatenate([_one_chunk(a) for a in each]) for each in columns]
-        features, label = client.persist(arrays)
-        wait([features, label])
+    cluster = distributed.LocalCluster(
+        n_workers=WORKERS, threads_per_worker=1, dashboard_address=None
+    )
+    with cluster, distributed.Client(cluster) as client:
+        columns = zip(*pieces(), strict=True)
+        whole = [
+            arrays.concatenate([arrays.from_array(piece, chunks=-1) for piece in column])
+            for column in columns
+        ]
+        features, label = client.persist(whole)
+        distributed.wait([features, label])
 
         def fit() -> None:
             matrix = dask_xgboost.DaskQuantileDMatrix(client, features, label)
             dask_xgboost.train(client, {**PARAMS, "nthread": 1}, matrix, ROUNDS)
 
         return _measured(fit)
-
-
-def _one_chunk(array: Any) -> Any:
-    import dask.array
-
-    return dask.array.from_array(array, chunks=-1)
 
 
 def _bare() -> Samples:

@@ -18,6 +18,11 @@ from drawbar.xgboost import RayTrainReportCallback
 if TYPE_CHECKING:
     from tests.xgboost.conftest import FitInThreads
 
+# An interrupt may come while a rank's thread removes files that have had their use.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <finalize:pytest.PytestUnraisableExceptionWarning"
+)
+
 FAILS_AFTER = 18
 """The round after which a rank fails; the last checkpoint is that of round 17."""
 
