@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,15 @@ from drawbar.lightning import (
     prepare_trainer,
 )
 from drawbar.torch import TorchTrainer
-from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
+from drawbar.train import (
+    Checkpoint,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+    get_context,
+)
 
 SAMPLES = 240
 BATCH = 24  # of all ranks together
@@ -42,10 +50,10 @@ def digits(count: int) -> Dataset[Any]:
     return TensorDataset(x, torch.from_numpy(labels[:count]), torch.arange(count))
 
 
-def make_module(pl: Any, die_at: int | None = None) -> Any:
+def make_module(pl: Any, die_at: Sequence[int] = ()) -> Any:
     """Make a module of `lightning.pytorch` or `pytorch_lightning`.
 
-    Before the step `die_at`, rank 1 of the first attempt is killed.
+    Before the steps `die_at`, one for each attempt, rank 1 is killed.
     """
 
     class Digits(pl.LightningModule):  # type: ignore[misc]  # one of two packages
@@ -61,11 +69,8 @@ def make_module(pl: Any, die_at: int | None = None) -> Any:
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             x, y, ids = batch
             context = get_context()
-            if (self.global_step, context.get_world_rank(), context.get_attempt()) == (
-                die_at,
-                1,
-                0,
-            ):
+            dies = dict(enumerate(die_at)).get(context.get_attempt()) == self.global_step
+            if dies and context.get_world_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             self.seen += ids.tolist()
             loss = nn.functional.cross_entropy(self.net(x), y)
@@ -96,7 +101,8 @@ def fit(
     num_workers: int = 2,
     package: str = "lightning",
     strategy: Callable[[], Any] = RayDDPStrategy,
-    die_at: int | None = None,
+    die_at: Sequence[int] = (),
+    validation: Callable[[Checkpoint], dict[str, Any]] | None = None,
     fit_options: dict[str, Any] | None = None,
     after: Callable[[Any, Any], Any] = lambda trainer, module: module.seen,
     **options: Any,
@@ -105,6 +111,8 @@ def fit(
 
     Args:
         callbacks: Makes the Trainer's callbacks from a package.
+        die_at: Before which step rank 1 is killed in each attempt, until one has none.
+        validation: Validates checkpoints beside the run.
         after: Makes what a rank returns from its Trainer and its module.
         options: Of the Trainer.
     """
@@ -129,11 +137,12 @@ def fit(
         trainer.fit(module, **(fit_options or {}))
         return after(trainer, module)
 
-    failures = FailureConfig(max_failures=0 if die_at is None else 1)
+    failures = FailureConfig(max_failures=len(die_at))
     return TorchTrainer(
         function,
         scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=RunConfig(name=run, storage_path=folder, failure_config=failures),
+        validation_config=validation and ValidationConfig(validation),
     ).fit()
 
 

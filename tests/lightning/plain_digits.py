@@ -1,7 +1,7 @@
 """Plain Lightning on scikit-learn's digits, as a user has it: nothing here knows of Drawbar.
 
-`torchrun --nproc-per-node=2 plain_digits.py ddp 2` prints the last loss. So does `python
-plain_digits.py auto 1`, which trains in one process with the batches of two together.
+`torchrun --nproc-per-node=2 plain_digits.py 2 ddp model_parallel` prints the last loss of each
+strategy. So does `python plain_digits.py 1 auto`, in one process with the batches of two together.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def last_loss(strategy: Any, num_workers: int, **options: Any) -> float:
 
 
 if __name__ == "__main__":
-    name, processes = sys.argv[1], int(sys.argv[2])
-    strategy = ModelParallelStrategy(processes, 1) if name == "model_parallel" else name
-    print(f"last loss: {last_loss(strategy, processes, devices=processes)!r}", flush=True)
+    processes = int(sys.argv[1])
+    for name in sys.argv[2:]:
+        strategy = ModelParallelStrategy(processes, 1) if name == "model_parallel" else name
+        print(name, last_loss(strategy, processes, devices=processes), flush=True)

@@ -26,12 +26,14 @@ from drawbar.train import RunConfig, WorkerGroupError
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def make_trainer(plain: Any, folder: Path, strategy: Callable[..., Any], **options: Any) -> Any:
+def make_trainer(
+    plain: Any, folder: Path, strategy: Callable[..., Any], num_workers: int = 2, **options: Any
+) -> Any:
     import lightning as L
 
     run_config = RunConfig(storage_path=folder / "runs")
     return L.Trainer(
-        strategy=strategy(num_workers=2, run_config=run_config),
+        strategy=strategy(num_workers=num_workers, run_config=run_config),
         default_root_dir=folder,
         **{"max_epochs": 2, **plain.QUIET, **options},
     )
@@ -116,9 +118,9 @@ def test_a_failure_names_the_users_line(plain: Any, tmp_path: Path) -> None:
         def on_train_start(self) -> None:
             raise ArithmeticError("this very line")
 
-    trainer = make_trainer(plain, tmp_path, RayDDPStrategy, enable_checkpointing=False)
+    trainer = make_trainer(plain, tmp_path, RayDDPStrategy, 1, enable_checkpointing=False)
     with pytest.raises(WorkerGroupError, match=r"this very line \(.*test_launcher.py:\d+ in on_tr"):
-        trainer.fit(Broken(), plain.DigitsData(2))
+        trainer.fit(Broken(), plain.DigitsData(1))
     assert trainer.state.status == "interrupted"
 
 
@@ -139,7 +141,7 @@ class Forever(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 ray.init(address="local", num_cpus=2, include_dashboard=False)
-strategy = RayDDPStrategy(num_workers=2, run_config=RunConfig(storage_path=sys.argv[1]))
+strategy = RayDDPStrategy(num_workers=1, run_config=RunConfig(storage_path=sys.argv[1]))
 trainer = pl.Trainer(strategy=strategy, max_epochs=int(sys.argv[2]), logger=False,
                      enable_checkpointing=False, enable_progress_bar=False)
 trainer.fit(Forever(), torch.utils.data.DataLoader(torch.ones(64, 2), 2))

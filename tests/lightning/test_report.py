@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.lightning.digits import STEPS, fit
 
 from drawbar import train
 from drawbar.lightning import RayTrainReportCallback
-from drawbar.train import CheckpointUploadMode, Result, WorkerGroupError
+from drawbar.train import Checkpoint, CheckpointUploadMode, Result, WorkerGroupError
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
@@ -71,7 +72,15 @@ def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     assert steps_saved(result) == [2, 4]
 
 
-def test_the_logger_reports_each_step_of_each_rank_and_the_validation(tmp_path: Path) -> None:
+def read_step(checkpoint: Checkpoint) -> dict[str, int]:
+    saved = torch.load(Path(checkpoint, "checkpoint.ckpt"), weights_only=False)
+    return {"found_step": saved["global_step"]}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Two epochs, whose checkpoints are stored and validated while the training goes on."""
+
     class OnRankZeroAlone:
         """Reports on rank 0 alone, as a hook of the user's might."""
 
@@ -81,11 +90,20 @@ def test_the_logger_reports_each_step_of_each_rank_and_the_validation(tmp_path: 
 
     def callbacks(pl: Any) -> list[Any]:
         mine = type("Mine", (OnRankZeroAlone, pl.Callback), {})
-        return [mine(), RayTrainReportCallback(every_n_epochs=1)]
+        asynchronous = CheckpointUploadMode.ASYNC
+        return [mine(), RayTrainReportCallback(upload_mode=asynchronous, validation=True)]
 
-    result = fit(tmp_path, callbacks, max_epochs=2)
-    assert steps_saved(result) == [STEPS, 2 * STEPS]
-    rows = result.metrics_dataframe
+    return fit(tmp_path_factory.mktemp("run"), callbacks, max_epochs=2, validation=read_step)
+
+
+def test_each_checkpoint_is_validated(on_two_ranks: Result) -> None:
+    assert steps_saved(on_two_ranks) == [STEPS, 2 * STEPS]
+    found = [metrics["found_step"] for _, metrics in on_two_ranks.best_checkpoints]
+    assert found == steps_saved(on_two_ranks)
+
+
+def test_the_logger_reports_each_step_of_each_rank_and_the_validation(on_two_ranks: Result) -> None:
+    rows = on_two_ranks.metrics_dataframe
     logged = rows[rows["loss"].notna() & rows["val_loss"].isna()]
     for rank in range(2):
         assert list(logged[logged["rank"] == rank]["step"]) == list(range(2 * STEPS))

@@ -21,7 +21,7 @@ from drawbar.lightning import (
     RayModelParallelStrategy,
     prepare_trainer,
 )
-from drawbar.lightning._strategy import mesh_shape
+from drawbar.lightning._model_parallel import mesh_shape
 from drawbar.torch import TorchTrainer
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
 
@@ -57,11 +57,11 @@ def trained(
 @pytest.fixture(scope="module")
 def alone() -> float:
     """The last loss of plain Lightning in one process, with the batches of two together."""
-    return plain_lightning([sys.executable], "auto", 1)
+    return plain_lightning([sys.executable], "1", "auto")["auto"]
 
 
-def plain_lightning(launcher: list[str], strategy: str, processes: int) -> float:
-    command = [*launcher, str(Path(__file__).parent / "plain_digits.py"), strategy, str(processes)]
+def plain_lightning(launcher: list[str], *arguments: str) -> dict[str, float]:
+    command = [*launcher, str(Path(__file__).parent / "plain_digits.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(
         command,
@@ -71,7 +71,7 @@ def plain_lightning(launcher: list[str], strategy: str, processes: int) -> float
         stderr=subprocess.DEVNULL,
         text=True,
     ).stdout
-    return float(re.findall(r"last loss: ([\d.e-]+)", output)[0])
+    return {name: float(loss) for name, loss in re.findall(r"^(\w+) ([\d.e-]+)$", output, re.M)}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -81,10 +81,11 @@ def test_every_strategy_trains_as_one_process(
     assert trained[name] == pytest.approx(alone, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ddp", "model_parallel"])
-def test_it_trains_as_under_torchrun(trained: dict[str, float], name: str) -> None:
+def test_it_trains_as_under_torchrun(trained: dict[str, float]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert trained[name] == pytest.approx(plain_lightning(torchrun, name, 2), abs=1e-5)
+    plain = plain_lightning(torchrun, "2", "ddp", "model_parallel")
+    found = {name: trained[name] for name in ("ddp", "model_parallel")}
+    assert found == pytest.approx(plain, abs=1e-5)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -133,12 +134,9 @@ def test_arguments_pass_through_and_the_rest_is_the_runs(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("name", ["ddp", "zero_3"])
-def test_a_process_that_is_kept_trains_again(
-    plain: Any, run_config: RunConfig, alone: float, name: str
+def test_a_process_that_is_kept_trains_again_with_deepspeed(
+    plain: Any, run_config: RunConfig, alone: float
 ) -> None:
-    make = STRATEGIES[name]
-
     def function() -> dict[str, Any]:
         import lightning as L
 
@@ -155,7 +153,7 @@ def test_a_process_that_is_kept_trains_again(
         before = {
             key for key in os.environ if not key.startswith("KMP_")
         }  # Intel's OpenMP sets those
-        loss = plain.last_loss(make(), 2, callbacks=[Die()])
+        loss = plain.last_loss(RayDeepSpeedStrategy(stage=3), 2, callbacks=[Die()])
         left = {key for key in os.environ if not key.startswith("KMP_")} - before
         return {"kept": kept, "loss": loss, "left": left}
 

@@ -1,68 +1,102 @@
-"""DeepSpeed's checkpoints on another number of workers than have made them.
-
-Each worker saves the shards that it holds, and DeepSpeed gives each back to the worker of the same
-rank. For any other number of workers it has the "universal checkpoint", with weights and optimizer
-state by parameter, whole, into which it converts (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
-"""
+"""RayDeepSpeedStrategy: DeepSpeed on the run's process group, and nothing of it left afterwards."""
 
 from __future__ import annotations
 
-import tempfile
-from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+import importlib
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drawbar.train import collective, get_context
+import torch
 
-TAG = "checkpoint"  # by which Lightning has DeepSpeed name what is in a checkpoint
+from drawbar.lightning._package import lightning_class
+from drawbar.lightning._strategy import RayStrategy, Weights, on_cpu
+from drawbar.lightning._universal_checkpoint import for_any_number_of_workers
+from drawbar.torch import at_end, get_device
+from drawbar.train.backend import require_package
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+else:
+    DeepSpeedStrategy = object
 
 
-@contextmanager
-def for_any_number_of_workers(path: Path, engine: Any) -> Iterator[Path]:
-    """Give a sharded checkpoint as one that the engine can load, with any number of workers.
+class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.DeepSpeedStrategy"):
+    """Lightning's `DeepSpeedStrategy` on the workers of a run; see `RayStrategy` for the arguments.
 
-    All ranks must call this. One of each node converts, into a temporary folder that is as large as
-    the checkpoint and removed after loading. If the number of workers is that of the shards, or if
-    there are none, the checkpoint is given as it is.
+    It trains on CPUs too, with every stage of ZeRO.
+
+    Raises:
+        ModuleNotFoundError: DeepSpeed is not installed.
     """
-    shards = len(list((path / TAG).glob("*_optim_states.pt")))
-    if shards in (0, get_context().get_world_size()):
-        yield path
-        return
-    config = engine._config
-    with _converted(path) as folder:
-        config.load_universal_checkpoint = True
-        try:
-            yield folder
-        finally:
-            config.load_universal_checkpoint = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require_package("deepspeed", "deepspeed")
+        super().__init__(*args, **kwargs)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that Ray gave to this worker, with the index that DeepSpeed wants."""
+        device = get_device()
+        return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    def setup_environment(self) -> None:
+        """Hand the run's process group to DeepSpeed, until the attempt ends.
+
+        Raises:
+            RuntimeError: The worker's device is not the one that DeepSpeed would use.
+        """
+        device, local_rank = self.root_device, self.local_rank
+        if device.type == "cuda" and device.index != local_rank:
+            raise RuntimeError(
+                f"DeepSpeed computes on cuda:{local_rank} on local rank {local_rank}, but this "
+                f"worker's GPU is {device}; give each worker one whole GPU"
+            )
+        if device.type == "cpu":
+            _use_gloo_alone()
+        at_end(_forget_attempt)
+        # What DeepSpeedStrategy adds to this is to refuse CPUs.
+        lightning_class("strategies.DDPStrategy", self.package).setup_environment(self)
+
+    def loadable(self, path: Path) -> AbstractContextManager[Path]:
+        """Give a checkpoint as this many workers can load it."""
+        return for_any_number_of_workers(path, self.deepspeed_engine)
+
+    def full_state_dict(self) -> Weights:
+        """Gather the module's weights on rank 0, one at a time."""
+        import deepspeed
+
+        assert self.lightning_module is not None
+        weights = {}
+        for name, value in self.lightning_module.state_dict(keep_vars=True).items():
+            with deepspeed.zero.GatheredParameters([value], enabled=hasattr(value, "ds_id")):
+                weights[name] = on_cpu(value).clone() if self.is_global_zero else None
+        return weights
 
 
-@contextmanager
-def _converted(path: Path) -> Iterator[Path]:
-    context = get_context()
-    with tempfile.TemporaryDirectory(prefix="drawbar-universal-") as own:
-        if context.get_local_rank() == 0:
-            _convert(path / TAG, Path(own, TAG))
-        first_of_node = context.get_world_rank() - context.get_local_rank()
-        yield Path(collective.all_gather(own)[first_of_node])
-        collective.barrier()  # nobody reads it any more
+def _use_gloo_alone() -> None:
+    """Keep DeepSpeed from compiling an all-reduce of its own, which does what gloo does.
+
+    It would do so as it meets a process group on CPUs for the first time. That takes a compiler and
+    a minute, and if it is cut short, every later run waits for its lock without a word.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _convert(source: Path, target: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal
+def _forget_attempt() -> None:
+    """Have DeepSpeed let go of what it keeps of this attempt in its modules.
 
-    # What its command line sets.
-    ds_to_universal.main(
-        Namespace(
-            input_folder=str(source),
-            output_folder=str(target),
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,
-        )
-    )
+    These are process groups; and counters of ZeRO 3, on which the ranks must agree in the next
+    attempt, those whose process is new with those whose process is kept.
+    """
+    import deepspeed.comm.comm
+    import deepspeed.utils.groups
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    deepspeed.comm.comm.cdb = None
+    importlib.reload(deepspeed.utils.groups)
+    deepspeed.zero.Init.param_id = 0
+    (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    modules[0] = 0  # a default argument that it counts in
