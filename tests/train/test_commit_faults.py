@@ -177,13 +177,17 @@ def test_a_driver_killed_while_it_merges_two_ranks(
 
 
 def sentinels_of(workers: set[str]) -> list[int]:
-    processes = psutil.process_iter(["cmdline"])
-    lines = [(process.pid, process.info["cmdline"] or []) for process in processes]
-    return [
-        pid
-        for pid, line in lines
-        if any(part.endswith("_sentinel.py") for part in line) and workers & set(line)
-    ]
+    """Wait until each worker has its sentinel; gives their pids, and that of one still forking."""
+    while True:
+        processes = psutil.process_iter(["cmdline"])
+        lines = {process.pid: set(process.info["cmdline"] or []) for process in processes}
+        found = {
+            pid: line & workers
+            for pid, line in lines.items()
+            if any(part.endswith("_sentinel.py") for part in line) and line & workers
+        }
+        if set().union(*found.values()) == workers:
+            return list(found)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -202,7 +206,6 @@ def test_nothing_outlives_a_killed_driver(
     with drivers(lambda: fit(saving(tmp_path, after=live_on), run_config, 2)) as driver:
         (worker_0, child_0), (worker_1, child_1) = pipe.hear(), pipe.hear()
         sentinels = sentinels_of({worker_0, worker_1})
-        assert len(sentinels) == 2
         driver.kill()
         wait_until_gone([*map(int, (worker_0, worker_1, child_0, child_1)), *sentinels])
     assert_intact(tmp_path / "run", newest=FATAL_STEP)
