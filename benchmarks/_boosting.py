@@ -98,18 +98,19 @@ def fit_with_ray_train(library: str, trainer: str, function: Callable[[], None])
 @contextmanager
 def dask_arrays() -> Iterator[tuple[Any, Any, Any]]:
     """Give a client of dask's workers of one thread, and features and labels that lie there."""
-    import dask.array
-    from distributed import Client, LocalCluster, wait
-
-    def one_chunk(array: Any) -> Any:
-        return dask.array.from_array(array, chunks=-1)
-
-    cluster = LocalCluster(n_workers=WORKERS, threads_per_worker=1, dashboard_address=None)
-    with cluster, Client(cluster) as client:
+    # By name, since dask has types for some of its functions only.
+    lazy, distributed = (importlib.import_module(name) for name in ("dask.array", "distributed"))
+    cluster = distributed.LocalCluster(
+        n_workers=WORKERS, threads_per_worker=1, dashboard_address=None
+    )
+    with cluster, distributed.Client(cluster) as client:
         columns = zip(*pieces(), strict=True)
-        lazy = [dask.array.concatenate([one_chunk(a) for a in each]) for each in columns]
-        features, label = client.persist(lazy)
-        wait([features, label])
+        whole = [
+            lazy.concatenate([lazy.from_array(piece, chunks=-1) for piece in column])
+            for column in columns
+        ]
+        features, label = client.persist(whole)
+        distributed.wait([features, label])
         yield client, features, label
 
 
