@@ -1,34 +1,156 @@
-"""Run LightGBM functions on Ray, with small data of which the right answers are known."""
+"""Train with LightGBM on ranks in threads, or on Ray where a process or Ray Data plays a part."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightgbm
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
+import ray
 
-from drawbar.lightgbm import LightGBMTrainer
-from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig
+from drawbar.boosting import load, work_of
+from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer
+from drawbar.lightgbm._loop import LightGBMFit
+from drawbar.train import (
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+    get_context,
+)
+from drawbar.train.testing import run_in_threads
+
+Frames = dict[str, pd.DataFrame]
 
 
 @pytest.fixture
-def fit(run_config: RunConfig, ray_cluster: None) -> Callable[..., Result]:
-    """`fit(function, num_workers=2, max_failures=0, **options)`; `options` are the trainer's."""
+def fit(tmp_path: Path) -> Callable[..., Result]:
+    """`fit(function, num_workers=2)`: a training function in threads; a run takes milliseconds."""
 
-    def fit(function: Any, num_workers: int = 2, max_failures: int = 0, **options: Any) -> Result:
-        failures = FailureConfig(max_failures=max_failures)
-        config = RunConfig(
-            name=run_config.name, storage_path=run_config.storage_path, failure_config=failures
+    def fit(function: Any, num_workers: int = 2) -> Result:
+        return run_in_threads(
+            function,
+            num_workers=num_workers,
+            backend_config=LightGBMConfig(),
+            run_config=RunConfig(name="fit", storage_path=tmp_path),
         )
-        defaults = {
-            "scaling_config": ScalingConfig(num_workers=num_workers),
-            "run_config": config,
-        }
-        return LightGBMTrainer(function, **{**defaults, **options}).fit()
 
     return fit
+
+
+@pytest.fixture
+def fit_on_ray(run_config: RunConfig, ray_cluster: None) -> Callable[..., Result]:
+    """`fit_on_ray(function, num_workers=2, max_failures=0, **options)`, which are the trainer's."""
+
+    def fit(function: Any, num_workers: int = 2, max_failures: int = 0, **options: Any) -> Result:
+        config = RunConfig(
+            name=run_config.name,
+            storage_path=run_config.storage_path,
+            failure_config=FailureConfig(max_failures=max_failures),
+        )
+        workers = {"scaling_config": ScalingConfig(num_workers=num_workers)}
+        return LightGBMTrainer(function, **{"run_config": config, **workers, **options}).fit()
+
+    return fit
+
+
+@pytest.fixture
+def declare(tmp_path: Path) -> Callable[..., Result]:
+    """`declare(params, train, validation=None, **options)`: what the trainer does, in threads.
+
+    The frames are cut into consecutive parts that differ by one row, as the trainer cuts datasets.
+    """
+
+    def declare(
+        params: dict[str, Any],
+        train: pd.DataFrame,
+        validation: pd.DataFrame | None = None,
+        *,
+        num_workers: int = 2,
+        name: str = "declared",
+        max_failures: int = 0,
+        validation_config: ValidationConfig | None = None,
+        **declared: Any,
+    ) -> Result:
+        datasets = frames(train, validation)
+        run_config = RunConfig(
+            name=name,
+            storage_path=tmp_path,
+            failure_config=FailureConfig(max_failures=max_failures),
+        )
+        work = work_of(
+            None,
+            LightGBMFit,
+            {
+                "params": {"num_threads": 1, **params},
+                "label_column": "y",
+                "num_boost_round": 15,
+                **declared,
+            },
+            datasets=datasets,
+            run_config=run_config,
+        )
+
+        def function() -> None:
+            rank, size = get_context().get_world_rank(), get_context().get_world_size()
+            tables = {name: table(part(frame, rank, size)) for name, frame in datasets.items()}
+            mine = copy.deepcopy(work)  # its callbacks keep state, and a process would have its own
+            mine.train(load(mine.datasets, mine.columns, source=lambda name: [tables[name]]))
+
+        return run_in_threads(
+            function,
+            num_workers=num_workers,
+            backend_config=LightGBMConfig(),
+            run_config=run_config,
+            validation_config=validation_config,
+        )
+
+    return declare
+
+
+@pytest.fixture
+def declare_on_ray(run_config: RunConfig, ray_cluster: None) -> Callable[..., Result]:
+    """`declare_on_ray(params, train, validation=None, num_workers=2, **options)`."""
+
+    def declare(
+        params: dict[str, Any],
+        train: pd.DataFrame,
+        validation: pd.DataFrame | None = None,
+        num_workers: int = 2,
+        **options: Any,
+    ) -> Result:
+        data = {
+            name: ray.data.from_pandas(each) for name, each in frames(train, validation).items()
+        }
+        defaults = {"label_column": "y", "num_boost_round": 15, "run_config": run_config}
+        return LightGBMTrainer(
+            params={"num_threads": 1, **params},
+            datasets=data,
+            scaling_config=ScalingConfig(num_workers=num_workers),
+            **{**defaults, **options},
+        ).fit()
+
+    return declare
+
+
+def frames(train: pd.DataFrame, validation: pd.DataFrame | None) -> Frames:
+    return {"train": train} if validation is None else {"train": train, "valid": validation}
+
+
+def part(frame: pd.DataFrame, rank: int, size: int) -> pd.DataFrame:
+    rows = np.array_split(np.arange(len(frame)), size)[rank]
+    return frame.iloc[rows]
+
+
+def table(frame: pd.DataFrame) -> pa.Table:
+    return pa.Table.from_pandas(frame, preserve_index=False)
 
 
 @pytest.fixture(scope="session")

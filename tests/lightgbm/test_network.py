@@ -43,13 +43,15 @@ def trees(booster: lightgbm.Booster) -> str:
     return booster.model_to_string().partition("\nparameters")[0]
 
 
-def test_all_ranks_train_one_model(fit: Callable[..., Result], binary: Any) -> None:
-    found = fit(lambda: train_shard(*binary)).return_values
+def test_all_ranks_train_one_model(fit_on_ray: Callable[..., Result], binary: Any) -> None:
+    found = fit_on_ray(lambda: train_shard(*binary)).return_values
     assert found[0] == found[1]
     assert found[0].count("\nTree=") == 5
 
 
-def test_a_process_that_is_kept_trains_again(fit: Callable[..., Result], binary: Any) -> None:
+def test_a_process_that_is_kept_trains_again(
+    fit_on_ray: Callable[..., Result], binary: Any
+) -> None:
     """A peer dies in the middle of training; the other gets an error from C, and is kept."""
 
     def function() -> tuple[int, bool]:
@@ -66,12 +68,12 @@ def test_a_process_that_is_kept_trains_again(fit: Callable[..., Result], binary:
         lightgbm.train(params, lightgbm.Dataset(*binary), 10, callbacks=[die])
         return context.get_attempt(), kept
 
-    assert fit(function, max_failures=1).return_values == [(1, True), (1, False)]
+    assert fit_on_ray(function, max_failures=1).return_values == [(1, True), (1, False)]
 
 
-def test_threads_are_the_workers_share(fit: Callable[..., Result]) -> None:
+def test_threads_are_the_workers_share(fit_on_ray: Callable[..., Result]) -> None:
     workers = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
-    (first, second) = fit(get_network_params, scaling_config=workers).return_values
+    (first, second) = fit_on_ray(get_network_params, scaling_config=workers).return_values
     assert first == second
     assert first == {
         "num_threads": 1,

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
-from drawbar.lightgbm import GlobalEvaluation, RayTrainReportCallback, get_network_params
+from drawbar.lightgbm import (
+    GlobalEvaluation,
+    RayTrainReportCallback,
+    allreduce_metric,
+    get_network_params,
+)
 from drawbar.lightgbm._evaluation import area_under_roc, average_precision
 from drawbar.train import Checkpoint, Result, get_context
 
@@ -111,7 +116,7 @@ def test_cross_validation_reports_mean_and_spread(fit: Callable[..., Result], bi
         data = lightgbm.Dataset(*binary)
         lightgbm.cv(params, data, 3, nfold=2, callbacks=[RayTrainReportCallback()])
 
-    result = fit(function, num_workers=0)
+    result = fit(function, num_workers=1)
     assert len(result.metrics_dataframe) == 3
     assert (
         0
@@ -120,13 +125,18 @@ def test_cross_validation_reports_mean_and_spread(fit: Callable[..., Result], bi
     )
 
 
-def test_custom_metrics_are_means_over_all_rows(fit: Callable[..., Result], binary: Any) -> None:
+def test_custom_metrics_are_of_all_rows(fit: Callable[..., Result], binary: Any) -> None:
+    """A mean over rows is so by itself; a precision, by its numerator and denominator."""
     x, y = binary
 
     def wrong(predicted: Any, data: Any) -> tuple[str, float, bool]:
         return "wrong", float(np.mean((predicted > 0.5) != data.get_label())), False
 
-    def function() -> tuple[float, Any]:
+    def precision(predicted: Any, data: Any) -> tuple[str, float, bool]:
+        found = data.get_label()[predicted > 0.5]
+        return "precision", allreduce_metric(found.sum(), len(found)), True
+
+    def function() -> tuple[Any, Any]:
         params = {"objective": "binary", "metric": "None", "verbosity": -1}
         data = lightgbm.Dataset(*share(x, y))
         found: dict[str, Any] = {}
@@ -135,14 +145,15 @@ def test_custom_metrics_are_means_over_all_rows(fit: Callable[..., Result], bina
             data,
             3,
             valid_sets=[data.create_valid(*share(x, y, uneven=True))],
-            feval=wrong,
+            feval=[wrong, precision],
             callbacks=[GlobalEvaluation(), lightgbm.record_evaluation(found)],
         )
-        return found["valid_0"]["wrong"][-1], booster.predict(x)
+        return {name: values[-1] for name, values in found["valid_0"].items()}, booster.predict(x)
 
     (first, predicted), (second, _) = fit(function).return_values
     assert first == second
-    assert first == pytest.approx(np.mean((predicted > 0.5) != y), abs=1e-12)
+    assert first["wrong"] == pytest.approx(np.mean((predicted > 0.5) != y), abs=1e-12)
+    assert first["precision"] == pytest.approx(y[predicted > 0.5].mean(), abs=1e-12)
 
 
 def test_ranking_metrics_are_means_over_all_groups(

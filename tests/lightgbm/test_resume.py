@@ -10,24 +10,24 @@ from typing import Any
 
 import lightgbm
 import numpy as np
+import pandas as pd
 import pytest
-import ray
 
-from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
-from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
+from drawbar.lightgbm import RayTrainReportCallback
+from drawbar.train import FailureConfig, Result, RunConfig, get_context
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
 
 class Watch:
-    """Notes which worker runs each attempt's first round; kills rank 1 once, in round 25."""
+    """Notes which worker runs each attempt's first round; ends rank 1 once, in round 25."""
 
     order = 50
     before_iteration = True
 
-    def __init__(self, notes: Path, *, kill: bool) -> None:
+    def __init__(self, notes: Path, end: Callable[[], None]) -> None:
         self.notes = notes
-        self.kill = kill
+        self.end = end
         self.begun = False
 
     def __call__(self, env: Any) -> None:
@@ -36,8 +36,16 @@ class Watch:
         if not self.begun:
             self.begun = True
             (self.notes / f"{attempt}-{rank}").write_text(f"{os.getpid()} {env.iteration}")
-        if self.kill and attempt == 0 and rank == 1 and env.iteration == 25:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if attempt == 0 and rank == 1 and env.iteration == 25:
+            self.end()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise InterruptedError
 
 
 def metrics_of(result: Result) -> dict[str, Any]:
@@ -45,39 +53,18 @@ def metrics_of(result: Result) -> dict[str, Any]:
     return result.metrics
 
 
-@pytest.fixture
-def run(tmp_path: Path, ray_cluster: None) -> Callable[..., Result]:
+def declared(**params: Any) -> dict[str, Any]:
     random = np.random.default_rng(0)
     x = random.normal(size=(1200, 5)).astype(np.float32)
     y = (x[:, 0] + x[:, 1] ** 2 + random.normal(size=1200) > 1).astype(int)
-    columns = {f"f{i}": x[:, i] for i in range(5)} | {"y": y}
-    train, valid = (
-        {name: column[rows] for name, column in columns.items()}
-        for rows in (slice(0, 800), slice(800, None))
-    )
-
-    def run(name: str, *, kill: bool, **params: Any) -> Result:
-        return LightGBMTrainer(
-            params={"objective": "binary", "metric": ["binary_logloss", "auc"], **params},
-            label_column="y",
-            num_boost_round=40,
-            early_stopping_rounds=20,
-            callbacks=[RayTrainReportCallback(frequency=17), Watch(tmp_path, kill=kill)],
-            datasets={"train": dataset(train), "valid": dataset(valid)},
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(
-                name=name,
-                storage_path=tmp_path,
-                failure_config=FailureConfig(max_failures=1 if kill else 0),
-            ),
-        ).fit()
-
-    return run
-
-
-def dataset(columns: dict[str, Any]) -> Any:
-    rows = len(columns["y"])
-    return ray.data.from_items([{k: v[i].item() for k, v in columns.items()} for i in range(rows)])
+    rows = pd.DataFrame({f"f{i}": x[:, i] for i in range(5)} | {"y": y})
+    return {
+        "params": {"objective": "binary", "metric": ["binary_logloss", "auc"], **params},
+        "train": rows[:800],
+        "validation": rows[800:],
+        "num_boost_round": 40,
+        "early_stopping_rounds": 20,
+    }
 
 
 def booster_of(result: Result) -> lightgbm.Booster:
@@ -85,8 +72,17 @@ def booster_of(result: Result) -> lightgbm.Booster:
     return RayTrainReportCallback.get_model(result.checkpoint)
 
 
-def test_17_rounds_a_kill_and_23_are_40(run: Callable[..., Result], tmp_path: Path) -> None:
-    whole, killed = run("whole", kill=False), run("killed", kill=True)
+def test_17_rounds_a_kill_and_23_are_40(
+    declare: Callable[..., Result], declare_on_ray: Callable[..., Result], tmp_path: Path
+) -> None:
+    whole = declare(**declared())
+    killed = declare_on_ray(
+        **declared(),
+        callbacks=[RayTrainReportCallback(frequency=17), Watch(tmp_path, die)],
+        run_config=RunConfig(
+            name="killed", storage_path=tmp_path, failure_config=FailureConfig(max_failures=1)
+        ),
+    )
     assert len(killed.timeline.attempts) == 2
     pid = (tmp_path / "0-0").read_text().split()[0]
     assert (tmp_path / "1-0").read_text() == f"{pid} 17"  # kept, and on from the checkpoint
@@ -102,8 +98,15 @@ def test_17_rounds_a_kill_and_23_are_40(run: Callable[..., Result], tmp_path: Pa
 
 
 @pytest.mark.parametrize("boosting", ["dart", "rf"])
-def test_other_boosters_go_on(run: Callable[..., Result], boosting: str) -> None:
+def test_other_boosters_go_on(
+    declare: Callable[..., Result], boosting: str, tmp_path: Path
+) -> None:
     options = {"bagging_freq": 1, "bagging_fraction": 0.7} if boosting == "rf" else {}
-    result = run(boosting, kill=True, boosting=boosting, **options)
+    result = declare(
+        **declared(boosting=boosting, **options),
+        callbacks=[RayTrainReportCallback(frequency=17), Watch(tmp_path, fail)],
+        max_failures=1,
+    )
+    assert len(result.timeline.attempts) == 2
     assert booster_of(result).num_trees() == 40
     assert metrics_of(result)["valid-auc"] > 0.8

@@ -14,7 +14,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.metrics import log_loss
 
 from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
-from drawbar.train import Checkpoint, Result, RunConfig, ScalingConfig, ValidationConfig
+from drawbar.train import Checkpoint, Result, ScalingConfig, ValidationConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
@@ -22,29 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  
 def metrics_of(result: Result) -> dict[str, Any]:
     assert result.metrics is not None
     return result.metrics
-
-
-@pytest.fixture
-def declare(run_config: RunConfig, ray_cluster: None) -> Callable[..., Result]:
-    """`declare(params, train, validation=None, num_workers=2, **options)`; frames of pandas."""
-
-    def declare(
-        params: dict[str, Any],
-        train: pd.DataFrame,
-        validation: pd.DataFrame | None = None,
-        num_workers: int = 2,
-        **options: Any,
-    ) -> Result:
-        frames = {"train": train} if validation is None else {"train": train, "valid": validation}
-        defaults = {"label_column": "y", "num_boost_round": 15, "run_config": run_config}
-        return LightGBMTrainer(
-            params=params,
-            datasets={name: ray.data.from_pandas(frame) for name, frame in frames.items()},
-            scaling_config=ScalingConfig(num_workers=num_workers),
-            **{**defaults, **options},
-        ).fit()
-
-    return declare
 
 
 def booster_of(result: Result) -> lightgbm.Booster:
@@ -78,16 +55,13 @@ def test_squared_error_gives_the_trees_of_one_process(declare: Callable[..., Res
     assert booster_of(result).predict(features) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("objective", ["binary"])
-def test_held_out_loss_is_that_of_one_process(
-    declare: Callable[..., Result], objective: str
-) -> None:
+def test_held_out_loss_is_that_of_one_process(declare_on_ray: Callable[..., Result]) -> None:
     x, y = load_breast_cancer(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))
     data = frame(x[order], y[order])
     train, test = data[:400], data[400:]
-    params = {"objective": objective, "metric": "binary_logloss", "num_leaves": 8}
-    result = declare(params, train, test, num_boost_round=30)
+    params = {"objective": "binary", "metric": "binary_logloss", "num_leaves": 8}
+    result = declare_on_ray(params, train, test, num_boost_round=30)
     expected = alone(params, train, 30).predict(test.drop(columns="y"))
     assert metrics_of(result)["valid-binary_logloss"] == pytest.approx(
         log_loss(test["y"], expected), abs=0.02
@@ -99,7 +73,7 @@ def test_held_out_loss_is_that_of_one_process(
 
 
 def test_the_model_does_not_depend_on_how_rows_are_split(
-    declare: Callable[..., Result], tmp_path: Any
+    declare: Callable[..., Result],
 ) -> None:
     """Sorted by a continuous feature, or not: rank 0 has other values, and the trees are equal."""
     random = np.random.default_rng(0)
@@ -113,12 +87,11 @@ def test_the_model_does_not_depend_on_how_rows_are_split(
                 declare(
                     params,
                     rows,
-                    num_workers=workers,
-                    run_config=RunConfig(name=f"run-{number}", storage_path=tmp_path),
+                    name=f"run-{number}",
                 )
             )
         )
-        for number, (rows, workers) in enumerate([(data, 2), (data.sort_values("f0"), 2)])
+        for number, rows in enumerate([data, data.sort_values("f0")])
     ]
     assert found[0] == found[1]
 
@@ -197,7 +170,7 @@ def test_many_classes_weights_missing_values_and_margins(declare: Callable[..., 
     )
 
 
-def test_ranking_keeps_groups_whole(declare: Callable[..., Result], ndcg_at_3: Any) -> None:
+def test_ranking_keeps_groups_whole(declare_on_ray: Callable[..., Result], ndcg_at_3: Any) -> None:
     """Groups in any order of rows; NDCG is that of one process on the same trees."""
     random = np.random.default_rng(0)
     query = np.sort(random.integers(0, 40, 600))
@@ -205,7 +178,7 @@ def test_ranking_keeps_groups_whole(declare: Callable[..., Result], ndcg_at_3: A
     data = frame(x, random.integers(0, 4, 600), query=query)
     params = {"objective": "lambdarank", "metric": "ndcg", "ndcg_eval_at": [3]}
     shuffled = data.sample(frac=1, random_state=0)
-    result = declare(params, shuffled, data, num_workers=3, group_column="query")
+    result = declare_on_ray(params, shuffled, data, num_workers=3, group_column="query")
     _, sizes = np.unique(query, return_counts=True)
     scores = booster_of(result).predict(x, raw_score=True)
     assert metrics_of(result)["valid-ndcg@3"] == pytest.approx(
@@ -287,7 +260,7 @@ def test_checkpoints_are_validated(declare: Callable[..., Result], binary: Any) 
     result = declare(
         {"objective": "binary", "verbosity": -1},
         frame(*binary),
-        num_workers=0,
+        num_workers=1,
         callbacks=[RayTrainReportCallback(frequency=10, validation=True)],
         validation_config=ValidationConfig(validate),
     )

@@ -14,6 +14,7 @@ from drawbar.boosting._block import Block
 from drawbar.boosting._columns import Columns
 from drawbar.boosting._fit import Fit, check_label
 from drawbar.boosting._load import arrow_tables, load
+from drawbar.boosting._metric import allreduce_metric
 from drawbar.boosting._predict import predict
 from drawbar.boosting._progress import History, Progress
 from drawbar.boosting._report import Metrics, RoundReports
@@ -34,6 +35,7 @@ __all__ = [
     "RoundReports",
     "Schema",
     "Shard",
+    "allreduce_metric",
     "arrow_tables",
     "check_label",
     "load",

@@ -9,8 +9,8 @@ own channel, and every rank gets the same global numbers:
 - `auc` and `average_precision` need all predictions: exact, from every rank's scores, labels and
   weights, which are gathered.
 - `auc_mu` and custom metrics are weighted means of what the ranks found. That is exact for a mean
-  over rows; a custom metric of another kind can be made global inside by
-  `drawbar.boosting.global_ratio`, which gives all ranks the same number, and so does their mean.
+  over rows; a custom metric of another kind can be made global inside by `allreduce_metric`,
+  which gives all ranks the same number, and so does their mean.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ class LightGBMFit(Fit):
         feval: A custom metric as `lightgbm.train` takes it, or a list of them.
     """
 
+    waits_on_disk = True  # in memory they would lie beside the sample and the bins made of them
+
     num_boost_round: int = 100
     feval: Any | None = None
 
@@ -55,6 +57,7 @@ class LightGBMFit(Fit):
             earlier, progress = resume_from(get_checkpoint(), report)
         params = _other_draws(params, progress.rounds)
         booster = self._booster(shards, params, earlier)
+        shards.clear()  # the booster has all
         self._boost(booster, params, report, progress)
 
     def _report(self) -> RayTrainReportCallback:

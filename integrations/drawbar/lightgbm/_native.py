@@ -64,9 +64,9 @@ def bin_reference(sample: Matrix, rows: int, params: Mapping[str, Any]) -> bytes
         LightGBMError: A parameter is wrong.
     """
     columns, indices = [], []
-    for column in np.asarray(sample, dtype=np.float64).T:
+    for column in sample.T:
         (kept,) = np.nonzero(~(np.abs(column) <= _ZERO))
-        columns.append(np.ascontiguousarray(column[kept]))
+        columns.append(column[kept].astype(np.float64))
         indices.append(kept.astype(np.int32))
     lengths = np.array([len(column) for column in columns], dtype=np.int32)
     handle = ctypes.c_void_p()

@@ -63,9 +63,9 @@ class LightGBMTrainer(BoostingTrainer):
         callbacks: Callbacks of `lightgbm.train`. A `RayTrainReportCallback` among them says what is
             reported and when it is saved; without one, everything, and at the end.
         feval: A custom metric, or a list of them, as `lightgbm.train` takes them; see
-            `GlobalEvaluation` for how they become global.
-        external_memory: Read the rows into files rather than into memory: True, or the folder on
-            the workers that these go to. The bins that LightGBM trains on stay in memory.
+            `allreduce_metric`, and `GlobalEvaluation` for how they become global.
+        external_memory: The folder on the workers in which rows wait, in files, until LightGBM has
+            their bins, which stay in memory. Default, and with True: the system's folder for such.
         lightgbm_config: How the workers' network is made.
         datasets: For the declared form: "train", and any others, which are evaluated every round.
 

@@ -1,8 +1,9 @@
 """XGBoost on a group of Ray actors: declared, or with a training function of one's own."""
 
+from drawbar.boosting import allreduce_metric
 from drawbar.xgboost._backend import XGBoostBackend, XGBoostConfig
 from drawbar.xgboost._estimators import RayXGBClassifier, RayXGBRanker, RayXGBRegressor
-from drawbar.xgboost._loop import allreduce_metric, train
+from drawbar.xgboost._loop import train
 from drawbar.xgboost._predict import predict
 from drawbar.xgboost._report import RayTrainReportCallback
 from drawbar.xgboost._trainer import XGBoostTrainer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-from xgboost import Booster, DMatrix, collective
+from xgboost import Booster, DMatrix
 from xgboost.callback import (
     CallbackContainer,
     EarlyStopping,
@@ -114,20 +113,3 @@ def _round(history: History, number: int) -> History:
         dataset: {metric: [values[number]] for metric, values in metrics.items()}
         for dataset, metrics in history.items()
     }
-
-
-def allreduce_metric(numerator: float, denominator: float) -> float:
-    """Reduce a metric of all workers' rows: the sum of numerators over the sum of denominators.
-
-    For custom metrics, which XGBoost otherwise averages over the workers, whatever their rows:
-
-        def mean_error(predictions, matrix):
-            errors = abs(predictions - matrix.get_label())
-            return "mean_error", allreduce_metric(errors.sum(), len(errors))
-
-    A collective: every rank calls it. NaN if the denominators sum to 0.
-    """
-    parts = np.array([numerator, denominator], dtype=np.float64)
-    if collective.is_distributed():
-        parts = collective.allreduce(parts, collective.Op.SUM)
-    return float(parts[0] / parts[1]) if parts[1] else float("nan")

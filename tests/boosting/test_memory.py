@@ -12,14 +12,22 @@ import pytest
 
 SCRIPT = """
 import sys, threading
-import numpy as np, pyarrow as pa, xgboost
+import numpy as np, pyarrow as pa
 from drawbar.boosting import Columns, load
 from drawbar.train.testing import run_in_threads
 from drawbar.train import RunConfig
-from drawbar.xgboost._fit import XGBoostFit
 
-external_memory, folder, ROWS = sys.argv[1] == "external", sys.argv[2], int(sys.argv[3])
+library, mode, folder, ROWS = *sys.argv[1:4], int(sys.argv[4])
 COLUMNS, PIECE = 40, 50_000
+
+if library == "xgboost":
+    from drawbar.xgboost import XGBoostConfig as Config
+    from drawbar.xgboost._fit import XGBoostFit as Fit
+    objective = "binary:logistic"
+else:
+    from drawbar.lightgbm import LightGBMConfig as Config
+    from drawbar.lightgbm._loop import LightGBMFit as Fit
+    objective = "binary"
 
 def private():
     lines = open("/proc/self/status").read().splitlines()
@@ -30,9 +38,9 @@ def table(seed):
     return pa.table({**{f"f{i}": column for i, column in enumerate(values)}, "y": values[0] > 0.5})
 
 def function():
-    fit = XGBoostFit(
-        params={"objective": "binary:logistic", "nthread": 1}, columns=Columns(label="y"),
-        num_boost_round=2, external_memory=external_memory,
+    fit = Fit(
+        params={"objective": objective, "nthread": 1}, columns=Columns(label="y"),
+        num_boost_round=2, external_memory=mode == "external",
     )
     tables = (table(seed) for seed in range(ROWS // PIECE))
     fit.train(load(("train",), fit.columns, source=lambda _: tables, on_disk=True))
@@ -47,19 +55,29 @@ def watch():
 
 watcher = threading.Thread(target=watch)
 watcher.start()
-run_in_threads(function, num_workers=1, run_config=RunConfig(storage_path=folder))
-over.set()
-watcher.join()
+run = RunConfig(storage_path=folder)
+try:
+    run_in_threads(function, num_workers=1, backend_config=Config(), run_config=run)
+finally:
+    over.set()
+    watcher.join()
 print("ratio", (peak - base) / (ROWS * COLUMNS * 4))
 """
 
 
 @pytest.mark.parametrize(
-    ("mode", "rows", "bound"), [("memory", 1_000_000, 1.6), ("external", 2_000_000, 0.6)]
+    ("library", "mode", "rows", "bound"),
+    [
+        ("xgboost", "memory", 1_000_000, 1.6),
+        ("xgboost", "external", 2_000_000, 0.6),
+        ("lightgbm", "memory", 1_000_000, 1.6),
+    ],
 )
-def test_peak_memory_of_a_worker(tmp_path: object, mode: str, rows: int, bound: float) -> None:
+def test_peak_memory_of_a_worker(
+    tmp_path: object, library: str, mode: str, rows: int, bound: float
+) -> None:
     output = subprocess.run(
-        [sys.executable, "-c", SCRIPT, mode, str(tmp_path), str(rows)],
+        [sys.executable, "-c", SCRIPT, library, mode, str(tmp_path), str(rows)],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
