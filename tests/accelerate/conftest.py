@@ -20,12 +20,13 @@ class Digits:
     """What training functions use, also where there is no Drawbar."""
 
     @staticmethod
-    def network() -> Any:
+    def network(dropout: float = 0.0) -> Any:
         import torch
         from torch import nn
 
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        layers = nn.Linear(64, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10)
+        return nn.Sequential(*layers)
 
     @staticmethod
     def loader(batch_size: int = 16) -> Any:

@@ -57,9 +57,11 @@ def prepare_data_loader(
     state, as JSON, is kept. A subclass with an `__iter__` of its own goes on from the beginning of
     the epoch.
 
-    After `enable_reproducibility`, the loader's worker processes are seeded by the seed, the rank
-    and the epoch, which makes augmentations repeatable and different on every rank; a `generator`
-    that the loader has is not replaced.
+    The loader's worker processes are seeded by the seed (of `enable_reproducibility`, or
+    `torch.initial_seed()`), the rank and the place in the data, which makes augmentations
+    repeatable and different on every rank. Nothing is drawn from PyTorch's own generator: where its
+    state is restored with the model, dropout goes on as if nothing had been interrupted. A
+    `generator` that the loader has is not replaced.
 
     Args:
         data_loader: The loader; it is not changed.
@@ -189,10 +191,17 @@ def _resume(
 
 
 def _seeding(loader: DataLoader[Any], sampler: EpochSampler[Any] | None) -> Callable[[], object]:
-    """Give what seeds the loader's processes, by rank and place in the data, before each pass."""
-    seed = chosen_seed()
-    if seed is None or loader.generator is not None:
+    """Give what seeds the loader's processes, by rank and place in the data, before each pass.
+
+    A loader without a generator of its own draws this seed from PyTorch's at the beginning of each
+    pass. One that goes on inside an epoch would then draw once more than an uninterrupted one, and
+    every dropout after it would be another. So it gets a generator.
+    """
+    if loader.generator is not None:
         return lambda: None
+    seed = chosen_seed()
+    if seed is None:
+        seed = torch.initial_seed()
     rank = get_context().get_world_rank()
     generator = loader.generator = torch.Generator()
     generator.manual_seed(derive_seed(seed, rank))
