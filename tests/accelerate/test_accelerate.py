@@ -86,6 +86,13 @@ def test_outside_of_a_training_function() -> None:
         load_state(Accelerator(cpu=True))
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_two_workers_on_one_gpu_are_refused_for_nccl(run_config: RunConfig) -> None:
+    half = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5})
+    with pytest.raises(ValueError, match=r"workers that share a GPU.*\['GPU'\]=0.5"):
+        launch(print, (), half, run_config=run_config)
+
+
 def test_arguments_must_be_a_sequence() -> None:
     with pytest.raises(TypeError, match=re.escape("args must be a tuple or list")):
         launch(print, "digits")

@@ -74,7 +74,8 @@ def tiny_trainer(output_dir: str | os.PathLike[str], model: Any = None, **option
     """A plain Trainer; `options` are those of `TrainingArguments`, and the two datasets."""
     from transformers import Trainer, TrainingArguments
 
-    os.environ["DS_ACCELERATOR"] = "cpu"  # what DeepSpeed would find out, with a warning
+    if options.get("use_cpu", True):
+        os.environ["DS_ACCELERATOR"] = "cpu"  # what DeepSpeed would find out, with a warning
     data = {name: options.pop(name, windows()) for name in ("train_dataset", "eval_dataset")}
     defaults = {
         "output_dir": str(output_dir),

@@ -92,18 +92,18 @@ def test_every_rank_has_its_shard_in_the_checkpoint(killed: tuple[str, Result]) 
         assert (Path(checkpoint.path) / shard).stat().st_size > 1000
 
 
+@pytest.mark.parametrize("killed", ["fsdp"], indirect=True)
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_fsdp_goes_on_with_another_number_of_workers(
     killed: tuple[str, Result], resume: Any, num_workers: int
 ) -> None:
-    if killed[0] == "fsdp":
-        assert sorted(resume(*killed, num_workers)) == list(range(1, 11))
+    assert sorted(resume(*killed, num_workers)) == list(range(1, 11))
 
 
+@pytest.mark.parametrize("killed", ["zero3"], indirect=True)
 def test_zero_3_does_not_and_deepspeed_says_so(killed: tuple[str, Result], resume: Any) -> None:
-    if killed[0] == "zero3":
-        with pytest.raises(TrainingFailedError, match="world size"):
-            resume(*killed, num_workers=1)
+    with pytest.raises(TrainingFailedError, match="world size"):
+        resume(*killed, num_workers=1)
 
 
 @pytest.fixture
