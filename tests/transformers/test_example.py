@@ -22,8 +22,8 @@ def run(home: Path, *arguments: str) -> str:
 
 
 def test_it_learns_and_goes_on(tmp_path: Path) -> None:
-    first = run(tmp_path, "--steps", "100")
-    assert float(re.findall(r"'eval_loss': ([\d.]+)", first)[-1]) < 3
+    first = run(tmp_path, "--steps", "50")
+    assert float(re.findall(r"'eval_loss': ([\d.]+)", first)[-1]) < 4
     assert "class datetime(" in first
-    again = run(tmp_path, "--steps", "150")
-    assert "'step': 150" in again
+    again = run(tmp_path, "--steps", "60")
+    assert "'step': 60" in again
