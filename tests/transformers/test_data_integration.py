@@ -55,10 +55,16 @@ def test_epochs_of_rows_over_a_kill_and_an_exact_evaluation(
         )
         trainer.data_collator = collate
         trainer = runs.on_ray(trainer, die_at=10)
+        expected = sorted(row["labels"] for row in rows[:22])
+        trainer.compute_metrics = lambda found: {
+            "once": float(sorted(found.label_ids.tolist()) == expected)
+        }
         trainer.train()
-        plain = tiny.trainer(tmp_path / "plain", trainer.model, eval_dataset=tiny.windows(32))
+        halves = {"eval_dataset": rows[:22], "per_device_eval_batch_size": 11}
+        plain = tiny.trainer(tmp_path / "plain", trainer.model, **halves)
         exact = plain.evaluate()["eval_loss"]
         history = trainer.state.log_history
+        assert [log["eval_once"] for log in history if "eval_once" in log] == [1.0, 1.0]
         evaluated = [log["eval_loss"] for log in history if "eval_loss" in log]
         return trainer.state.max_steps, trainer.state.epoch, exact, evaluated
 
@@ -67,7 +73,7 @@ def test_epochs_of_rows_over_a_kill_and_an_exact_evaluation(
         tmp_path,
         datasets={
             "train": ray.data.from_items([{**row, "id": i} for i, row in enumerate(rows)]),
-            "eval": ray.data.from_items([{**row, "id": -1} for row in rows[:32]]),
+            "eval": ray.data.from_items([{**row, "id": -1} for row in rows[:22]]),
         },
     )
     max_steps, epoch, exact, evaluated = result.return_value

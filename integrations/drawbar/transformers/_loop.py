@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 try:
     import torch
+    from accelerate.data_loader import DataLoaderDispatcher
     from transformers import Trainer
     from transformers.trainer import TRAINER_STATE_NAME
 except ImportError as missing:
@@ -119,6 +120,18 @@ class PreparedTrainer(Trainer):
         if is_shard(data) or is_batches(data):
             return self._own_loader(data, self.args.eval_batch_size)
         return super().get_eval_dataloader(eval_dataset)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch.
+
+        Accelerate splits the last rows of a shard evenly, say 6 in 3 and 3, but the Trainer weighs
+        the workers' losses as if the first had a full batch. So all give the mean of these rows.
+        """
+        loss, logits, labels = super().prediction_step(*args, **kwargs)
+        split = isinstance(self.callback_handler.eval_dataloader, DataLoaderDispatcher)
+        if split and loss is not None and self.accelerator.gradient_state.end_of_dataloader:
+            loss = self.accelerator.reduce(loss, "mean")
+        return loss, logits, labels
 
     def _own_loader(self, data: Any, batch_size: int) -> torch.utils.data.DataLoader[Any]:
         """Give a loader of data that is this worker's alone.
