@@ -103,7 +103,7 @@ def test_other_boosters_go_on(
 ) -> None:
     options = {"bagging_freq": 1, "bagging_fraction": 0.7} if boosting == "rf" else {}
     result = declare(
-        **declared(boosting=boosting, **options),
+        **declared(boosting=boosting, **options) | {"early_stopping_rounds": None},
         callbacks=[RayTrainReportCallback(frequency=17), Watch(tmp_path, fail)],
         max_failures=1,
     )

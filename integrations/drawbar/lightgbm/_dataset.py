@@ -140,7 +140,7 @@ def gather_at_rank_zero(rows: Floats) -> Floats | None:
         address, key = collective.broadcast_from_rank_zero(("", b""))
         with Client(address, authkey=key) as connection:
             connection.send(context.get_world_rank())
-            connection.send_bytes(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+            connection.send_bytes(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
         return None
     host = own_address()
     key = secrets.token_bytes(32)
