@@ -27,7 +27,8 @@ def report_state(
         accelerator: The one whose `prepare` was given model, optimizer and scheduler.
         metrics: As for `drawbar.train.report`. `load_state` returns them, so put what tells how far
             the function has come among them, such as the epoch.
-        checkpoint_upload_mode, validation: As for `drawbar.train.report`.
+        checkpoint_upload_mode: As for `drawbar.train.report`.
+        validation: As for `drawbar.train.report`.
         kwargs: Further arguments of `Accelerator.save_state`.
     """
     prepare_accelerator(accelerator)
