@@ -122,12 +122,12 @@ def test_twenty_networks_at_once_do_not_collide() -> None:
 
     Meanwhile a thief takes every port that it can get by asking for any.
     """
-    done = threading.Event()
+    done, reserved = threading.Event(), Barrier(40)
     with ThreadPoolExecutor(41) as pool, ExitStack() as loot:
         thief = pool.submit(steal_ports, loot, done)
         pairs = [(Barrier(2), ["", ""]) for _ in range(20)]
         ends = [
-            pool.submit(join, rank, barrier, machines)
+            pool.submit(join, rank, reserved, barrier, machines)
             for barrier, machines in pairs
             for rank in (0, 1)
         ]
@@ -137,10 +137,10 @@ def test_twenty_networks_at_once_do_not_collide() -> None:
     assert len(set(ports)) == 40
 
 
-def join(rank: int, barrier: Barrier, machines: list[str]) -> int:
+def join(rank: int, reserved: Barrier, barrier: Barrier, machines: list[str]) -> int:
     with reserved_port() as port:
         machines[rank] = f"127.0.0.1:{port}"
-        barrier.wait()
+        reserved.wait()  # all hold their ports at once
         _native.join_network(machines, port, timeout_minutes=1)
         barrier.wait()
         _native.leave_network()
