@@ -34,7 +34,7 @@ from drawbar.train._messages import Gone, WorkerInfo
 from drawbar.train._session import Assignment
 from drawbar.train._storage import RunDirectory
 
-EXIT_REPORT_SECONDS = 0.5
+EXIT_REPORT_SECONDS = 2.0
 
 _LIBRARIES = tuple(
     os.path.realpath(path)
