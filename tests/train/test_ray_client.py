@@ -129,7 +129,7 @@ def test_fit_shows_returns_and_raises_as_ever(
 
     out, err = drivers.run(main, **NO_TOKEN)
     assert "printed by 0" in out
-    assert "[drawbar 00:00] running on 2 workers" in err
+    assert "] running on 2 workers" in err
 
 
 def test_ctrl_c_stops_the_run_and_a_detached_one_goes_on(
