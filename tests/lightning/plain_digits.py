@@ -102,4 +102,6 @@ if __name__ == "__main__":
     processes = int(sys.argv[1])
     for name in sys.argv[2:]:
         strategy = ModelParallelStrategy(processes, 1) if name == "model_parallel" else name
-        print(name, last_loss(strategy, processes, devices=processes), flush=True)
+        loss = last_loss(strategy, processes, devices=processes)
+        sys.stdout.write(f"{name} {loss}\n")  # in one piece: the processes share the output
+        sys.stdout.flush()
