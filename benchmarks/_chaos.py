@@ -27,17 +27,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks._chaos_run import numbers, step_of
+from benchmarks._wait import becomes_true
+
 Victim = Literal["worker", "node", "driver"]
 
 OF_TEN: dict[Victim, int] = {"worker": 6, "node": 2, "driver": 2}
-WORKERS = 4
 NODES = 3
 CPUS_PER_NODE = 2  # with one node gone there is still a place for every worker
 LONGEST_CALM_SECONDS = 1.5
-STEP_SECONDS = 0.02
 GONE_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0
-CHECKPOINTS_KEPT = 5
 # A node is given up after some 2 s instead of 15, so that most of the time is spent on training.
 QUICK_TO_GIVE_UP = {
     "health_check_initial_delay_ms": 500,
@@ -82,83 +82,6 @@ def draw(seed: int, count: int) -> list[Kill]:
     ]
 
 
-# -- in the workers
-
-
-def train_until(enough: Path) -> int:
-    """Checkpoint in a loop until that file is there, every third time asynchronously."""
-    from drawbar import train
-
-    folder = enough.parent
-    context, checkpoint = train.get_context(), train.get_checkpoint()
-    _start_child(context.cache, folder)
-    mine = f"rank_{context.get_world_rank()}"
-    step = _step_of(Path(checkpoint)) + 1 if checkpoint else 0
-    while not train.collective.broadcast_from_rank_zero(enough.exists()):
-        with train.checkpoint_dir() as path:
-            (path / mine).write_text(f"{step}\n" * 10_000)
-            if step % 3 == 2:
-                later = train.CheckpointUploadMode.ASYNC
-                train.report({"step": step}, checkpoint=path, checkpoint_upload_mode=later)
-            else:
-                train.report({"step": step}, checkpoint=path)
-                _append(folder / "acknowledged", step)
-        step += 1
-        time.sleep(STEP_SECONDS)
-    return step
-
-
-def _start_child(cache: dict[Any, Any], folder: Path) -> None:
-    """Start what must not outlive the worker: a process in a session of its own."""
-    if "child" not in cache:
-        cache["child"] = subprocess.Popen(["sleep", "3600"], start_new_session=True)
-        _append(folder / "children", cache["child"].pid)
-
-
-def _append(path: Path, number: int) -> None:
-    with open(path, "a") as file:  # one short line at a time is not torn
-        file.write(f"{number}\n")
-
-
-def _numbers(path: Path) -> list[int]:
-    """Read what `_append` has written, also by a process that was killed meanwhile."""
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-
-def _step_of(checkpoint: Path) -> int:
-    """Load a checkpoint: every rank's file, whole and of the same step."""
-    texts = [(checkpoint / f"rank_{rank}").read_text() for rank in range(WORKERS)]
-    (text,) = set(texts)
-    step = int(text.partition("\n")[0])
-    assert text == f"{step}\n" * 10_000, f"{checkpoint} holds something else than step {step}"
-    return step
-
-
-# -- in the driver
-
-
-def drive(folder: Path) -> None:
-    """Run the training function, or go on with it; the cluster is the one `RAY_ADDRESS` names."""
-    from drawbar import train
-
-    enough = folder / "enough"
-    train.DataParallelTrainer(
-        lambda: train_until(enough),
-        scaling_config=train.ScalingConfig(num_workers=WORKERS),
-        run_config=train.RunConfig(
-            name="run",
-            storage_path=folder,
-            failure_config=train.FailureConfig(
-                max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1
-            ),
-            checkpoint_config=train.CheckpointConfig(num_to_keep=CHECKPOINTS_KEPT),
-        ),
-    ).fit()
-
-
-# -- around them
-
-
 class Chaos:
     """A cluster, a run on it in a driver of its own, and the means to strike and to look.
 
@@ -192,7 +115,7 @@ class Chaos:
 
     def _start_driver(self) -> subprocess.Popen[bytes]:
         self._drivers += 1
-        command = [sys.executable, "-m", "benchmarks._chaos", "--drive", str(self._folder)]
+        command = [sys.executable, "-m", "benchmarks._chaos_run", str(self._folder)]
         with open(self._log, "wb") as log:
             return subprocess.Popen(
                 command,
@@ -210,27 +133,27 @@ class Chaos:
 
     def newest(self) -> int:
         """Give the newest step that a worker knows to be committed, -1 if there is none."""
-        return max(_numbers(self._folder / "acknowledged"), default=-1)
+        return max(numbers(self._folder / "acknowledged"), default=-1)
 
     def wait_for_a_checkpoint(self, after: int) -> None:
         """Wait until a later step than that is committed."""
         self._wait(lambda: self.newest() > after, f"a checkpoint after step {after}")
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not done():
-            if time.monotonic() > deadline:
-                log = self._log.read_text()[-3000:]
-                raise AssertionError(f"no {what} within {PATIENCE_SECONDS:g} s; driver:\n{log}")
-            if self._driver.poll() not in (None, 0, -signal.SIGKILL):
-                raise AssertionError(f"the driver has failed:\n{self._log.read_text()[-3000:]}")
-            time.sleep(0.02)
+        def done_or_failed() -> bool:
+            failed = self._driver.poll() not in (None, 0, -signal.SIGKILL)
+            assert not failed, f"the driver has failed:\n{self._log.read_text()[-3000:]}"
+            return done()
+
+        if not becomes_true(done_or_failed, within=PATIENCE_SECONDS):
+            log = self._log.read_text()[-3000:]
+            raise AssertionError(f"no {what} within {PATIENCE_SECONDS:g} s; driver:\n{log}")
 
     def check(self) -> None:
         """Check that the run's directory is whole and holds what workers were told is committed."""
         from drawbar.train.testing import check_run
 
-        known = set(_numbers(self._folder / "acknowledged"))
+        known = set(numbers(self._folder / "acknowledged"))
         if not (self._run / "journal.jsonl").exists():
             return  # the very first driver has died early
         check_run(self._run)
@@ -250,24 +173,22 @@ class Chaos:
 
         while newest := Result.from_path(self._run).checkpoint:
             try:
-                _step_of(Path(newest))
+                step_of(Path(newest))
             except FileNotFoundError:
                 continue  # the run goes on, and retention has deleted it: look again
             return
 
     def _check_gone(self) -> None:
         """Check that of a run whose driver has ended nothing is left after 5 s."""
-        deadline = time.monotonic() + GONE_SECONDS
-        while remains := self._remains():
-            assert time.monotonic() < deadline, f"alive {GONE_SECONDS:g} s later: {remains}"
-            time.sleep(0.02)
+        is_gone = becomes_true(lambda: not self._remains(), within=GONE_SECONDS)
+        assert is_gone, f"alive {GONE_SECONDS:g} s later: {self._remains()}"
 
     def _remains(self) -> list[str]:
         from ray._private.state import actors
         from ray.util import placement_group_table
 
         processes = [f"process {each.pid}" for each in self._workers()]
-        children = [f"child {pid}" for pid in _numbers(self._folder / "children") if _lives(pid)]
+        children = [f"child {pid}" for pid in numbers(self._folder / "children") if _lives(pid)]
         groups = [
             f"placement group {name}"
             for name, group in placement_group_table().items()
@@ -387,11 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks._chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
-    parser.add_argument("--drive", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.drive:
-        drive(options.drive)
-        return
     print(f"seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="drawbar-chaos-") as folder:
         unleash(Path(folder), seed=options.seed, kills=options.kills)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import pickle
 import secrets
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import pytest
 import ray
 
@@ -36,3 +42,34 @@ def ray_cluster() -> Iterator[None]:
 def run_config(tmp_path: Path) -> RunConfig:
     """Put the run below the test's own folder, under the name `run`."""
     return RunConfig(name="run", storage_path=tmp_path)
+
+
+@pytest.fixture(scope="session")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`torchrun(function, processes=2)`: rank 0's value, without Ray and without Drawbar."""
+
+    def torchrun(function: Callable[[], Any], processes: int = 2) -> Any:
+        folder = tmp_path_factory.mktemp("torchrun")
+        (folder / "function.pkl").write_bytes(cloudpickle.dumps(function))
+        (folder / "script.py").write_text(TORCHRUN_SCRIPT)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        script = [str(folder / "script.py"), str(folder)]
+        environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+        subprocess.run(
+            [*launcher, "--nproc-per-node", str(processes), *script],
+            env={**environment, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+            check=True,
+        )
+        return pickle.loads((folder / "value.pkl").read_bytes())
+
+    return torchrun
+
+
+TORCHRUN_SCRIPT = """
+import os, pathlib, pickle, sys
+sys.modules["drawbar"] = None  # importing it fails
+folder = pathlib.Path(sys.argv[1])
+value = pickle.loads((folder / "function.pkl").read_bytes())()
+if os.environ["RANK"] == "0":
+    (folder / "value.pkl").write_bytes(pickle.dumps(value))
+"""

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks._cluster import fresh_nodes
 from benchmarks._libraries import DRAWBAR, RAY_TRAIN, Library
 from benchmarks._scenario import Measure, Samples, Scenario, faster_than_ray_train
+from benchmarks._wait import becomes_true
 
 STEP_SECONDS = 0.02
 STEPS_PER_CHECKPOINT = 5
@@ -50,11 +51,12 @@ def _steps(folder: Path) -> list[tuple[float, int]]:
 
 
 def _wait_for_size(folder: Path, size: int, since: float) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while sum(when > since and each == size for when, each in _steps(folder)) < STEPS_PER_SIZE:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no {STEPS_PER_SIZE} steps on {size} workers")
-        time.sleep(0.1)
+    def has_enough() -> bool:
+        steps = [each for when, each in _steps(folder) if when > since]
+        return steps.count(size) >= STEPS_PER_SIZE
+
+    if not becomes_true(has_enough, within=PATIENCE_SECONDS):
+        raise TimeoutError(f"no {STEPS_PER_SIZE} steps on {size} workers")
 
 
 def _gap(folder: Path, size: int, since: float) -> float:

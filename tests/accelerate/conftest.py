@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -54,33 +49,3 @@ class Digits:
 @pytest.fixture(scope="session")
 def digits() -> type[Digits]:
     return Digits
-
-
-@pytest.fixture
-def torchrun(tmp_path: Path) -> Callable[..., Any]:
-    """Run a function without Ray and where Drawbar cannot be imported; gives rank 0's value."""
-
-    def torchrun(function: Callable[[], Any], processes: int = 2) -> Any:
-        (tmp_path / "function.pkl").write_bytes(cloudpickle.dumps(function))
-        (tmp_path / "script.py").write_text(SCRIPT)
-        script = [str(tmp_path / "script.py"), str(tmp_path)]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
-        subprocess.run(
-            [*launcher, "--nproc-per-node", str(processes), *script],
-            env={**environment, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-            check=True,
-        )
-        return pickle.loads((tmp_path / "value.pkl").read_bytes())
-
-    return torchrun
-
-
-SCRIPT = """
-import os, pathlib, pickle, sys
-sys.modules["drawbar"] = None  # importing it fails
-folder = pathlib.Path(sys.argv[1])
-value = pickle.loads((folder / "function.pkl").read_bytes())()
-if os.environ["RANK"] == "0":
-    (folder / "value.pkl").write_bytes(pickle.dumps(value))
-"""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from benchmarks._scenario import Samples
 from benchmarks.scenarios import SCENARIOS
 

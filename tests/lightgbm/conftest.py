@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from drawbar.boosting import load, work_of
+from drawbar.boosting import load
 from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer
 from drawbar.lightgbm._loop import LightGBMFit
 from drawbar.train import (
@@ -61,6 +61,10 @@ def fit_on_ray(run_config: RunConfig, ray_cluster: None) -> Callable[..., Result
     return fit
 
 
+def _unread() -> Any:
+    raise AssertionError("the ranks read their tables themselves")
+
+
 @pytest.fixture
 def declare(tmp_path: Path) -> Callable[..., Result]:
     """`declare(params, train, validation=None, **options)`: what the trainer does, in threads.
@@ -85,24 +89,20 @@ def declare(tmp_path: Path) -> Callable[..., Result]:
             storage_path=tmp_path,
             failure_config=FailureConfig(max_failures=max_failures),
         )
-        work = work_of(
-            None,
-            LightGBMFit,
-            {
-                "params": {"num_threads": 1, **params},
-                "label_column": "y",
-                "num_boost_round": 15,
-                **declared,
-            },
-            datasets=datasets,
+        work = LightGBMTrainer(
+            params={"num_threads": 1, **params},
+            label_column="y",
+            datasets=dict.fromkeys(datasets, _unread),
+            scaling_config=ScalingConfig(num_workers=num_workers),
             run_config=run_config,
-        )
+            **{"num_boost_round": 15, **declared},
+        ).train_loop_per_worker
+        assert isinstance(work, LightGBMFit)
 
         def function() -> None:
             rank, size = get_context().get_world_rank(), get_context().get_world_size()
             tables = {name: table(part(frame, rank, size)) for name, frame in datasets.items()}
             mine = copy.deepcopy(work)  # its callbacks keep state, and a process would have its own
-            assert isinstance(mine, LightGBMFit)
             mine.train(load(mine.datasets, mine.columns, source=lambda name: [tables[name]]))
 
         return run_in_threads(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lightning.digits import STEPS, fit, losses
 
 from drawbar.lightning import (
     RayDDPStrategy,
@@ -22,6 +21,7 @@ from drawbar.lightning import (
     RayTrainReportCallback,
 )
 from drawbar.train import Result, WorkerGroupError
+from tests.lightning.digits import STEPS, fit, losses
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lightning.digits import STEPS, fit
 
 from drawbar import train
 from drawbar.lightning import RayTrainReportCallback
 from drawbar.train import Checkpoint, CheckpointUploadMode, Result, WorkerGroupError
+from tests.lightning.digits import STEPS, fit
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),

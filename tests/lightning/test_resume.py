@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lightning.digits import SAMPLES, STEPS, fit, losses
 
 from drawbar.lightning import RayTrainReportCallback
 from drawbar.train import Result
+from tests.lightning.digits import SAMPLES, STEPS, fit, losses
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+
 from benchmarks._chaos import draw
 
 KILLS = 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 
 from drawbar.train import Checkpoint, CheckpointError
 from drawbar.train._files import list_files
-from drawbar.train._storage import Part, RunDirectory, make_manifest
+from drawbar.train._manifest import Manifest
+from drawbar.train._storage import Part, RunDirectory
 
 
 @pytest.fixture
@@ -25,16 +27,15 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     (staged / "model.pt").write_text("weights")
     (staged / "deep" / "state").write_text("state")
     parts = [Part(staged, list_files(staged))]
-    described = make_manifest(
+    described = Manifest(
         name="c",
         index=4,
         attempt=1,
         run_id="ab",
-        parts=parts,
         world_size=2,
+        time=time.time(),
         metrics={"loss": 0.5},
-        positions={},
-    )
+    ).holding(parts[0].files)
     run.commit(described, parts, durable=False)
     run.write_checksums("c")
     return run.checkpoint("c")

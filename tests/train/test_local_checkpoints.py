@@ -15,45 +15,16 @@ from drawbar.train import (
     CheckpointConfig,
     CheckpointUploadMode,
     ControllerError,
-    DataParallelTrainer,
     Result,
     RunConfig,
-    ScalingConfig,
     WorkerGroupError,
     collective,
 )
 from drawbar.train.testing import run_in_threads
+from tests.train.local_runs import ASYNC, content, fit, save, save_asynchronously
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
-
-ASYNC = CheckpointUploadMode.ASYNC
-
-
-def fit(function: Any, folder: Path, **run_config: Any) -> Result:
-    return DataParallelTrainer(
-        function,
-        scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name="run", storage_path=folder, **run_config),
-        metadata={"by": "ann"},
-    ).fit()
-
-
-def save(text: str, **options: Any) -> None:
-    with train.checkpoint_dir() as path:
-        (path / "model").write_text(text)
-        train.report({"text": text}, checkpoint=path, **options)
-
-
-def save_asynchronously(texts: str) -> None:
-    for text in texts:
-        save(text, checkpoint_upload_mode=ASYNC)
-
-
-def content(checkpoint: Checkpoint | None) -> str:
-    assert checkpoint is not None
-    checkpoint.verify()
-    return (Path(checkpoint) / "model").read_text()
 
 
 def test_reports_and_checkpoints_are_those_of_any_run(tmp_path: Path) -> None:
@@ -186,7 +157,7 @@ def test_a_name_that_leaves_the_run_or_is_taken_is_told_at_the_users_line(
     (failure,) = raised.value.failures
     assert failure.type_name == "ValueError"
     assert f"checkpoint_dir_name={name!r}" in failure.message
-    assert f"{__file__}:" in failure.where
+    assert f"{save.__code__.co_filename}:" in failure.where
 
 
 def test_the_name_of_a_checkpoint_that_exists_fails_the_run(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from drawbar.train._checkpoint import Manifest
 from drawbar.train._config import CheckpointConfig
+from drawbar.train._manifest import Manifest
 from drawbar.train._retention import ranked, score, to_delete
 from drawbar.train._validation import Validation
 

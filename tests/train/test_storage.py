@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from drawbar.train import Checkpoint, Manifest
 from drawbar.train._files import CHECKSUMS, METADATA, list_files
-from drawbar.train._storage import Part, RunDirectory, make_manifest
+from drawbar.train._storage import Part, RunDirectory
 
 
 @pytest.fixture
@@ -42,16 +43,16 @@ def part(path: Path, *names: str) -> Part:
 
 
 def manifest(*parts: Part, name: str = "c", index: int = 0, **metrics: Any) -> Manifest:
-    return make_manifest(
+    described = Manifest(
         name=name,
         index=index,
         attempt=0,
         run_id="ab",
-        parts=parts,
         world_size=len(parts),
+        time=time.time(),
         metrics=metrics,
-        positions={},
     )
+    return described.holding(file for part in parts for file in part.files)
 
 
 def commit(run: RunDirectory, *parts: Part, durable: bool = False, **fields: Any) -> Path:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
-import pickle
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -150,33 +148,6 @@ class Runs:
             ),
             **options,
         ).fit()
-
-    @staticmethod
-    def torchrun(function: Callable[[], Any], path: Path, processes: int = 2) -> Any:
-        """Run a function without Ray and where Drawbar cannot be imported; gives rank 0's value."""
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "function.pkl").write_bytes(cloudpickle.dumps(function))
-        (path / "script.py").write_text(SCRIPT)
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", str(processes), str(path / "script.py"), str(path)),
-            ],
-            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-            | {"OMP_NUM_THREADS": "1"},
-            check=True,
-        )
-        return pickle.loads((path / "value.pkl").read_bytes())
-
-
-SCRIPT = """
-import os, pathlib, pickle, sys
-sys.modules["drawbar"] = None  # importing it fails
-folder = pathlib.Path(sys.argv[1])
-value = pickle.loads((folder / "function.pkl").read_bytes())()
-if os.environ["RANK"] == "0":
-    (folder / "value.pkl").write_bytes(pickle.dumps(value))
-"""
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: Any, runs: Any, folder: Path) -> dict[int, float]:
+def expected(tiny: Any, torchrun: Callable[..., Any], folder: Path) -> dict[int, float]:
     """The losses of DDP under torchrun, which do not depend on how a model is sharded."""
 
     def function() -> Any:
@@ -52,7 +53,7 @@ def expected(tiny: Any, runs: Any, folder: Path) -> dict[int, float]:
         trainer.train()
         return tiny.losses(trainer)
 
-    losses: dict[int, float] = runs.torchrun(function, folder / "ddp")
+    losses: dict[int, float] = torchrun(function)
     return losses
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,23 @@ def whole(ray_cluster: None, tiny: Any, runs: Any, folder: Path) -> Result:
     return result
 
 
-def test_losses_are_those_of_one_process(tiny: Any, runs: Any, whole: Result, folder: Path) -> None:
+def test_losses_are_those_of_one_process(
+    tiny: Any, torchrun: Callable[..., Any], whole: Result, folder: Path
+) -> None:
     def function() -> Any:
         model = tiny.gpt(dropout=0)
         trainer = tiny.trainer(folder / "one-output", model, per_device_train_batch_size=8)
         trainer.train()
         return tiny.losses(trainer)
 
-    alone = runs.torchrun(function, folder / "one", processes=1)
+    alone = torchrun(function, processes=1)
     assert sorted(alone) == list(range(1, 21))
     assert alone[20] < alone[1] - 0.5
     assert whole.return_value == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one_under_torchrun(
-    tiny: Any, runs: Any, folder: Path
+    tiny: Any, runs: Any, torchrun: Callable[..., Any], folder: Path
 ) -> None:
     def alone() -> Any:
         trainer = tiny.trainer(folder / "alone-output", **CADENCES)
@@ -64,7 +67,7 @@ def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one_under_torchru
         trainer.train()
         return train.get_context().get_attempt(), tiny.losses(trainer)
 
-    expected = runs.torchrun(alone, folder / "alone")
+    expected = torchrun(alone)
     result = runs.fit(killed, folder / "killed")
     for attempt, losses in result.return_values:
         assert attempt == 1
@@ -106,7 +109,7 @@ def test_there_is_one_copy_of_a_checkpoint(whole: Result, folder: Path) -> None:
 
 
 def test_transformers_alone_opens_a_checkpoint_and_goes_on_from_it(
-    tiny: Any, runs: Any, whole: Result, folder: Path
+    tiny: Any, torchrun: Callable[..., Any], whole: Result, folder: Path
 ) -> None:
     path = next(c.path for c, metrics in whole.best_checkpoints if metrics["step"] == 14)
 
@@ -118,6 +121,6 @@ def test_transformers_alone_opens_a_checkpoint_and_goes_on_from_it(
         trainer.train(resume_from_checkpoint=path)
         return model.num_parameters(), tiny.losses(trainer)
 
-    parameters, losses = runs.torchrun(function, folder / "resumed")
+    parameters, losses = torchrun(function)
     assert parameters > 10_000
     assert losses == pytest.approx(whole.return_value, abs=1e-5)

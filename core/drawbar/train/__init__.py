@@ -16,14 +16,13 @@ result = train.DataParallelTrainer(
 
 from drawbar.train import backend, collective
 from drawbar.train._callback import RunContext, UserCallback
-from drawbar.train._checkpoint import Checkpoint, Manifest
+from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import (
     CheckpointConfig,
     DataConfig,
     FailureConfig,
     LoggingConfig,
     RunConfig,
-    ScalingConfig,
 )
 from drawbar.train._context import (
     ReportedCheckpoint,
@@ -54,8 +53,10 @@ from drawbar.train._errors import (
     WorkerGroupError,
 )
 from drawbar.train._handle import RunHandle, attach
+from drawbar.train._manifest import Manifest
 from drawbar.train._preemption import PreemptionInfo
 from drawbar.train._result import Result
+from drawbar.train._scaling import ScalingConfig
 from drawbar.train._timeline import AttemptTimes, Timeline
 from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train._upload import CheckpointUploadMode

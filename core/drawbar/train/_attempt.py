@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 import cloudpickle
 
 from drawbar.train._callback import Callbacks
-from drawbar.train._checkpoint import Manifest
 from drawbar.train._commit import Committer
 from drawbar.train._console import Console
 from drawbar.train._decide import AttemptEnd
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._failure import describe_divergence, describe_interruption
 from drawbar.train._journal import Event, ReportReceived, UserFunctionStarted
+from drawbar.train._manifest import Manifest
 from drawbar.train._messages import (
     Answer,
     Asked,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what a callback is given; RunConfig takes callbacks itself
     from drawbar.train._checkpoint import Checkpoint
-    from drawbar.train._config import RunConfig, ScalingConfig
+    from drawbar.train._config import RunConfig
     from drawbar.train._preemption import PreemptionInfo
+    from drawbar.train._scaling import ScalingConfig
 
 _logger = logging.getLogger("drawbar.train")
 

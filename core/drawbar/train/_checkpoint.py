@@ -9,69 +9,24 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from drawbar.train import _files
 from drawbar.train._download import shared_copy
 from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder, locate, same_filesystem
-from drawbar.train._messages import FileEntry
-from drawbar.train._metrics import from_json, to_json
-from drawbar.train._validation import ReportedCheckpointStatus, Validation
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint consists of. It is the commit: without it there is no checkpoint.
-
-    `validation` is None if none was asked for. One that has ended is read from a file of its own;
-    its metrics are among `metrics` then.
-    """
-
-    name: str
-    index: int
-    attempt: int
-    world_size: int
-    time: float
-    files: tuple[FileEntry, ...]
-    metrics: dict[str, Any]
-    positions: dict[str, Any] = {}
-    run_id: str = ""
-    validation: Validation | None = None
-    version: int = 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files together."""
-        return sum(file.size for file in self.files)
-
-    @property
-    def status(self) -> ReportedCheckpointStatus:
-        """How far the checkpoint is."""
-        if self.validation is None:
-            return ReportedCheckpointStatus.COMMITTED
-        return self.validation.status
-
-    def validated(self, validation: Validation) -> Manifest:
-        """Give the manifest with what came of the validation."""
-        metrics = {**self.metrics, **validation.metrics}
-        return msgspec.structs.replace(self, metrics=metrics, validation=validation)
-
-    def encode(self) -> bytes:
-        """Give the manifest as JSON."""
-        plain = to_json(msgspec.to_builtins(self))
-        return msgspec.json.format(msgspec.json.encode(plain), indent=1)
-
-    @staticmethod
-    def decode(data: bytes) -> Manifest:
-        """Read a manifest. Raises `msgspec.MsgspecError` if it is damaged."""
-        return msgspec.convert(from_json(msgspec.json.decode(data)), Manifest)
+from drawbar.train._manifest import (
+    Manifest,
+    check_files,
+    read_checksums,
+    read_file,
+    read_manifest,
+    user_files,
+)
 
 
 class Checkpoint:
@@ -230,84 +185,3 @@ class Checkpoint:
         if self.filesystem is None:
             return f"Checkpoint({self.path!r})"
         return f"Checkpoint({str(self._place)!r}, filesystem={self.filesystem.type_name!r})"
-
-
-def read_file(place: Path | Folder, name: str) -> bytes | None:
-    """Read a file of a checkpoint; None if it is not there."""
-    if isinstance(place, Folder):
-        return place.read_if_there(name)
-    try:
-        return (place / name).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def read_checksums(place: Path | Folder) -> dict[str, str] | None:
-    """Read the checksums of a checkpoint; None if they were not written yet."""
-    data = read_file(place, _files.CHECKSUMS)
-    try:
-        return None if data is None else msgspec.json.decode(data, type=dict[str, str])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{place}/{_files.CHECKSUMS} cannot be read: {error}") from error
-
-
-def user_files(place: Folder) -> tuple[FileEntry, ...]:
-    """List what the user saved, as `_files.list_files` does for a local directory."""
-    own = (_files.MANIFEST, _files.CHECKSUMS, _files.VALIDATION)
-    return tuple(file for file in place.list_files() if file.path not in own)
-
-
-def read_manifest(place: Path | Folder) -> Manifest | None:
-    """Read the manifest of a checkpoint directory; None if there is none that can be read.
-
-    It says what came of the checkpoint's validation, if that has ended.
-    """
-    manifest = _read_manifest(place, _files.MANIFEST)
-    if manifest is None or manifest.validation is None:
-        return manifest
-    validated = _read_manifest(place, _files.VALIDATION)
-    if validated is None or validated.time != manifest.time:  # not that of an earlier commit here
-        return manifest
-    return validated
-
-
-def _read_manifest(place: Path | Folder, name: str) -> Manifest | None:
-    data = read_file(place, name)
-    if data is None:
-        return None
-    try:
-        return Manifest.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-
-
-def check_files(place: Path | Folder, manifest: Manifest) -> None:
-    """Check that each file of the manifest is there with its size.
-
-    Raises:
-        CheckpointError: A file is missing or has another size.
-    """
-    if isinstance(place, Folder):
-        sizes: dict[str, int | None] = {file.path: file.size for file in place.list_files()}
-    else:
-        sizes = {file.path: _size(place / file.path) for file in manifest.files}
-    for file in manifest.files:
-        size = sizes.get(file.path)
-        if size is None:
-            raise CheckpointError(f"{place}/{file.path} is missing")
-        if size != file.size:
-            raise CheckpointError(
-                f"{place}/{file.path} has {size} bytes, the commit has {file.size}"
-            )
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def remove_tree(path: Path) -> None:
-    """Delete a directory and do not mind if some of it is gone already."""
-    shutil.rmtree(path, ignore_errors=True)

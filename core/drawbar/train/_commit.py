@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from drawbar.train import _faults, _retention
-from drawbar.train._checkpoint import Checkpoint, Manifest
+from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import CheckpointConfig
 from drawbar.train._journal import (
     CheckpointCommitted,
@@ -32,6 +32,7 @@ from drawbar.train._journal import (
     CheckpointValidated,
     Event,
 )
+from drawbar.train._manifest import Manifest
 from drawbar.train._messages import (
     Chunk,
     Committed,
@@ -44,7 +45,7 @@ from drawbar.train._messages import (
 )
 from drawbar.train._progress import Round
 from drawbar.train._session import default_name
-from drawbar.train._storage import Part, RunDirectory, committed_already, make_manifest
+from drawbar.train._storage import Part, RunDirectory, committed_already
 from drawbar.train._unshared import read_piece
 from drawbar.train._validation import ReportedCheckpointStatus, Validation
 
@@ -126,17 +127,18 @@ class Committer:
         validations = [complete.reports[rank].validation for rank in offers]
 
         def manifest(parts: list[Part]) -> Manifest:
-            return make_manifest(
+            described = Manifest(
                 name=name,
                 index=complete.index,
                 attempt=attempt,
                 run_id=run_id,
-                parts=parts,
                 world_size=world_size,
+                time=time.time(),
                 metrics=report.metrics,
                 positions=report.positions,
                 validation=next((each for each in validations if each is not None), None),
             )
+            return described.holding(file for part in parts for file in part.files)
 
         in_place = any(offer.in_place for offer in offers.values())
         pending = _Pending(complete.index, manifest, time.monotonic(), name, in_place)

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 from drawbar.train._attempt import Attempt, AttemptFailed
 from drawbar.train._callback import Callbacks
-from drawbar.train._checkpoint import Manifest
 from drawbar.train._commit import Committer
 from drawbar.train._console import Console
 from drawbar.train._decide import AttemptEnd, GiveUp, Restart, after_failure
+from drawbar.train._diagnosis import Diagnoses
 from drawbar.train._errors import WorkerFailure, root_cause_first
 from drawbar.train._failure import (
     describe_death,
@@ -32,9 +31,8 @@ from drawbar.train._failure import (
 )
 from drawbar.train._journal import AttemptFailed as AttemptFailedEvent
 from drawbar.train._journal import AttemptStarted, Event, RunEnded, WorkersStarted
+from drawbar.train._manifest import Manifest
 from drawbar.train._messages import (
-    Diagnosis,
-    DiagnosisAsked,
     Failed,
     Gone,
     Message,
@@ -43,7 +41,6 @@ from drawbar.train._messages import (
 )
 from drawbar.train._ranks import assign
 from drawbar.train._run import Outcome, Plan, Run
-from drawbar.train._stacks import write_stacks
 from drawbar.train._validator import Validations
 from drawbar.train._worker_group import WorkerGroup
 from drawbar.train.backend import Backend
@@ -91,12 +88,12 @@ class Controller:
         self._log = log
         self._console = console
         self._callbacks = callbacks
+        self._diagnoses = Diagnoses(group, run.directory, console)
         self._backend: Backend = run.backend_config.backend_cls()
         self._attempt: Attempt | None = None
         self._number = run.first_attempt
         self._spent = run.spent
         self._inbox: asyncio.Queue[_Said | _StorageFailed | _Interruption] = asyncio.Queue()
-        self._background: set[asyncio.Task[None]] = set()
         self._stops_at_commit = False
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[Outcome] | None = None
@@ -134,7 +131,7 @@ class Controller:
 
     def write_diagnosis(self) -> Future[str]:
         """Write where every rank stands to the run's directory, and say so. From any thread."""
-        return asyncio.run_coroutine_threadsafe(self._tell_diagnosis(), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._diagnoses.tell(), self._loop)
 
     def kill(self) -> None:
         """End every process at once. From any thread."""
@@ -212,7 +209,7 @@ class Controller:
             validations=self._validations,
             console=self._console,
             callbacks=self._callbacks,
-            diagnose=self._diagnose,
+            diagnose=self._diagnoses.answer,
         )
         places = list(zip(workers, ranks, strict=True))
         self._log(WorkersStarted(time=time.time(), attempt=self._number, workers=places))
@@ -270,7 +267,7 @@ class Controller:
         except TimeoutError:
             if attempt.awaits_validation:  # which may take as long as it is given
                 return await self._next_event(attempt)
-            folder, difference = await self._write_stacks(f"hang_{attempt.number}")
+            folder, difference = await self._diagnoses.write(f"hang_{attempt.number}")
             failure = describe_hang(timeout.total_seconds(), difference, folder)
             raise AttemptFailed("hang", [failure]) from None
 
@@ -305,25 +302,6 @@ class Controller:
                 ranks = ", ".join(map(str, info.preempted_ranks))
                 self._console.notice(f"the nodes of ranks {ranks} are to be taken away")
                 self._callbacks.on_preemption(info)
-
-    def _diagnose(self, rank: int, asked: DiagnosisAsked) -> None:
-        task = asyncio.create_task(self._answer_diagnosis(rank, asked))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _answer_diagnosis(self, rank: int, asked: DiagnosisAsked) -> None:
-        text = await self._tell_diagnosis()
-        self._group.order(rank, Diagnosis(number=asked.number, text=text))
-
-    async def _tell_diagnosis(self) -> str:
-        folder, difference = await self._write_stacks(f"diagnosis_{int(time.time() * 1000)}")
-        self._console.notice(f"where the ranks stand ({folder}):\n{difference}")
-        return difference
-
-    async def _write_stacks(self, name: str) -> tuple[Path, str]:
-        folder = self._run.directory.path / "stacks" / name
-        stacks = await self._group.stacks()
-        return folder, await asyncio.to_thread(write_stacks, folder, stacks)
 
     # -- failures
 

@@ -173,3 +173,8 @@ def checksum(path: Path) -> str:
         while chunk := file.read(4 * 1024 * 1024):
             digest.update(chunk)
     return str(digest.hexdigest())
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory and do not mind if some of it is gone already."""
+    shutil.rmtree(path, ignore_errors=True)

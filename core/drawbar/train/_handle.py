@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
+from drawbar.train._actor_run import attached, hosted_runs
 from drawbar.train._config import DEFAULT_STORAGE_PATH
 from drawbar.train._ended_run import EndedRun
 from drawbar.train._ending import Ending
 from drawbar.train._errors import UserAbort
-from drawbar.train._host_actor import attached, hosted_runs
 from drawbar.train._journal import is_held
 from drawbar.train._remote import open_directory
 from drawbar.train._result import Result
@@ -70,12 +70,14 @@ class FollowedRun(Protocol):
 
 
 class RunHandle:
-    """A run: wait for it, stop it, look at it. `DataParallelTrainer.start` and `attach` give one.
+    """A run: wait for it, stop it, look at it.
 
-    run = trainer.start()
-    print(run.status, run.metrics)
-    run.stop()
-    result = run.wait()
+        run = trainer.start()
+        print(run.status, run.metrics)
+        run.stop()
+        result = run.wait()
+
+    `DataParallelTrainer.start` and `attach` give one.
     """
 
     def __init__(self, run: FollowedRun) -> None:

@@ -17,10 +17,10 @@ from typing import IO, Any
 
 import msgspec
 
-from drawbar.train._checkpoint import Manifest
 from drawbar.train._decide import AttemptEnd
 from drawbar.train._errors import DamagedRunError
 from drawbar.train._files import write_atomically
+from drawbar.train._manifest import Manifest
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
 from drawbar.train._retry import explained, in_bytes

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drawbar.train._checkpoint import Manifest
 from drawbar.train._config import DEFAULT_STORAGE_PATH, RunConfig
 from drawbar.train._decide import AttemptEnd, RunState, Spent, changes, resume_plan, spent_so_far
 from drawbar.train._filesystem import locate
@@ -23,6 +22,7 @@ from drawbar.train._journal import (
     RunEnded,
     RunStarted,
 )
+from drawbar.train._manifest import Manifest
 from drawbar.train._preflight import check_storage_path
 from drawbar.train._remote import directory_at
 from drawbar.train._snapshot import Snapshot

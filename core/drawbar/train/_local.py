@@ -18,9 +18,9 @@ from typing import Any
 
 from drawbar.train._messages import Interrupt, Interrupted, Message, Order, Ranks, WorkerInfo
 from drawbar.train._output import capture_output
-from drawbar.train._session import Assignment, AttemptInterrupted, Session
+from drawbar.train._session import Assignment, Session
 from drawbar.train._stacks import Stack, take_stack
-from drawbar.train._worker import Payload, perform, raise_in
+from drawbar.train._worker import Payload, perform
 from drawbar.train._worker_group import Hear
 
 STOP_SECONDS = 1.0
@@ -114,8 +114,6 @@ class LocalWorkerGroup:
                     config = copy.deepcopy(self._payload.config)  # as every process gets its own
                     payload = dataclasses.replace(self._payload, config=config)
                     ending = perform(session, payload, say, whole_process=alone)
-        except AttemptInterrupted:
-            pass  # it came when the function had ended already
         except KeyboardInterrupt:
             ending = None  # Ctrl-C: it is no failure, and whoever called this stops the run
             raise
@@ -125,8 +123,6 @@ class LocalWorkerGroup:
     def order(self, rank: int, order: Order) -> None:
         """Give one rank an order."""
         self._sessions[rank].obey(order)
-        if isinstance(order, Interrupt) and rank in self._threads and not self._done[rank].is_set():
-            raise_in(self._threads[rank], AttemptInterrupted)
 
     async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:
         """Interrupt every running function and wait for it: a thread cannot be killed."""

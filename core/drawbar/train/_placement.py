@@ -14,8 +14,8 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from drawbar.train._config import ScalingConfig
 from drawbar.train._errors import InsufficientResourcesError
+from drawbar.train._scaling import ScalingConfig
 
 # Ray counts resources in ten-thousandths; whole numbers keep 0.3 / 0.1 from being 2.
 _UNITS = 10_000

@@ -26,11 +26,12 @@ from typing import Any
 import msgspec
 
 from drawbar.train import _faults, _files
-from drawbar.train._checkpoint import Checkpoint, Manifest, check_files, read_manifest, user_files
+from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._filesystem import Folder, locate
+from drawbar.train._manifest import Manifest, check_files, read_manifest, user_files
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import told_when_slow
-from drawbar.train._storage import OUTCOME, Part, RunDirectory, with_files
+from drawbar.train._storage import OUTCOME, Part, RunDirectory
 
 PENDING = ".drawbar-pending"
 """Lies in a directory that will be a checkpoint and does not look like one by its name."""
@@ -190,7 +191,7 @@ class RemoteRunDirectory(RunDirectory):
 
     def manifest_in_place(self, manifest: Manifest) -> Manifest:
         """Give the manifest with whatever lies in the checkpoint's directory already."""
-        return with_files(manifest, user_files(self.folder / manifest.name))
+        return manifest.holding(user_files(self.folder / manifest.name))
 
     def _remove_leftovers(self, folder: Folder, parts: Sequence[Part]) -> None:
         wanted = {file.path for part in parts for file in part.files}

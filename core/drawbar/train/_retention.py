@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from drawbar.train._checkpoint import Manifest
 from drawbar.train._config import CheckpointConfig
+from drawbar.train._manifest import Manifest
 from drawbar.train._validation import ReportedCheckpointStatus
 
 

@@ -23,8 +23,10 @@ from typing import Any
 
 import cloudpickle
 
-from drawbar.train._checkpoint import Checkpoint, remove_tree
+from drawbar.train import _files
+from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._data import fetch_shards, position_name
+from drawbar.train._interrupt import AttemptInterrupted, Interruptible
 from drawbar.train._messages import (
     Answer,
     Asked,
@@ -64,14 +66,6 @@ from drawbar.train._validation import (
     Validation,
     asked_for,
 )
-
-
-class AttemptInterrupted(BaseException):
-    """Raised inside the training function when the controller ends the attempt.
-
-    A `BaseException`, like `KeyboardInterrupt`, so that `except Exception` in user code lets it
-    through.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +113,7 @@ class Session:
         self._orders: dict[tuple[type[Order], int], Order] = {}
         self._offers: dict[int, Offer] = {}
         self._interrupted: str | None = None
+        self.user_code = Interruptible()
         self._shards: dict[str, Any] | None = None
         self._position_of: dict[str, Callable[[], Any]] = {}
         self._positions_left = dict(assignment.positions)  # of sources not opened yet
@@ -227,7 +222,7 @@ class Session:
             yield path
         except BaseException:
             if all(offer.directory != str(path) for offer in self._offers.values()):
-                remove_tree(path)
+                _files.remove_tree(path)
             raise
 
     def all_checkpoints(
@@ -341,6 +336,8 @@ class Session:
                     if self._offers.pop(order.index, None) is not None:
                         self._orders[type(order), order.index] = order
             self._changed.notify_all()
+        if isinstance(order, Interrupt):
+            self.user_code.interrupt()
 
     def _wait_for_any(self, *keys: tuple[type[Order], int], timeout: float | None = None) -> Order:
         def arrived() -> Order | None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from drawbar.train._checkpoint import Checkpoint
-from drawbar.train._config import DataConfig, RunConfig, ScalingConfig
+from drawbar.train._config import DataConfig, RunConfig
+from drawbar.train._scaling import ScalingConfig
 from drawbar.train._validation import Validation
 from drawbar.train._validator import ValidationWork
 from drawbar.train.backend import BackendConfig

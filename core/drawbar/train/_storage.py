@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,12 +31,12 @@ from typing import Any
 import msgspec
 
 from drawbar.train import _faults, _files
-from drawbar.train._checkpoint import Checkpoint, Manifest, check_files, read_manifest, remove_tree
+from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder
+from drawbar.train._manifest import Manifest, check_files, read_manifest
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import explained, in_bytes
-from drawbar.train._validation import Validation
 
 OUTCOME = "outcome.pkl"
 OWN_NAMES = ("journal.damaged", "journal.jsonl", "logs", OUTCOME, "stacks", "trainer.pkl")
@@ -114,8 +113,8 @@ class RunDirectory:
 
     def sweep(self) -> None:
         """Remove what earlier processes of this run left uncommitted or half deleted."""
-        remove_tree(self.staging)
-        remove_tree(self.path / ".workers")
+        _files.remove_tree(self.staging)
+        _files.remove_tree(self.path / ".workers")
         (self.path / OUTCOME).unlink(missing_ok=True)
         self.create()
 
@@ -187,7 +186,7 @@ class RunDirectory:
             act(source, target, files)
         except OSError as error:
             if not move:
-                remove_tree(target)
+                _files.remove_tree(target)
             total = in_bytes(sum(file.size for file in files))
             what = f"writing {total} of checkpoint {name} to {self.path}"
             raise explained(error, what) from error
@@ -247,7 +246,7 @@ class RunDirectory:
 
     def manifest_in_place(self, manifest: Manifest) -> Manifest:
         """Give the manifest with whatever lies in the checkpoint's directory already."""
-        return with_files(manifest, _files.list_files(self.path / manifest.name))
+        return manifest.holding(_files.list_files(self.path / manifest.name))
 
     def _merge(self, parts: Sequence[Part]) -> Path:
         """Bring all parts into one directory. A single part is that directory already."""
@@ -260,7 +259,7 @@ class RunDirectory:
         for directory, files in others:
             _files.move_files(directory, merged, files)
         for directory, _ in others:
-            remove_tree(directory)
+            _files.remove_tree(directory)
         for file in _files.list_files(merged):
             if file.path not in wanted:
                 os.unlink(merged / file.path)
@@ -363,40 +362,6 @@ def _write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> No
     _files.write_atomically(path, manifest.encode(), durable=durable)
     if durable:
         _files.sync(directory)
-
-
-def make_manifest(
-    *,
-    name: str,
-    index: int,
-    attempt: int,
-    run_id: str,
-    parts: Sequence[Part],
-    world_size: int,
-    metrics: dict[str, object],
-    positions: dict[str, object],
-    validation: Validation | None = None,
-) -> Manifest:
-    """Describe a checkpoint of these parts."""
-    manifest = Manifest(
-        name=name,
-        index=index,
-        attempt=attempt,
-        run_id=run_id,
-        world_size=world_size,
-        time=time.time(),
-        files=(),
-        metrics=metrics,
-        positions=positions,
-        validation=validation,
-    )
-    return with_files(manifest, [file for part in parts for file in part.files])
-
-
-def with_files(manifest: Manifest, files: Sequence[FileEntry]) -> Manifest:
-    """Give a manifest with these files, less the user's metadata file, which may change."""
-    kept = (file for file in files if file.path != _files.METADATA)
-    return msgspec.structs.replace(manifest, files=tuple(sorted(kept, key=lambda f: f.path)))
 
 
 def committed_already(place: Path | Folder) -> FileExistsError:

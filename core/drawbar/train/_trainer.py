@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import sys
 import warnings
@@ -13,22 +12,21 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import cloudpickle
 
-from drawbar.train import _data, _environment, _placement, _preflight
+from drawbar.train import _data, _environment, _preflight
+from drawbar.train._actor_run import start_in_actor
 from drawbar.train._checkpoint import Checkpoint
-from drawbar.train._config import DataConfig, RunConfig, ScalingConfig, fields_of
+from drawbar.train._config import DataConfig, RunConfig, fields_of
 from drawbar.train._console import Console
-from drawbar.train._handle import RunHandle
-from drawbar.train._host import Host, Spawn
-from drawbar.train._host_actor import start_in_actor
+from drawbar.train._handle import FollowedRun, RunHandle
+from drawbar.train._hosting import host_function, host_workers
 from drawbar.train._launch import connect_to_ray, is_client, new_name, started_here
-from drawbar.train._local import LocalWorkerGroup
 from drawbar.train._remote import open_directory
 from drawbar.train._result import Result
+from drawbar.train._scaling import ScalingConfig
 from drawbar.train._spec import RunSpec
 from drawbar.train._validation import ValidationConfig
-from drawbar.train._validator import RayValidator, ThreadValidator, ValidationWork, Validator
+from drawbar.train._validator import ValidationWork
 from drawbar.train._worker import Payload
-from drawbar.train._worker_group import RayWorkerGroup, WorkerGroup
 from drawbar.train.backend import BackendConfig
 
 if TYPE_CHECKING:
@@ -129,48 +127,47 @@ class DataParallelTrainer:
         return self._start(jobs_wait=False)
 
     def _start(self, *, jobs_wait: bool) -> RunHandle:
-        work = self._payload()
-        if self._is_hosted_in_an_actor():
-            return RunHandle(start_in_actor(self._spec(work)))
         self.backend_config.preflight(self.scaling_config)
-        spec = self._spec(work)
-        self._connect()
+        payload = self._payload()
+        return RunHandle(self._host(self._spec(payload), payload, jobs_wait=jobs_wait))
 
-        def make_group(path: str, spawn: Spawn) -> WorkerGroup:
-            return self._make_group(path, work, spec.payload, spawn)
+    def _host(self, spec: RunSpec, payload: Payload, *, jobs_wait: bool) -> FollowedRun:
+        if self.scaling_config.max_workers == 0:
+            self._refuse_detached()
+            return host_function(
+                spec, payload, self.validation_config, self._make_console, jobs_wait=jobs_wait
+            )
+        connect_to_ray()
+        if self.run_config.detached or is_client():
+            self._warn_of_its_own_ray()
+            return start_in_actor(spec)
+        return host_workers(spec, self._make_console, jobs_wait=jobs_wait)
 
-        def make_console(path: str) -> Console:
-            live = self.scaling_config.max_workers > 0
-            return Console(self.run_config.logging_config.level, path, live=live)
+    def _make_console(self, path: str) -> Console:
+        live = self.scaling_config.max_workers > 0
+        return Console(self.run_config.logging_config.level, path, live=live)
 
-        validator = self._make_validator(spec)
-        return RunHandle(Host(spec, make_group, make_console, validator, jobs_wait=jobs_wait))
-
-    def _is_hosted_in_an_actor(self) -> bool:
-        """Whether the run has to outlive this process, or cannot be followed from it."""
-        local, detached = self.scaling_config.max_workers == 0, self.run_config.detached
-        if local and detached:
+    def _refuse_detached(self) -> None:
+        if self.run_config.detached:
             raise ValueError(
                 "RunConfig.detached=True needs workers that outlive this process, found "
                 "ScalingConfig.num_workers=0, which runs the function in it"
             )
-        if local:
-            return False
-        connect_to_ray()
-        if detached and started_here():
+
+    def _warn_of_its_own_ray(self) -> None:
+        if self.run_config.detached and started_here():
             warnings.warn(
                 "this process has started its own Ray, which ends with it, and so does the run in "
                 "spite of RunConfig.detached=True; set RAY_ADDRESS, or ray.init(address=...), to a "
                 "cluster that stays",
-                stacklevel=4,
+                stacklevel=5,
             )
-        return detached or is_client()
 
-    def _spec(self, work: Payload) -> RunSpec:
-        _preflight.check_pickles("train_loop_config", work.config)
+    def _spec(self, payload: Payload) -> RunSpec:
+        _preflight.check_pickles("train_loop_config", payload.config)
         if self.validation_config is not None:
             _preflight.check_pickles("validation_config.fn", self.validation_config.fn)
-        pickled = _preflight.pickle_function(work.function) and cloudpickle.dumps(work)
+        pickled = _preflight.pickle_function(payload.function) and cloudpickle.dumps(payload)
         name = self.run_config.name or new_name()
         environment = _environment.forwarded(os.environ, self.run_config.forward_env)
         validation, defaults = None, None
@@ -217,31 +214,6 @@ class DataParallelTrainer:
             self.train_loop_config or {},
             self.backend_config,
         )
-
-    def _connect(self) -> None:
-        """Make sure of a cluster that can hold the workers."""
-        if self.scaling_config.max_workers:
-            connect_to_ray()
-            _placement.check_cluster(self.scaling_config)
-            lazy = _data.lazy(self.datasets, self.dataset_config)
-            _placement.check_data(self.scaling_config, lazy)
-            if self.validation_config is not None:
-                _placement.check_validation(self.validation_config.resources)
-
-    def _make_validator(self, spec: RunSpec) -> Validator | None:
-        if self.validation_config is None:
-            return None
-        if not self.scaling_config.max_workers:
-            return ThreadValidator(self.validation_config)
-        return RayValidator(spec.validation) if spec.validation else None
-
-    def _make_group(self, path: str, work: Payload, pickled: bytes, spawn: Spawn) -> WorkerGroup:
-        if not self.scaling_config.max_workers:
-            gpus = math.ceil(self.scaling_config.num_gpus_per_worker)
-            gpu_ids = _environment.local_gpu_ids(gpus)
-            return LocalWorkerGroup(work, spawn=spawn, gpu_ids=gpu_ids)
-        runtime_env = self.run_config.worker_runtime_env
-        return RayWorkerGroup(self.scaling_config, path, pickled, runtime_env)
 
     # -- restore
 

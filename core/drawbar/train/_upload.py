@@ -18,9 +18,10 @@ from typing import Protocol
 import msgspec
 
 from drawbar.train import _files
-from drawbar.train._checkpoint import Checkpoint, remove_tree, user_files
+from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._errors import StorageError
 from drawbar.train._filesystem import Folder
+from drawbar.train._manifest import user_files
 from drawbar.train._messages import (
     Committed,
     Message,
@@ -190,7 +191,7 @@ class Uploads:
                 source, offer.files, label=self._label, name=name, move=move
             )
         if move:
-            remove_tree(source)
+            _files.remove_tree(source)
         staged = self._directory.is_staged(stage)
         return msgspec.structs.replace(offer, directory=str(stage), staged=staged)
 
@@ -205,7 +206,7 @@ class Uploads:
             self._say(Persisted(index=index, directory=directory, checksums=part.checksums))
             self._wait((Committed, index))
         if self._is_own(offer) or (delete_local and not self._is_committed(offer)):
-            remove_tree(Path(offer.directory))
+            _files.remove_tree(Path(offer.directory))
 
     def _is_own(self, offer: Offer) -> bool:
         return Path(offer.directory).parent == self._directory.staging

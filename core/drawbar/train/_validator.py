@@ -26,20 +26,20 @@ import msgspec
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from drawbar.train._checkpoint import Checkpoint, Manifest
+from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._commit import Committer
 from drawbar.train._console import Console
 from drawbar.train._failure import describe_validation_failure
+from drawbar.train._interrupt import AttemptInterrupted, Interruptible
 from drawbar.train._local import as_before
+from drawbar.train._manifest import Manifest
 from drawbar.train._metrics import normalise
-from drawbar.train._session import AttemptInterrupted
 from drawbar.train._validation import (
     ReportedCheckpointStatus,
     Validation,
     ValidationConfig,
     ValidationFn,
 )
-from drawbar.train._worker import raise_in
 
 _SHOWN = 3
 
@@ -330,21 +330,24 @@ class ThreadValidator:
             if not ended.done():
                 ended.set_result(found)
 
+        user_code = Interruptible()
+
         def work() -> None:
-            found = _call(lambda: self._function, checkpoint, validation)
             with contextlib.suppress(RuntimeError, AttemptInterrupted):  # nobody waits any more
+                user_code.begin()
+                found = _call(lambda: self._function, checkpoint, validation)
+                user_code.end()
                 loop.call_soon_threadsafe(tell, found)
 
-        thread = threading.Thread(target=work, name="validation", daemon=True)
-        thread.start()
+        threading.Thread(target=work, name="validation", daemon=True).start()
         started()
         try:
             return await asyncio.wait_for(ended, validation.timeout_s)
         except TimeoutError:
-            raise_in(thread, AttemptInterrupted)
+            user_code.interrupt()
             return validation.timed_out()
         except asyncio.CancelledError:
-            raise_in(thread, AttemptInterrupted)
+            user_code.interrupt()
             raise
 
 

@@ -9,7 +9,6 @@ controller's few orders meanwhile. The same `perform` runs the function in this 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
 import sys
@@ -26,11 +25,11 @@ import ray
 from drawbar.train import _environment, _sentinel
 from drawbar.train._context import in_session
 from drawbar.train._failure import describe_exception
+from drawbar.train._interrupt import AttemptInterrupted
 from drawbar.train._messages import (
     Failed,
     Finished,
     FunctionStarted,
-    Interrupt,
     Interrupted,
     Message,
     Order,
@@ -38,7 +37,7 @@ from drawbar.train._messages import (
     WorkerInfo,
 )
 from drawbar.train._output import capture_output
-from drawbar.train._session import Assignment, AttemptInterrupted, Session
+from drawbar.train._session import Assignment, Session
 from drawbar.train._stacks import Stack, take_stack
 from drawbar.train._storage import RunDirectory
 from drawbar.train.backend import BackendConfig
@@ -113,13 +112,8 @@ class Worker:
 
     def obey(self, attempt: int, order: Order) -> None:
         """Take an order (control group). One for an attempt that is over here comes too late."""
-        if self._session is None or self._thread is None:
-            return
-        if self._session.assignment.attempt != attempt:
-            return
-        self._session.obey(order)
-        if isinstance(order, Interrupt):
-            raise_in(self._thread, AttemptInterrupted)
+        if self._session is not None and self._session.assignment.attempt == attempt:
+            self._session.obey(order)
 
     def stack(self) -> Stack:
         """Say where the threads of this process stand (control group)."""
@@ -132,14 +126,6 @@ class Worker:
 
 def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types here
-
-
-def raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
-    """Raise an exception in another thread, at its next Python instruction."""
-    if thread.ident is not None and thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident), ctypes.py_object(exception)
-        )
 
 
 def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message], None]) -> None:
@@ -184,6 +170,7 @@ def perform(
 ) -> Finished | Failed | Interrupted:
     """Run the training function and give how it ended, whatever happens."""
     try:
+        session.user_code.begin()
         with in_session(session, whole_process=whole_process):
             if whole_process:
                 os.environ.update(environment_of(session.assignment))
@@ -192,11 +179,17 @@ def perform(
                 say(FunctionStarted(time=time.time()))
                 value = work.call()
                 session.uploads.flush()
+        session.user_code.end()
         return _finished(value)
     except AttemptInterrupted:
+        session.user_code.end()
         session.end(0.0)
         return Interrupted()
     except BaseException as error:
+        try:  # noqa: SIM105  # suppress() itself could be hit
+            session.user_code.end()
+        except AttemptInterrupted:
+            pass  # too late: the function has failed by itself
         if isinstance(error, KeyboardInterrupt) and _in_main_thread():
             raise  # Ctrl-C in the user's own process, with num_workers=0
         failure = describe_exception(error, session.assignment, session.reports_made)

@@ -21,7 +21,6 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from drawbar.train._config import ScalingConfig
 from drawbar.train._failure import describe_broken_worker
 from drawbar.train._messages import (
     Failed,
@@ -34,6 +33,7 @@ from drawbar.train._messages import (
     WorkerInfo,
 )
 from drawbar.train._placement import node_is_safe
+from drawbar.train._scaling import ScalingConfig
 from drawbar.train._session import Assignment
 from drawbar.train._stacks import Stack
 from drawbar.train._worker import Worker

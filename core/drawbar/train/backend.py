@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from drawbar.train import collective
-from drawbar.train._config import ScalingConfig
 from drawbar.train._context import current_session, report
 from drawbar.train._preflight import require_package
+from drawbar.train._scaling import ScalingConfig
 
 __all__ = [
     "Backend",

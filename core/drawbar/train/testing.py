@@ -15,18 +15,17 @@ from typing import Any
 
 from drawbar.train import _faults, collective
 from drawbar.train._audit import check_run
-from drawbar.train._config import FailureConfig, RunConfig, ScalingConfig
+from drawbar.train._config import FailureConfig, RunConfig
 from drawbar.train._context import get_checkpoint, get_context, report
 from drawbar.train._errors import WorkerGroupError
-from drawbar.train._host import Spawn
-from drawbar.train._local import LocalWorkerGroup
+from drawbar.train._handle import FollowedRun
+from drawbar.train._hosting import host_function
 from drawbar.train._result import Result
+from drawbar.train._scaling import ScalingConfig
 from drawbar.train._spec import RunSpec
 from drawbar.train._trainer import DataParallelTrainer, TrainFunction
 from drawbar.train._validation import ValidationConfig
-from drawbar.train._validator import ThreadValidator, Validator
 from drawbar.train._worker import Payload
-from drawbar.train._worker_group import WorkerGroup
 from drawbar.train.backend import BackendConfig
 
 __all__ = ["FAULT_POINTS", "BackendContract", "check_run", "kill_at", "run_in_threads"]
@@ -91,25 +90,24 @@ def run_in_threads(
 
 
 class _ThreadTrainer(DataParallelTrainer):
-    def _connect(self) -> None:
-        """No cluster is needed."""
-
-    def _make_validator(self, spec: RunSpec) -> Validator | None:
-        return ThreadValidator(self.validation_config) if self.validation_config else None
-
-    def _is_hosted_in_an_actor(self) -> bool:
-        return False
-
-    def _make_group(self, path: str, work: Payload, pickled: bytes, spawn: Spawn) -> WorkerGroup:
-        return LocalWorkerGroup(work, self.scaling_config.max_workers)
+    def _host(self, spec: RunSpec, payload: Payload, *, jobs_wait: bool) -> FollowedRun:
+        return host_function(
+            spec,
+            payload,
+            self.validation_config,
+            self._make_console,
+            jobs_wait=jobs_wait,
+            threads=self.scaling_config.max_workers,
+        )
 
 
 class BackendContract:
-    """What a backend must do, as tests for pytest: subclass it and give `backend_config`.
+    """What a backend must do, as tests for pytest.
 
+        class TestTorch(BackendContract):
+            backend_config = TorchConfig()
 
-    class TestTorch(BackendContract):
-        backend_config = TorchConfig()
+    Subclass it so, and pytest finds the tests.
     """
 
     backend_config: BackendConfig

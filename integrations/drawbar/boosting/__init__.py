@@ -21,7 +21,7 @@ from drawbar.boosting._report import Metrics, RoundReports
 from drawbar.boosting._schema import Feature, Schema
 from drawbar.boosting._shard import Shard
 from drawbar.boosting._threads import warn_of_threads, worker_threads
-from drawbar.boosting._trainer import BoostingTrainer, work_of
+from drawbar.boosting._trainer import BoostingTrainer
 
 __all__ = [
     "Block",
@@ -41,6 +41,5 @@ __all__ = [
     "load",
     "predict",
     "warn_of_threads",
-    "work_of",
     "worker_threads",
 ]

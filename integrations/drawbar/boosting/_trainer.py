@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     Datasets = Mapping[str, Dataset | Callable[[], Dataset]]
 
-Work = Callable[[], Any] | Callable[[dict[str, Any]], Any]
-
+TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
 
 COLUMN_ARGUMENTS = {
     "label_column": "label",
@@ -42,7 +41,10 @@ class BoostingTrainer(DataParallelTrainer):
     unless a `dataset_config` says otherwise, all datasets are split, exactly.
 
     Args:
-        work: The training function, or what is declared instead of one.
+        train_loop_per_worker: The training function, if there is one.
+        fit_class: The library's declared training.
+        declared: The arguments of the declarative form, None where one was not given: those in
+            `COLUMN_ARGUMENTS`, and fields of `fit_class`.
         backend_config: How the library's workers meet.
 
     All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
@@ -50,8 +52,10 @@ class BoostingTrainer(DataParallelTrainer):
 
     def __init__(
         self,
-        work: Work | Fit,
+        train_loop_per_worker: TrainFunction | None,
         *,
+        fit_class: type[Fit],
+        declared: Mapping[str, Any],
         backend_config: BackendConfig,
         train_loop_config: dict[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
@@ -62,6 +66,13 @@ class BoostingTrainer(DataParallelTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
+        given = {name: value for name, value in declared.items() if value is not None}
+        work: TrainFunction | Fit
+        if train_loop_per_worker is None:
+            restarts = run_config is not None and run_config.failure_config.max_failures != 0
+            work = _declared(fit_class, given, datasets, keep_data=restarts)
+        else:
+            work = _the_function(train_loop_per_worker, given)
         if dataset_config is None:
             group = work.columns.group if isinstance(work, Fit) else None
             dataset_config = DataConfig(datasets_to_split="all", equal=False, group_column=group)
@@ -84,35 +95,18 @@ class BoostingTrainer(DataParallelTrainer):
                     check_dataset(name, dataset, work.columns)
 
 
-def work_of(
-    train_loop_per_worker: Work | None,
-    fit_class: type[Fit],
-    declared: Mapping[str, Any],
-    *,
-    datasets: Datasets | None,
-    run_config: RunConfig | None,
-) -> Work | Fit:
-    """Give what the workers are to do: run a training function, or what is declared instead.
+def _the_function(function: TrainFunction, given: Mapping[str, Any]) -> TrainFunction:
+    if given:
+        raise TypeError(
+            f"a training function says itself what is trained, so {', '.join(given)} must be "
+            "left out, or the function"
+        )
+    return function
 
-    Args:
-        train_loop_per_worker: The training function, if there is one.
-        fit_class: The library's declared training.
-        declared: The arguments of the declarative form, None where one was not given: those in
-            `COLUMN_ARGUMENTS`, and fields of `fit_class`.
-        datasets: The trainer's datasets.
-        run_config: Says whether a worker may be restarted.
 
-    Raises:
-        TypeError, ValueError: Both forms were used, or neither, or an argument is wrong.
-    """
-    given = {name: value for name, value in declared.items() if value is not None}
-    if train_loop_per_worker is not None:
-        if given:
-            raise TypeError(
-                f"a training function says itself what is trained, so {', '.join(given)} must be "
-                "left out, or the function"
-            )
-        return train_loop_per_worker
+def _declared(
+    fit_class: type[Fit], given: dict[str, Any], datasets: Datasets | None, *, keep_data: bool
+) -> Fit:
     if not {"params", "label_column"} <= set(given):
         raise TypeError("give a training function; or params and label_column, and no function")
     if "train" not in (datasets or {}):
@@ -121,7 +115,7 @@ def work_of(
     return fit_class(
         columns=Columns(**roles),
         datasets=("train", *(name for name in datasets or () if name != "train")),
-        keep_data=run_config is not None and run_config.failure_config.max_failures != 0,
+        keep_data=keep_data,
         **given,
     )
 

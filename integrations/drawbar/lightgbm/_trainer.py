@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightgbm import Booster
 
-from drawbar.boosting import BoostingTrainer, work_of
+from drawbar.boosting import BoostingTrainer
 from drawbar.lightgbm._backend import LightGBMConfig
 from drawbar.lightgbm._loop import LightGBMFit
 from drawbar.lightgbm._report import RayTrainReportCallback
@@ -116,13 +116,9 @@ class LightGBMTrainer(BoostingTrainer):
             "external_memory": external_memory,
         }
         super().__init__(
-            work_of(
-                train_loop_per_worker,
-                LightGBMFit,
-                declared,
-                datasets=datasets,
-                run_config=run_config,
-            ),
+            train_loop_per_worker,
+            fit_class=LightGBMFit,
+            declared=declared,
             train_loop_config=train_loop_config,
             backend_config=lightgbm_config or LightGBMConfig(),
             scaling_config=scaling_config,

@@ -148,7 +148,9 @@ def share(
 ) -> list[T]:
     """Give the items of one rank from `begin` on: each `world_size`-th, equally many for all."""
     length = share_length(len(order) - begin, world_size, drop_last=drop_last)
-    return [order[(begin + rank + turn * world_size) % len(order)] for turn in range(length)]
+    items = list(order[begin + rank :: world_size][:length])
+    missing = range(len(items), length)
+    return items + [order[(begin + rank + turn * world_size) % len(order)] for turn in missing]
 
 
 def share_length(items: int, world_size: int, *, drop_last: bool) -> int:

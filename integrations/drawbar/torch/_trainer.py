@@ -25,8 +25,9 @@ class TorchTrainer(DataParallelTrainer):
 
         def train_loop(config):
             model = drawbar.torch.prepare_model(Net())
-            loader = drawbar.torch.prepare_data_loader(DataLoader(dataset, batch_size=32,
-            shuffle=True)) for epoch in range(config["epochs"]):
+            loader = DataLoader(dataset, batch_size=32, shuffle=True)
+            loader = drawbar.torch.prepare_data_loader(loader)
+            for epoch in range(config["epochs"]):
                 ...
                 drawbar.train.report({"loss": loss})
 

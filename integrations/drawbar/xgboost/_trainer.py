@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from xgboost import Booster
 from xgboost.callback import TrainingCallback
 
-from drawbar.boosting import BoostingTrainer, work_of
+from drawbar.boosting import BoostingTrainer
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 from drawbar.xgboost._backend import XGBoostConfig
 from drawbar.xgboost._fit import XGBoostFit
@@ -111,13 +111,9 @@ class XGBoostTrainer(BoostingTrainer):
             "external_memory": external_memory,
         }
         super().__init__(
-            work_of(
-                train_loop_per_worker,
-                XGBoostFit,
-                declared,
-                datasets=datasets,
-                run_config=run_config,
-            ),
+            train_loop_per_worker,
+            fit_class=XGBoostFit,
+            declared=declared,
             backend_config=xgboost_config or XGBoostConfig(),
             train_loop_config=train_loop_config,
             scaling_config=scaling_config,

@@ -1,0 +1,92 @@
+"""Each example does what it says, as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    """`run(script, *arguments)`: what it prints; its home is the test's own folder."""
+
+    def run(script: str, *arguments: str) -> str:
+        return subprocess.run(
+            [sys.executable, str(EXAMPLES / script), *arguments],
+            env={**os.environ, "HOME": str(tmp_path)},
+            cwd=tmp_path,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
+
+    return run
+
+
+def test_quickstart(run: Callable[..., str], tmp_path: Path) -> None:
+    output = run("quickstart.py")
+    assert float(re.findall(r"'loss': ([\d.e-]+)", output)[0]) < 0.5
+    assert str(tmp_path / "drawbar_results") in output
+
+
+def test_pytorch_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> None:
+    first = run("pytorch.py")
+    assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.95
+    assert (tmp_path / "drawbar_results/digits/curves.png").read_bytes().startswith(PNG)
+    again = run("pytorch.py", "--epochs", "13", "--num-workers", "0")
+    assert "'epoch': 12" in again
+    assert "checkpoint_000012" in again
+
+
+def test_lightning_goes_on_in_one_process(run: Callable[..., str]) -> None:
+    first = run("lightning_digits.py")
+    assert max(map(float, re.findall(r"accuracy ([\d.]+)", first))) > 0.95
+    again = run("lightning_digits.py", "--epochs", "9", "--num-workers", "0")
+    assert "last-step=229" in again  # 8 epochs of 23 steps, and one of 45 on one worker
+    assert Path(again.split()[-1]).exists()
+
+
+def test_lightning_from_driver(run: Callable[..., str], tmp_path: Path) -> None:
+    output = run("lightning_from_driver.py")
+    assert float(re.findall(r"accuracy: ([\d.]+)", output)[0]) > 0.9
+    assert Path(re.findall(r"best checkpoint: (.*)", output)[0]).is_relative_to(tmp_path)
+    assert "the weights are here: 0 is a 0" in output
+
+
+def test_transformers_goes_on(run: Callable[..., str]) -> None:
+    first = run("transformers_gpt.py", "--steps", "50")
+    assert float(re.findall(r"'eval_loss': ([\d.]+)", first)[-1]) < 4
+    assert "class datetime(" in first
+    again = run("transformers_gpt.py", "--steps", "60")
+    assert "'step': 60" in again
+
+
+def test_accelerate_goes_on_with_one_worker(run: Callable[..., str]) -> None:
+    first = run("accelerate_digits.py")
+    assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
+    again = run("accelerate_digits.py", "--epochs", "13", "--num-workers", "1")
+    assert "'epoch': 12" in again
+    assert "checkpoint_000012" in again
+
+
+def test_xgboost(run: Callable[..., str], tmp_path: Path) -> None:
+    output = run("xgboost_trees.py")
+    assert float(re.findall(r"'validation-error': ([\d.]+)", output)[0]) < 0.06
+    figure = tmp_path / "drawbar_results/cancer/learning.png"
+    assert figure.read_bytes().startswith(PNG)
+
+
+def test_lightgbm(run: Callable[..., str], tmp_path: Path) -> None:
+    output = run("lightgbm_trees.py", "--rounds", "30")
+    assert float(re.findall(r"'validation-multi_error': ([\d.]+)", output)[0]) < 0.06
+    figure = tmp_path / "drawbar_results/digits-trees/learning.png"
+    assert figure.read_bytes().startswith(PNG)
