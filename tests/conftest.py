@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,11 @@ from drawbar.train import RunConfig
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the seed of tests/train/test_chaos.py be set: the one that it printed when it failed."""
     parser.addoption("--chaos-seed", type=int, default=secrets.randbelow(10**6))
+
+
+def pytest_configure() -> None:
+    """Have Ctrl-C end the tests' processes, which ignore it if a shell runs pytest with `&`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ from drawbar.train import (
 from drawbar.train.testing import run_in_threads
 
 Frames = dict[str, pd.DataFrame]
+
+
+@pytest.fixture(autouse=True)
+def no_rank_left_behind() -> Iterator[None]:
+    """A rank that trained on with a dead one would never end, and hold a core for all that time."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank-"):
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 @pytest.fixture

@@ -81,9 +81,9 @@ def shard(
     shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
     for name, given in datasets.items():
         if config.splits_exactly(name):
-            parts = exact.parts(name, given, config, len(node_ids))
+            exact_parts = exact.parts(name, given, config, len(node_ids))
             epoch = RowPosition(RowPosition.decode(positions.get(position_name(name))).epoch)
-            for shards_of_rank, each in zip(shards, parts, strict=True):
+            for shards_of_rank, each in zip(shards, exact_parts, strict=True):
                 shards_of_rank[name] = DatasetShard(
                     each, world_size=len(node_ids), position=epoch, ordered=False
                 )

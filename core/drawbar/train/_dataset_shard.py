@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
+    from drawbar.train._exact_split import ExactPart
+
 Read = tuple[tuple[int, int], ...]
 """(number of workers, rows that each of them has read), in the order of what happened."""
 
@@ -57,6 +59,8 @@ class DatasetShard:
     `iter_rows` count what they have handed out. Every other attribute is the iterator's:
     `materialize()` gives the whole part.
 
+    `arrow_tables()` gives a pass over the blocks.
+
     Args:
         part: Gives the rank's rows, in the same order in every pass.
         world_size: Number of workers that the dataset is split between, 1 if it is not.
@@ -69,7 +73,7 @@ class DatasetShard:
 
     def __init__(
         self,
-        part: DataIterator,
+        part: DataIterator | ExactPart,
         *,
         world_size: int,
         position: RowPosition | None = None,
@@ -123,6 +127,12 @@ class DatasetShard:
     def iter_rows(self) -> Iterable[dict[str, Any]]:
         """As that of `ray.data.DataIterator`."""
         return self._passes("iter_rows", {})
+
+    def arrow_tables(self) -> Iterable[Any]:
+        """Give the rows as Arrow tables of any size: the cheapest way to read each of them once."""
+        if hasattr(self._part, "arrow_tables"):
+            return self._passes("arrow_tables", {})
+        return self.iter_batches(batch_size=None, batch_format="pyarrow")
 
     def _passes(self, method: str, options: dict[str, Any]) -> Iterable[Any]:
         rows_of = _row_counter(getattr(self._part, method), options) if self._ordered else None

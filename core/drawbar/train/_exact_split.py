@@ -7,13 +7,62 @@ on, a dataset is computed once instead, and cut by row numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import ray
 
 from drawbar.train._config import DataConfig
 
 if TYPE_CHECKING:
     import numpy as np
-    from ray.data import DataIterator, Dataset
+    from ray.data import Dataset
+
+
+class ExactPart:
+    """One rank's rows of a computed dataset: its `ray.data.DataIterator`, and the blocks behind it.
+
+    Every attribute but `arrow_tables` is the iterator's.
+    """
+
+    def __init__(self, part: Dataset) -> None:
+        self._blocks = _arrow_blocks(part)
+        self._kept = ray.put(part.iterator())
+
+    @cached_property
+    def _iterator(self) -> Any:
+        """The iterator; a worker that does not ask for it need not import Ray Data."""
+        return ray.get(self._kept)
+
+    def arrow_tables(self) -> Iterator[Any]:
+        """Give the rows as Arrow tables, in a new pass.
+
+        Blocks that are Arrow tables come straight from the object store, without a copy, and
+        without Ray Data, whose import and execution would take a worker a second or two.
+        """
+        if self._blocks is None:
+            yield from self._iterator.iter_batches(batch_size=None, batch_format="pyarrow")
+            return
+        for number, block in enumerate(self._blocks):
+            ahead = self._blocks[number + 1 : number + 2]
+            if ahead:
+                ray.wait(ahead, timeout=0)  # it is on its way here while this one is used
+            yield ray.get(block)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of this object, which may just be unpickled
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
+
+
+def _arrow_blocks(part: Dataset) -> list[Any] | None:
+    """Give the blocks of a computed dataset; None if they are not Arrow tables."""
+    import pyarrow as pa
+
+    schema = part.schema()
+    is_arrow = schema is not None and isinstance(schema.base_schema, pa.Schema)
+    return part.to_arrow_refs() if is_arrow else None
 
 
 class ExactSplits:
@@ -22,11 +71,11 @@ class ExactSplits:
     def __init__(self) -> None:
         self._whole: dict[str, Dataset] = {}
         self._starts: dict[str, np.ndarray[Any, Any]] = {}
-        self._parts: dict[tuple[str, int], list[Dataset]] = {}
+        self._parts: dict[tuple[str, int], list[ExactPart]] = {}
 
     def parts(
         self, name: str, dataset: Dataset, config: DataConfig, world_size: int
-    ) -> list[DataIterator]:
+    ) -> list[ExactPart]:
         """Give each rank's part of a dataset.
 
         Ray Data needs CPUs for it: it is done for the sizes that the group may have before the
@@ -49,8 +98,8 @@ class ExactSplits:
             parts = whole.split_at_indices(cuts) if cuts else [whole]
             for part in parts:  # each reader would show a bar for a part that is there already
                 part.context.enable_progress_bars = False
-            self._parts[name, world_size] = list(parts)
-        return [part.iterator() for part in self._parts[name, world_size]]
+            self._parts[name, world_size] = [ExactPart(part) for part in parts]
+        return self._parts[name, world_size]
 
     def _compute(self, name: str, dataset: Dataset, group_column: str | None) -> None:
         whole = dataset.materialize()

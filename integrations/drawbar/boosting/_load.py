@@ -19,8 +19,8 @@ Source = Callable[[str], Iterable[Any]]
 
 def arrow_tables(dataset: str) -> Iterable[Any]:
     """Give this worker's part of one of the trainer's datasets as Arrow tables."""
-    shard: Any = get_dataset_shard(dataset)  # its annotation does not know that None means blocks
-    tables: Iterable[Any] = shard.iter_batches(batch_size=None, batch_format="pyarrow")
+    shard: Any = get_dataset_shard(dataset)  # its annotation is that of Ray Data's iterator
+    tables: Iterable[Any] = shard.arrow_tables()
     return tables
 
 

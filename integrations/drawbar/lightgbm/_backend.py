@@ -29,6 +29,7 @@ except ImportError as missing:
 
 from drawbar.lightgbm import _native
 from drawbar.lightgbm._ports import reserved_port
+from drawbar.lightgbm._sockets import reset_unless_it_returns
 
 OLDEST = (4, 5)
 """The oldest LightGBM that this package works with."""
@@ -135,7 +136,8 @@ def _network(config: LightGBMConfig) -> Iterator[None]:
         machines = collective.all_gather(f"{own_address()}:{port}")
         try:
             _native.join_network(machines, port, math.ceil(config.timeout_s / 60))
-            yield
+            with reset_unless_it_returns(machines, port):
+                yield
         finally:
             _native.leave_network()
 

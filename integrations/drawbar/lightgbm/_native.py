@@ -48,7 +48,7 @@ def join_network(machines: Sequence[str], port: int, timeout_minutes: int) -> No
 
 
 def leave_network() -> None:
-    """Close this thread's connections, if it has any. Ranks that wait for it get an error."""
+    """Close this thread's connections, if it has any."""
     _safe_call(_LIB.LGBM_NetworkFree())
 
 
