@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 NUM_CPUS = 8
+FEW_CPUS = 4
+"""For what is timed while all cores are busy: Ray keeps an idle process for each logical CPU, which
+takes some 2% of a core."""
 SHUTDOWN_SECONDS = 30.0
 
 
 @contextmanager
-def fresh_cluster() -> Iterator[Path]:
-    """Start a local Ray cluster with 8 logical CPUs; give an empty folder for the runs.
+def fresh_cluster(num_cpus: int = NUM_CPUS) -> Iterator[Path]:
+    """Start a local Ray cluster with so many logical CPUs; give an empty folder for the runs.
 
     On leaving, the cluster's processes are waited for, so that none of them takes CPU time from the
     side that comes next.
@@ -22,7 +25,7 @@ def fresh_cluster() -> Iterator[Path]:
     import psutil
     import ray
 
-    ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=False)
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False)
     try:
         with tempfile.TemporaryDirectory(prefix="drawbar-benchmark-") as folder:
             yield Path(folder)

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from lightgbm import Booster, Dataset
 
-from drawbar.boosting import Shard
+from drawbar.boosting import Shard, worker_threads
 from drawbar.lightgbm import _native
 from drawbar.lightgbm._backend import own_address
-from drawbar.lightgbm._parameters import value_of
+from drawbar.lightgbm._parameters import name_of, value_of
 from drawbar.train import collective, get_context
 
 Floats = npt.NDArray[np.float32]
@@ -44,9 +44,19 @@ def agree_on_bins(shard: Shard, params: Mapping[str, Any]) -> bytes:
         return collective.broadcast_from_rank_zero(b"")
     with ThreadPoolExecutor(1) as without_network:  # it belongs to this thread
         bins = without_network.submit(
-            _native.bin_reference, sample, shard.total_rows, dataset_params(shard, params)
+            _native.bin_reference,
+            sample,
+            shard.total_rows,
+            {**dataset_params(shard, params), **_threads_of_this_node(params)},
         ).result()
     return collective.broadcast_from_rank_zero(bins)
+
+
+def _threads_of_this_node(params: Mapping[str, Any]) -> dict[str, int]:
+    """Give rank 0 the threads of its neighbours too, who wait for it."""
+    own = int(value_of(params, "num_threads", worker_threads()))
+    threads = max(own, 1) * get_context().get_local_world_size()
+    return {str(name_of(params, "num_threads") or "num_threads"): threads}
 
 
 def dataset_params(shard: Shard, params: Mapping[str, Any]) -> dict[str, Any]:
