@@ -1,46 +1,205 @@
-"""User code in a thread is interrupted while it runs, and never afterwards."""
+"""Ctrl-C: real SIGINTs to drivers in every phase of a run."""
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import pytest
+from ray.util.placement_group import placement_group, remove_placement_group
 
-from drawbar.train._interrupt import AttemptInterrupted, Interruptible
+from drawbar import train
+from drawbar.train import (
+    Backend,
+    BackendConfig,
+    DataParallelTrainer,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    UserAbort,
+)
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers, Pipe
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+ABORTED = 3  # exit code of a driver whose fit() raised UserAbort
 
 
-def run(code: Interruptible, started: threading.Event) -> None:
-    code.begin()
-    started.set()
-    while True:
-        pass
+def fit(function: Callable[[], Any], config: RunConfig, num_workers: int, **options: Any) -> Result:
+    scaling = ScalingConfig(num_workers=num_workers)
+    return DataParallelTrainer(function, scaling_config=scaling, run_config=config, **options).fit()
 
 
-def test_it_is_interrupted_at_its_next_instruction() -> None:
-    code, started, ended = Interruptible(), threading.Event(), threading.Event()
+def main(
+    function: Callable[[], Any], config: RunConfig, num_workers: int, **options: Any
+) -> Callable[[], None]:
+    """Make a main program that runs `fit` and tells by its exit code that the user stopped it."""
 
-    def user_code() -> None:
+    def program() -> None:
         try:
-            run(code, started)
-        except AttemptInterrupted:
-            ended.set()
+            fit(function, config, num_workers, **options)
+        except UserAbort as abort:
+            print(abort)
+            sys.exit(ABORTED)
 
-    threading.Thread(target=user_code, daemon=True).start()
-    started.wait()
-    code.interrupt()
-    assert ended.wait(10)
+    return program
 
 
-def test_one_that_comes_before_it_begins_is_not_lost() -> None:
-    code = Interruptible()
-    code.interrupt()
-    with pytest.raises(AttemptInterrupted):
-        code.begin()
+def train_on(pipe: Pipe) -> Callable[[], int]:
+    """Make a function that saves two steps in its first attempt, then goes on without end."""
+
+    def function() -> int:
+        context, checkpoint = train.get_context(), train.get_checkpoint()
+        first = int((Path(checkpoint) / "step").read_text()) + 1 if checkpoint else 0
+        for step in range(first, 4):
+            if context.get_attempt() == 0 and step == 2:
+                go_on(pipe)
+            with train.checkpoint_dir() as path:
+                (path / "step").write_text(str(step))
+                train.report({"step": step}, checkpoint=path)
+        return first
+
+    return function
 
 
-def test_one_that_comes_too_late_hits_nothing() -> None:
-    code = Interruptible()
-    code.begin()
-    code.end()
-    code.interrupt()
-    assert [number for number in range(1000) if number < 0] == []
+def go_on(pipe: Pipe) -> None:
+    try:
+        pipe.say("trains", os.getpid())
+        while True:
+            threading.Event().wait(0.01)
+    finally:
+        pipe.say("finally", train.get_context().get_world_rank())
+
+
+def assert_stopped(driver: subprocess.Popen[str], run: Path) -> None:
+    """It ends soon, by UserAbort, with a message that tells how to go on, and nothing else."""
+    out, err = driver.communicate(timeout=20)
+    assert driver.returncode == ABORTED, err
+    assert f'the run lies at {run} and goes on with resume="auto"' in out
+    assert "Traceback" not in err
+    assert "never retrieved" not in err
+    end = json.loads((run / "journal.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["outcome"]) == ("run_ended", "stopped")
+
+
+def assert_goes_on(pipe: Pipe, config: RunConfig, num_workers: int) -> None:
+    result = fit(train_on(pipe), config, num_workers)
+    assert result.return_values == [2] * max(num_workers, 1)
+    frame = result.metrics_dataframe
+    assert list(frame[frame["rank"] == 0]["step"]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_once_ends_in_order_and_resumes(
+    run_config: RunConfig,
+    tmp_path: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+    num_workers: int,
+) -> None:
+    ranks = max(num_workers, 1)
+    with drivers(main(train_on(pipe), run_config, num_workers)) as driver:
+        pids = [int(pipe.hear()[1]) for _ in range(ranks)]
+        driver.send_signal(signal.SIGINT)
+        assert sorted(pipe.hear() for _ in range(ranks)) == [
+            ["finally", str(rank)] for rank in range(ranks)
+        ]
+        assert_stopped(driver, tmp_path / "run")
+        wait_until_gone(pids)
+    assert_goes_on(pipe, run_config, num_workers)
+
+
+def test_twice_ends_at_once(
+    run_config: RunConfig,
+    tmp_path: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+) -> None:
+    def function() -> None:
+        try:
+            go_on(pipe)
+        finally:
+            ctypes.CDLL(None).sleep(600)  # one long C call, which no interrupt ends
+
+    with drivers(main(function, run_config, 2)) as driver:
+        pids = [int(pipe.hear()[1]) for _ in range(2)]
+        driver.send_signal(signal.SIGINT)
+        assert [pipe.hear()[0] for _ in range(2)] == ["finally"] * 2
+        driver.send_signal(signal.SIGINT)
+        wait_until_gone(pids, seconds=3)  # sooner than the first one alone would end them
+        assert_stopped(driver, tmp_path / "run")
+
+
+@pytest.fixture
+def occupied_cluster(ray_cluster: None) -> Iterator[None]:
+    """All CPUs are taken, so that workers wait for theirs."""
+    group = placement_group([{"CPU": 8}])
+    assert group.wait(30)
+    yield
+    remove_placement_group(group)
+
+
+@pytest.mark.usefixtures("occupied_cluster")
+def test_while_it_waits_for_resources(
+    run_config: RunConfig, tmp_path: Path, drivers: Drivers, pipe: Pipe
+) -> None:
+    with drivers(main(train_on(pipe), run_config, 2)) as driver:
+        assert driver.stderr is not None
+        assert any("waiting for CPU=2" in line for line in driver.stderr)
+        driver.send_signal(signal.SIGINT)
+        assert_stopped(driver, tmp_path / "run")
+
+
+def test_while_the_workers_start(
+    run_config: RunConfig, tmp_path: Path, drivers: Drivers, pipe: Pipe
+) -> None:
+    with drivers(main(train_on(pipe), run_config, 2)) as driver:
+        assert driver.stderr is not None
+        assert any("starting" in line for line in driver.stderr)
+        driver.send_signal(signal.SIGINT)
+        assert_stopped(driver, tmp_path / "run")
+
+
+class InterruptsItself(Backend):
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+class InterruptsItselfConfig(BackendConfig):
+    backend_cls = InterruptsItself
+
+
+def test_before_the_first_attempt(run_config: RunConfig, tmp_path: Path, drivers: Drivers) -> None:
+    backend = InterruptsItselfConfig()
+    with drivers(main(lambda: None, run_config, 0, backend_config=backend)) as driver:
+        assert_stopped(driver, tmp_path / "run")
+
+
+def test_from_a_terminal_where_it_reaches_the_processes_of_ray_too(
+    run_config: RunConfig,
+    tmp_path: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+) -> None:
+    with drivers(main(train_on(pipe), run_config, 2), RAY_ADDRESS="local") as driver:
+        pids = [int(pipe.hear()[1]) for _ in range(2)]
+        os.killpg(driver.pid, signal.SIGINT)
+        assert [pipe.hear()[0] for _ in range(2)] == ["finally"] * 2
+        assert_stopped(driver, tmp_path / "run")
+        wait_until_gone(pids)

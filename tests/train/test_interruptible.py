@@ -1,0 +1,46 @@
+"""User code in a thread is interrupted while it runs, and never afterwards."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from drawbar.train._interrupt import AttemptInterrupted, Interruptible
+
+
+def run(code: Interruptible, started: threading.Event) -> None:
+    code.begin()
+    started.set()
+    while True:
+        pass
+
+
+def test_it_is_interrupted_at_its_next_instruction() -> None:
+    code, started, ended = Interruptible(), threading.Event(), threading.Event()
+
+    def user_code() -> None:
+        try:
+            run(code, started)
+        except AttemptInterrupted:
+            ended.set()
+
+    threading.Thread(target=user_code, daemon=True).start()
+    started.wait()
+    code.interrupt()
+    assert ended.wait(10)
+
+
+def test_one_that_comes_before_it_begins_is_not_lost() -> None:
+    code = Interruptible()
+    code.interrupt()
+    with pytest.raises(AttemptInterrupted):
+        code.begin()
+
+
+def test_one_that_comes_too_late_hits_nothing() -> None:
+    code = Interruptible()
+    code.begin()
+    code.end()
+    code.interrupt()
+    assert [number for number in range(1000) if number < 0] == []
