@@ -135,14 +135,28 @@ def test_deepspeed_is_missing() -> None:
     assert 'pip install "drawbar[deepspeed]"' in error
 
 
+BOTH_PACKAGES = """
+import lightning as L, pytorch_lightning as pl
+from drawbar.lightning import *
+
+def error_of(make):
+    try:
+        make()
+    except Exception as error:
+        return str(error)
+
+untold = error_of(lambda: RayDDPStrategy(num_workers=2))
+assert 'drawbar.lightning.use_package("lightning")' in untold, untold
+use_package("pytorch_lightning")
+other = error_of(lambda: L.Trainer(strategy=RayDDPStrategy()))
+assert "<RayDDPStrategy for pytorch_lightning>" in other, other  # Lightning's words, our name
+pl.Trainer(strategy=RayDDPStrategy(num_workers=2))
+raise SystemExit("made")
+"""
+
+
 def test_both_packages_are_imported() -> None:
-    both = "import lightning as L, pytorch_lightning as pl; from drawbar.lightning import *; "
-    error = python(both + "RayDDPStrategy(num_workers=2)")
-    assert 'drawbar.lightning.use_package("lightning")' in error
-    error = python(both + "use_package('pytorch_lightning'); L.Trainer(strategy=RayDDPStrategy())")
-    assert "<RayDDPStrategy for pytorch_lightning>" in error  # Lightning's words, our name
-    told = "use_package('pytorch_lightning'); pl.Trainer(strategy=RayDDPStrategy(num_workers=2)); "
-    assert python(both + told + "raise SystemExit('made')") == "made"
+    assert python(BOTH_PACKAGES) == "made"
 
 
 def test_objects_are_of_their_class_and_of_lightnings() -> None:
