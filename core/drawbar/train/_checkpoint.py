@@ -150,7 +150,10 @@ class Checkpoint:
             return
         with self.as_directory() as folder:
             for name, expected in sums.items():
-                found = _files.checksum(Path(folder) / name)
+                try:
+                    found = _files.checksum(Path(folder) / name)
+                except FileNotFoundError as gone:  # deleted in this very moment, as by retention
+                    raise CheckpointError(f"{self._place}/{name} is missing") from gone
                 if found != expected:
                     raise CheckpointError(
                         f"{self._place}/{name} was altered after the commit: its xxh3 is {found}, "
