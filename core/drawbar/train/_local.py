@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from drawbar.train._interrupt import AttemptInterrupted
 from drawbar.train._messages import Interrupt, Interrupted, Message, Order, Ranks, WorkerInfo
 from drawbar.train._output import capture_output
 from drawbar.train._session import Assignment, Session
@@ -114,6 +115,8 @@ class LocalWorkerGroup:
                     config = copy.deepcopy(self._payload.config)  # as every process gets its own
                     payload = dataclasses.replace(self._payload, config=config)
                     ending = perform(session, payload, say, whole_process=alone)
+        except AttemptInterrupted:
+            pass  # a second one, while the first was being dealt with
         except KeyboardInterrupt:
             ending = None  # Ctrl-C: it is no failure, and whoever called this stops the run
             raise
