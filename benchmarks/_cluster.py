@@ -10,8 +10,9 @@ from typing import Any
 
 NUM_CPUS = 8
 FEW_CPUS = 4
-"""For what is timed while all cores are busy: Ray keeps an idle process for each logical CPU, which
-takes some 2% of a core."""
+"""For what is timed while all cores are busy and has Ray load data meanwhile: Ray keeps an idle
+process for each logical CPU, which takes some 2% of a core. Without data to load, as many as there
+are workers will do."""
 SHUTDOWN_SECONDS = 30.0
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks._cluster import FEW_CPUS, fresh_cluster
+from benchmarks._cluster import fresh_cluster
 from benchmarks._libraries import DRAWBAR, RAY_TRAIN, Library
 from benchmarks._scenario import Goal, Measure, Samples, Scenario, Side, faster_than_ray_train
 
@@ -91,7 +91,7 @@ def _fit(library: Library, train: Train) -> Samples:
     def function() -> Samples:
         return train_in_one_thread(train, library.side)
 
-    with fresh_cluster(FEW_CPUS) as storage:
+    with fresh_cluster(WORKERS) as storage:
         trainer = library.trainer(function, storage=storage, torch=True, workers=WORKERS)
         start = time.perf_counter()
         samples: Samples = trainer.fit().return_value

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._cluster import FEW_CPUS, fresh_cluster
+from benchmarks._cluster import fresh_cluster
 from benchmarks._libraries import DRAWBAR, RAY_TRAIN, Library
 from benchmarks._scenario import Goal, Measure, Samples, Scenario
 
@@ -59,7 +59,7 @@ def _fit(library: Library) -> Samples:
     def function() -> Samples:
         return train(library.torch.prepare_model(mlp()))
 
-    with fresh_cluster(FEW_CPUS) as storage:
+    with fresh_cluster(WORKERS) as storage:
         samples: Samples = library.trainer(function, storage=storage, torch=True).fit().return_value
     return samples
 

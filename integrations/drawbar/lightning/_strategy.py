@@ -58,6 +58,7 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
 
     weights: Weights | None = None
     """On rank 0, after a fit that the driver has launched: the trained weights, on the CPU."""
+    _device: torch.device | None = None
 
     def __init__(
         self,
@@ -79,7 +80,9 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         """The device that Ray gave to this worker; see `drawbar.torch.get_device`."""
-        return get_device()
+        if self._device is None:  # Lightning asks several times in each step
+            self._device = get_device()
+        return self._device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
