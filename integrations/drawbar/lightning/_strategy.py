@@ -8,6 +8,7 @@ and with its way cleared where Lightning or torch take it for granted that there
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,6 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
 
     weights: Weights | None = None
     """On rank 0, after a fit that the driver has launched: the trained weights, on the CPU."""
-    _device: torch.device | None = None
 
     def __init__(
         self,
@@ -77,12 +77,10 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
         if self.launch is not None:
             set_for_workers(self, self.launch.scaling_config)
 
-    @property
+    @cached_property  # Lightning asks several times in each step
     def root_device(self) -> torch.device:
         """The device that Ray gave to this worker; see `drawbar.torch.get_device`."""
-        if self._device is None:  # Lightning asks several times in each step
-            self._device = get_device()
-        return self._device
+        return get_device()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
