@@ -19,10 +19,10 @@ ROUNDS = 100
 WORKERS = 2
 
 NOTE = (
-    "From fit() to its return, process start included, with the rows in Ray's object store, in "
-    "dask's workers, or in memory. Drawbar also reports each round and saves the model; the "
-    "others do not. Memory: what the largest worker has to itself; its half of the rows "
-    "is 76 MB as float32."
+    "From fit() to its return, with the rows in Ray's object store, in dask's workers, or in "
+    "memory. Drawbar and ray.train start the workers' processes in that time, dask has its own "
+    "before. Drawbar also reports each round and saves the model; the others do not. Memory: what "
+    "the largest worker has to itself; its half of the rows is 76 MB as float32."
 )
 
 
