@@ -21,8 +21,8 @@ class Block:
     """Some rows of a shard.
 
     Args:
-        features: float32, (rows, features), row after row in memory; NaN is missing; a category is
-            its code.
+        features: float32, (rows, features), column after column in memory, as Arrow has them; NaN
+            is missing; a category is its code.
         label: float32, (rows,).
         weight: float32, (rows,).
         group: int64, (rows,): number of the row's query in this shard, ascending from 0. No query

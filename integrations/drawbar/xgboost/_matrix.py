@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
 from xgboost import DataIter, DMatrix, ExtMemQuantileDMatrix, QuantileDMatrix
 
 from drawbar.boosting import Block, Shard
@@ -59,7 +59,7 @@ class _ShardIterator(DataIter):
         self._shard = shard
         self._blocks: Iterator[Block] = iter(())
         self._categories = {
-            feature.name: pd.CategoricalDtype(list(feature.categories))
+            feature.name: list(feature.categories)
             for feature in shard.schema.features
             if feature.categories is not None
         }
@@ -80,19 +80,30 @@ class _ShardIterator(DataIter):
 
     def _features(self, block: Block) -> Mapping[str, Any]:
         names = self._shard.schema.names
-        if self._by_name:  # a frame carries them into the model; Arrow's could not hold integers
-            columns = {
-                name: self._column(name, block.features[:, i]) for i, name in enumerate(names)
-            }
-            return {"data": pd.DataFrame(columns, copy=False)}
+        if self._by_name:
+            return {"data": self._frame(block)}
+        # XGBoost reads columns a sixth faster than an array of rows.
+        columns = [_as_arrow(column) for column in block.features.T]
         types = ["c" if name in self._categories else "q" for name in names]
-        return {"data": block.features, "feature_names": names, "feature_types": types}
+        return {"data": pa.table(columns, names), "feature_names": names, "feature_types": types}
 
-    def _column(self, name: str, values: Any) -> Any:
-        if name not in self._categories:
-            return values
-        codes = np.where(np.isnan(values), -1, values).astype(np.int32)
-        return pd.Categorical.from_codes(codes, dtype=self._categories[name])
+    def _frame(self, block: Block) -> Any:
+        """Give columns with named categories, which a frame carries into the model.
+
+        Arrow's could not be integers.
+        """
+        import pandas as pd  # takes 0.2 s, for what few shards need
+
+        columns = dict(zip(self._shard.schema.names, block.features.T, strict=True))
+        for name, categories in self._categories.items():
+            codes = np.where(np.isnan(columns[name]), -1, columns[name]).astype(np.int32)
+            columns[name] = pd.Categorical.from_codes(codes, categories)
+        return pd.DataFrame(columns, copy=False)
+
+
+def _as_arrow(column: Any) -> pa.Array:
+    """Give a float32 column without a copy; `pa.array` would import pandas, which takes 0.2 s."""
+    return pa.Array.from_buffers(pa.float32(), len(column), [None, pa.py_buffer(column)])
 
 
 def _rest(block: Block) -> dict[str, Any]:
