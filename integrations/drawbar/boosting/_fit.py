@@ -62,6 +62,11 @@ class Fit(ABC):
                 )
 
     @property
+    def runs_user_code(self) -> bool:
+        """Whether code of the user runs on the workers."""
+        return bool(self.callbacks)
+
+    @property
     def folder(self) -> Path | None:
         """Where to keep rows on disk; None for the system's folder for such."""
         return None if isinstance(self.external_memory, bool) else Path(self.external_memory)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from drawbar.boosting._backend import BoostingConfig
 from drawbar.boosting._columns import Columns
 from drawbar.boosting._fit import Fit
 from drawbar.train import (
-    BackendConfig,
     Checkpoint,
     DataConfig,
     DataParallelTrainer,
@@ -56,7 +57,7 @@ class BoostingTrainer(DataParallelTrainer):
         *,
         fit_class: type[Fit],
         declared: Mapping[str, Any],
-        backend_config: BackendConfig,
+        backend_config: BoostingConfig,
         train_loop_config: dict[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
@@ -76,6 +77,8 @@ class BoostingTrainer(DataParallelTrainer):
         if dataset_config is None:
             group = work.columns.group if isinstance(work, Fit) else None
             dataset_config = DataConfig(datasets_to_split="all", equal=False, group_column=group)
+        if isinstance(work, Fit) and backend_config.import_sklearn is None:
+            backend_config = replace(backend_config, import_sklearn=work.runs_user_code)
         super().__init__(
             work,
             train_loop_config=train_loop_config,

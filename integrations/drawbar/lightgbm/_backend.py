@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
-from drawbar.boosting import worker_threads
+from drawbar.boosting import BoostingBackend, BoostingConfig, worker_threads
 from drawbar.train import ScalingConfig, collective, get_context
-from drawbar.train.backend import Backend, BackendConfig
+from drawbar.train.backend import Backend
 
 try:
     import lightgbm
@@ -36,7 +36,7 @@ OLDEST = (4, 5)
 
 
 @dataclass(frozen=True)
-class LightGBMConfig(BackendConfig):
+class LightGBMConfig(BoostingConfig):
     """How the workers' network is made that is up when the training function starts.
 
     Args:
@@ -44,10 +44,13 @@ class LightGBMConfig(BackendConfig):
             only some through; a node needs one for each of its workers. Default: any free one,
             preferably between 20000 and 29999.
         timeout_s: How long a worker waits for another, in seconds; LightGBM counts whole minutes.
+        import_sklearn: Whether the workers import scikit-learn with LightGBM; see `BoostingConfig`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
     """
+
+    library: ClassVar[str] = "lightgbm"
 
     ports: tuple[int, int] | None = None
     timeout_s: float = 1800
@@ -73,8 +76,8 @@ class LightGBMConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class with the controller's part, of which there is none."""
-        return _LightGBMBackend
+        """The class with the controller's part: to have the library imported."""
+        return BoostingBackend
 
     def preflight(self, scaling_config: ScalingConfig) -> None:
         """Check the version of LightGBM.
@@ -87,12 +90,6 @@ class LightGBMConfig(BackendConfig):
     def train_func_context(self) -> AbstractContextManager[None]:
         """Connect the workers before the training function, part them after it."""
         return _set_up(self)
-
-
-class _LightGBMBackend(Backend):
-    """LightGBM needs nothing in the controller; a process can be connected again and again."""
-
-    reentrant = True
 
 
 def check_version(found: str) -> None:

@@ -1,4 +1,7 @@
-"""LightGBM's scikit-learn estimators, trained on workers."""
+"""LightGBM's scikit-learn estimators, trained on workers.
+
+scikit-learn is imported where it is used: a worker, which imports this module too, can do without.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from typing import Any
 
 from lightgbm import Booster, LGBMClassifier, LGBMModel, LGBMRanker, LGBMRegressor
 from lightgbm.sklearn import _EvalFunctionWrapper
-from sklearn.utils.class_weight import compute_sample_weight
-from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from drawbar.boosting import Progress
 from drawbar.boosting._estimator import (
@@ -155,6 +156,8 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         if hasattr(X, "columns"):
             self.n_features_in_ = len(X.columns)
             return X, weight
+        from sklearn.utils.validation import _check_sample_weight, validate_data
+
         X, _ = validate_data(
             self, X, y, accept_sparse=True, ensure_all_finite=False, ensure_min_samples=2
         )
@@ -171,8 +174,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
                 f"class_weight={self._class_weight!r} needs the labels in memory; with a Ray "
                 "Dataset, put the weights into a column and name it in sample_weight"
             )
-        by_class = compute_sample_weight(self._class_weight, y)
-        return by_class if weight is None else by_class * weight
+        return _with_class_weights(weight, self._class_weight, y)
 
     def predict(self, X: Any, *args: Any, **options: Any) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
@@ -245,6 +247,12 @@ def _weight_of(weights: Any, class_weights: Any, label: Any, number: int) -> Any
     weight, by_class = _each(weights, number), _each(class_weights, number)
     if by_class is None:
         return weight
+    return _with_class_weights(weight, by_class, label)
+
+
+def _with_class_weights(weight: Any, by_class: Any, label: Any) -> Any:
+    from sklearn.utils.class_weight import compute_sample_weight
+
     by_row = compute_sample_weight(by_class, label)
     return by_row if weight is None else by_row * weight
 

@@ -43,6 +43,12 @@ class LightGBMFit(Fit):
     num_boost_round: int = 100
     feval: Any | None = None
 
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether code of the user runs on the workers."""
+        objective = value_of(self.params, "objective")
+        return super().runs_user_code or callable(objective) or bool(self.feval)
+
     def check(self, scaling_config: ScalingConfig) -> None:
         """Check the parameters in the driver."""
         check_parameters(self.params, scaling_config)

@@ -14,12 +14,13 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
+from drawbar.boosting import BoostingBackend, BoostingConfig
 from drawbar.train import ScalingConfig, get_context
-from drawbar.train.backend import Backend, BackendConfig, WorkerGroupView
+from drawbar.train.backend import Backend, WorkerGroupView
 
 try:
     import xgboost
@@ -40,16 +41,19 @@ _tracker_args: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class XGBoostConfig(BackendConfig):
+class XGBoostConfig(BoostingConfig):
     """How the workers' communicator is made that is up when the training function starts.
 
     Args:
         xgboost_communicator: Only "rabit" is known.
         timeout_s: How long a collective waits for the other ranks, in whole seconds.
+        import_sklearn: Whether the workers import scikit-learn with XGBoost; see `BoostingConfig`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
     """
+
+    library: ClassVar[str] = "xgboost"
 
     xgboost_communicator: str = "rabit"
     timeout_s: int = 1800
@@ -85,16 +89,15 @@ class XGBoostConfig(BackendConfig):
         return _communicator(self)
 
 
-class XGBoostBackend(Backend):
+class XGBoostBackend(BoostingBackend):
     """Keeps the tracker; a worker's process can join one after another."""
-
-    reentrant = True
 
     def __init__(self) -> None:
         self._tracker: RabitTracker | None = None
 
     def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
         """Start a tracker and tell every worker where it is."""
+        super().on_start(worker_group, backend_config)
         self._free()
         if len(worker_group) == 1:
             return

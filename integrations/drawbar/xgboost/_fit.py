@@ -41,6 +41,11 @@ class XGBoostFit(Fit):
     obj: Callable[..., Any] | None = None
     custom_metric: Callable[..., tuple[str, float]] | None = None
 
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether code of the user runs on the workers."""
+        return super().runs_user_code or callable(self.obj) or callable(self.custom_metric)
+
     def check(self, scaling_config: ScalingConfig) -> None:
         """Check the parameters in the driver, before a process starts.
 

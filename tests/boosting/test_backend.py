@@ -1,0 +1,103 @@
+"""How workers import a boosting library: without scikit-learn where no code of the user runs."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pandas as pd
+import pytest
+import ray.data
+
+from drawbar import train
+from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer
+from drawbar.train import RunConfig, ScalingConfig
+from drawbar.xgboost import XGBoostConfig, XGBoostTrainer
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+Make = Callable[..., Any]
+
+
+def _xgboost(**options: Any) -> XGBoostTrainer:
+    return XGBoostTrainer(params={"objective": "reg:squarederror"}, **_declared(), **options)
+
+
+def _lightgbm(**options: Any) -> LightGBMTrainer:
+    params = {"objective": options.pop("objective", "regression")}
+    return LightGBMTrainer(params=params, **_declared(), **options)
+
+
+def _declared() -> dict[str, Any]:
+    rows = pd.DataFrame({"a": [1.0, 2.0], "y": [0.0, 1.0]})
+    return {"label_column": "y", "datasets": {"train": lambda: ray.data.from_pandas(rows)}}
+
+
+def _of_user(*args: Any, **options: Any) -> Any:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "imports"),
+    [
+        (_xgboost, {}, False),
+        (_xgboost, {"callbacks": [_of_user]}, True),
+        (_xgboost, {"obj": _of_user}, True),
+        (_xgboost, {"custom_metric": _of_user}, True),
+        (_xgboost, {"xgboost_config": XGBoostConfig(import_sklearn=True)}, True),
+        (_lightgbm, {}, False),
+        (_lightgbm, {"callbacks": [_of_user]}, True),
+        (_lightgbm, {"feval": [_of_user]}, True),
+        (_lightgbm, {"objective": _of_user}, True),
+        (_lightgbm, {"lightgbm_config": LightGBMConfig(import_sklearn=True)}, True),
+    ],
+)
+def test_only_code_of_the_user_has_scikit_learn_imported(
+    make: Make, options: dict[str, Any], imports: bool
+) -> None:
+    assert make(**options).backend_config.import_sklearn is imports
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(
+    ("trainer", "option", "config", "library"),
+    [
+        (XGBoostTrainer, "xgboost_config", XGBoostConfig, "xgboost"),
+        (LightGBMTrainer, "lightgbm_config", LightGBMConfig, "lightgbm"),
+    ],
+)
+@pytest.mark.parametrize("given", [None, False])
+def test_a_training_function_finds_scikit_learn_unless_it_does_without(
+    trainer: Make, option: str, config: Make, library: str, given: bool | None, tmp_path: Path
+) -> None:
+    def function() -> None:
+        compat = importlib.import_module(f"{library}.compat")
+        before = "sklearn" in sys.modules
+        importlib.import_module("sklearn")  # it can be imported in any case
+        train.report({"imported": before, "known": compat.SKLEARN_INSTALLED})
+
+    result = trainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(storage_path=tmp_path),
+        **{option: config(import_sklearn=given)},
+    ).fit()
+    expected = given is None
+    assert result.metrics == {"imported": expected, "known": expected}
+
+
+@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+def test_a_process_that_has_scikit_learn_keeps_it(library: str) -> None:
+    script = f"""
+import sys, sklearn
+from drawbar.boosting._backend import import_without_sklearn
+import_without_sklearn("{library}")
+import {library}.compat
+assert {library}.compat.SKLEARN_INSTALLED and sys.modules["sklearn"] is sklearn
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
