@@ -199,6 +199,19 @@ def test_ranking_with_whole_queries(fit_in_threads: FitInThreads) -> None:
     assert metrics["train-ndcg@5"] > 0.9
 
 
+def test_queries_of_several_blocks_equal_one_process(fit_in_threads: FitInThreads) -> None:
+    number = np.arange(600_000)  # two blocks and a half, of which none ends with a query
+    frame = pd.DataFrame({"a": number % 97, "b": number // 7 % 31}).astype("float32")
+    frame["query"], frame["target"] = number // 7, number % 3
+    params = {"objective": "rank:pairwise", "max_depth": 3}
+    columns = Columns(label="target", group="query")
+    booster, _ = fit_in_threads({"train": [frame]}, columns, params, num_boost_round=2)
+    train = matrix(frame, drop=("query",), qid=frame["query"])
+    expected = plain(params, train, 2).predict(train)
+    assert np.abs(booster.predict(train) - expected).max() < 1e-6
+    assert expected.std() > 0
+
+
 def test_external_memory_gives_the_same_model(
     fit_in_threads: FitInThreads, cancer: pd.DataFrame, tmp_path: Any
 ) -> None:

@@ -96,7 +96,8 @@ class Disk(Store):
         with open(self._file(self._count), "wb") as file:
             for name, array in _arrays(block):
                 np.save(file, np.array(name))
-                np.save(file, array)
+                # Of rows cut out of a block NumPy would not keep the order in memory.
+                np.save(file, array if array.flags.forc else np.asfortranarray(array))
         self._count += 1
 
     def __iter__(self) -> Iterator[Block]:
