@@ -16,7 +16,9 @@ import ray.data
 
 from drawbar import train
 from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer
+from drawbar.lightgbm import RayTrainReportCallback as LightGBMReports
 from drawbar.train import RunConfig, ScalingConfig
+from drawbar.xgboost import RayTrainReportCallback as XGBoostReports
 from drawbar.xgboost import XGBoostConfig, XGBoostTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -38,6 +40,10 @@ def _declared() -> dict[str, Any]:
     return {"label_column": "y", "datasets": {"train": lambda: ray.data.from_pandas(rows)}}
 
 
+class _ReportsOfUser(XGBoostReports):
+    pass
+
+
 def _of_user(*args: Any, **options: Any) -> Any:
     raise NotImplementedError
 
@@ -46,11 +52,16 @@ def _of_user(*args: Any, **options: Any) -> Any:
     ("make", "options", "imports"),
     [
         (_xgboost, {}, False),
+        (_xgboost, {"callbacks": [XGBoostReports(frequency=5)]}, False),
+        (_xgboost, {"callbacks": [XGBoostReports(results_postprocessing_fn=_of_user)]}, True),
+        (_xgboost, {"callbacks": [_ReportsOfUser()]}, True),
         (_xgboost, {"callbacks": [_of_user]}, True),
         (_xgboost, {"obj": _of_user}, True),
         (_xgboost, {"custom_metric": _of_user}, True),
         (_xgboost, {"xgboost_config": XGBoostConfig(import_sklearn=True)}, True),
         (_lightgbm, {}, False),
+        (_lightgbm, {"callbacks": [LightGBMReports(frequency=5)]}, False),
+        (_lightgbm, {"callbacks": [LightGBMReports(results_postprocessing_fn=_of_user)]}, True),
         (_lightgbm, {"callbacks": [_of_user]}, True),
         (_lightgbm, {"feval": [_of_user]}, True),
         (_lightgbm, {"objective": _of_user}, True),

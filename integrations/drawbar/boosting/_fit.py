@@ -64,7 +64,7 @@ class Fit(ABC):
     @property
     def runs_user_code(self) -> bool:
         """Whether code of the user runs on the workers."""
-        return bool(self.callbacks)
+        return any(getattr(callback, "runs_user_code", True) for callback in self.callbacks)
 
     @property
     def folder(self) -> Path | None:

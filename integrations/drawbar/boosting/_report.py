@@ -57,6 +57,11 @@ class RoundReports:
         self._validation = validation
         self._saved_after = 0
 
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether a function of the user makes the metrics."""
+        return self._postprocess is not None
+
     def after_round(self, done: int, history: History, save: Callable[[Path], None]) -> None:
         """Report a round.
 

@@ -62,6 +62,11 @@ class RayTrainReportCallback:
         self._rounds = 0
         self._model: Booster | None = None
 
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether code of the user is in it; unlike other callbacks, most have none."""
+        return type(self) is not RayTrainReportCallback or self._reports.runs_user_code
+
     def resume(self, progress: Progress) -> None:
         """Go on after the rounds of an earlier attempt."""
         self._rounds, self._history = progress.rounds, progress.history

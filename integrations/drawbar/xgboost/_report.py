@@ -54,6 +54,11 @@ class RayTrainReportCallback(TrainingCallback):
         self._filename = filename
         self._progress = Progress()
 
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether code of the user is in it; unlike other callbacks, most have none."""
+        return type(self) is not RayTrainReportCallback or self._reports.runs_user_code
+
     @classmethod
     def get_model(cls, checkpoint: Checkpoint, filename: str = CHECKPOINT_NAME) -> Booster:
         """Load the booster of a checkpoint.
