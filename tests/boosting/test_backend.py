@@ -74,6 +74,12 @@ def test_only_code_of_the_user_has_scikit_learn_imported(
     assert make(**options).backend_config.import_sklearn is imports
 
 
+@pytest.mark.parametrize("config", [XGBoostConfig, LightGBMConfig])
+def test_anything_but_a_bool_is_refused(config: Make) -> None:
+    with pytest.raises(TypeError, match=r"import_sklearn must be True, False or None, found 'no'"):
+        config(import_sklearn="no")
+
+
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     ("trainer", "option", "config", "library"),

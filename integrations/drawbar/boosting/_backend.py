@@ -18,12 +18,22 @@ class BoostingConfig(BackendConfig):
         import_sklearn: Whether a worker imports scikit-learn with the library, which takes about a
             second and is what the library's estimators need (`XGBClassifier`, `LGBMClassifier`).
             Default: only where code of yours runs, as a training function, a callback or a metric.
+
+    Raises:
+        TypeError: `import_sklearn` is no bool.
     """
 
     library: ClassVar[str]
     """The module to import."""
 
     import_sklearn: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.import_sklearn is not None and not isinstance(self.import_sklearn, bool):
+            raise TypeError(
+                f"{type(self).__name__}.import_sklearn must be True, False or None, "
+                f"found {self.import_sklearn!r}"
+            )
 
 
 class BoostingBackend(Backend):

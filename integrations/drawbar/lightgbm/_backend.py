@@ -44,7 +44,9 @@ class LightGBMConfig(BoostingConfig):
             only some through; a node needs one for each of its workers. Default: any free one,
             preferably between 20000 and 29999.
         timeout_s: How long a worker waits for another, in seconds; LightGBM counts whole minutes.
-        import_sklearn: Whether the workers import scikit-learn with LightGBM; see `BoostingConfig`.
+        import_sklearn: Whether a worker imports scikit-learn with LightGBM, which takes about a
+            second and is what `LGBMClassifier` and the like need. Default: only where code of
+            yours runs, as a training function, a callback or a metric.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
@@ -56,6 +58,7 @@ class LightGBMConfig(BoostingConfig):
     timeout_s: float = 1800
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
             raise TypeError(f"LightGBMConfig.timeout_s must be a number, found {self.timeout_s!r}")
         if self.timeout_s <= 0:

@@ -47,7 +47,9 @@ class XGBoostConfig(BoostingConfig):
     Args:
         xgboost_communicator: Only "rabit" is known.
         timeout_s: How long a collective waits for the other ranks, in whole seconds.
-        import_sklearn: Whether the workers import scikit-learn with XGBoost; see `BoostingConfig`.
+        import_sklearn: Whether a worker imports scikit-learn with XGBoost, which takes about a
+            second and is what `XGBClassifier` and the like need. Default: only where code of
+            yours runs, as a training function, a callback or a metric.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
@@ -59,6 +61,7 @@ class XGBoostConfig(BoostingConfig):
     timeout_s: int = 1800
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.xgboost_communicator != "rabit":
             raise ValueError(
                 "XGBoostConfig.xgboost_communicator must be 'rabit', "
