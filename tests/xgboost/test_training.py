@@ -200,7 +200,7 @@ def test_ranking_with_whole_queries(fit_in_threads: FitInThreads) -> None:
 
 
 def test_queries_of_several_blocks_equal_one_process(fit_in_threads: FitInThreads) -> None:
-    number = np.arange(600_000)  # two blocks and a half, of which none ends with a query
+    number = np.arange(600_000)  # two blocks, which cut a query
     frame = pd.DataFrame({"a": number % 97, "b": number // 7 % 31}).astype("float32")
     frame["query"], frame["target"] = number // 7, number % 3
     params = {"objective": "rank:pairwise", "max_depth": 3}
