@@ -74,6 +74,8 @@ class ActorRun:
         except Exception as error:
             self._ending = self._lost(error)
         finally:
+            with contextlib.suppress(Exception):  # the actor may be gone
+                self._actor.leave.remote(follower)
             self._console.close()
             atexit.unregister(self._end_with_the_program)
             self._over.set()

@@ -102,9 +102,12 @@ class HostActor:
         ending = self._ending  # before the calls: none comes after it
         calls, position = self._relay.since(seen, POLL_SECONDS)
         self._followers.heard_of(follower)
-        if ending is not None:
-            self._followers.forget(follower)
         return News(calls, position, ending)
+
+    def leave(self, follower: str) -> None:
+        """Take note that a follower leaves. It says so when the ending has arrived, not before:
+        this actor is killed then, and with it goes what is under way."""
+        self._followers.forget(follower)
 
     # -- what its followers ask of the run
 
