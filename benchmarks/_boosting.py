@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks._cluster import FEW_CPUS, fresh_cluster
+from benchmarks._cluster import fresh_cluster
 from benchmarks._memory import peak_of_children
 from benchmarks._scenario import Goal, Measure, Samples, Side, faster_than_ray_train
 
@@ -65,7 +65,7 @@ def fit_declared(library: str, trainer: str, params: dict[str, Any]) -> Samples:
         trainer: Name of its trainer.
         params: The library's.
     """
-    with fresh_cluster(FEW_CPUS) as storage:
+    with fresh_cluster(WORKERS) as storage:
         from drawbar.train import RunConfig, ScalingConfig
 
         home = importlib.import_module(f"drawbar.{library}")
@@ -82,7 +82,7 @@ def fit_declared(library: str, trainer: str, params: dict[str, Any]) -> Samples:
 
 def fit_with_ray_train(library: str, trainer: str, function: Callable[[], None]) -> Samples:
     """Run a training function with one of `ray.train`'s trainers; arguments as above."""
-    with fresh_cluster(FEW_CPUS) as storage:
+    with fresh_cluster(WORKERS) as storage:
         from ray.train import RunConfig, ScalingConfig
 
         home = importlib.import_module(f"ray.train.{library}")

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 NUM_CPUS = 8
-FEW_CPUS = 4
-"""For what is timed while all cores are busy and has Ray load data meanwhile: Ray keeps an idle
-process for each logical CPU, which takes some 2% of a core. Without data to load, as many as there
-are workers will do."""
 SHUTDOWN_SECONDS = 30.0
 
 
 @contextmanager
 def fresh_cluster(num_cpus: int = NUM_CPUS) -> Iterator[Path]:
     """Start a local Ray cluster with so many logical CPUs; give an empty folder for the runs.
+
+    Where all cores are busy there are as many as workers: Ray keeps an idle process for each
+    logical CPU, which takes some 2% of a core.
 
     On leaving, the cluster's processes are waited for, so that none of them takes CPU time from the
     side that comes next.

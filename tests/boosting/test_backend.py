@@ -71,13 +71,22 @@ def _of_user(*args: Any, **options: Any) -> Any:
 def test_only_code_of_the_user_has_scikit_learn_imported(
     make: Make, options: dict[str, Any], imports: bool
 ) -> None:
-    assert make(**options).backend_config.import_sklearn is imports
+    left_out = make(**options).backend_config.left_out
+    assert ("sklearn" not in left_out) is imports
+    assert ("pandas" in left_out) is (make is _lightgbm and not imports)
 
 
-@pytest.mark.parametrize("config", [XGBoostConfig, LightGBMConfig])
-def test_anything_but_a_bool_is_refused(config: Make) -> None:
-    with pytest.raises(TypeError, match=r"import_sklearn must be True, False or None, found 'no'"):
-        config(import_sklearn="no")
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (XGBoostConfig, "import_sklearn"),
+        (LightGBMConfig, "import_sklearn"),
+        (LightGBMConfig, "import_pandas"),
+    ],
+)
+def test_anything_but_a_bool_is_refused(config: Make, option: str) -> None:
+    with pytest.raises(TypeError, match=rf"\.{option} must be True, False or None, found 'no'"):
+        config(**{option: "no"})
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -108,12 +117,31 @@ def test_a_training_function_finds_scikit_learn_unless_it_does_without(
     assert result.metrics == {"imported": expected, "known": expected}
 
 
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("given", [None, False])
+def test_a_function_that_does_without_scikit_learn_has_pandas_unless_told(
+    given: bool | None, tmp_path: Path
+) -> None:
+    def function() -> None:
+        compat = importlib.import_module("lightgbm.compat")
+        frame = importlib.import_module("pandas").DataFrame  # it can be imported in any case
+        train.report({"frames": compat.pd_DataFrame is frame})
+
+    result = LightGBMTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(storage_path=tmp_path),
+        lightgbm_config=LightGBMConfig(import_sklearn=False, import_pandas=given),
+    ).fit()
+    assert result.metrics == {"frames": given is None}
+
+
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
 def test_a_process_that_has_scikit_learn_keeps_it(library: str) -> None:
     script = f"""
 import sys, sklearn
-from drawbar.boosting._backend import import_without_sklearn
-import_without_sklearn("{library}")
+from drawbar.boosting._backend import import_without
+import_without(["sklearn"], "{library}")
 import {library}.compat
 assert {library}.compat.SKLEARN_INSTALLED and sys.modules["sklearn"] is sklearn
 """

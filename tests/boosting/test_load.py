@@ -128,6 +128,33 @@ def test_blocks_have_one_size_and_hold_whole_queries(
     assert all(len(block) % 4 == 0 and len(block) <= 16 for block in blocks)
 
 
+@pytest.mark.parametrize(
+    ("words", "codes"),
+    [(["pear", "pear"], [0.0, 0.0]), (["pear", "apple"], [1.0, 0.0])],  # the latter are sorted
+)
+def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
+    run_config: RunConfig, tmp_path: Path, words: list[str], codes: list[float]
+) -> None:
+    columns = Columns(label="y", categorical=["c"])
+    folder = tmp_path / "rows"
+    folder.mkdir()
+
+    def function() -> Any:
+        here = words[get_context().get_world_rank() :]
+        table = pa.table({"y": [1.0] * len(here), "c": here})
+        shards = load(["train"], columns, source=lambda _: [table], on_disk=True, folder=folder)
+        one_by_one = [block.features.tolist() for block in shards["train"]]
+        (block,) = shards["train"].blocks()
+        shards.clear()  # the file is deleted, the view stays
+        assert [block.features.tolist()] == one_by_one
+        assert not block.features.flags.writeable
+        return block.features[:, 0].tolist()
+
+    result = run_in_threads(function, run_config=run_config)
+    assert result.return_values == [codes, codes[1:]]
+    assert not list(folder.iterdir())
+
+
 def test_errors_name_what_is_wrong(run_config: RunConfig, tmp_path: Path) -> None:
     def message(columns: Columns, train: Rows, **more: Rows) -> str:
         ranks = {"train": [train], **{name: [rows] for name, rows in more.items()}}

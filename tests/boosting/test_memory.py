@@ -70,7 +70,7 @@ print("ratio", (peak - base) / (ROWS * COLUMNS * 4))
     [
         ("xgboost", "memory", 1_000_000, 1.6),
         ("xgboost", "external", 2_000_000, 0.6),
-        ("lightgbm", "memory", 1_000_000, 1.6),
+        ("lightgbm", "memory", 1_000_000, 1.0),
     ],
 )
 def test_peak_memory_of_a_worker(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from drawbar.train.backend import Backend, BackendConfig, WorkerGroupView
 
@@ -25,15 +26,34 @@ class BoostingConfig(BackendConfig):
 
     library: ClassVar[str]
     """The module to import."""
+    optional: ClassVar[tuple[str, ...]] = ("sklearn",)
+    """Packages that the library imports if they are there; each has an option `import_...`."""
 
     import_sklearn: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.import_sklearn is not None and not isinstance(self.import_sklearn, bool):
-            raise TypeError(
-                f"{type(self).__name__}.import_sklearn must be True, False or None, "
-                f"found {self.import_sklearn!r}"
-            )
+        for option, value in self._options().items():
+            if value is not None and not isinstance(value, bool):
+                raise TypeError(
+                    f"{type(self).__name__}.{option} must be True, False or None, found {value!r}"
+                )
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            f"import_{package}": getattr(self, f"import_{package}") for package in self.optional
+        }
+
+    def decided(self, *, runs_user_code: bool) -> Self:
+        """Decide what the user has left open."""
+        still_open = [option for option, value in self._options().items() if value is None]
+        return replace(self, **dict.fromkeys(still_open, runs_user_code))
+
+    @property
+    def left_out(self) -> list[str]:
+        """The packages that are not imported; scikit-learn would import the others itself."""
+        if self.import_sklearn is not False:
+            return []
+        return [package for package in self.optional if getattr(self, f"import_{package}") is False]
 
 
 class BoostingBackend(Backend):
@@ -43,19 +63,19 @@ class BoostingBackend(Backend):
 
     def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
         """Import the library on every worker, if that is not to be done in the usual way."""
-        if backend_config.import_sklearn is False:
-            worker_group.execute(import_without_sklearn, backend_config.library)
+        if backend_config.left_out:
+            worker_group.execute(import_without, backend_config.left_out, backend_config.library)
 
 
-def import_without_sklearn(library: str) -> None:
-    """Import a library that uses scikit-learn if it is there, as if it were not.
+def import_without(packages: Sequence[str], library: str) -> None:
+    """Import a library that uses some packages if they are there, as if they were not.
 
-    Nothing happens in a process that has imported either of them.
+    A package that this process has imported already is left to the library.
     """
-    if "sklearn" in sys.modules:
-        return
-    sys.modules["sklearn"] = None  # type: ignore[assignment]  # its import now fails
+    hidden = [package for package in packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # their import now fails
     try:
         importlib.import_module(library)
     finally:
-        del sys.modules["sklearn"]
+        for package in hidden:
+            del sys.modules[package]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 Array = np.ndarray[Any, Any]
 
@@ -64,6 +65,10 @@ class Store(ABC):
     def __iter__(self) -> Iterator[Block]:
         """Give the blocks; every iteration is a new pass."""
 
+    @abstractmethod
+    def empty(self) -> Store:
+        """Make a store of this kind, in the same place."""
+
 
 class Memory(Store):
     """Keeps the blocks in memory."""
@@ -78,39 +83,50 @@ class Memory(Store):
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks)
 
+    def empty(self) -> Memory:
+        """Make another one."""
+        return Memory()
+
 
 class Disk(Store):
-    """Keeps the blocks in files, one at a time in memory; they go with this object.
+    """Keeps the blocks in a file, which goes with this object.
+
+    The blocks that it gives are views of the file: they take pages of the system's cache, no memory
+    of this process, and may be used as long as one likes.
 
     Args:
-        folder: Where the files' own folder is made. Default: the system's folder for such.
+        folder: Where the file's own folder is made. Default: the system's folder for such.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="drawbar-", dir=folder))
-        self._count = 0
+        self._names: list[list[str]] = []  # of each block's arrays
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    @property
+    def _file(self) -> str:
+        return str(self.path / "blocks.tensors")
 
     def append(self, block: Block) -> None:
         """Write a block."""
-        with open(self._file(self._count), "wb") as file:
-            for name, array in _arrays(block):
-                np.save(file, np.array(name))
-                # Of rows cut out of a block NumPy would not keep the order in memory.
-                np.save(file, array if array.flags.forc else np.asfortranarray(array))
-        self._count += 1
+        arrays = dict(_arrays(block))
+        with pa.OSFile(self._file, "ab") as file:
+            for array in arrays.values():
+                # Of rows cut out of a block Arrow would not keep the order in memory.
+                whole = array if array.flags.forc else np.asfortranarray(array)
+                pa.ipc.write_tensor(pa.Tensor.from_numpy(whole), file)
+        self._names.append(list(arrays))
 
     def __iter__(self) -> Iterator[Block]:
-        for number in range(self._count):
-            with open(self._file(number), "rb") as file:
-                arrays = {}
-                while file.peek(1):
-                    name = str(np.load(file))
-                    arrays[name] = np.load(file)
-            yield Block(**arrays)
+        if not self._names:
+            return
+        with pa.memory_map(self._file) as file:
+            for names in self._names:
+                yield Block(**{name: pa.ipc.read_tensor(file).to_numpy() for name in names})
 
-    def _file(self, number: int) -> Path:
-        return self.path / f"{number:06d}.npy"
+    def empty(self) -> Disk:
+        """Make another one."""
+        return Disk(self.path.parent)
 
 
 def _arrays(block: Block) -> Iterator[tuple[str, Array]]:

@@ -47,22 +47,28 @@ class Schema:
         """The names of the features."""
         return [feature.name for feature in self.features]
 
+    def is_that_of(self, local: Summary) -> bool:
+        """Whether a rank's own order and codes are those of the schema."""
+        recoded = (new != np.arange(len(new)) for new in self._codes(local).values())
+        return local.features == tuple(self.names) and not any(map(np.any, recoded))
+
     def translate(self, block: Block, local: Summary) -> Block:
         """Give a block of this rank's own order and codes in those of the schema."""
-        order = [(local.features or ()).index(name) for name in self.names]
-        codes = {
+        if self.is_that_of(local):
+            return block
+        features = block.features[:, [(local.features or ()).index(name) for name in self.names]]
+        for column, new in self._codes(local).items():
+            known = ~np.isnan(features[:, column])
+            features[known, column] = new[features[known, column].astype(np.int64)]
+        return Block(**{**vars(block), "features": features})
+
+    def _codes(self, local: Summary) -> dict[int, Array]:
+        """Give the new codes of a rank's own, for each column with categories by name."""
+        return {
             column: _new_codes(local.categories[feature.name], feature.categories or ())
             for column, feature in enumerate(self.features)
             if feature.name in local.categories
         }
-        unchanged = all((new == np.arange(len(new))).all() for new in codes.values())
-        if unchanged and order == sorted(order):
-            return block
-        features = block.features[:, order]
-        for column, new in codes.items():
-            known = ~np.isnan(features[:, column])
-            features[known, column] = new[features[known, column].astype(np.int64)]
-        return Block(**{**vars(block), "features": features})
 
 
 def agree(summaries: Mapping[str, Sequence[Summary]]) -> Schema:

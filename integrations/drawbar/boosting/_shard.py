@@ -76,6 +76,15 @@ class Shard:
             else:
                 yield translated
 
+    def blocks(self) -> list[Block]:
+        """Give all blocks at once; if the rows wait on disk, they take no memory there either."""
+        if not self._summary.rows or self.schema.is_that_of(self._summary):
+            return list(self)
+        translated = self._store.empty()
+        for block in self:
+            translated.append(block)
+        return list(translated)
+
     def _nothing(self) -> Block:
         """Give a row that counts nothing."""
         columns = self.columns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from drawbar.boosting._backend import BoostingConfig
@@ -77,8 +76,8 @@ class BoostingTrainer(DataParallelTrainer):
         if dataset_config is None:
             group = work.columns.group if isinstance(work, Fit) else None
             dataset_config = DataConfig(datasets_to_split="all", equal=False, group_column=group)
-        if isinstance(work, Fit) and backend_config.import_sklearn is None:
-            backend_config = replace(backend_config, import_sklearn=work.runs_user_code)
+        if isinstance(work, Fit):
+            backend_config = backend_config.decided(runs_user_code=work.runs_user_code)
         super().__init__(
             work,
             train_loop_config=train_loop_config,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from drawbar.lightgbm._sockets import reset_unless_it_returns
 
 OLDEST = (4, 5)
 """The oldest LightGBM that this package works with."""
+HEAD_START_SECONDS = 0.02
+"""How long rank 0 waits before it looks for the others; those between them wait less."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,17 @@ class LightGBMConfig(BoostingConfig):
         import_sklearn: Whether a worker imports scikit-learn with LightGBM, which takes about a
             second and is what `LGBMClassifier` and the like need. Default: only where code of
             yours runs, as a training function, a callback or a metric.
+        import_pandas: Whether a worker that does without scikit-learn imports pandas, which takes
+            a fifth of a second and is what LightGBM needs to be given frames. Default: as above.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
     """
 
     library: ClassVar[str] = "lightgbm"
+    optional: ClassVar[tuple[str, ...]] = ("sklearn", "pandas")
 
+    import_pandas: bool | None = None
     ports: tuple[int, int] | None = None
     timeout_s: float = 1800
 
@@ -134,12 +141,22 @@ def _network(config: LightGBMConfig) -> Iterator[None]:
     candidates = range(config.ports[0], config.ports[1] + 1) if config.ports else None
     with reserved_port(candidates) as port:
         machines = collective.all_gather(f"{own_address()}:{port}")
+        time.sleep(_head_start())
         try:
             _native.join_network(machines, port, math.ceil(config.timeout_s / 60))
             with reset_unless_it_returns(machines, port):
                 yield
         finally:
             _native.leave_network()
+
+
+def _head_start() -> float:
+    """How many seconds this rank lets higher ones begin to listen.
+
+    LightGBM's lower ranks connect to the higher ones, and wait 0.2 s if nobody listens yet.
+    """
+    context = get_context()
+    return HEAD_START_SECONDS * (1 - context.get_world_rank() / (context.get_world_size() - 1))
 
 
 def own_address() -> str:

@@ -10,6 +10,7 @@ of workers either.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from drawbar.lightgbm._parameters import name_of, value_of
 from drawbar.train import collective, get_context
 
 Floats = npt.NDArray[np.float32]
+Columns = npt.NDArray[np.float64]
 
 
 def agree_on_bins(shard: Shard, params: Mapping[str, Any]) -> bytes:
@@ -39,7 +41,7 @@ def agree_on_bins(shard: Shard, params: Mapping[str, Any]) -> bytes:
     Raises:
         LightGBMError: A parameter is wrong.
     """
-    sample = gather_at_rank_zero(_sample(shard, params))
+    sample = _gathered_sample(shard, params)
     if sample is None:
         return collective.broadcast_from_rank_zero(b"")
     with ThreadPoolExecutor(1) as without_network:  # it belongs to this thread
@@ -79,18 +81,20 @@ def make_dataset(
         params: LightGBM's parameters.
         earlier: A booster whose predictions the rows start from.
     """
-    names = [feature.name for feature in shard.schema.features]
-    dataset = _native.empty_dataset(bins, len(shard), dataset_params(shard, params), names)
+    blocks = shard.blocks()
+    dataset = _native.binned_dataset(
+        bins,
+        [block.features for block in blocks],
+        dataset_params(shard, params),
+        shard.schema.names,
+    )
     dataset.pandas_categorical = [
         list(feature.categories or ())
         for feature in shard.schema.features
         if feature.has_named_categories
     ]
     labels, weights, groups, starts = [], [], [], []
-    done = 0
-    for block in shard:
-        _native.push_rows(dataset, block.features, done)
-        done += len(block)
+    for block in blocks:
         labels.append(block.label)
         if block.weight is not None:
             weights.append(block.weight)
@@ -116,17 +120,59 @@ def _starts(features: Floats, margin: Floats | None, earlier: Booster | None) ->
     return predicted if margin is None else np.asarray(predicted) + margin
 
 
-def _sample(shard: Shard, params: Mapping[str, Any]) -> Floats:
-    """Give this rank's rows of the sample of all ranks' rows."""
-    before = sum(collective.all_gather(shard.rows)[: get_context().get_world_rank()])
-    chosen = _chosen(shard.total_rows, params) - before
-    parts = [np.empty((0, len(shard.schema.features)), dtype=np.float32)]
+def _gathered_sample(shard: Shard, params: Mapping[str, Any]) -> Columns | None:
+    """Give rank 0 the sampled rows of all ranks in rank order, the others None. A collective.
+
+    They go straight to rank 0, block by block, since a sample is too large for Drawbar's own
+    channel; and they lie there as LightGBM takes them, features by rows.
+    """
+    context = get_context()
+    chosen = _chosen(shard.total_rows, params)
+    ends = np.cumsum([0, *collective.all_gather(shard.rows)])
+    pieces = _sampled(shard, chosen - ends[context.get_world_rank()])
+    if context.get_world_rank() > 0:
+        address, key = collective.broadcast_from_rank_zero(("", b""))
+        with Client(address, authkey=key) as connection:
+            connection.send(context.get_world_rank())
+            for piece in pieces:
+                connection.send_bytes(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+        return None
+    sample = np.empty((len(shard.schema.features), len(chosen)))
+    borders = np.searchsorted(chosen, ends)  # of the ranks, in the sample
+    parts = [sample[:, begin:end] for begin, end in itertools.pairwise(borders)]
+    key = secrets.token_bytes(32)
+    with Listener((own_address(), 0), backlog=context.get_world_size(), authkey=key) as listener:
+        collective.broadcast_from_rank_zero((listener.address, key))
+        _fill(parts[0], pieces)
+        for _ in range(1, context.get_world_size()):
+            with listener.accept() as connection:
+                rank = connection.recv()
+                _fill(parts[rank], _received(connection, len(sample)))
+    return sample
+
+
+def _fill(part: Columns, pieces: Iterator[Floats]) -> None:
+    """Put pieces side by side until a part of the sample is full."""
+    start = 0
+    while start < part.shape[1]:
+        piece = next(pieces)
+        part[:, start : start + piece.shape[1]] = piece
+        start += piece.shape[1]
+
+
+def _received(connection: Connection[Any, Any], features: int) -> Iterator[Floats]:
+    while True:
+        yield np.frombuffer(connection.recv_bytes(), dtype=np.float32).reshape(features, -1)
+
+
+def _sampled(shard: Shard, chosen: npt.NDArray[np.int64]) -> Iterator[Floats]:
+    """Give the rows of a shard that have the chosen numbers, block by block, features by rows."""
     start = 0
     for block in shard if shard.rows else ():
         here = chosen[(chosen >= start) & (chosen < start + len(block))] - start
-        parts.append(block.features[here])
+        if len(here):
+            yield block.features.T[:, here]
         start += len(block)
-    return np.concatenate(parts)
 
 
 def _chosen(rows: int, params: Mapping[str, Any]) -> npt.NDArray[np.int64]:
@@ -136,34 +182,3 @@ def _chosen(rows: int, params: Mapping[str, Any]) -> npt.NDArray[np.int64]:
         return np.arange(rows)
     seed = int(value_of(params, "data_random_seed", 1))
     return np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
-
-
-def gather_at_rank_zero(rows: Floats) -> Floats | None:
-    """Give rank 0 the rows of all ranks in rank order, the others None. A collective.
-
-    It goes straight to rank 0, since a sample is too large for Drawbar's own channel.
-    """
-    context = get_context()
-    if context.get_world_size() == 1:
-        return rows
-    if context.get_world_rank() > 0:
-        address, key = collective.broadcast_from_rank_zero(("", b""))
-        with Client(address, authkey=key) as connection:
-            connection.send(context.get_world_rank())
-            connection.send_bytes(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-        return None
-    host = own_address()
-    key = secrets.token_bytes(32)
-    with Listener((host, 0), backlog=context.get_world_size(), authkey=key) as listener:
-        collective.broadcast_from_rank_zero((listener.address, key))
-        parts = {0: rows, **dict(_received(listener, context.get_world_size() - 1, rows.shape[1]))}
-    return np.concatenate([parts[rank] for rank in sorted(parts)])
-
-
-def _received(listener: Listener, count: int, width: int) -> Iterator[tuple[int, Floats]]:
-    for _ in range(count):
-        connection: Connection[Any, Any] = listener.accept()
-        with connection:
-            rank = connection.recv()
-            rows = np.frombuffer(connection.recv_bytes(), dtype=np.float32)
-        yield rank, rows.reshape(-1, width)

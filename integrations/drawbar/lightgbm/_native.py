@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from lightgbm import Booster, Dataset, basic
 from lightgbm.basic import _param_dict_to_str, _safe_call
 
 Matrix = npt.NDArray[np.float32]
+Columns = npt.NDArray[np.float64]
 
 _LIB: Any = basic._LIB  # type: ignore[attr-defined]  # imported there
 
-_FLOAT32 = 0  # C_API_DTYPE_FLOAT32
 _ZERO = 1e-35  # what LightGBM takes for zero, and leaves out of a sampled column
+_ARROW_ARRAY_BYTES, _ARROW_SCHEMA_BYTES = 80, 72  # of Arrow's C structures, on 64 bits
 
 
 def join_network(machines: Sequence[str], port: int, timeout_minutes: int) -> None:
@@ -52,11 +54,11 @@ def leave_network() -> None:
     _safe_call(_LIB.LGBM_NetworkFree())
 
 
-def bin_reference(sample: Matrix, rows: int, params: Mapping[str, Any]) -> bytes:
+def bin_reference(sample: Columns, rows: int, params: Mapping[str, Any]) -> bytes:
     """Find the bins of all features from a sample of rows; gives them in LightGBM's own format.
 
     Args:
-        sample: Rows by features.
+        sample: Features by rows.
         rows: How many rows the sample stands for.
         params: Dataset parameters, such as `max_bin`; categorical features by number.
 
@@ -64,10 +66,11 @@ def bin_reference(sample: Matrix, rows: int, params: Mapping[str, Any]) -> bytes
         LightGBMError: A parameter is wrong.
     """
     columns, indices = [], []
-    for column in sample.T:
-        (kept,) = np.nonzero(~(np.abs(column) <= _ZERO))
-        columns.append(column[kept].astype(np.float64))
-        indices.append(kept.astype(np.int32))
+    all_rows = np.arange(sample.shape[1], dtype=np.int32)
+    for column in sample:
+        is_zero = np.abs(column) <= _ZERO
+        columns.append(column[~is_zero] if is_zero.any() else column)
+        indices.append(all_rows[~is_zero] if is_zero.any() else all_rows)
     lengths = np.array([len(column) for column in columns], dtype=np.int32)
     handle = ctypes.c_void_p()
     _safe_call(
@@ -76,8 +79,8 @@ def bin_reference(sample: Matrix, rows: int, params: Mapping[str, Any]) -> bytes
             _pointers(indices, ctypes.c_int32),
             ctypes.c_int32(len(columns)),
             lengths.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            ctypes.c_int32(len(sample)),
-            ctypes.c_int32(len(sample)),
+            ctypes.c_int32(sample.shape[1]),
+            ctypes.c_int32(sample.shape[1]),
             ctypes.c_int64(rows),
             _param_dict_to_str(dict(params)).encode(),
             ctypes.byref(handle),
@@ -89,40 +92,60 @@ def bin_reference(sample: Matrix, rows: int, params: Mapping[str, Any]) -> bytes
         _safe_call(_LIB.LGBM_DatasetFree(handle))
 
 
-def empty_dataset(
-    reference: bytes, rows: int, params: Mapping[str, Any], feature_names: Sequence[str]
+def binned_dataset(
+    reference: bytes,
+    blocks: Sequence[Matrix],
+    params: Mapping[str, Any],
+    feature_names: Sequence[str],
 ) -> Dataset:
-    """Make a dataset with the bins of a reference and room for so many rows, to be pushed."""
-    handle = ctypes.c_void_p()
+    """Make a dataset of rows, with the bins of a reference.
+
+    LightGBM reads columns, as Arrow has them, a quarter faster than rows that are pushed.
+
+    Args:
+        reference: From `bin_reference`.
+        blocks: Rows by features, column after column in memory; they are read where they lie.
+        params: Dataset parameters.
+        feature_names: One for each column.
+    """
+    text = _param_dict_to_str(dict(params)).encode()
+    batches = [_record_batch(block) for block in blocks]
+    chunks = ctypes.create_string_buffer(_ARROW_ARRAY_BYTES * len(batches))
+    for number, batch in enumerate(batches):
+        batch._export_to_c(ctypes.addressof(chunks) + _ARROW_ARRAY_BYTES * number)
+    schema = ctypes.create_string_buffer(_ARROW_SCHEMA_BYTES)
+    batches[0].schema._export_to_c(ctypes.addressof(schema))
+    bins, handle = ctypes.c_void_p(), ctypes.c_void_p()
     _safe_call(
         _LIB.LGBM_DatasetCreateFromSerializedReference(
             reference,
             ctypes.c_int32(len(reference)),
-            ctypes.c_int64(rows),
+            ctypes.c_int64(1),
             ctypes.c_int32(1),
-            _param_dict_to_str(dict(params)).encode(),
-            ctypes.byref(handle),
+            text,
+            ctypes.byref(bins),
         )
     )
+    try:
+        _safe_call(
+            _LIB.LGBM_DatasetCreateFromArrow(
+                ctypes.c_int64(len(batches)), chunks, schema, text, bins, ctypes.byref(handle)
+            )
+        )
+    finally:
+        _safe_call(_LIB.LGBM_DatasetFree(bins))
     dataset = Dataset(None, params=dict(params))
     dataset._handle = handle
-    dataset.set_field("init_score", None)  # made with zeros, which count as if they had been set
     return dataset.set_feature_name(list(feature_names))
 
 
-def push_rows(dataset: Dataset, rows: Matrix, start: int) -> None:
-    """Put rows into a dataset; `start` is the number of the first. The last row finishes it."""
-    block = np.ascontiguousarray(rows, dtype=np.float32)
-    _safe_call(
-        _LIB.LGBM_DatasetPushRows(
-            dataset._handle,
-            block.ctypes.data_as(ctypes.c_void_p),
-            ctypes.c_int(_FLOAT32),
-            ctypes.c_int32(block.shape[0]),
-            ctypes.c_int32(block.shape[1]),
-            ctypes.c_int32(start),
-        )
-    )
+def _record_batch(block: Matrix) -> pa.RecordBatch:
+    """Give the columns to Arrow where they lie."""
+    columns = [
+        pa.Array.from_buffers(pa.float32(), len(column), [None, pa.py_buffer(column)])
+        for column in np.asfortranarray(block).T
+    ]
+    return pa.record_batch(columns, [str(number) for number in range(len(columns))])
 
 
 def put_before(booster: Booster, earlier: Booster) -> None:
@@ -153,13 +176,10 @@ def _serialized(handle: ctypes.c_void_p) -> bytes:
             handle, ctypes.byref(buffer), ctypes.byref(length)
         )
     )
-    value, content = ctypes.c_uint8(), bytearray(length.value)
+    content = (ctypes.c_uint8 * length.value)()
     try:
         for index in range(length.value):  # the C API gives one byte at a time
-            _safe_call(
-                _LIB.LGBM_ByteBufferGetAt(buffer, ctypes.c_int32(index), ctypes.byref(value))
-            )
-            content[index] = value.value
+            _safe_call(_LIB.LGBM_ByteBufferGetAt(buffer, index, ctypes.byref(content, index)))
     finally:
         _safe_call(_LIB.LGBM_ByteBufferFree(buffer))
     return bytes(content)
