@@ -136,23 +136,24 @@ def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
     run_config: RunConfig, tmp_path: Path, words: list[str], codes: list[float]
 ) -> None:
     columns = Columns(label="y", categorical=["c"])
-    folder = tmp_path / "rows"
-    folder.mkdir()
 
     def function() -> Any:
-        here = words[get_context().get_world_rank() :]
+        rank = get_context().get_world_rank()
+        folder = tmp_path / f"rows of {rank}"
+        folder.mkdir()
+        here = words[rank:]
         table = pa.table({"y": [1.0] * len(here), "c": here})
         shards = load(["train"], columns, source=lambda _: [table], on_disk=True, folder=folder)
+        assert not list(folder.iterdir())  # not even now, so that a killed worker leaves none
         one_by_one = [block.features.tolist() for block in shards["train"]]
         (block,) = shards["train"].blocks()
-        shards.clear()  # the file is deleted, the view stays
+        shards.clear()  # the file is gone, the view stays
         assert [block.features.tolist()] == one_by_one
         assert not block.features.flags.writeable
         return block.features[:, 0].tolist()
 
     result = run_in_threads(function, run_config=run_config)
     assert result.return_values == [codes, codes[1:]]
-    assert not list(folder.iterdir())
 
 
 def test_errors_name_what_is_wrong(run_config: RunConfig, tmp_path: Path) -> None:

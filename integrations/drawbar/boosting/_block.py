@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
+import mmap
+import os
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
@@ -89,44 +90,43 @@ class Memory(Store):
 
 
 class Disk(Store):
-    """Keeps the blocks in a file, which goes with this object.
+    """Keeps the blocks in a file without a name, of which nothing is left however the process ends.
 
     The blocks that it gives are views of the file: they take pages of the system's cache, no memory
     of this process, and may be used as long as one likes.
 
     Args:
-        folder: Where the file's own folder is made. Default: the system's folder for such.
+        folder: Where the file is. Default: the system's folder for such.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="drawbar-", dir=folder))
+        self._folder = folder
+        self._descriptor, path = tempfile.mkstemp(prefix="drawbar-", dir=folder)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._sink = pa.OSFile(path, "wb")
+        os.unlink(path)
         self._names: list[list[str]] = []  # of each block's arrays
-        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-
-    @property
-    def _file(self) -> str:
-        return str(self.path / "blocks.tensors")
 
     def append(self, block: Block) -> None:
         """Write a block."""
         arrays = dict(_arrays(block))
-        with pa.OSFile(self._file, "ab") as file:
-            for array in arrays.values():
-                # Of rows cut out of a block Arrow would not keep the order in memory.
-                whole = array if array.flags.forc else np.asfortranarray(array)
-                pa.ipc.write_tensor(pa.Tensor.from_numpy(whole), file)
+        for array in arrays.values():
+            # Of rows cut out of a block Arrow would not keep the order in memory.
+            whole = array if array.flags.forc else np.asfortranarray(array)
+            pa.ipc.write_tensor(pa.Tensor.from_numpy(whole), self._sink)
         self._names.append(list(arrays))
 
     def __iter__(self) -> Iterator[Block]:
         if not self._names:
             return
-        with pa.memory_map(self._file) as file:
-            for names in self._names:
-                yield Block(**{name: pa.ipc.read_tensor(file).to_numpy() for name in names})
+        mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        reader = pa.BufferReader(pa.py_buffer(mapped))
+        for names in self._names:
+            yield Block(**{name: pa.ipc.read_tensor(reader).to_numpy() for name in names})
 
     def empty(self) -> Disk:
         """Make another one."""
-        return Disk(self.path.parent)
+        return Disk(self._folder)
 
 
 def _arrays(block: Block) -> Iterator[tuple[str, Array]]:
