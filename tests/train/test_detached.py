@@ -18,6 +18,7 @@ from ray.util.placement_group import placement_group_table
 
 from drawbar import train
 from drawbar.train import (
+    Checkpoint,
     ControllerError,
     DataParallelTrainer,
     RunConfig,
@@ -25,6 +26,7 @@ from drawbar.train import (
     ScalingConfig,
     UserAbort,
     UserCallback,
+    ValidationConfig,
     WorkerGroupError,
 )
 
@@ -97,12 +99,17 @@ def train_until(go_on: Path, pipe: Pipe, *, fails: bool = False) -> Callable[[],
 
 
 def trainer(
-    function: Callable[[], Any], storage: Path, *callbacks: UserCallback, name: str = "run"
+    function: Callable[[], Any],
+    storage: Path,
+    *callbacks: UserCallback,
+    name: str = "run",
+    validation_config: ValidationConfig | None = None,
 ) -> DataParallelTrainer:
     return DataParallelTrainer(
         function,
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(name=name, storage_path=storage, callbacks=callbacks, detached=True),
+        validation_config=validation_config,
     )
 
 
@@ -172,6 +179,33 @@ def test_a_run_outlives_its_driver_and_is_found_again(
     afterwards = train.attach(tmp_path / "run")
     assert (afterwards.status, afterwards.done) == ("finished", True)
     assert afterwards.wait().return_values == result.return_values
+
+
+def test_a_validation_goes_on_without_the_driver(
+    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe
+) -> None:
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "step").write_text("0")
+            train.report({"step": 0}, checkpoint=path, validation=True)
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        pipe.say("validation", os.getpid())
+        while not go_on.exists():
+            threading.Event().wait(0.01)
+        return {"next": int((Path(checkpoint) / "step").read_text()) + 1}
+
+    def main() -> None:
+        trainer(function, tmp_path, validation_config=ValidationConfig(validate)).fit()
+
+    with drivers(main) as driver:
+        hear_pids(pipe, validation=1)
+        driver.kill()
+        driver.wait()
+    run = train.attach("run")
+    go_on.touch()
+    ((_, metrics),) = run.wait().best_checkpoints
+    assert metrics == {"step": 0, "next": 1}
 
 
 def test_the_error_is_found_again_and_the_name_is_free_at_once(

@@ -105,8 +105,11 @@ class HostActor:
         return News(calls, position, ending)
 
     def leave(self, follower: str) -> None:
-        """Take note that a follower leaves. It says so when the ending has arrived, not before:
-        this actor is killed then, and with it goes what is under way."""
+        """Take note that a follower leaves.
+
+        It says so itself, when the ending has arrived: answers that are still under way end with
+        this actor.
+        """
         self._followers.forget(follower)
 
     # -- what its followers ask of the run

@@ -128,8 +128,8 @@ def _gathered_sample(shard: Shard, params: Mapping[str, Any]) -> Columns | None:
     """
     context = get_context()
     chosen = _chosen(shard.total_rows, params)
-    ends = np.cumsum([0, *collective.all_gather(shard.rows)])
-    pieces = _sampled(shard, chosen - ends[context.get_world_rank()])
+    firsts = np.cumsum([0, *collective.all_gather(shard.rows)])  # each rank's first row
+    pieces = _sampled(shard, chosen - firsts[context.get_world_rank()])
     if context.get_world_rank() > 0:
         address, key = collective.broadcast_from_rank_zero(("", b""))
         with Client(address, authkey=key) as connection:
@@ -138,7 +138,7 @@ def _gathered_sample(shard: Shard, params: Mapping[str, Any]) -> Columns | None:
                 connection.send_bytes(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
         return None
     sample = np.empty((len(shard.schema.features), len(chosen)))
-    borders = np.searchsorted(chosen, ends)  # of the ranks, in the sample
+    borders = np.searchsorted(chosen, firsts)  # of the ranks, in the sample
     parts = [sample[:, begin:end] for begin, end in itertools.pairwise(borders)]
     key = secrets.token_bytes(32)
     with Listener((own_address(), 0), backlog=context.get_world_size(), authkey=key) as listener:
