@@ -32,28 +32,28 @@ class BoostingConfig(BackendConfig):
     import_sklearn: bool | None = None
 
     def __post_init__(self) -> None:
-        for option, value in self._options().items():
+        for package, value in self._imports.items():
             if value is not None and not isinstance(value, bool):
                 raise TypeError(
-                    f"{type(self).__name__}.{option} must be True, False or None, found {value!r}"
+                    f"{type(self).__name__}.import_{package} must be True, False or None, "
+                    f"found {value!r}"
                 )
 
-    def _options(self) -> dict[str, Any]:
-        return {
-            f"import_{package}": getattr(self, f"import_{package}") for package in self.optional
-        }
+    @property
+    def _imports(self) -> dict[str, bool | None]:
+        return {package: getattr(self, f"import_{package}") for package in self.optional}
 
     def decided(self, *, runs_user_code: bool) -> Self:
         """Decide what the user has left open."""
-        still_open = [option for option, value in self._options().items() if value is None]
-        return replace(self, **dict.fromkeys(still_open, runs_user_code))
+        still_open = [package for package, value in self._imports.items() if value is None]
+        return replace(self, **{f"import_{package}": runs_user_code for package in still_open})
 
     @property
     def left_out(self) -> list[str]:
         """The packages that are not imported; scikit-learn would import the others itself."""
         if self.import_sklearn is not False:
             return []
-        return [package for package in self.optional if getattr(self, f"import_{package}") is False]
+        return [package for package, value in self._imports.items() if value is False]
 
 
 class BoostingBackend(Backend):

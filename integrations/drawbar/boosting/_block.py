@@ -41,6 +41,16 @@ class Block:
     def __len__(self) -> int:
         return len(self.label)
 
+    def columns(self) -> list[pa.Array]:
+        """Give the features as Arrow's columns, where they lie.
+
+        `pa.array` would import pandas, which takes 0.2 s.
+        """
+        return [
+            pa.Array.from_buffers(pa.float32(), len(column), [None, pa.py_buffer(column)])
+            for column in np.asfortranarray(self.features).T
+        ]
+
 
 def rows_of(block: Block, rows: slice) -> Block:
     """Give some rows of a block, without a copy."""

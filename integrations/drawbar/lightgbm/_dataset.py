@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from lightgbm import Booster, Dataset
 
 from drawbar.boosting import Shard, worker_threads
@@ -82,12 +83,8 @@ def make_dataset(
         earlier: A booster whose predictions the rows start from.
     """
     blocks = shard.blocks()
-    dataset = _native.binned_dataset(
-        bins,
-        [block.features for block in blocks],
-        dataset_params(shard, params),
-        shard.schema.names,
-    )
+    batches = [pa.record_batch(block.columns(), shard.schema.names) for block in blocks]
+    dataset = _native.binned_dataset(bins, batches, dataset_params(shard, params))
     dataset.pandas_categorical = [
         list(feature.categories or ())
         for feature in shard.schema.features

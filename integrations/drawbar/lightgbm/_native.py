@@ -17,7 +17,6 @@ import pyarrow as pa
 from lightgbm import Booster, Dataset, basic
 from lightgbm.basic import _param_dict_to_str, _safe_call
 
-Matrix = npt.NDArray[np.float32]
 Columns = npt.NDArray[np.float64]
 
 _LIB: Any = basic._LIB  # type: ignore[attr-defined]  # imported there
@@ -93,10 +92,7 @@ def bin_reference(sample: Columns, rows: int, params: Mapping[str, Any]) -> byte
 
 
 def binned_dataset(
-    reference: bytes,
-    blocks: Sequence[Matrix],
-    params: Mapping[str, Any],
-    feature_names: Sequence[str],
+    reference: bytes, batches: Sequence[pa.RecordBatch], params: Mapping[str, Any]
 ) -> Dataset:
     """Make a dataset of rows, with the bins of a reference.
 
@@ -104,12 +100,10 @@ def binned_dataset(
 
     Args:
         reference: From `bin_reference`.
-        blocks: Rows by features, column after column in memory; they are read where they lie.
+        batches: The rows, at least one batch; they are read where they lie.
         params: Dataset parameters.
-        feature_names: One for each column.
     """
     text = _param_dict_to_str(dict(params)).encode()
-    batches = [_record_batch(block) for block in blocks]
     chunks = ctypes.create_string_buffer(_ARROW_ARRAY_BYTES * len(batches))
     for number, batch in enumerate(batches):
         batch._export_to_c(ctypes.addressof(chunks) + _ARROW_ARRAY_BYTES * number)
@@ -136,16 +130,7 @@ def binned_dataset(
         _safe_call(_LIB.LGBM_DatasetFree(bins))
     dataset = Dataset(None, params=dict(params))
     dataset._handle = handle
-    return dataset.set_feature_name(list(feature_names))
-
-
-def _record_batch(block: Matrix) -> pa.RecordBatch:
-    """Give the columns to Arrow where they lie."""
-    columns = [
-        pa.Array.from_buffers(pa.float32(), len(column), [None, pa.py_buffer(column)])
-        for column in np.asfortranarray(block).T
-    ]
-    return pa.record_batch(columns, [str(number) for number in range(len(columns))])
+    return dataset.set_feature_name(batches[0].schema.names)
 
 
 def put_before(booster: Booster, earlier: Booster) -> None:
