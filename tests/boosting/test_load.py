@@ -67,19 +67,19 @@ def test_columns_come_in_one_order_and_categories_get_one_code(run_config: RunCo
         {"y": [0, 1], "a": [1.5, None], "c": ["pear", "fig"], "n": [True, False]},
         {"n": [True], "c": ["apple"], "y": [1], "a": [2]},
     )
-    assert first[0].features.tolist()[0] == [1.5, 2, 1]
-    assert np.isnan(first[0].features[1, 0])
-    assert first[0].features[1, 1:].tolist() == [1, 0]
-    assert second[0].features.tolist() == [[2, 0, 1]]
-    assert first[0].features.dtype == np.float32
+    assert first[0].matrix().tolist()[0] == [1.5, 2, 1]
+    assert np.isnan(first[0].matrix()[1, 0])
+    assert first[0].matrix()[1, 1:].tolist() == [1, 0]
+    assert second[0].matrix().tolist() == [[2, 0, 1]]
+    assert first[0].matrix().dtype == np.float32
 
 
 def test_the_order_of_a_pandas_category_is_kept_where_all_agree(run_config: RunConfig) -> None:
     sizes = pd.CategoricalDtype(["small", "large"])
     rows = {"y": [0, 1], "size": pd.Categorical(["large", None], dtype=sizes)}
     (block,), _ = train_blocks(run_config, LABEL, rows, rows)
-    assert block.features[0].tolist() == [1]
-    assert np.isnan(block.features[1, 0])
+    assert block.matrix()[0].tolist() == [1]
+    assert np.isnan(block.matrix()[1, 0])
 
 
 def test_integers_that_are_categories_are_their_own_codes(run_config: RunConfig) -> None:
@@ -101,7 +101,7 @@ def test_a_worker_without_rows_gets_one_that_counts_nothing(run_config: RunConfi
     assert full["train"][0].weight is not None
     assert full["train"][0].weight.tolist() == [1]
     (block,) = empty["train"]
-    assert np.isnan(block.features).all()
+    assert np.isnan(block.matrix()).all()
     assert block.label.tolist() == [3]
     assert [block.weight, block.group] == [np.array([0]), np.array([0])]
     assert block.base_margin is not None
@@ -121,7 +121,7 @@ def test_blocks_have_one_size_and_hold_whole_queries(
         run_config, columns, {"train": tables}, on_disk=on_disk, folder=tmp_path
     )
     blocks = loaded["train"]
-    assert np.concatenate([b.features[:, 0] for b in blocks]).tolist() == list(range(48))
+    assert np.concatenate([b.features[0] for b in blocks]).tolist() == list(range(48))
     assert (
         np.concatenate([b.group for b in blocks]).tolist() == np.repeat(np.arange(12), 4).tolist()
     )
@@ -145,12 +145,12 @@ def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
         table = pa.table({"y": [1.0] * len(here), "c": here})
         shards = load(["train"], columns, source=lambda _: [table], on_disk=True, folder=folder)
         assert not list(folder.iterdir())  # not even now, so that a killed worker leaves none
-        one_by_one = [block.features.tolist() for block in shards["train"]]
+        one_by_one = [block.matrix().tolist() for block in shards["train"]]
         (block,) = shards["train"].blocks()
         shards.clear()  # the file is gone, the view stays
-        assert [block.features.tolist()] == one_by_one
-        assert not block.features.flags.writeable
-        return block.features[:, 0].tolist()
+        assert [block.matrix().tolist()] == one_by_one
+        assert not block.features[0].flags.writeable
+        return block.features[0].tolist()
 
     result = run_in_threads(function, run_config=run_config)
     assert result.return_values == [codes, codes[1:]]

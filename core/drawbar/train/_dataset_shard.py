@@ -59,7 +59,7 @@ class DatasetShard:
     `iter_rows` count what they have handed out. Every other attribute is the iterator's:
     `materialize()` gives the whole part.
 
-    `arrow_tables()` gives a pass over the blocks.
+    `arrow_tables()` gives a pass over the blocks; `in_object_store` says where they are.
 
     Args:
         part: Gives the rank's rows, in the same order in every pass.
@@ -133,6 +133,14 @@ class DatasetShard:
         if hasattr(self._part, "arrow_tables"):
             return self._passes("arrow_tables", {})
         return self.iter_batches(batch_size=None, batch_format="pyarrow")
+
+    @property
+    def in_object_store(self) -> bool:
+        """Whether the tables that `arrow_tables` gives lie in Ray's object store.
+
+        They stay there, and can be read, as long as anything that is a view of them is used.
+        """
+        return getattr(self._part, "in_object_store", False)
 
     def _passes(self, method: str, options: dict[str, Any]) -> Iterable[Any]:
         rows_of = _row_counter(getattr(self._part, method), options) if self._ordered else None

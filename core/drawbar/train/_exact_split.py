@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class ExactPart:
     """One rank's rows of a computed dataset: its `ray.data.DataIterator`, and the blocks behind it.
 
-    Every attribute but `arrow_tables` is the iterator's.
+    Every attribute but `arrow_tables` and `in_object_store` is the iterator's.
     """
 
     def __init__(self, part: Dataset) -> None:
@@ -34,6 +34,11 @@ class ExactPart:
     def _iterator(self) -> Any:
         """The iterator; a worker that does not ask for it need not import Ray Data."""
         return ray.get(self._kept)
+
+    @property
+    def in_object_store(self) -> bool:
+        """Whether the tables that `arrow_tables` gives lie in Ray's object store."""
+        return self._blocks is not None
 
     def arrow_tables(self) -> Iterator[Any]:
         """Give the rows as Arrow tables, in a new pass.

@@ -14,7 +14,7 @@ from drawbar.boosting._backend import BoostingBackend, BoostingConfig
 from drawbar.boosting._block import Block
 from drawbar.boosting._columns import Columns
 from drawbar.boosting._fit import Fit, check_label
-from drawbar.boosting._load import arrow_tables, load
+from drawbar.boosting._load import load
 from drawbar.boosting._metric import allreduce_metric
 from drawbar.boosting._predict import predict
 from drawbar.boosting._progress import History, Progress
@@ -39,7 +39,6 @@ __all__ = [
     "Schema",
     "Shard",
     "allreduce_metric",
-    "arrow_tables",
     "check_label",
     "load",
     "predict",

@@ -7,8 +7,8 @@ import os
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,22 @@ class Block:
     """Some rows of a shard.
 
     Args:
-        features: float32, (rows, features), column after column in memory, as Arrow has them; NaN
-            is missing; a category is its code.
+        features: float32, (rows,) for each feature; NaN is missing; a category is its code.
         label: float32, (rows,).
         weight: float32, (rows,).
         group: int64, (rows,): number of the row's query in this shard, ascending from 0. No query
             spans two blocks.
         base_margin: float32, (rows, columns): one column, or one for each class.
+        shared: Numbers of the features that take no memory of this process: they lie in Ray's
+            object store, or in a mapped file.
     """
 
-    features: Array
+    features: tuple[Array, ...]
     label: Array
     weight: Array | None = None
     group: Array | None = None
     base_margin: Array | None = None
+    shared: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.label)
@@ -48,21 +50,49 @@ class Block:
         """
         return [
             pa.Array.from_buffers(pa.float32(), len(column), [None, pa.py_buffer(column)])
-            for column in np.asfortranarray(self.features).T
+            for column in self.features
         ]
+
+    def matrix(self) -> Array:
+        """Give the features as (rows, features), which is a copy."""
+        return np.stack(self.features, axis=1)
+
+    def map(self, function: Callable[[Array], Array], *, own: bool = False) -> Block:
+        """Give a block of arrays that a function makes of this one's.
+
+        Args:
+            function: Called with each array, always in the same order.
+            own: Leave the shared features as they are.
+        """
+        features = tuple(
+            array if own and number in self.shared else function(array)
+            for number, array in enumerate(self.features)
+        )
+        besides = {name: getattr(self, name) for name in _BESIDES}
+        changed: dict[str, Any] = {
+            name: function(array) for name, array in besides.items() if array is not None
+        }
+        return replace(self, features=features, **changed)
+
+
+_BESIDES = ("label", "weight", "group", "base_margin")
 
 
 def rows_of(block: Block, rows: slice) -> Block:
     """Give some rows of a block, without a copy."""
-    return Block(**{name: array[rows] for name, array in _arrays(block)})
+    return block.map(lambda array: array[rows])
 
 
 def joined(blocks: Sequence[Block]) -> Block:
     """Give the rows of several blocks as one."""
     if len(blocks) == 1:
         return blocks[0]
-    names = [name for name, _ in _arrays(blocks[0])]
-    return Block(**{name: np.concatenate([getattr(b, name) for b in blocks]) for name in names})
+    features = zip(*(block.features for block in blocks), strict=True)
+    besides = {name: [getattr(block, name) for block in blocks] for name in _BESIDES}
+    whole: dict[str, Any] = {
+        name: np.concatenate(each) for name, each in besides.items() if each[0] is not None
+    }
+    return Block(features=tuple(map(np.concatenate, features)), **whole)
 
 
 class Store(ABC):
@@ -103,7 +133,8 @@ class Disk(Store):
     """Keeps the blocks in a file without a name, of which nothing is left however the process ends.
 
     The blocks that it gives are views of the file: they take pages of the system's cache, no memory
-    of this process, and may be used as long as one likes.
+    of this process, and may be used as long as one likes. Features that are shared already stay
+    where they are.
 
     Args:
         folder: Where the file is. Default: the system's folder for such.
@@ -115,32 +146,25 @@ class Disk(Store):
         weakref.finalize(self, os.close, self._descriptor)
         self._sink = pa.OSFile(path, "wb")
         os.unlink(path)
-        self._names: list[list[str]] = []  # of each block's arrays
+        self._blocks: list[Block] = []  # with nothing where an array is in the file
 
     def append(self, block: Block) -> None:
         """Write a block."""
-        arrays = dict(_arrays(block))
-        for array in arrays.values():
-            # Of rows cut out of a block Arrow would not keep the order in memory.
-            whole = array if array.flags.forc else np.asfortranarray(array)
-            pa.ipc.write_tensor(pa.Tensor.from_numpy(whole), self._sink)
-        self._names.append(list(arrays))
+        self._blocks.append(block.map(self._write, own=True))
+
+    def _write(self, array: Array) -> Array:
+        pa.ipc.write_tensor(pa.Tensor.from_numpy(array), self._sink)
+        return np.empty(0, dtype=array.dtype)
 
     def __iter__(self) -> Iterator[Block]:
-        if not self._names:
+        if not self._blocks:
             return
         mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         reader = pa.BufferReader(pa.py_buffer(mapped))
-        for names in self._names:
-            yield Block(**{name: pa.ipc.read_tensor(reader).to_numpy() for name in names})
+        for block in self._blocks:
+            whole = block.map(lambda _: pa.ipc.read_tensor(reader).to_numpy(), own=True)
+            yield replace(whole, shared=frozenset(range(len(whole.features))))
 
     def empty(self) -> Disk:
         """Make another one."""
         return Disk(self._folder)
-
-
-def _arrays(block: Block) -> Iterator[tuple[str, Array]]:
-    for field in fields(block):
-        array = getattr(block, field.name)
-        if array is not None:
-            yield field.name, array

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from drawbar.boosting._block import Disk, Memory
+from drawbar.boosting._block import Disk, Memory, Store
 from drawbar.boosting._columns import Columns
 from drawbar.boosting._read import Summary, read
 from drawbar.boosting._schema import agree
@@ -17,18 +17,11 @@ Source = Callable[[str], Iterable[Any]]
 """Gives this rank's Arrow tables of a dataset, by the dataset's name."""
 
 
-def arrow_tables(dataset: str) -> Iterable[Any]:
-    """Give this worker's part of one of the trainer's datasets as Arrow tables."""
-    shard: Any = get_dataset_shard(dataset)  # its annotation is that of Ray Data's iterator
-    tables: Iterable[Any] = shard.arrow_tables()
-    return tables
-
-
 def load(
     datasets: Sequence[str],
     columns: Columns,
     *,
-    source: Source = arrow_tables,
+    source: Source | None = None,
     on_disk: bool = False,
     folder: Path | None = None,
     keep: bool = False,
@@ -55,7 +48,7 @@ def load(
     loaded = context.cache.get(key)
     if loaded is None:
         stores = {name: Disk(folder) if on_disk else Memory() for name in datasets}
-        own = {name: read(name, source(name), columns, stores[name]) for name in datasets}
+        own = {name: _read(name, source, columns, stores[name]) for name in datasets}
         loaded = stores, own
     if keep:
         context.cache[key] = loaded
@@ -66,3 +59,11 @@ def load(
     return {
         name: Shard(name, stores[name], summaries[name], rank, schema, columns) for name in datasets
     }
+
+
+def _read(name: str, source: Source | None, columns: Columns, store: Store) -> Summary:
+    if source is not None:
+        return read(name, source(name), columns, store)
+    shard: Any = get_dataset_shard(name)  # its annotation is that of Ray Data's iterator
+    tables = shard.arrow_tables()
+    return read(name, tables, columns, store, in_object_store=shard.in_object_store)

@@ -83,7 +83,14 @@ class Summary:
     label: LabelRange = field(default_factory=LabelRange)
 
 
-def read(dataset: str, tables: Iterable[pa.Table], columns: Columns, store: Store) -> Summary:
+def read(
+    dataset: str,
+    tables: Iterable[pa.Table],
+    columns: Columns,
+    store: Store,
+    *,
+    in_object_store: bool = False,
+) -> Summary:
     """Read a rank's part of a dataset into a store, in one pass.
 
     Args:
@@ -91,19 +98,23 @@ def read(dataset: str, tables: Iterable[pa.Table], columns: Columns, store: Stor
         tables: Arrow tables, or record batches.
         columns: Which column plays which role.
         store: Where the blocks go.
+        in_object_store: Whether the tables lie in Ray's object store. Columns of float32 without
+            nulls are then left there. What is in use stays there, or in a file if the store is too
+            small (https://docs.ray.io/en/latest/ray-core/objects/object-spilling.html).
 
     Raises:
         ValueError: The columns cannot be used; the message says which and why.
     """
-    reader = _Reader(dataset, columns, store)
+    reader = _Reader(dataset, columns, store, in_object_store)
     for table in tables:
         reader.add(table)
     return reader.finish()
 
 
 class _Reader:
-    def __init__(self, dataset: str, columns: Columns, store: Store) -> None:
+    def __init__(self, dataset: str, columns: Columns, store: Store, in_object_store: bool) -> None:
         self.summary = Summary()
+        self._in_object_store = in_object_store
         self._dataset = dataset
         self._columns = columns
         self._store = store
@@ -142,9 +153,12 @@ class _Reader:
             )
 
     def _block(self, table: pa.Table, names: tuple[str, ...]) -> Block:
-        features = np.empty((table.num_rows, len(names)), dtype=np.float32, order="F")
-        for position, name in enumerate(names):
-            features[:, position] = self._feature(name, table[name])
+        features = tuple(self._feature(name, table[name]) for name in names)
+        shared = frozenset(
+            number
+            for number, name in enumerate(names)
+            if self._in_object_store and _lies_in(table[name], features[number])
+        )
         columns = self._columns
         label = numbers(table[columns.label])
         self.summary.label.add(label)
@@ -155,6 +169,7 @@ class _Reader:
             weight=None if columns.weight is None else numbers(table[columns.weight]),
             group=None if columns.group is None else self._groups(table[columns.group]),
             base_margin=np.stack(margins, axis=1) if margins else None,
+            shared=shared,
         )
 
     def _feature(self, name: str, column: Any) -> Array:
@@ -216,7 +231,8 @@ class _Reader:
         """Keep whole blocks of about one size; rows of the last query may still follow."""
         self.summary.rows += len(block)
         self._pending.append(block)
-        if sum(each.features.nbytes for each in self._pending) < BLOCK_BYTES // 2:
+        values = sum(len(each) * len(each.features) for each in self._pending)
+        if 4 * values < BLOCK_BYTES // 2:
             return
         if self._columns.group is None:
             self._flush()
@@ -238,7 +254,17 @@ def numbers(column: Any) -> Array:
     """Give an Arrow column as float32; null is NaN."""
     floats = pc.cast(column, pa.float32(), safe=False)
     if isinstance(floats, pa.ChunkedArray):
-        floats = floats.combine_chunks()
+        one = floats.num_chunks == 1  # combine_chunks() would copy it
+        floats = floats.chunk(0) if one else floats.combine_chunks()
     if floats.null_count:
         floats = pc.fill_null(floats, float("nan"))
     return np.from_dlpack(floats)  # to_numpy() would import pandas, which takes 0.2 s
+
+
+def _lies_in(column: Any, values: Array) -> bool:
+    """Whether numbers are a column's own, rather than made of them."""
+    return any(
+        own is not None and own.address <= values.ctypes.data < own.address + own.size
+        for chunk in column.chunks
+        for own in chunk.buffers()
+    )

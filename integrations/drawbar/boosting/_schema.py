@@ -7,7 +7,7 @@ word. Here every rank sees every rank's summary and comes to the same schema, or
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -56,11 +56,13 @@ class Schema:
         """Give a block of this rank's own order and codes in those of the schema."""
         if self.is_that_of(local):
             return block
-        features = block.features[:, [(local.features or ()).index(name) for name in self.names]]
-        for column, new in self._codes(local).items():
-            known = ~np.isnan(features[:, column])
-            features[known, column] = new[features[known, column].astype(np.int64)]
-        return Block(**{**vars(block), "features": features})
+        order = [(local.features or ()).index(name) for name in self.names]
+        features = [block.features[number] for number in order]
+        codes = self._codes(local)
+        for number, new in codes.items():
+            features[number] = _recoded(features[number], new)
+        shared = {new for new, old in enumerate(order) if old in block.shared} - codes.keys()
+        return replace(block, features=tuple(features), shared=frozenset(shared))
 
     def _codes(self, local: Summary) -> dict[int, Array]:
         """Give the new codes of a rank's own, for each column with categories by name."""
@@ -137,6 +139,13 @@ def _categories(name: str, summaries: Sequence[Summary]) -> tuple[Any, ...] | No
     if not texts and all(each == lists[0] for each in lists):
         return tuple(lists[0])
     return tuple(sorted(set().union(*lists)))
+
+
+def _recoded(codes: Array, new: Array) -> Array:
+    known = ~np.isnan(codes)
+    recoded = codes.copy()
+    recoded[known] = new[codes[known].astype(np.int64)]
+    return recoded
 
 
 def _new_codes(local: Sequence[Any], agreed: Sequence[Any]) -> Array:

@@ -89,7 +89,7 @@ class Shard:
         """Give a row that counts nothing."""
         columns = self.columns
         return Block(
-            features=np.full((1, len(self.schema.features)), np.nan, dtype=np.float32),
+            features=(np.full(1, np.nan, dtype=np.float32),) * len(self.schema.features),
             label=np.full(1, self._label.low, dtype=np.float32),
             weight=np.zeros(1, dtype=np.float32),
             group=None if columns.group is None else np.zeros(1, dtype=np.int64),

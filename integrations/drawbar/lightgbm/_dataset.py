@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from lightgbm import Booster, Dataset
 
-from drawbar.boosting import Shard, worker_threads
+from drawbar.boosting import Block, Shard, worker_threads
 from drawbar.lightgbm import _native
 from drawbar.lightgbm._backend import own_address
 from drawbar.lightgbm._parameters import name_of, value_of
@@ -98,7 +98,7 @@ def make_dataset(
         if block.group is not None:
             groups.append(np.unique(block.group, return_counts=True)[1])
         if earlier is not None or block.base_margin is not None:
-            starts.append(_starts(block.features, block.base_margin, earlier))
+            starts.append(_starts(block, earlier))
     dataset.set_label(np.concatenate(labels))
     if weights:
         dataset.set_weight(np.concatenate(weights))
@@ -109,11 +109,12 @@ def make_dataset(
     return dataset
 
 
-def _starts(features: Floats, margin: Floats | None, earlier: Booster | None) -> Any:
+def _starts(block: Block, earlier: Booster | None) -> Any:
     """Give the score that each row starts from."""
+    margin = block.base_margin
     if earlier is None:
         return margin
-    predicted = earlier.predict(features, raw_score=True, num_iteration=-1)
+    predicted = earlier.predict(block.matrix(), raw_score=True, num_iteration=-1)
     return predicted if margin is None else np.asarray(predicted) + margin
 
 
@@ -132,19 +133,23 @@ def _gathered_sample(shard: Shard, params: Mapping[str, Any]) -> Columns | None:
         with Client(address, authkey=key) as connection:
             connection.send(context.get_world_rank())
             for piece in pieces:
-                connection.send_bytes(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+                connection.send_bytes(piece.reshape(-1).view(np.uint8).data)
         return None
     sample = np.empty((len(shard.schema.features), len(chosen)))
     borders = np.searchsorted(chosen, firsts)  # of the ranks, in the sample
     parts = [sample[:, begin:end] for begin, end in itertools.pairwise(borders)]
     key = secrets.token_bytes(32)
-    with Listener((own_address(), 0), backlog=context.get_world_size(), authkey=key) as listener:
+    with (
+        ThreadPoolExecutor(1) as meanwhile,
+        Listener((own_address(), 0), backlog=context.get_world_size(), authkey=key) as listener,
+    ):
         collective.broadcast_from_rank_zero((listener.address, key))
-        _fill(parts[0], pieces)
+        own = meanwhile.submit(_fill, parts[0], pieces)
         for _ in range(1, context.get_world_size()):
             with listener.accept() as connection:
                 rank = connection.recv()
                 _fill(parts[rank], _received(connection, len(sample)))
+        own.result()
     return sample
 
 
@@ -168,7 +173,7 @@ def _sampled(shard: Shard, chosen: npt.NDArray[np.int64]) -> Iterator[Floats]:
     for block in shard if shard.rows else ():
         here = chosen[(chosen >= start) & (chosen < start + len(block))] - start
         if len(here):
-            yield block.features.T[:, here]
+            yield np.stack([column[here] for column in block.features])
         start += len(block)
 
 

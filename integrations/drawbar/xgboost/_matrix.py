@@ -97,7 +97,7 @@ class _ShardIterator(DataIter):
         """
         import pandas as pd  # takes 0.2 s, for what few shards need
 
-        columns = dict(zip(self._shard.schema.names, block.features.T, strict=True))
+        columns = dict(zip(self._shard.schema.names, block.features, strict=True))
         for name, categories in self._categories.items():
             codes = np.where(np.isnan(columns[name]), -1, columns[name]).astype(np.int32)
             columns[name] = pd.Categorical.from_codes(codes, categories)

@@ -1,0 +1,115 @@
+"""Rows that are float32 already are used where they lie in Ray's object store."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import pytest
+import ray.data
+
+from drawbar.boosting import Columns, load
+from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
+
+ROWS = 100_000
+"""Enough for a block of each worker's rows to be kept as it comes."""
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_columns_of_float32_are_not_copied(tmp_path: Path, on_disk: bool) -> None:
+    def function() -> Any:
+        columns = Columns(label="y", categorical=["word"])
+        (block,) = load(["train"], columns, on_disk=on_disk, folder=tmp_path)["train"].blocks()
+        (again,) = load(["train"], columns)["train"].blocks()
+        pairs = zip(block.features, again.features, strict=True)
+        addresses = [(one.ctypes.data, other.ctypes.data) for one, other in pairs]
+        same_place = [one == other for one, other in addresses]
+        return same_place, [float(np.nansum(each)) for each in again.features], sorted(again.shared)
+
+    ramp = np.arange(ROWS, dtype=np.float32)
+    holes = pa.array(ramp, mask=ramp % 2 == 0)
+    words = np.where(ramp % 2, "odd", "even")
+    table = pa.table(
+        {
+            "single": ramp,
+            "double": ramp.astype(np.float64),
+            "holes": holes,
+            "word": words,
+            "y": ramp,
+        }
+    )
+    result = DataParallelTrainer(
+        function,
+        datasets={"train": ray.data.from_arrow(table)},
+        dataset_config=DataConfig(datasets_to_split="all", equal=False),
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(storage_path=tmp_path),
+    ).fit()
+    ((same_place, sums, shared),) = result.return_values
+    assert same_place == [True, False, False, False]
+    assert shared == [0]
+    assert sums == pytest.approx([ramp.sum(), ramp.sum(), ramp[1::2].sum(), ROWS / 2], rel=1e-5)
+
+
+SCRIPT = """
+import sys
+import numpy as np, pyarrow as pa, ray, ray.data
+from drawbar.train import FailureConfig, RunConfig, ScalingConfig
+
+library, trainer, objective, folder = sys.argv[1:]
+STORE, PIECES, ROWS, COLUMNS = 80 << 20, 16, 50_000, 40  # the rows are 128 MB
+
+ray.init(address="local", num_cpus=2, object_store_memory=STORE, include_dashboard=False)
+
+def table(seed):
+    values = np.random.default_rng(seed).random((COLUMNS, ROWS), dtype="float32")
+    return pa.table({**{f"f{i}": column for i, column in enumerate(values)}, "y": values[0] > 0.5})
+
+pieces = [ray.put(table(seed)) for seed in range(PIECES)]
+Trainer = getattr(__import__(f"drawbar.{library}", fromlist=[trainer]), trainer)
+fitted = Trainer(
+    params={"objective": objective},
+    label_column="y",
+    datasets={"train": ray.data.from_arrow_refs(pieces)},
+    num_boost_round=3,
+    scaling_config=ScalingConfig(num_workers=2),
+    run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1)),
+).fit()
+model = __import__(f"drawbar.{library}", fromlist=["x"]).RayTrainReportCallback.get_model(
+    fitted.checkpoint
+)
+held_out = table(PIECES).drop("y").to_pandas()
+if library == "xgboost":
+    import xgboost
+    held_out = xgboost.DMatrix(held_out)
+print("right", ((model.predict(held_out) > 0.5) == (table(PIECES)["y"].to_numpy())).mean())
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "trainer", "objective"),
+    [
+        ("xgboost", "XGBoostTrainer", "binary:logistic"),
+        ("lightgbm", "LightGBMTrainer", "binary"),
+    ],
+)
+def test_rows_may_be_more_than_the_object_store_holds(
+    tmp_path: Path, library: str, trainer: str, objective: str
+) -> None:
+    output = subprocess.run(
+        [sys.executable, "-c", SCRIPT, library, trainer, objective, str(tmp_path)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    assert float(output.rpartition("right")[2]) > 0.99, output
