@@ -67,7 +67,7 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
 
     `waits`: the rank stands still until the checkpoint is committed. `positions`: with a
     checkpoint, how far the rank's data has been consumed, by the name of its source. `validation`:
-    the checkpoint is to be validated so.
+    the checkpoint is to be validated so. `may_wait`: it may arrive later, with others.
     """
 
     index: int
@@ -78,6 +78,7 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
     waits: bool = False
     positions: dict[str, Any] = {}
     validation: Validation | None = None
+    may_wait: bool = False
 
 
 class WaitsForCheckpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -126,6 +126,17 @@ class Session:
 
     # -- reports and checkpoints
 
+    def report_metrics(self, metrics: Mapping[str, Any], *, may_wait: bool = False) -> None:
+        """Do what `report` says of metrics alone, or what `backend.report_soon` says."""
+        values = normalise(metrics)
+        index = self._next_report
+        self._next_report += 1
+        where = caller_line()
+        self._say(
+            Reported(index=index, metrics=values, time=time.time(), where=where, may_wait=may_wait)
+        )
+        self._raise_if_interrupted()
+
     def report(
         self,
         metrics: Mapping[str, Any],
@@ -138,16 +149,14 @@ class Session:
         validation: object = False,
     ) -> None:
         """Do what `drawbar.train.report` says."""
-        values = normalise(metrics)
         to_validate = asked_for(
             validation, self.assignment.validation, has_checkpoint=checkpoint is not None
         )
-        index = self._next_report
         if checkpoint is None:
-            self._next_report += 1
-            self._say(Reported(index=index, metrics=values, time=time.time(), where=caller_line()))
-            self._raise_if_interrupted()
+            self.report_metrics(metrics)
             return
+        values = normalise(metrics)
+        index = self._next_report
         check_arguments(name, mode)
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from drawbar.train._messages import (
     Printed,
     WorkerInfo,
 )
+from drawbar.train._outbox import Outbox
 from drawbar.train._output import capture_output
 from drawbar.train._session import Assignment, Session
 from drawbar.train._stacks import Stack, take_stack
@@ -93,7 +93,7 @@ class Worker:
     def run(self, assignment: Assignment, payload: bytes) -> Iterator[list[Message]]:
         """Run the training function; yields everything it says, all that has gathered at a time."""
         self._sentinel.join()  # before user code can start a process that must not outlive this one
-        outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        outbox = Outbox()
         session = Session(assignment, outbox.put, self._cache)
         self._session = session
         self._thread = threading.Thread(
@@ -101,10 +101,7 @@ class Worker:
         )
         self._thread.start()
         while True:
-            batch = [outbox.get()]
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    batch.append(outbox.get_nowait())
+            batch = outbox.take()
             yield batch
             if isinstance(batch[-1], _TERMINAL):
                 self._thread.join()

@@ -9,7 +9,7 @@ as a tracker.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +25,7 @@ __all__ = [
     "align_reports",
     "discard_checkpoint",
     "keep_data_position",
+    "report_soon",
     "require_package",
     "retire_process",
 ]
@@ -61,6 +62,21 @@ def retire_process() -> None:
     function, or around it in `train_func_context`.
     """
     current_session("retire_process").retire()
+
+
+def report_soon(metrics: Mapping[str, Any]) -> None:
+    """Report metrics that come often, such as those of every round, without a checkpoint.
+
+    As `drawbar.train.report(metrics)`, but if this worker has said anything within the last quarter
+    of a second, the report may reach the driver that much later, along with those that follow. It
+    keeps its place among all reports. So a training that fills all cores is held up four times a
+    second, however often it reports.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+        TypeError, ValueError: A metric cannot be kept; the message names its key.
+    """
+    current_session("report_soon").report_metrics(metrics, may_wait=True)
 
 
 def align_reports() -> None:
