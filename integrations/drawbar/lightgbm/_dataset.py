@@ -98,7 +98,7 @@ def make_dataset(
         if block.group is not None:
             groups.append(np.unique(block.group, return_counts=True)[1])
         if earlier is not None or block.base_margin is not None:
-            starts.append(_starts(block, earlier))
+            starts.append(_starts(block, earlier, params))
     dataset.set_label(np.concatenate(labels))
     if weights:
         dataset.set_weight(np.concatenate(weights))
@@ -109,12 +109,17 @@ def make_dataset(
     return dataset
 
 
-def _starts(block: Block, earlier: Booster | None) -> Any:
+def _starts(block: Block, earlier: Booster | None, params: Mapping[str, Any]) -> Any:
     """Give the score that each row starts from."""
     margin = block.base_margin
     if earlier is None:
         return margin
-    predicted = earlier.predict(block.matrix(), raw_score=True, num_iteration=-1)
+    # It sets the number of threads of the whole process. With another one than it was made for, a
+    # booster writes beyond its buffers.
+    threads = value_of(params, "num_threads", worker_threads())
+    predicted = earlier.predict(
+        block.matrix(), raw_score=True, num_iteration=-1, num_threads=threads
+    )
     return predicted if margin is None else np.asarray(predicted) + margin
 
 
