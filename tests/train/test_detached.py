@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,8 @@ class Lesson(Exception):
 def _no_run_is_left(ray_cluster: None) -> Iterator[None]:
     yield
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        ray.kill(ray.get_actor(**actor))
+        with suppress(ValueError):  # it has ended meanwhile
+            ray.kill(ray.get_actor(**actor))
 
 
 @pytest.fixture

@@ -114,8 +114,8 @@ def _starts(block: Block, earlier: Booster | None, params: Mapping[str, Any]) ->
     margin = block.base_margin
     if earlier is None:
         return margin
-    # It sets the number of threads of the whole process. With another one than it was made for, a
-    # booster writes beyond its buffers.
+    # It sets the number of threads of the whole process. Where ranks are threads of one process, a
+    # booster that trains meanwhile would crash if that became another one.
     threads = value_of(params, "num_threads", worker_threads())
     predicted = earlier.predict(
         block.matrix(), raw_score=True, num_iteration=-1, num_threads=threads

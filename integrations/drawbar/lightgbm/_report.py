@@ -20,7 +20,8 @@ class RayTrainReportCallback:
 
     Pass it to `lightgbm.train(..., callbacks=[...])`, or to the `fit` of LightGBM's estimators. All
     ranks must have it. The metrics are global, also for the callbacks that come after it, so that
-    `lightgbm.early_stopping` ends all ranks on one round; see `GlobalEvaluation`.
+    `lightgbm.early_stopping` ends all ranks on one round; see `GlobalEvaluation`. The driver hears
+    of a round within a quarter of a second.
 
     Args:
         metrics: Which to report: one name or several as `<dataset>-<metric>`, or a dict from the

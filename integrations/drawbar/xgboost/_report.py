@@ -17,8 +17,9 @@ class RayTrainReportCallback(TrainingCallback):
     """Reports every boosting round, and saves the model every few rounds and at the end.
 
     Every rank reports the metrics, named `<dataset>-<metric>`; XGBoost has reduced them over all
-    workers. Reports of a round need no other rank and take microseconds. Rank 0 saves the model,
-    and beside it what `drawbar.xgboost.train` needs to go on from there.
+    workers. Reports of a round need no other rank and take microseconds; the driver hears of them
+    within a quarter of a second. Rank 0 saves the model, and beside it what `drawbar.xgboost.train`
+    needs to go on from there.
 
     Args:
         metrics: Which metrics to report: a name, a list of names, or a dict from the name to report
