@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +17,10 @@ from drawbar.train import (
     BackendConfig,
     ControllerError,
     DataParallelTrainer,
+    FailureConfig,
     RunConfig,
     ScalingConfig,
+    get_context,
 )
 from drawbar.train.backend import WorkerGroupView
 from drawbar.train.testing import BackendContract
@@ -65,6 +71,59 @@ def test_hooks_run_on_the_workers_in_rank_order(run_config: RunConfig) -> None:
     ).fit()
     assert result.return_values == ["0 of 2", "1 of 2"]
     assert shutdowns == [["0 of 2", "1 of 2"]]
+
+
+_setups: list[int] = []  # of this process
+
+
+@dataclass(frozen=True)
+class _PreparedConfig(BackendConfig):
+    @property
+    def process_setup(self) -> Callable[[], object]:
+        return partial(_prepare, os.getpid())
+
+
+def _prepare(driver: int) -> None:
+    with pytest.raises(RuntimeError):
+        get_context()
+    assert os.getpid() != driver
+    _setups.append(os.getpid())
+
+
+def test_every_process_is_set_up_once(run_config: RunConfig, tmp_path: Path) -> None:
+    def function() -> int:
+        assert importlib.import_module(__name__)._setups == [os.getpid()]
+        if get_context().get_world_rank() == 0 and not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            os._exit(1)
+        if not (tmp_path / "kept").exists():
+            (tmp_path / "kept").write_text(str(os.getpid()))
+            raise ValueError
+        return os.getpid()
+
+    result = DataParallelTrainer(
+        function,
+        backend_config=_PreparedConfig(),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=replace(run_config, failure_config=FailureConfig(max_failures=3)),
+    ).fit()
+    assert result.return_values is not None
+    assert int((tmp_path / "kept").read_text()) in result.return_values
+
+
+@dataclass(frozen=True)
+class _UnpreparedConfig(BackendConfig):
+    @property
+    def process_setup(self) -> Callable[[], object]:
+        return partial(importlib.import_module, "there_is_no_such_module")
+
+
+def test_a_process_that_cannot_be_set_up_fails_the_start(run_config: RunConfig) -> None:
+    trainer = DataParallelTrainer(
+        lambda: None, backend_config=_UnpreparedConfig(), run_config=run_config
+    )
+    with pytest.raises(ControllerError, match="No module named 'there_is_no_such_module'"):
+        trainer.fit()
 
 
 class _Broken(Backend):

@@ -38,7 +38,8 @@ def host_workers(
 
     def make_group(path: str, spawn: Spawn) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
-        return RayWorkerGroup(spec.scaling_config, path, spec.payload, runtime_env)
+        setup = spec.backend_config.process_setup
+        return RayWorkerGroup(spec.scaling_config, path, spec.payload, runtime_env, setup)
 
     validator = RayValidator(spec.validation) if spec.validation is not None else None
     return Host(spec, make_group, make_console, validator, jobs_wait=jobs_wait)

@@ -74,8 +74,10 @@ class Worker:
         self._sentinel = threading.Thread(target=_sentinel.start, args=(report,), daemon=True)
         self._sentinel.start()
 
-    def describe(self) -> WorkerInfo:
-        """Say where this worker landed."""
+    def set_up(self, process_setup: Callable[[], object] | None) -> WorkerInfo:
+        """Do what a backend wants done in every process, and say where this worker landed."""
+        if process_setup is not None:
+            process_setup()
         context = ray.get_runtime_context()
         return WorkerInfo(
             node_id=context.get_node_id(),

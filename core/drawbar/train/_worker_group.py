@@ -117,6 +117,7 @@ class RayWorkerGroup:
         run_path: str,
         payload: bytes,
         runtime_env: Mapping[str, Any] | None,
+        process_setup: Callable[[], object] | None,
     ) -> None:
         self._scaling = scaling
         self._run_path = run_path
@@ -124,6 +125,7 @@ class RayWorkerGroup:
         remote: Any = ray.remote  # its stub does not know concurrency groups
         self._actor_class = remote(concurrency_groups={"control": 1})(Worker)
         self._runtime_env = dict(runtime_env) if runtime_env else None
+        self._process_setup = process_setup
         self._placement: PlacementGroup | None = None
         self._members: dict[int, _Member] = {}
         self._ranks: dict[int, _Member] = {}
@@ -197,7 +199,7 @@ class RayWorkerGroup:
         if self._runtime_env:
             options["runtime_env"] = self._runtime_env
         actor = self._actor_class.options(**options).remote(self._run_path)
-        up = asyncio.ensure_future(_await(actor.describe.remote()))
+        up = asyncio.ensure_future(_await(actor.set_up.remote(self._process_setup)))
         self._members[slot] = _Member(actor, up)
 
     def _forget(self, slot: int) -> None:

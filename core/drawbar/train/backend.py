@@ -162,6 +162,16 @@ class BackendConfig:
         """The class with the controller's part."""
         return _PlainBackend
 
+    @property
+    def process_setup(self) -> Callable[[], object] | None:
+        """What each worker's process does as soon as it is up, such as an import that takes long.
+
+        It is pickled and knows nothing of the other workers, who need not be up yet. A process that
+        is kept for another attempt does not do it again; one whose threads are the workers does not
+        do it at all. What it raises fails the start of the workers. Default: None, nothing.
+        """
+        return None
+
     def preflight(self, scaling_config: ScalingConfig) -> None:
         """Check packages and arguments in the driver, before a process starts.
 

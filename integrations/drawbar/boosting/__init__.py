@@ -10,7 +10,7 @@ A library plugs in with a subclass of `Fit` (checks in the driver, trains on the
 `Progress` in the checkpoints. No boosting library is imported here.
 """
 
-from drawbar.boosting._backend import BoostingBackend, BoostingConfig
+from drawbar.boosting._backend import BoostingConfig
 from drawbar.boosting._block import Block
 from drawbar.boosting._columns import Columns
 from drawbar.boosting._fit import Fit, check_label
@@ -26,7 +26,6 @@ from drawbar.boosting._trainer import BoostingTrainer
 
 __all__ = [
     "Block",
-    "BoostingBackend",
     "BoostingConfig",
     "BoostingTrainer",
     "Columns",

@@ -1,14 +1,15 @@
-"""What the backends of both libraries share: how a worker's process imports the library."""
+"""What the backend configs of both libraries share: how a worker's process imports the library."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import ClassVar, Self
 
-from drawbar.train.backend import Backend, BackendConfig, WorkerGroupView
+from drawbar.train.backend import BackendConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +56,10 @@ class BoostingConfig(BackendConfig):
             return []
         return [package for package, value in self._imports.items() if value is False]
 
-
-class BoostingBackend(Backend):
-    """Imports the library; its processes can run one attempt after another."""
-
-    reentrant = True
-
-    def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
-        """Import the library on every worker, if that is not to be done in the usual way."""
-        if backend_config.left_out:
-            worker_group.execute(import_without, backend_config.left_out, backend_config.library)
+    @property
+    def process_setup(self) -> Callable[[], object] | None:
+        """Import the library, if that is not to be done in the usual way."""
+        return partial(import_without, self.left_out, self.library) if self.left_out else None
 
 
 def import_without(packages: Sequence[str], library: str) -> None:

@@ -17,9 +17,8 @@ from typing import Any, ClassVar
 
 import ray
 
-from drawbar.boosting import BoostingBackend, BoostingConfig, worker_threads
+from drawbar.boosting import BoostingConfig, worker_threads
 from drawbar.train import ScalingConfig, collective, get_context
-from drawbar.train.backend import Backend
 
 try:
     import lightgbm
@@ -83,11 +82,6 @@ class LightGBMConfig(BoostingConfig):
                 "LightGBMConfig.ports must be the first and the last port, both from 1024 to "
                 f"65535, found {self.ports!r}"
             )
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """The class with the controller's part: to have the library imported."""
-        return BoostingBackend
 
     def preflight(self, scaling_config: ScalingConfig) -> None:
         """Check the version of LightGBM.

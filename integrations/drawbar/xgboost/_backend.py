@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import ray
 
-from drawbar.boosting import BoostingBackend, BoostingConfig
+from drawbar.boosting import BoostingConfig
 from drawbar.train import ScalingConfig, get_context
 from drawbar.train.backend import Backend, WorkerGroupView
 
@@ -92,15 +92,16 @@ class XGBoostConfig(BoostingConfig):
         return _communicator(self)
 
 
-class XGBoostBackend(BoostingBackend):
+class XGBoostBackend(Backend):
     """Keeps the tracker; a worker's process can join one after another."""
+
+    reentrant = True
 
     def __init__(self) -> None:
         self._tracker: RabitTracker | None = None
 
     def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
         """Start a tracker and tell every worker where it is."""
-        super().on_start(worker_group, backend_config)
         self._free()
         if len(worker_group) == 1:
             return
