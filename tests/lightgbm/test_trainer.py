@@ -14,6 +14,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.metrics import log_loss
 
 from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
+from drawbar.lightgbm._parameters import histogram_layout
 from drawbar.train import Checkpoint, Result, ScalingConfig, ValidationConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
@@ -53,6 +54,50 @@ def test_squared_error_gives_the_trees_of_one_process(declare: Callable[..., Res
     features = data.drop(columns="y")
     expected = alone(params, data).predict(features)
     assert booster_of(result).predict(features) == pytest.approx(expected, rel=1e-12)
+
+
+def test_zeros_and_missing_values_have_the_bins_of_one_process(
+    declare: Callable[..., Result],
+) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(3000, 6)).astype(np.float32)
+    x[random.random((3000, 6)) < [0, 0.3, 0.9, 0, 0.3, 0.9]] = 0
+    x[random.random((3000, 6)) < [0, 0, 0, 0.3, 0.3, 0.05]] = np.nan
+    data = frame(x, np.nansum(x, axis=1) + np.isnan(x[:, 3]))
+    params = {"objective": "regression", "num_leaves": 8}
+    expected = alone(params, data).predict(data.drop(columns="y"))
+    predicted = booster_of(declare(params, data)).predict(data.drop(columns="y"))
+    assert predicted == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("params", "by_rows"),
+    [({}, 1), ({"force_col_wise": True}, 0), ({"max_bins": 5000}, 0)],
+)
+def test_histograms_are_added_up_by_rows_where_bins_are_few(
+    declare: Callable[..., Result], binary: Any, params: dict[str, Any], by_rows: int
+) -> None:
+    result = declare(params, frame(*binary), num_boost_round=1)
+    assert f"[force_row_wise: {by_rows}]" in booster_of(result).model_to_string()
+
+
+@pytest.mark.parametrize(
+    ("params", "features", "found"),
+    [
+        ({"num_threads": 1}, 78, {"force_row_wise": True}),
+        ({"num_threads": 1}, 79, {}),
+        ({"num_threads": 1, "max_bin": 63}, 317, {"force_row_wise": True}),
+        ({"n_jobs": 16}, 10, {"force_row_wise": True}),
+        ({"n_jobs": 17}, 10, {}),
+        ({"n_jobs": -1}, 10, {}),
+        ({"num_threads": 1, "device": "cuda"}, 10, {}),
+        ({"num_threads": 1, "force_row_wise": False}, 10, {}),
+    ],
+)
+def test_the_layout_of_histograms(
+    params: dict[str, Any], features: int, found: dict[str, bool]
+) -> None:
+    assert histogram_layout(params, features) == found
 
 
 def test_held_out_loss_is_that_of_one_process(declare_on_ray: Callable[..., Result]) -> None:

@@ -22,7 +22,13 @@ from drawbar.lightgbm import _native
 from drawbar.lightgbm._backend import get_network_params
 from drawbar.lightgbm._dataset import agree_on_bins, make_dataset
 from drawbar.lightgbm._evaluation import Evaluation, make_evaluation
-from drawbar.lightgbm._parameters import check_labels, check_parameters, name_of, value_of
+from drawbar.lightgbm._parameters import (
+    check_labels,
+    check_parameters,
+    histogram_layout,
+    name_of,
+    value_of,
+)
 from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.train import Checkpoint, ScalingConfig, get_checkpoint
 
@@ -57,7 +63,7 @@ class LightGBMFit(Fit):
         """Train on this worker and report each round."""
         for shard in shards.values():
             check_labels(shard, self.params)
-        report, params = self._report(), self._params()
+        report, params = self._report(), self._params(len(shards["train"].schema.features))
         earlier, progress = None, Progress()
         if value_of(params, "boosting") not in _FORESTS:
             earlier, progress = resume_from(get_checkpoint(), report)
@@ -70,12 +76,13 @@ class LightGBMFit(Fit):
         given = [each for each in self.callbacks if isinstance(each, RayTrainReportCallback)]
         return given[0] if given else RayTrainReportCallback()
 
-    def _params(self) -> dict[str, Any]:
+    def _params(self, features: int) -> dict[str, Any]:
         """Give the user's parameters, and those of the worker where the user has set none."""
         learner = value_of(self.params, "tree_learner", "data").removesuffix("_parallel")
         ours = get_network_params(learner)
         added = {name: ours[name] for name in ours if name_of(self.params, name) is None}
-        return {"verbosity": -1, **added, **self.params}
+        params = {"verbosity": -1, **added, **self.params}
+        return {**histogram_layout(params, features), **params}
 
     def _booster(
         self, shards: dict[str, Shard], params: dict[str, Any], earlier: Booster | None

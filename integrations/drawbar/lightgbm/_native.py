@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from lightgbm import Booster, Dataset, basic
 from lightgbm.basic import _param_dict_to_str, _safe_call
 
 Columns = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.int32]
 
 _LIB: Any = basic._LIB  # type: ignore[attr-defined]  # imported there
 
@@ -53,23 +56,23 @@ def leave_network() -> None:
     _safe_call(_LIB.LGBM_NetworkFree())
 
 
-def bin_reference(sample: Columns, rows: int, params: Mapping[str, Any]) -> bytes:
+def bin_reference(sample: Columns, rows: int, params: Mapping[str, Any], threads: int) -> bytes:
     """Find the bins of all features from a sample of rows; gives them in LightGBM's own format.
 
     Args:
-        sample: Features by rows.
+        sample: Features by rows. LightGBM sorts it in place, and so does this.
         rows: How many rows the sample stands for.
-        params: Dataset parameters, such as `max_bin`; categorical features by number.
+        params: Dataset parameters, such as `max_bin` and `num_threads`; categorical features by
+            number.
+        threads: How many to sort with.
 
     Raises:
         LightGBMError: A parameter is wrong.
     """
-    columns, indices = [], []
     all_rows = np.arange(sample.shape[1], dtype=np.int32)
-    for column in sample:
-        is_zero = np.abs(column) <= _ZERO
-        columns.append(column[~is_zero] if is_zero.any() else column)
-        indices.append(all_rows[~is_zero] if is_zero.any() else all_rows)
+    with ThreadPoolExecutor(threads) as pool:
+        sampled = list(pool.map(lambda column: _not_zero(column, all_rows), sample))
+    columns, indices = zip(*sampled, strict=True)
     lengths = np.array([len(column) for column in columns], dtype=np.int32)
     handle = ctypes.c_void_p()
     _safe_call(
@@ -89,6 +92,20 @@ def bin_reference(sample: Columns, rows: int, params: Mapping[str, Any]) -> byte
         return _serialized(handle)
     finally:
         _safe_call(_LIB.LGBM_DatasetFree(handle))
+
+
+def _not_zero(column: Columns, all_rows: Rows) -> tuple[Columns, Rows]:
+    """Give a sampled column's values but zeros, ascending, and the rows that they were in.
+
+    LightGBM too sorts the values and leaves the rows as they were; NumPy sorts several times
+    faster, and LightGBM is then through with them sooner. It takes NaN out before it sorts.
+    """
+    is_zero = np.abs(column) <= _ZERO
+    rows = all_rows[~is_zero] if is_zero.any() else all_rows
+    values = column[rows] if is_zero.any() else column
+    if not np.isnan(values).any():
+        values.sort()
+    return values, rows
 
 
 def binned_dataset(
@@ -161,13 +178,21 @@ def _serialized(handle: ctypes.c_void_p) -> bytes:
             handle, ctypes.byref(buffer), ctypes.byref(length)
         )
     )
-    content = (ctypes.c_uint8 * length.value)()
+    content = ctypes.create_string_buffer(length.value)
+    start = ctypes.addressof(content)
+    numbers = range(length.value)  # the C API gives one byte at a time
     try:
-        for index in range(length.value):  # the C API gives one byte at a time
-            _safe_call(_LIB.LGBM_ByteBufferGetAt(buffer, index, ctypes.byref(content, index)))
+        list(map(_BYTE_AT, repeat(buffer), numbers, range(start, start + length.value)))
     finally:
         _safe_call(_LIB.LGBM_ByteBufferFree(buffer))
-    return bytes(content)
+    return content.raw
+
+
+_BYTE_AT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)(
+    ("LGBM_ByteBufferGetAt", _LIB)
+)
+"""With types of its own, which are the package's to set for the function that all share. It has
+nothing to complain of but a number that is not below the length."""
 
 
 def _pointers(arrays: Sequence[npt.NDArray[Any]], kind: type[Any]) -> Any:

@@ -23,6 +23,9 @@ INSTEAD = {
 }
 """What the trainer has an argument for."""
 
+ROW_WISE_BINS, ROW_WISE_THREADS = 20_000, 16
+"""Up to how many bins and threads histograms are added up row by row."""
+
 _CLASSES = ("multiclass", "softmax", "multiclassova", "multiclass_ova", "ova", "ovr")
 _RANKS = ("lambdarank", "rank_xendcg", "xendcg", "xe_ndcg", "xe_ndcg_mart", "xendcg_mart")
 _PROBABILITIES = ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlambda")
@@ -38,6 +41,32 @@ def value_of(params: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Give a parameter's value, by whichever name it is set."""
     found = name_of(params, name)
     return default if found is None else params[found]
+
+
+def histogram_layout(params: Mapping[str, Any], features: int) -> dict[str, bool]:
+    """Give the parameter that says whether histograms are added up row by row.
+
+    LightGBM left to itself times both ways once, over all rows, before the first round. That takes
+    as long as a round or two; it may choose another way on each worker and at each start, and with
+    several threads the ways round differently; and deeper in a tree, where a leaf's rows lie apart,
+    the way by rows is faster for longer than there. LightGBM recommends it for many rows, few bins
+    and at most 16 threads (https://lightgbm.readthedocs.io/en/stable/Parameters.html, at
+    `force_row_wise`); how few was measured on two workers: 10 to 80 features of 255 bins took 0.79
+    to 0.91 of the time by columns, 160 took 1.08, 640 took 1.15.
+
+    Args:
+        params: LightGBM's parameters, `num_threads` among them.
+        features: How many there are.
+
+    Returns:
+        `force_row_wise`, or nothing where the choice stays LightGBM's or is made already.
+    """
+    chosen = any(name_of(params, name) for name in ("force_row_wise", "force_col_wise"))
+    bins = features * int(value_of(params, "max_bin", 255))
+    threads = int(value_of(params, "num_threads"))
+    if chosen or value_of(params, "device_type", "cpu") != "cpu" or bins > ROW_WISE_BINS:
+        return {}
+    return {"force_row_wise": True} if 0 < threads <= ROW_WISE_THREADS else {}
 
 
 def check_parameters(params: Mapping[str, Any], scaling_config: ScalingConfig) -> None:
