@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.types as is_type
 
 from drawbar.boosting._block import Array, Block, Store, joined, rows_of
@@ -202,7 +201,7 @@ class _Reader:
         for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
             values = chunk.dictionary.to_pylist()
             here = np.array([known.setdefault(v, len(known)) for v in values], dtype=np.float32)
-            codes = pc.fill_null(chunk.indices.cast(pa.int64()), len(here)).to_numpy()
+            codes = chunk.indices.cast(pa.int64()).fill_null(len(here)).to_numpy()
             pieces.append(np.append(here, np.float32(np.nan))[codes])
         return np.concatenate(pieces)
 
@@ -252,12 +251,14 @@ class _Reader:
 
 def numbers(column: Any) -> Array:
     """Give an Arrow column as float32; null is NaN."""
-    floats = pc.cast(column, pa.float32(), safe=False)
+    floats = column
+    if column.type != pa.float32():  # a cast imports Arrow's kernels, which takes 0.04 s
+        floats = column.cast(pa.float32(), safe=False)
     if isinstance(floats, pa.ChunkedArray):
         one = floats.num_chunks == 1  # combine_chunks() would copy it
         floats = floats.chunk(0) if one else floats.combine_chunks()
     if floats.null_count:
-        floats = pc.fill_null(floats, float("nan"))
+        floats = floats.fill_null(float("nan"))
     return np.from_dlpack(floats)  # to_numpy() would import pandas, which takes 0.2 s
 
 
