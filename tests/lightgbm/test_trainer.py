@@ -81,6 +81,14 @@ def test_histograms_are_added_up_by_rows_where_bins_are_few(
     assert f"[force_row_wise: {by_rows}]" in booster_of(result).model_to_string()
 
 
+def test_a_parameter_that_is_none_is_not_set(declare: Callable[..., Result], binary: Any) -> None:
+    params = {"num_threads": None, "max_bin": None, "tree_learner": None, "force_row_wise": None}
+    model = booster_of(declare(params, frame(*binary), num_boost_round=1)).model_to_string()
+    for default in ("[max_bin: 255]", "[tree_learner: data]", "[force_row_wise: 1]"):
+        assert default in model
+    assert "[num_threads: 0]" not in model  # which is all of the machine's
+
+
 @pytest.mark.parametrize(
     ("params", "features", "found"),
     [
@@ -92,6 +100,7 @@ def test_histograms_are_added_up_by_rows_where_bins_are_few(
         ({"n_jobs": -1}, 10, {}),
         ({"num_threads": 1, "device": "cuda"}, 10, {}),
         ({"num_threads": 1, "force_row_wise": False}, 10, {}),
+        ({"num_threads": "1", "max_bin": None, "device": None}, 10, {"force_row_wise": True}),
     ],
 )
 def test_the_layout_of_histograms(
@@ -257,6 +266,12 @@ def test_custom_objective_and_metric(declare: Callable[..., Result]) -> None:
         ({"params": {"machines": "a:1"}}, "network is Drawbar's"),
         ({"params": {"n_estimators": 3}}, "num_boost_round instead"),
         ({"params": {"tree_learner": "feature"}}, "'data' or 'voting'"),
+        (
+            {"params": {"max_bins": "many"}},
+            r"params\['max_bins'\] must be a whole number, found 'many'",
+        ),
+        ({"params": {"n_jobs": 1.5}}, r"params\['n_jobs'\] must be a whole number, found 1.5"),
+        ({"params": {"data_seed": float("inf")}}, "must be a whole number, found inf"),
         ({"early_stopping_rounds": 2}, "needs a dataset to evaluate"),
         ({"train_loop_per_worker": print}, "says itself what is trained"),
         ({"label_column": None}, "give a training function"),

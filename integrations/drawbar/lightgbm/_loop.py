@@ -81,7 +81,8 @@ class LightGBMFit(Fit):
         learner = value_of(self.params, "tree_learner", "data").removesuffix("_parallel")
         ours = get_network_params(learner)
         added = {name: ours[name] for name in ours if name_of(self.params, name) is None}
-        params = {"verbosity": -1, **added, **self.params}
+        given = {name: value for name, value in self.params.items() if value is not None}
+        params = {"verbosity": -1, **added, **given}
         return {**histogram_layout(params, features), **params}
 
     def _booster(

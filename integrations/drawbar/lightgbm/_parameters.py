@@ -26,6 +26,9 @@ INSTEAD = {
 ROW_WISE_BINS, ROW_WISE_THREADS = 20_000, 16
 """Up to how many bins and threads histograms are added up row by row."""
 
+_WHOLE_NUMBERS = ("num_threads", "max_bin", "bin_construct_sample_cnt", "data_random_seed")
+"""What Drawbar itself reckons with."""
+
 _CLASSES = ("multiclass", "softmax", "multiclassova", "multiclass_ova", "ova", "ovr")
 _RANKS = ("lambdarank", "rank_xendcg", "xendcg", "xe_ndcg", "xe_ndcg_mart", "xendcg_mart")
 _PROBABILITIES = ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlambda")
@@ -33,8 +36,12 @@ _COUNTS = ("poisson", "tweedie")
 
 
 def name_of(params: Mapping[str, Any], name: str) -> str | None:
-    """Give the name, or alias, under which a parameter is set; None if it is not."""
-    return next((alias for alias in _ConfigAliases.get_sorted(name) if alias in params), None)
+    """Give the name, or alias, under which a parameter is set; None if it is not.
+
+    LightGBM takes one that is None for not set.
+    """
+    aliases = _ConfigAliases.get_sorted(name)
+    return next((alias for alias in aliases if params.get(alias) is not None), None)
 
 
 def value_of(params: Mapping[str, Any], name: str, default: Any = None) -> Any:
@@ -91,7 +98,18 @@ def check_parameters(params: Mapping[str, Any], scaling_config: ScalingConfig) -
             f"params['tree_learner'] is {learner!r}; on several workers it must be 'data' or "
             "'voting'; LightGBM's Python package has no 'feature'"
         )
+    for name in _WHOLE_NUMBERS:
+        if (found := name_of(params, name)) is not None and not _is_whole(params[found]):
+            raise ValueError(f"params[{found!r}] must be a whole number, found {params[found]!r}")
     warn_of_threads("num_threads", value_of(params, "num_threads"), scaling_config)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether LightGBM, which is given all as text, reads a whole number."""
+    try:
+        return int(value) == float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def check_labels(shard: Shard, params: Mapping[str, Any]) -> None:
