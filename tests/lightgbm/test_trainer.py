@@ -270,6 +270,7 @@ def test_custom_objective_and_metric(declare: Callable[..., Result]) -> None:
             {"params": {"max_bins": "many"}},
             r"params\['max_bins'\] must be a whole number, found 'many'",
         ),
+        ({"params": {"num_classes": 3.0}}, "must be a whole number, found 3.0"),
         ({"params": {"n_jobs": 1.5}}, r"params\['n_jobs'\] must be a whole number, found 1.5"),
         ({"params": {"data_seed": float("inf")}}, "must be a whole number, found inf"),
         ({"early_stopping_rounds": 2}, "needs a dataset to evaluate"),

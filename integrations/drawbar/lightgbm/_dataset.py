@@ -45,20 +45,21 @@ def agree_on_bins(shard: Shard, params: Mapping[str, Any]) -> bytes:
     sample = _gathered_sample(shard, params)
     if sample is None:
         return collective.broadcast_from_rank_zero(b"")
-    own = int(value_of(params, "num_threads", worker_threads()))
-    threads = max(own, 1) * get_context().get_local_world_size()  # its neighbours wait for rank 0
     with ThreadPoolExecutor(1) as without_network:  # it belongs to this thread
         bins = without_network.submit(
             _native.bin_reference,
             sample,
             shard.total_rows,
-            {
-                **dataset_params(shard, params),
-                str(name_of(params, "num_threads") or "num_threads"): threads,
-            },
-            threads,
+            {**dataset_params(shard, params), **_threads_of_this_node(params)},
         ).result()
     return collective.broadcast_from_rank_zero(bins)
+
+
+def _threads_of_this_node(params: Mapping[str, Any]) -> dict[str, int]:
+    """Give rank 0 the threads of its neighbours too, who wait for it."""
+    own = int(value_of(params, "num_threads", worker_threads()))
+    threads = max(own, 1) * get_context().get_local_world_size()
+    return {str(name_of(params, "num_threads") or "num_threads"): threads}
 
 
 def dataset_params(shard: Shard, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,8 +114,8 @@ def _starts(block: Block, earlier: Booster | None, params: Mapping[str, Any]) ->
     margin = block.base_margin
     if earlier is None:
         return margin
-    # It sets the number of threads of the whole process. Where ranks are threads of one process, a
-    # booster that trains meanwhile would crash if that became another one.
+    # It sets the number of threads of the whole process. With another one than it was made for, a
+    # booster writes beyond its buffers.
     threads = value_of(params, "num_threads", worker_threads())
     predicted = earlier.predict(
         block.matrix(), raw_score=True, num_iteration=-1, num_threads=threads

@@ -19,6 +19,8 @@ import pyarrow as pa
 from lightgbm import Booster, Dataset, basic
 from lightgbm.basic import _param_dict_to_str, _safe_call
 
+from drawbar.lightgbm._parameters import value_of
+
 Columns = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int32]
 
@@ -56,21 +58,20 @@ def leave_network() -> None:
     _safe_call(_LIB.LGBM_NetworkFree())
 
 
-def bin_reference(sample: Columns, rows: int, params: Mapping[str, Any], threads: int) -> bytes:
+def bin_reference(sample: Columns, rows: int, params: Mapping[str, Any]) -> bytes:
     """Find the bins of all features from a sample of rows; gives them in LightGBM's own format.
 
     Args:
         sample: Features by rows. LightGBM sorts it in place, and so does this.
         rows: How many rows the sample stands for.
-        params: Dataset parameters, such as `max_bin` and `num_threads`; categorical features by
-            number.
-        threads: How many to sort with.
+        params: Dataset parameters, such as `max_bin`; `num_threads`, at least 1, is among them;
+            categorical features by number.
 
     Raises:
         LightGBMError: A parameter is wrong.
     """
     all_rows = np.arange(sample.shape[1], dtype=np.int32)
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(int(value_of(params, "num_threads"))) as pool:
         sampled = list(pool.map(lambda column: _not_zero(column, all_rows), sample))
     columns, indices = zip(*sampled, strict=True)
     lengths = np.array([len(column) for column in columns], dtype=np.int32)

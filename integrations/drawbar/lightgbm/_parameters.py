@@ -26,7 +26,13 @@ INSTEAD = {
 ROW_WISE_BINS, ROW_WISE_THREADS = 20_000, 16
 """Up to how many bins and threads histograms are added up row by row."""
 
-_WHOLE_NUMBERS = ("num_threads", "max_bin", "bin_construct_sample_cnt", "data_random_seed")
+_WHOLE_NUMBERS = (
+    "num_threads",
+    "num_class",
+    "max_bin",
+    "bin_construct_sample_cnt",
+    "data_random_seed",
+)
 """What Drawbar itself reckons with."""
 
 _CLASSES = ("multiclass", "softmax", "multiclassova", "multiclass_ova", "ova", "ovr")
@@ -105,11 +111,12 @@ def check_parameters(params: Mapping[str, Any], scaling_config: ScalingConfig) -
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether LightGBM, which is given all as text, reads a whole number."""
+    """Whether LightGBM, which is given all as text, reads a whole number: of 3.0 it does not."""
     try:
-        return int(value) == float(value)
-    except (TypeError, ValueError, OverflowError):
+        int(str(value))
+    except ValueError:
         return False
+    return True
 
 
 def check_labels(shard: Shard, params: Mapping[str, Any]) -> None:
