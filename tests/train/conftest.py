@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import pytest
@@ -36,7 +36,10 @@ class Drivers:
     def __call__(
         self, main: Callable[[], Any], **environ: str | None
     ) -> Iterator[subprocess.Popen[str]]:
-        """Start one and kill it at the end of the block; `environ` sets and unsets variables."""
+        """Start one and kill it at the end of the block; `environ` sets and unsets variables.
+
+        If the block fails, what the process wrote to stderr is shown.
+        """
         self._count += 1
         program = self._folder / f"main_{self._count}.pkl"
         cloudpickle.register_pickle_by_value(sys.modules[main.__module__])
@@ -54,6 +57,9 @@ class Drivers:
         ) as process:
             try:
                 yield process
+            except BaseException:
+                print(f"process {process.pid}: {process.poll()}, {_unread(process.stderr)}")
+                raise
             finally:
                 process.kill()
 
@@ -63,6 +69,16 @@ class Drivers:
             out, err = process.communicate()
         assert process.returncode == 0, err
         return out, err
+
+
+def _unread(stream: IO[str] | None) -> str:
+    """Give what lies in a pipe, without waiting for its end: other processes may hold it open."""
+    if stream is None or stream.closed:
+        return ""
+    os.set_blocking(stream.fileno(), False)
+    with contextlib.suppress(BlockingIOError):
+        return os.read(stream.fileno(), 1 << 16).decode(errors="replace")
+    return ""
 
 
 @pytest.fixture(scope="session")

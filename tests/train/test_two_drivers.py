@@ -6,10 +6,11 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, Result, RunConfig, ScalingConfig
@@ -24,7 +25,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # drivers cannot im
 DRIVERS = 4
 
 
-def fit(storage: Path, pipe: Pipe | None = None, others_gave_up: Path | None = None) -> Result:
+def fit(
+    storage: Path, pipe: Pipe | None = None, others_gave_up: Path | None = None, **where: Any
+) -> Result:
     def function() -> None:
         with train.checkpoint_dir() as path:
             (path / "model").write_text("m")
@@ -34,24 +37,37 @@ def fit(storage: Path, pipe: Pipe | None = None, others_gave_up: Path | None = N
             with others_gave_up.open():
                 pass  # a FIFO opens when its other end is there
 
-    run_config = RunConfig(name="run", storage_path=storage)
+    run_config = RunConfig(name="run", storage_path=storage, **where)
     local = ScalingConfig(num_workers=0)
     return DataParallelTrainer(function, scaling_config=local, run_config=run_config).fit()
 
 
+@pytest.fixture(params=["mounted", "remote"])
+def where(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Give the `storage_filesystem` of a storage that is mounted, or that is taken for a remote."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if request.param == "mounted":
+        return {}
+    return {"storage_filesystem": LocalFileSystem(auto_mkdir=True)}
+
+
 @pytest.mark.parametrize("before", ["nothing", "a run", "a damaged run"])
-def test_exactly_one_gets_it(tmp_path: Path, drivers: Drivers, pipe: Pipe, before: str) -> None:
+def test_exactly_one_gets_it(
+    tmp_path: Path, drivers: Drivers, pipe: Pipe, before: str, where: dict[str, Any]
+) -> None:
     others_gave_up = tmp_path / "others_gave_up"
     os.mkfifo(others_gave_up)
     if before != "nothing":
-        fit(tmp_path)
+        fit(tmp_path, **where)
     if before == "a damaged run":
         journal = tmp_path / "run" / "journal.jsonl"
         journal.write_bytes(b"garbage\n" * 1000 + journal.read_bytes())
 
     def main() -> None:
         try:
-            fit(tmp_path, pipe, others_gave_up)
+            fit(tmp_path, pipe, others_gave_up, **where)
         except JournalLockedError:
             pipe.say("gave up")
 
@@ -63,6 +79,43 @@ def test_exactly_one_gets_it(tmp_path: Path, drivers: Drivers, pipe: Pipe, befor
         for driver in started:
             _, err = driver.communicate()
             assert driver.returncode == 0, err
-    check_run(tmp_path / "run")
+    check_run(tmp_path / "run", **where)
     runs = 1 if before == "nothing" else 2
-    assert len(Result.from_path(tmp_path / "run").timeline.attempts) == runs
+    assert len(Result.from_path(tmp_path / "run", **where).timeline.attempts) == runs
+
+
+def test_who_gives_up_touches_nothing(
+    tmp_path: Path, drivers: Drivers, pipe: Pipe, where: dict[str, Any]
+) -> None:
+    others_gave_up = tmp_path / "others_gave_up"
+    os.mkfifo(others_gave_up)
+
+    def first() -> None:
+        fit(tmp_path, pipe, others_gave_up, **where)
+
+    def second() -> None:
+        Result.from_path(tmp_path / "run", **where)
+        try:
+            fit(tmp_path, pipe, others_gave_up, **where)
+        except JournalLockedError:
+            pipe.say("gave up")
+
+    with drivers(first) as driver:
+        assert pipe.hear() == ["got", "it"]
+        (journal,) = tmp_path.glob("run/journal.jsonl" if not where else "cache/*/*/journal.jsonl")
+        held = journal.stat().st_ino
+        (journal.parent / ".workers").rmdir()  # as the first one may do while it starts
+        if where:
+            (tmp_path / "run" / "journal.jsonl").unlink()  # as before the first one puts it there
+        with drivers(second) as other:
+            assert pipe.hear() == ["gave", "up"]
+            _, err = other.communicate()
+            assert other.returncode == 0, err
+        assert journal.stat().st_ino == held
+        assert not (journal.parent / ".workers").exists()
+        others_gave_up.write_text("")
+        _, err = driver.communicate()
+        assert driver.returncode == 0, err
+    check_run(tmp_path / "run", **where)
+    (attempt,) = Result.from_path(tmp_path / "run", **where).timeline.attempts
+    assert attempt.outcome == "finished"

@@ -7,6 +7,7 @@ depends on is written before the decision is acted on.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -25,6 +26,9 @@ from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
 from drawbar.train._retry import explained, in_bytes
 from drawbar.train._validation import ReportedCheckpointStatus, Validation
+
+PROBE_S = 1.0  # readers hold a journal for moments
+RETRY_S = 0.01
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -165,11 +169,19 @@ class JournalLockedError(RuntimeError):
 
 
 class Journal:
-    """The open journal of a run. One process at a time holds it; the lock goes with the process."""
+    """The open journal of a run. One process at a time holds it; the lock goes with the process.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: Its file, which is made if it is not there.
+        patience_s: How long to wait for whoever holds it. The default is for those who look at it.
+
+    Raises:
+        JournalLockedError: Another process holds it.
+    """
+
+    def __init__(self, path: Path, patience_s: float = PROBE_S) -> None:
         self._path = path
-        self._file = _open_locked(path)
+        self._file = _open_locked(path, patience_s)
         self._drop_torn_line()
         self._encoder = msgspec.json.Encoder()
 
@@ -194,10 +206,21 @@ class Journal:
             (good if _is_readable(line) else bad).append(line)
         with open(self._path.with_name("journal.damaged"), "ab") as damaged:
             damaged.writelines(bad)
-        write_atomically(self._path, b"".join(good))
-        replaced, self._file = self._file, _open_locked(self._path)
-        replaced.close()
+        self._replace(b"".join(good))
         return list(replay(self._path)), False
+
+    def catch_up(self, other: bytes | None) -> None:
+        """Take over the journal of another place, unless this one only goes on from that.
+
+        None: there is none in that place, so this one becomes empty.
+        """
+        if other is None or not self._path.read_bytes().startswith(other):
+            self._replace(other or b"")
+
+    def _replace(self, data: bytes) -> None:
+        write_atomically(self._path, data)
+        replaced, self._file = self._file, _open_locked(self._path, PROBE_S)
+        replaced.close()
 
     def append(self, event: Event) -> None:
         """Write an event. It survives this process's death when this returns."""
@@ -219,20 +242,25 @@ class Journal:
         self._file.close()
 
 
-def _open_locked(path: Path) -> IO[bytes]:
-    """Open the journal and take its lock; if `salvage` has just replaced it, take the new one's."""
+def _open_locked(path: Path, patience_s: float) -> IO[bytes]:
+    """Open the journal and take its lock; if it was replaced meanwhile, take the new one's."""
+    deadline = time.monotonic() + patience_s
     while True:
         file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.close()
+            if time.monotonic() < deadline:
+                time.sleep(RETRY_S)
+                continue
             raise JournalLockedError(
                 f"{path.parent} is the directory of a run that is going on in another process; "
                 "give this run another RunConfig.name, or wait for the other one"
             ) from None
-        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
         file.close()
 
 

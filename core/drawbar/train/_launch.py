@@ -69,13 +69,12 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
         JournalLockedError: The run goes on in another process.
         OSError: The storage cannot be written.
     """
-    directory.fetch()
-    if not directory.journal.exists():  # an error leaves no trace
+    if directory.read(directory.journal.name) is None:  # an error leaves no trace
         resume_plan(RunState.NONE, config.resume, path=directory.location, newest=None)
     check_storage_path(directory.path)
-    directory.create()
     journal = Journal(directory.journal)
-    try:  # from here on nobody else writes to the run
+    try:  # from here on nobody else writes to the run, or removes its folders
+        directory.catch_up(journal)
         state, events = _look(directory, journal)
         intact = directory.intact_checkpoints() if state is not RunState.NONE else []
         newest = intact[-1].name if intact else None

@@ -14,6 +14,7 @@ storage at each commit and at the end. docs/decisions/0005-remote-storage.md say
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -28,6 +29,7 @@ import msgspec
 from drawbar.train import _faults, _files
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._filesystem import Folder, locate
+from drawbar.train._journal import Journal, JournalLockedError
 from drawbar.train._manifest import Manifest, check_files, read_manifest, user_files
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import told_when_slow
@@ -65,19 +67,32 @@ class RemoteRunDirectory(RunDirectory):
     # -- the work folder and its copy
 
     def fetch(self) -> None:
-        """Bring the journal and `trainer.pkl` to this node, unless it has a newer journal.
-
-        The storage's journal is the truth. The local one is newer if it only goes on from that: the
-        run is going on here, or its driver died here before it could put the rest there.
-        """
+        """Bring the journal and `trainer.pkl` to this node, unless the run is going on here."""
+        there, trainer = (self.folder.read_if_there(f.name) for f in (self.journal, self.trainer))
+        if there is None and not self.journal.exists():
+            return
         self.path.mkdir(parents=True, exist_ok=True)
-        for file in (self.journal, self.trainer):
-            there = self.folder.read_if_there(file.name)
-            here = file.read_bytes() if file.exists() else b""
+        try:
+            journal = Journal(self.journal, patience_s=0)
+        except JournalLockedError:
+            return
+        with contextlib.closing(journal):
             if there is None:
-                file.unlink(missing_ok=True)
-            elif file == self.trainer or not here.startswith(there):
-                _files.write_atomically(file, there)
+                self.journal.unlink()
+            else:
+                journal.catch_up(there)
+            if trainer is None:
+                self.trainer.unlink(missing_ok=True)
+            else:
+                _files.write_atomically(self.trainer, trainer)
+
+    def catch_up(self, journal: Journal) -> None:
+        """Bring the storage's journal into the one here.
+
+        The storage's is the truth. The one here is newer if it only goes on from that: the driver
+        died here before it could put the rest there.
+        """
+        journal.catch_up(self.folder.read_if_there(self.journal.name))
 
     def read(self, name: str) -> bytes | None:
         """Read one of the run's own files; that of the work folder if the storage has none."""

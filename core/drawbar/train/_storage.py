@@ -34,6 +34,7 @@ from drawbar.train import _faults, _files
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder
+from drawbar.train._journal import Journal
 from drawbar.train._manifest import Manifest, check_files, read_manifest
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import explained, in_bytes
@@ -121,11 +122,14 @@ class RunDirectory:
     def fetch(self) -> None:
         """Bring what is needed to look at the run to this node. It is there already."""
 
+    def catch_up(self, journal: Journal) -> None:
+        """Bring what was journaled into the journal, which this process holds. It is there."""
+
     def read(self, name: str) -> bytes | None:
         """Read one of the run's own files, such as `logs/rank_0.log`; None if it is not there."""
         try:
             return (self.path / name).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def write(self, name: str, data: bytes) -> None:
