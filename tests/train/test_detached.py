@@ -245,13 +245,13 @@ def test_ctrl_c_only_detaches(
     with drivers(main) as driver:
         pids = hear_pids(pipe, worker=2)["worker"]
         driver.send_signal(signal.SIGINT)
-        out, err = driver.communicate(timeout=20)
+        out, err = driver.communicate(timeout=60)
     assert driver.returncode == 0, err
     assert "no longer waiting for the detached run 'run', which goes on" in out
     run = train.attach("run")
     assert run.status == "running"
     run.stop(save=False)
-    assert run.wait(timeout=20).metrics == {"step": 0}
+    assert run.wait(timeout=60).metrics == {"step": 0}
     assert run.status == "stopped"
     wait_until_gone(pids)
 

@@ -263,7 +263,7 @@ def test_an_impossible_request_fails_at_once(
     began = time.monotonic()
     with pytest.raises(InsufficientResourcesError, match=told):
         DataParallelTrainer(lambda: None, scaling_config=scaling, run_config=run_config).fit()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20  # it does not wait for resources, which would be for ever
 
 
 def living_placement_groups() -> set[str]:

@@ -135,7 +135,7 @@ def test_without_saving_it_stops_at_once(
     assert (os.getpid() in pids) == (num_workers == 0)
     run.stop(save=False)
     assert [pipe.hear() for _ in range(max(num_workers, 1))] == [["finally"]] * len(pids)
-    assert run.wait(timeout=20).checkpoint is None
+    assert run.wait(timeout=60).checkpoint is None
     assert run.status == "stopped"
 
 
@@ -156,7 +156,7 @@ def test_a_run_that_waits_for_resources_has_nothing_to_save(
     assert run.status == "starting"
     assert run.logs() == ""
     run.stop()
-    assert run.wait(timeout=20).checkpoint is None
+    assert run.wait(timeout=60).checkpoint is None
     assert run.status == "stopped"
 
 
@@ -199,7 +199,7 @@ def test_a_program_that_ends_takes_its_run_along(
     with drivers(main) as driver:
         heard = {pipe.hear()[0] for _ in range(3)}
         (tmp_path / "go").write_text("on")
-        _, err = driver.communicate(timeout=20)
+        _, err = driver.communicate(timeout=60)
         wait_until_gone(int(pid) for pid in heard - {"started"})
     assert driver.returncode == ending
     assert "the program ends without wait()" in err

@@ -86,7 +86,7 @@ def go_on(pipe: Pipe) -> None:
 
 def assert_stopped(driver: subprocess.Popen[str], run: Path) -> None:
     """It ends soon, by UserAbort, with a message that tells how to go on, and nothing else."""
-    out, err = driver.communicate(timeout=20)
+    out, err = driver.communicate(timeout=60)
     assert driver.returncode == ABORTED, err
     assert f'the run lies at {run} and goes on with resume="auto"' in out
     assert "Traceback" not in err

@@ -474,7 +474,7 @@ def test_the_end_of_a_run_waits_and_says_what_for(
             if "waiting for validations: checkpoint_000000 (runs)" in line:
                 break
         driver.send_signal(signal.SIGINT)
-        _, err = driver.communicate(timeout=20)
+        _, err = driver.communicate(timeout=60)
     assert driver.returncode == 3, err
     assert "Traceback" not in err
     assert_resumes(tmp_path)
