@@ -90,8 +90,8 @@ def test_all_kinds_of_data_give_one_model(classifier: Any) -> None:
     found.append(fitted.predict_proba(frame))
     for each in found[1:]:
         assert np.array_equal(each, found[0])
-    predicted = fitted.predict_proba(dataset).to_pandas()["prediction"].to_numpy()
-    assert predicted == pytest.approx(found[0][:, 1], abs=1e-6)
+    predicted = np.stack(fitted.predict_proba(dataset).to_pandas()["prediction"].to_numpy())
+    assert predicted == pytest.approx(found[0], abs=1e-6)
 
 
 def test_labels_by_name_in_a_ray_dataset() -> None:

@@ -43,7 +43,7 @@ def function():
         num_boost_round=2, external_memory=mode == "external",
     )
     tables = (table(seed) for seed in range(ROWS // PIECE))
-    fit.train(load(("train",), fit.columns, source=lambda _: tables, on_disk=True))
+    fit.train(load(("train",), fit.columns, fit.reading, source=lambda _: tables, on_disk=True))
 
 table(0).to_pandas()  # what is imported and kept by then is not the rows'
 base, peak, over = private(), 0, threading.Event()

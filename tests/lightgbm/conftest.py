@@ -114,7 +114,10 @@ def declare(tmp_path: Path) -> Callable[..., Result]:
             rank, size = get_context().get_world_rank(), get_context().get_world_size()
             tables = {name: table(part(frame, rank, size)) for name, frame in datasets.items()}
             mine = copy.deepcopy(work)  # its callbacks keep state, and a process would have its own
-            mine.train(load(mine.datasets, mine.columns, source=lambda name: [tables[name]]))
+            shards = load(
+                mine.datasets, mine.columns, mine.reading, source=lambda name: [tables[name]]
+            )
+            mine.train(shards)
 
         return run_in_threads(
             function,

@@ -110,3 +110,33 @@ def test_other_boosters_go_on(
     assert len(result.timeline.attempts) == 2
     assert booster_of(result).num_trees() == 40
     assert metrics_of(result)["valid-auc"] > 0.8
+
+
+@pytest.mark.parametrize("margin", [None, "m"])
+def test_rates_that_change_and_margins_go_on(
+    declare: Callable[..., Result], tmp_path: Path, margin: str | None
+) -> None:
+    def options() -> dict[str, Any]:
+        given = declared()
+        train = given["train"].assign(m=given["train"]["f2"])
+        return {
+            "params": given["params"],
+            "train": train if margin else given["train"],
+            "num_boost_round": 40,
+            "base_margin_column": margin,
+        }
+
+    def rates() -> Any:
+        return lightgbm.reset_parameter(learning_rate=lambda number: 0.3 * 0.9**number)
+
+    whole = declare(**options(), callbacks=[rates(), RayTrainReportCallback()])
+    resumed = declare(
+        **options(),
+        name="resumed",
+        max_failures=1,
+        callbacks=[Watch(tmp_path, fail), rates(), RayTrainReportCallback(frequency=17)],
+    )
+    features = declared()["train"].drop(columns="y").assign(m=0.0)
+    names = booster_of(whole).feature_name()
+    expected = booster_of(whole).predict(features[names])
+    assert np.array_equal(booster_of(resumed).predict(features[names]), expected)

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import ray
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
-from sklearn.metrics import log_loss
+from sklearn.metrics import log_loss, r2_score, roc_auc_score
 
 from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
 from drawbar.lightgbm._parameters import histogram_layout
@@ -39,7 +39,7 @@ def frame(x: Any, y: Any, **columns: Any) -> pd.DataFrame:
 
 
 def alone(params: dict[str, Any], data: pd.DataFrame, rounds: int = 15) -> lightgbm.Booster:
-    features = data.drop(columns="y").astype(np.float32)
+    features = data.drop(columns="y")
     return lightgbm.train(
         {**params, "verbosity": -1}, lightgbm.Dataset(features, data["y"]), rounds
     )
@@ -273,6 +273,8 @@ def test_custom_objective_and_metric(declare: Callable[..., Result]) -> None:
         ({"params": {"num_classes": 3.0}}, "must be a whole number, found 3.0"),
         ({"params": {"n_jobs": 1.5}}, r"params\['n_jobs'\] must be a whole number, found 1.5"),
         ({"params": {"data_seed": float("inf")}}, "must be a whole number, found inf"),
+        ({"params": {"linear_trees": True}}, "own model of its own rows"),
+        ({"params": {"interaction_constraints": [[0]]}}, "LightGBM crashes"),
         ({"early_stopping_rounds": 2}, "needs a dataset to evaluate"),
         ({"train_loop_per_worker": print}, "says itself what is trained"),
         ({"label_column": None}, "give a training function"),
@@ -284,9 +286,61 @@ def test_bad_input_fails_in_the_driver(
     ray_cluster: None, options: dict[str, Any], message: str
 ) -> None:
     data = ray.data.from_pandas(pd.DataFrame({"x": [0.0, 1.0], "y": [0, 1]}))
-    defaults = {"params": {}, "label_column": "y", "datasets": {"train": data}}
+    defaults = {
+        "params": {},
+        "label_column": "y",
+        "datasets": {"train": data},
+        "scaling_config": ScalingConfig(num_workers=2),
+    }
     with pytest.raises((TypeError, ValueError), match=message):
         LightGBMTrainer(**{**defaults, **options})
+
+
+def test_trees_of_lines_on_one_worker(declare: Callable[..., Result]) -> None:
+    x = np.linspace(0, 1, 200)
+    data = pd.DataFrame({"x": x, "y": 3 * x})
+    ours = booster_of(declare({"linear_tree": True}, data, num_workers=1))
+    plain = alone({"linear_tree": True}, data)
+    assert ours.predict(data[["x"]]) == pytest.approx(plain.predict(data[["x"]]), abs=1e-6)
+
+
+def test_the_share_of_variance_is_that_of_all_rows(declare: Callable[..., Result]) -> None:
+    x = np.arange(300.0)
+    data = pd.DataFrame({"x": x, "y": x + 30 * np.sin(x)})  # each rank has other labels
+    result = declare({"metric": "r2"}, data, data, num_workers=3)
+    predicted = booster_of(result).predict(data[["x"]])
+    assert metrics_of(result)["valid-r2"] == pytest.approx(r2_score(data["y"], predicted), abs=1e-6)
+
+
+def test_the_training_data_is_evaluated_if_asked_and_does_not_stop(
+    declare: Callable[..., Result], binary: Any
+) -> None:
+    x, y = binary
+    train, valid = frame(x[:1500], y[:1500]), frame(x[1500:], y[1500:])
+    params = {"objective": "binary", "metric": "auc", "is_provide_training_metric": True}
+    result = declare(params, train, valid, early_stopping_rounds=3, num_boost_round=40)
+    alone = declare(
+        {**params, "is_provide_training_metric": None},
+        train,
+        valid,
+        early_stopping_rounds=3,
+        num_boost_round=40,
+        name="alone",
+    )
+    assert booster_of(result).best_iteration == booster_of(alone).best_iteration
+    predicted = booster_of(result).predict(train.drop(columns="y"), num_iteration=-1)
+    found = metrics_of(result)
+    assert found["train-auc"] == pytest.approx(roc_auc_score(train["y"], predicted), abs=1e-6)
+    assert set(found) - set(metrics_of(alone)) == {"train-auc"}
+
+
+def test_labels_of_two_classes_may_be_minus_one_and_one(
+    declare: Callable[..., Result], binary: Any
+) -> None:
+    x, y = binary
+    signs = booster_of(declare({"objective": "binary"}, frame(x, 2 * y - 1)))
+    same = booster_of(declare({"objective": "binary"}, frame(x, y), name="same"))
+    assert np.array_equal(signs.predict(x), same.predict(x))
 
 
 def test_a_label_out_of_range(declare: Callable[..., Result]) -> None:
@@ -297,7 +351,7 @@ def test_a_label_out_of_range(declare: Callable[..., Result]) -> None:
 
 def test_more_threads_than_cpus_are_a_warning(ray_cluster: None) -> None:
     data = ray.data.from_pandas(pd.DataFrame({"x": [0.0, 1.0], "y": [0, 1]}))
-    workers = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
+    workers = ScalingConfig(num_workers=2)  # of one CPU
     with pytest.warns(UserWarning, match=r"params\['num_threads'\] is 8"):
         LightGBMTrainer(
             params={"nthread": 8},

@@ -177,6 +177,39 @@ def test_more_threads_than_cpus_are_warned_of() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["nthread", "n_jobs"])
+def test_a_worker_of_one_cpu_is_the_default(name: str) -> None:
+    with pytest.warns(UserWarning, match="is 64, but a worker has 1 CPUs"):
+        XGBoostTrainer(
+            params={**LOGISTIC, name: 64, "tree_method": None},
+            label_column="y",
+            categorical_features=["s"],
+            datasets={"train": lambda: ray.data.from_pandas(FRAME)},
+            scaling_config=ScalingConfig(num_workers=2),
+        )
+
+
+def test_it_goes_on_from_a_model_that_others_have_saved(tmp_path: Path) -> None:
+    frame = load_breast_cancer(as_frame=True).frame
+    matrix = DMatrix(frame.drop(columns="target"), frame.target)
+    booster = xgboost.train(LOGISTIC, matrix, 20)
+    booster.save_model(tmp_path / RayTrainReportCallback.CHECKPOINT_NAME)
+    result = XGBoostTrainer(
+        params=LOGISTIC,
+        label_column="target",
+        datasets={"train": ray.data.from_pandas(frame), "validation": ray.data.from_pandas(frame)},
+        num_boost_round=25,
+        early_stopping_rounds=20,
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", storage_path=tmp_path / "runs"),
+        resume_from_checkpoint=Checkpoint(tmp_path),
+    ).fit()
+    ours = booster_of(result)
+    assert ours.num_boosted_rounds() == 25
+    assert ours.best_iteration == 24
+    assert (ours[:20].predict(matrix) == booster.predict(matrix)).all()
+
+
 def test_labels_out_of_range_are_told_by_every_rank(run_config: RunConfig) -> None:
     trainer = XGBoostTrainer(
         params=LOGISTIC,

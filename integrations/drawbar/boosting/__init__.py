@@ -18,6 +18,7 @@ from drawbar.boosting._load import load
 from drawbar.boosting._metric import allreduce_metric
 from drawbar.boosting._predict import predict
 from drawbar.boosting._progress import History, Progress
+from drawbar.boosting._read import Reading
 from drawbar.boosting._report import Metrics, RoundReports
 from drawbar.boosting._schema import Feature, Schema
 from drawbar.boosting._shard import Shard
@@ -34,6 +35,7 @@ __all__ = [
     "History",
     "Metrics",
     "Progress",
+    "Reading",
     "RoundReports",
     "Schema",
     "Shard",

@@ -23,7 +23,8 @@ class Block:
     """Some rows of a shard.
 
     Args:
-        features: float32, (rows,) for each feature; NaN is missing; a category is its code.
+        features: float32 or float64, (rows,) for each feature; NaN is missing; a category is its
+            code.
         label: float32, (rows,).
         weight: float32, (rows,).
         group: int64, (rows,): number of the row's query in this shard, ascending from 0. No query
@@ -49,8 +50,8 @@ class Block:
         `pa.array` would import pandas, which takes 0.2 s.
         """
         return [
-            pa.Array.from_buffers(pa.float32(), len(column), [None, pa.py_buffer(column)])
-            for column in self.features
+            pa.Array.from_buffers(_ARROW[each.dtype.name], len(each), [None, pa.py_buffer(each)])
+            for each in self.features
         ]
 
     def matrix(self) -> Array:
@@ -75,6 +76,7 @@ class Block:
         return replace(self, features=features, **changed)
 
 
+_ARROW = {"float32": pa.float32(), "float64": pa.float64()}
 _BESIDES = ("label", "weight", "group", "base_margin")
 
 

@@ -7,9 +7,12 @@ between: its arguments, and the rows as Ray Data.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
+import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,8 +36,9 @@ class RayEstimator:
 
     Args:
         scaling_config: How many workers, on what. Default: one.
-        run_config: Where the run lies, restarts, output. Default: a folder that goes when `fit`
-            ends, with warnings and errors shown only.
+        run_config: Where the run lies, restarts, output. Each `fit` is a run of its own, so a name
+            gets a suffix. Default: a folder that goes when `fit` ends, with warnings and errors
+            shown only.
         plain: The plain estimator's own arguments.
     """
 
@@ -53,7 +57,9 @@ class RayEstimator:
     def _run(self) -> Iterator[dict[str, Any]]:
         """Give a trainer's configs."""
         if self.run_config is not None:
-            yield {"scaling_config": self.scaling_config, "run_config": self.run_config}
+            name = self.run_config.name and f"{self.run_config.name}_{secrets.token_hex(4)}"
+            run_config = replace(self.run_config, name=name)
+            yield {"scaling_config": self.scaling_config, "run_config": run_config}
             return
         with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
             quiet = LoggingConfig(log_level="WARNING")
@@ -96,6 +102,8 @@ class Rows:
             query.
         margin: Where scores start: one value per row, or one for each class.
         classes: What the codes 0, 1, ... of the labels stand for, if a Ray Dataset has it by value.
+        missing: The value of features that are missing, besides NaN.
+        absent: What a sparse matrix leaves out.
     """
 
     features: Any
@@ -104,6 +112,8 @@ class Rows:
     group: Any = None
     margin: Any = None
     classes: Sequence[Any] | None = None
+    missing: float = math.nan
+    absent: float = 0.0
 
     @property
     def margins(self) -> list[str]:
@@ -117,6 +127,15 @@ class Rows:
             count = shape[1] if len(shape) > 1 else 1
         return [MARGIN.format(number) for number in range(count)]
 
+    def feature_names(self, prefix: str) -> list[str]:
+        """Give the names of the features: their own, else the prefix and their numbers."""
+        names = feature_names(self.features, prefix)
+        if not is_ray_dataset(self.features):
+            return names
+        margins = [self.margin] if isinstance(self.margin, str) else self.margin or []
+        taken = {self.label, self.weight, self.group, *margins}
+        return [name for name in names if name not in taken]
+
     def columns(self) -> dict[str, Any]:
         """Give a trainer's arguments that say which column is what."""
         return {
@@ -126,11 +145,26 @@ class Rows:
             "base_margin_column": self.margins or None,
         }
 
-    def dataset(self, names: Sequence[str]) -> Any:
-        """Give what makes the Ray Dataset, in the trainer."""
+    def dataset(self, names: Sequence[str], *, by_name: bool) -> Any:
+        """Give what makes the Ray Dataset, in the trainer.
+
+        Args:
+            names: The names of the training rows' features.
+            by_name: Whether features with names of their own keep these, or get the others in turn.
+        """
         if is_ray_dataset(self.features):
+            if not math.isnan(self.missing):
+                raise ValueError(
+                    f"missing={self.missing} does not work with a Ray Dataset; make such values "
+                    "null, and leave missing out"
+                )
             return partial(self._renamed)
-        table = feature_table(self.features, names)
+        own = by_name and has_names(self.features)
+        table = feature_table(
+            self.features, feature_names(self.features) if own else names, self.absent
+        )
+        if not math.isnan(self.missing):
+            table = _without(self.missing, table)
         for name, values in self._values(table.num_rows):
             if len(values) != table.num_rows:
                 raise ValueError(
@@ -227,9 +261,11 @@ def is_ray_dataset(value: object) -> bool:
     return hasattr(value, "streaming_split")
 
 
-def feature_names(features: Any, prefix: str) -> list[str]:
+def feature_names(features: Any, prefix: str = "") -> list[str]:
     """Give the names of the features: those of a table, else the prefix and their numbers."""
-    named = getattr(features, "column_names", None) or getattr(features, "columns", None)
+    named = getattr(features, "column_names", None)  # Arrow's
+    if named is None:
+        named = getattr(features, "columns", None)  # those of pandas, and of Ray Data
     if named is not None:
         return [str(name) for name in (named() if callable(named) else named)]
     shape = getattr(features, "shape", None) or np.asarray(features).shape
@@ -241,21 +277,52 @@ def has_names(features: Any) -> bool:
     return hasattr(features, "columns") or hasattr(features, "column_names")
 
 
-def feature_table(features: Any, names: Sequence[str]) -> pa.Table:
+def feature_table(features: Any, names: Sequence[str], absent: float = 0.0) -> pa.Table:
     """Give features as an Arrow table.
 
     Args:
         features: A NumPy or SciPy array, a pandas or Arrow table, or what converts to an array.
         names: Of the columns.
+        absent: What a SciPy array leaves out.
+
+    Raises:
+        ValueError: There are not as many columns as names.
     """
     if isinstance(features, pa.Table):
-        return features
-    if hasattr(features, "iloc"):
-        return pa.Table.from_pandas(features, preserve_index=False).rename_columns(list(names))
-    array = features.toarray() if hasattr(features, "toarray") else np.asarray(features)
-    if array.dtype.kind not in "fiub":
-        array = array.astype(np.float64)
-    return pa.table({name: array[:, number] for number, name in enumerate(names)})
+        table = features
+    elif hasattr(features, "iloc"):
+        table = pa.Table.from_pandas(features, preserve_index=False)
+    else:
+        array = _dense(features, absent) if hasattr(features, "tocoo") else np.asarray(features)
+        if array.dtype.kind not in "fiub":
+            array = array.astype(np.float64)
+        table = pa.table({str(number): column for number, column in enumerate(array.T)})
+    if table.num_columns != len(names):
+        raise ValueError(
+            f"the rows have {table.num_columns} features, but those to train on have {len(names)}"
+        )
+    return table.rename_columns(list(names))
+
+
+def _dense(sparse: Any, absent: float) -> Any:
+    sparse = sparse.tocsr(copy=True)
+    sparse.sum_duplicates()
+    entries = sparse.tocoo()
+    array = np.full(entries.shape, absent)
+    array[entries.row, entries.col] = entries.data
+    return array
+
+
+def _without(missing: float, table: pa.Table) -> pa.Table:
+    """Give a table with null in place of a value."""
+    import pyarrow.compute as pc
+    import pyarrow.types as is_type
+
+    for number, column in enumerate(table.columns):
+        if is_type.is_floating(column.type) or is_type.is_integer(column.type):
+            known = pc.if_else(pc.equal(column, missing), None, column)
+            table = table.set_column(number, table.column_names[number], known)
+    return table
 
 
 def _from_arrow(table: pa.Table) -> Any:
@@ -279,3 +346,28 @@ def _encode(classes: Sequence[Any], batch: pa.Table) -> pa.Table:
 def without_own(params: Mapping[str, Any]) -> dict[str, Any]:
     """Give an estimator's parameters without those that the library does not know."""
     return {name: value for name, value in params.items() if name not in OWN_ARGUMENTS}
+
+
+def predicting(
+    estimator: Any, method: str, prepare: Callable[[Any, Any], Any], options: Mapping[str, Any]
+) -> Callable[[], Callable[[Any], Any]]:
+    """Give what makes, in a process that predicts, a function from features to predictions.
+
+    Args:
+        estimator: Fitted.
+        method: Its method that predicts, called with tables in memory.
+        prepare: Gives the table for it, of the booster and a batch of a Ray Dataset.
+        options: Of the method.
+    """
+    alone = copy.copy(estimator)
+    alone.scaling_config = alone.run_config = None
+    alone.n_jobs = 1
+    if hasattr(alone, "callbacks"):
+        alone.callbacks = None
+    return partial(_predictor, alone, method, prepare, dict(options))
+
+
+def _predictor(
+    estimator: Any, method: str, prepare: Callable[[Any, Any], Any], options: Mapping[str, Any]
+) -> Callable[[Any], Any]:
+    return lambda batch: getattr(estimator, method)(prepare(estimator, batch), **options)

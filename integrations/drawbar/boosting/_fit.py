@@ -10,12 +10,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
 from drawbar.boosting._columns import Columns
 from drawbar.boosting._load import load
-from drawbar.boosting._read import LabelRange
+from drawbar.boosting._read import LabelRange, Reading
 from drawbar.boosting._shard import Shard
 from drawbar.train import ScalingConfig
 
@@ -38,6 +39,9 @@ class Fit(ABC):
 
     waits_on_disk: ClassVar[bool] = False
     """Whether rows wait on disk for the library to take them, also without external memory."""
+
+    reading: ClassVar[Reading] = Reading()
+    """How the library takes columns."""
 
     params: Mapping[str, Any]
     columns: Columns
@@ -88,6 +92,7 @@ class Fit(ABC):
         shards = load(
             self.datasets,
             self.columns,
+            self.reading,
             on_disk=self.waits_on_disk or bool(self.external_memory),
             folder=self.folder,
             keep=self.keep_data,
@@ -126,7 +131,7 @@ def check_label(
 
 
 def _require_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, found {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, found {value}")

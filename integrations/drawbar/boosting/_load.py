@@ -8,7 +8,7 @@ from typing import Any
 
 from drawbar.boosting._block import Disk, Memory, Store
 from drawbar.boosting._columns import Columns
-from drawbar.boosting._read import Summary, read
+from drawbar.boosting._read import Reading, Summary, read
 from drawbar.boosting._schema import agree
 from drawbar.boosting._shard import Shard
 from drawbar.train import collective, get_context, get_dataset_shard
@@ -20,6 +20,7 @@ Source = Callable[[str], Iterable[Any]]
 def load(
     datasets: Sequence[str],
     columns: Columns,
+    reading: Reading | None = None,
     *,
     source: Source | None = None,
     on_disk: bool = False,
@@ -33,6 +34,7 @@ def load(
     Args:
         datasets: Names of the datasets, the training one first.
         columns: Which column plays which role.
+        reading: How the library takes columns. Default: all as float32.
         source: Where the tables come from. Default: the trainer's datasets.
         on_disk: Keep the rows in files rather than in memory.
         folder: Where these files are made. Default: the system's folder for such.
@@ -48,7 +50,7 @@ def load(
     loaded = context.cache.get(key)
     if loaded is None:
         stores = {name: Disk(folder) if on_disk else Memory() for name in datasets}
-        own = {name: _read(name, source, columns, stores[name]) for name in datasets}
+        own = {name: _read(name, source, columns, stores[name], reading) for name in datasets}
         loaded = stores, own
     if keep:
         context.cache[key] = loaded
@@ -61,9 +63,11 @@ def load(
     }
 
 
-def _read(name: str, source: Source | None, columns: Columns, store: Store) -> Summary:
+def _read(
+    name: str, source: Source | None, columns: Columns, store: Store, reading: Reading | None
+) -> Summary:
     if source is not None:
-        return read(name, source(name), columns, store)
+        return read(name, source(name), columns, store, reading)
     shard: Any = get_dataset_shard(name)  # its annotation is that of Ray Data's iterator
     tables = shard.arrow_tables()
-    return read(name, tables, columns, store, in_object_store=shard.in_object_store)
+    return read(name, tables, columns, store, reading, in_object_store=shard.in_object_store)

@@ -8,6 +8,7 @@ library's own callback is shown them again.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,27 @@ class Progress:
 
     Args:
         rounds: Number of boosting rounds done.
-        history: The evaluations of these rounds.
+        history: The evaluations of these rounds, without those before what the training began with.
         details: What else the library must know; JSON-able.
     """
 
     rounds: int = 0
     history: History = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first(self) -> int:
+        """The first round that the history knows."""
+        values = [each for by_metric in self.history.values() for each in by_metric.values()]
+        return self.rounds - max(map(len, values), default=0)
+
+    def evaluations(self) -> Iterator[History]:
+        """Give the evaluations of each round from `first` on, as a history of one round."""
+        for number in range(self.rounds - self.first):
+            yield {
+                dataset: {metric: [values[number]] for metric, values in by_metric.items()}
+                for dataset, by_metric in self.history.items()
+            }
 
     def save(self, folder: Path) -> None:
         """Write it into a checkpoint's folder."""

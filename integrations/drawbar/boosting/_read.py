@@ -23,6 +23,21 @@ BLOCK_BYTES = 4 << 20
 cost of a call."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a library takes columns.
+
+    Args:
+        doubles: Features that float32 cannot hold (of doubles, and of integers beyond 16 bits) are
+            read as float64. Otherwise all are float32.
+        negative_is_missing: Negative integers that are categories are missing values. Otherwise
+            they are refused.
+    """
+
+    doubles: bool = False
+    negative_is_missing: bool = False
+
+
 @dataclass
 class LabelRange:
     """What is known of labels: the bounds are infinite, and the wrong way round, if there is none.
@@ -87,6 +102,7 @@ def read(
     tables: Iterable[pa.Table],
     columns: Columns,
     store: Store,
+    reading: Reading | None = None,
     *,
     in_object_store: bool = False,
 ) -> Summary:
@@ -97,22 +113,31 @@ def read(
         tables: Arrow tables, or record batches.
         columns: Which column plays which role.
         store: Where the blocks go.
-        in_object_store: Whether the tables lie in Ray's object store. Columns of float32 without
-            nulls are then left there. What is in use stays there, or in a file if the store is too
-            small (https://docs.ray.io/en/latest/ray-core/objects/object-spilling.html).
+        reading: How the library takes columns. Default: all as float32.
+        in_object_store: Whether the tables lie in Ray's object store. Columns of the type to read,
+            without nulls, are then left there. What is in use stays there, or in a file if the
+            store is too small (https://docs.ray.io/en/latest/ray-core/objects/object-spilling.html).
 
     Raises:
         ValueError: The columns cannot be used; the message says which and why.
     """
-    reader = _Reader(dataset, columns, store, in_object_store)
+    reader = _Reader(dataset, columns, store, reading or Reading(), in_object_store)
     for table in tables:
         reader.add(table)
     return reader.finish()
 
 
 class _Reader:
-    def __init__(self, dataset: str, columns: Columns, store: Store, in_object_store: bool) -> None:
+    def __init__(
+        self,
+        dataset: str,
+        columns: Columns,
+        store: Store,
+        reading: Reading,
+        in_object_store: bool,
+    ) -> None:
         self.summary = Summary()
+        self._reading = reading
         self._in_object_store = in_object_store
         self._dataset = dataset
         self._columns = columns
@@ -175,11 +200,13 @@ class _Reader:
         if is_type.is_dictionary(column.type):
             return self._categories(name, column)
         if name not in self._columns.categorical:
-            return numbers(column)
+            return numbers(column, doubles=self._reading.doubles)
         if is_type.is_string(column.type) or is_type.is_large_string(column.type):
             self.summary.texts.add(name)
             return self._categories(name, column.dictionary_encode())
         codes = numbers(column)
+        if self._reading.negative_is_missing:
+            codes = np.where(codes < 0, np.float32(np.nan), codes)
         self._check_codes(name, codes)
         return codes
 
@@ -249,11 +276,17 @@ class _Reader:
         self._pending = []
 
 
-def numbers(column: Any) -> Array:
-    """Give an Arrow column as float32; null is NaN."""
+def numbers(column: Any, *, doubles: bool = False) -> Array:
+    """Give an Arrow column as float32, or as float64 if that is asked for and needed; null is NaN.
+
+    Integers of more than 16 bits need it, as do doubles and decimals.
+    """
+    kind = column.type
+    fits = kind.bit_width <= 16 or kind == pa.float32() if doubles else True
+    wanted = pa.float32() if fits else pa.float64()
     floats = column
-    if column.type != pa.float32():  # a cast imports Arrow's kernels, which takes 0.04 s
-        floats = column.cast(pa.float32(), safe=False)
+    if kind != wanted:  # a cast imports Arrow's kernels, which takes 0.04 s
+        floats = column.cast(wanted, safe=False)
     if isinstance(floats, pa.ChunkedArray):
         one = floats.num_chunks == 1  # combine_chunks() would copy it
         floats = floats.chunk(0) if one else floats.combine_chunks()

@@ -23,17 +23,14 @@ class Feature:
 
     Args:
         name: The column's name.
-        categories: The value of each code, or None for a number. For integers that are categories
-            a value is its own code.
+        categories: The value of each code, or None for a number.
+        has_named_categories: Whether they are values that the codes stand for, such as strings, or
+            integers that are their own codes.
     """
 
     name: str
     categories: tuple[Any, ...] | None = None
-
-    @property
-    def has_named_categories(self) -> bool:
-        """Whether its categories are values that the codes stand for, such as strings."""
-        return self.categories is not None and self.categories != tuple(range(len(self.categories)))
+    has_named_categories: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def agree(summaries: Mapping[str, Sequence[Summary]]) -> Schema:
         _check_same(training, names, dataset, _features(dataset, summaries[dataset]))
         _check_labels(dataset, label_range(summaries[dataset]))
     everyone = [summary for each in summaries.values() for summary in each]
-    return Schema(tuple(Feature(name, _categories(name, everyone)) for name in names))
+    return Schema(tuple(_feature(name, everyone) for name in names))
 
 
 def label_range(summaries: Iterable[Summary]) -> LabelRange:
@@ -125,20 +122,24 @@ def _check_labels(dataset: str, label: LabelRange) -> None:
         )
 
 
-def _categories(name: str, summaries: Sequence[Summary]) -> tuple[Any, ...] | None:
-    """Give the union of all ranks' categories: in the order they share, else sorted."""
+def _feature(name: str, summaries: Sequence[Summary]) -> Feature:
+    """Give a feature with the union of all ranks' categories: in the order they share, or sorted.
+
+    pandas' and Arrow's own categories have names also where these are 0, 1, 2 ...: in a table whose
+    column has others of them, they have other codes.
+    """
     lists = [s.categories[name] for s in summaries if name in s.categories]
     highest = [s.highest[name] for s in summaries if name in s.highest]
     if lists and highest:
         raise ValueError(f"feature {name!r} holds categories by name and integers, by turns")
     if highest:
-        return tuple(range(max(highest) + 1))
+        return Feature(name, tuple(range(max(highest) + 1)))
     if not lists:
-        return None
+        return Feature(name)
     texts = any(name in summary.texts for summary in summaries)
     if not texts and all(each == lists[0] for each in lists):
-        return tuple(lists[0])
-    return tuple(sorted(set().union(*lists)))
+        return Feature(name, tuple(lists[0]), has_named_categories=True)
+    return Feature(name, tuple(sorted(set().union(*lists))), has_named_categories=True)
 
 
 def _recoded(codes: Array, new: Array) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from numbers import Integral
 
 from drawbar.train import ScalingConfig
 
@@ -19,11 +20,12 @@ def warn_of_threads(name: str, threads: object, scaling_config: ScalingConfig) -
 
     Args:
         name: The library's parameter.
-        threads: Its value; None or 0 if it is not set.
+        threads: Its value; None, or not positive, if the worker's own share is used.
         scaling_config: What the workers have.
     """
-    cpus = (scaling_config.resources_per_worker or {}).get("CPU")
-    if cpus is None or not isinstance(threads, int) or threads <= max(cpus, 1):
+    cpus = scaling_config.num_cpus_per_worker
+    shared = scaling_config.max_workers > 0 and cpus > 0
+    if not shared or not isinstance(threads, Integral) or threads <= max(cpus, 1):
         return
     warnings.warn(
         f"params[{name!r}] is {threads}, but a worker has {cpus:g} CPUs, so its threads wait for "

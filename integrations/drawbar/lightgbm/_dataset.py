@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -28,7 +29,7 @@ from drawbar.lightgbm._backend import own_address
 from drawbar.lightgbm._parameters import name_of, value_of
 from drawbar.train import collective, get_context
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.floating[Any]]
 Columns = npt.NDArray[np.float64]
 
 
@@ -83,7 +84,8 @@ def make_dataset(
         earlier: A booster whose predictions the rows start from.
     """
     blocks = shard.blocks()
-    batches = [pa.record_batch(block.columns(), shard.schema.names) for block in blocks]
+    alike = _of_one_type(blocks)
+    batches = [pa.record_batch(block.columns(), shard.schema.names) for block in alike]
     dataset = _native.binned_dataset(bins, batches, dataset_params(shard, params))
     dataset.pandas_categorical = [
         list(feature.categories or ())
@@ -109,9 +111,31 @@ def make_dataset(
     return dataset
 
 
+def _of_one_type(blocks: Sequence[Block]) -> list[Block]:
+    """Give blocks in which each feature is float64 if it is in any: LightGBM is told one type."""
+    doubles = {
+        number
+        for block in blocks
+        for number, column in enumerate(block.features)
+        if column.dtype == np.float64
+    }
+    return [
+        replace(
+            block,
+            features=tuple(
+                column.astype(np.float64, copy=False) if number in doubles else column
+                for number, column in enumerate(block.features)
+            ),
+        )
+        for block in blocks
+    ]
+
+
 def _starts(block: Block, earlier: Booster | None, params: Mapping[str, Any]) -> Any:
     """Give the score that each row starts from."""
     margin = block.base_margin
+    if margin is not None and margin.shape[1] == 1:
+        margin = margin[:, 0]
     if earlier is None:
         return margin
     # It sets the number of threads of the whole process. With another one than it was made for, a
@@ -138,6 +162,7 @@ def _gathered_sample(shard: Shard, params: Mapping[str, Any]) -> Columns | None:
         with Client(address, authkey=key) as connection:
             connection.send(context.get_world_rank())
             for piece in pieces:
+                connection.send(piece.dtype.str)
                 connection.send_bytes(piece.reshape(-1).view(np.uint8).data)
         return None
     sample = np.empty((len(shard.schema.features), len(chosen)))
@@ -169,7 +194,8 @@ def _fill(part: Columns, pieces: Iterator[Floats]) -> None:
 
 def _received(connection: Connection[Any, Any], features: int) -> Iterator[Floats]:
     while True:
-        yield np.frombuffer(connection.recv_bytes(), dtype=np.float32).reshape(features, -1)
+        kind = np.dtype(connection.recv())
+        yield np.frombuffer(connection.recv_bytes(), dtype=kind).reshape(features, -1)
 
 
 def _sampled(shard: Shard, chosen: npt.NDArray[np.int64]) -> Iterator[Floats]:

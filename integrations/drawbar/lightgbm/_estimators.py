@@ -6,7 +6,7 @@ scikit-learn is imported where it is used: a worker, which imports this module t
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from drawbar.boosting._estimator import (
     takes_plain_arguments,
     without_own,
 )
-from drawbar.lightgbm._parameters import name_of
-from drawbar.lightgbm._predict import predict
+from drawbar.lightgbm._parameters import name_of, value_of
+from drawbar.lightgbm._predict import predict_rows
 from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.lightgbm._trainer import LightGBMTrainer
 from drawbar.train import Checkpoint
@@ -43,8 +43,9 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
 
     def _process_params(self, stage: str) -> dict[str, Any]:
         params = without_own(super()._process_params(stage))
-        if stage == "fit" and self.n_jobs is None:
-            params.pop("num_threads")  # a worker's own share
+        if stage == "fit":
+            threads = value_of(self.get_params(), "num_threads", -1)
+            params["num_threads"] = max(threads, 0)  # 0: a worker's own share
         return params
 
     def fit(
@@ -73,7 +74,8 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         params = self._process_params("fit")
         rounds = {"early_stopping_rounds": _take(params, "early_stopping_round")}
         custom = _add_metrics(params, eval_metric)
-        X, sample_weight = self._checked(X, y, sample_weight)
+        given, (X, sample_weight) = X, self._checked(X, y, sample_weight)
+        named = isinstance(X, Labelled) or has_names(X)
         names = self._names(X, feature_name)
         training = rows_of(
             X,
@@ -85,21 +87,29 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         if eval_set is None and eval_X is not None:
             pairs = (eval_X, eval_y) if isinstance(eval_X, tuple) else ((eval_X,), (eval_y,))
             eval_set = list(zip(*pairs, strict=True))
-        evaluated = [
-            rows_of(
+        shown = {"train": "training"}  # the name of each dataset to its name in the history
+        evaluated: dict[str, Rows] = {}
+        eval_names = [eval_names] if isinstance(eval_names, str) else eval_names
+        for number, (features, label) in enumerate(_as_list(eval_set)):
+            name = _each(eval_names, number)
+            if features is given and label is y:  # LightGBM has its metrics without a copy
+                params["is_provide_training_metric"] = True
+                shown["train"] = name or "training"
+                continue
+            own = f"valid_{number}" if name in (None, "train", *evaluated) else name
+            shown[own] = name or own
+            evaluated[own] = rows_of(
                 features,
                 label,
-                weight=_weight_of(eval_sample_weight, eval_class_weight, label, number),
+                weight=self._weight_of(eval_sample_weight, eval_class_weight, label, number),
                 group=_each(eval_group, number),
                 margin=_each(eval_init_score, number),
             )
-            for number, (features, label) in enumerate(_as_list(eval_set))
-        ]
-        named = list(eval_names or [f"valid_{number}" for number in range(len(evaluated))])
-        rows = dict(zip(["train", *named], alike([training, *evaluated]), strict=True))
+        rows = dict(zip(["train", *evaluated], alike([training, *evaluated.values()]), strict=True))
         booster, progress = self._train(
             rows,
             names,
+            by_name=isinstance(feature_name, str) and named,
             params=params,
             categorical_features=_named(categorical_feature, names),
             callbacks=[RayTrainReportCallback(), *(callbacks or ())],
@@ -107,7 +117,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             init_model=init_model,
             **rounds,
         )
-        self._keep(booster, progress, named=isinstance(X, Labelled) or has_names(X))
+        self._keep(booster, progress, shown, named=named)
         return self
 
     def _names(self, X: Any, given: Any) -> list[str]:
@@ -117,9 +127,15 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         return feature_names(X, "Column_") if isinstance(given, str) else list(given)
 
     def _train(
-        self, rows: dict[str, Rows], names: Sequence[str], init_model: Any, **options: Any
+        self,
+        rows: dict[str, Rows],
+        names: Sequence[str],
+        *,
+        by_name: bool,
+        init_model: Any,
+        **options: Any,
     ) -> tuple[Booster, Progress]:
-        datasets: Any = {name: each.dataset(names) for name, each in rows.items()}
+        datasets: Any = {name: each.dataset(names, by_name=by_name) for name, each in rows.items()}
         with self._run() as configs, tempfile.TemporaryDirectory() as folder:
             earlier, before = _checkpoint_of(init_model, Path(folder))
             result = LightGBMTrainer(
@@ -134,17 +150,19 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             booster = RayTrainReportCallback.get_model(result.checkpoint)
             return booster, Progress.load(result.checkpoint) or Progress()
 
-    def _keep(self, booster: Booster, progress: Progress, *, named: bool) -> None:
+    def _keep(
+        self, booster: Booster, progress: Progress, shown: Mapping[str, str], *, named: bool
+    ) -> None:
         """Set what plain LightGBM sets after training."""
         self._Booster = booster
-        last = max(booster.best_iteration, 0) - 1
+        last = booster.best_iteration - 1 - progress.first if booster.best_iteration > 0 else -1
         self._n_features = self.n_features_in_ = booster.num_feature()
         self._fitted_with_feature_names = named
-        self._evals_result = progress.history
+        self._evals_result = {shown[name]: each for name, each in progress.history.items()}
         self._best_iteration = max(booster.best_iteration, 0)
         self._best_score = {
             data: {metric: values[last] for metric, values in by_metric.items()}
-            for data, by_metric in progress.history.items()
+            for data, by_metric in self._evals_result.items()
         }
         booster.best_score = self._best_score
         self.fitted_ = True
@@ -176,11 +194,19 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             )
         return _with_class_weights(weight, self._class_weight, y)
 
+    def _weight_of(self, weights: Any, class_weights: Any, label: Any, number: int) -> Any:
+        weight, by_class = _each(weights, number), _each(class_weights, number)
+        if by_class is None:
+            return weight
+        if isinstance(by_class, dict) and self._class_map is not None:
+            by_class = {self._class_map[name]: value for name, value in by_class.items()}
+        return _with_class_weights(weight, by_class, label)
+
     def predict(self, X: Any, *args: Any, **options: Any) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict(X, *args, **options)
-        return predict(self.booster_, X)
+        return predict_rows(self, "predict", X, options)
 
 
 @takes_plain_arguments
@@ -209,13 +235,17 @@ class RayLGBMClassifier(LGBMClassifier, _RayLGBMModel):
         super().fit(X, y, *args, **options)
         return self
 
+    def predict(self, X: Any, *args: Any, **options: Any) -> Any:
+        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        if not is_ray_dataset(X):
+            return super().predict(X, *args, **options)
+        return predict_rows(self, "predict", X, options)
+
     def predict_proba(self, X: Any, *args: Any, **options: Any) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
-        return (
-            predict(self.booster_, X)
-            if is_ray_dataset(X)
-            else super().predict_proba(X, *args, **options)
-        )
+        if not is_ray_dataset(X):
+            return super().predict_proba(X, *args, **options)
+        return predict_rows(self, "predict_proba", X, options)
 
 
 def _checkpoint_of(model: Any, folder: Path) -> tuple[Checkpoint | None, int]:
@@ -243,13 +273,6 @@ def _add_metrics(params: dict[str, Any], given: Any) -> list[Any]:
     return [_EvalFunctionWrapper(each) for each in metrics if callable(each)]
 
 
-def _weight_of(weights: Any, class_weights: Any, label: Any, number: int) -> Any:
-    weight, by_class = _each(weights, number), _each(class_weights, number)
-    if by_class is None:
-        return weight
-    return _with_class_weights(weight, by_class, label)
-
-
 def _with_class_weights(weight: Any, by_class: Any, label: Any) -> Any:
     from sklearn.utils.class_weight import compute_sample_weight
 
@@ -270,4 +293,4 @@ def _each(values: Any, number: int) -> Any:
 def _named(categorical: Any, names: Sequence[str]) -> list[str] | None:
     if isinstance(categorical, str):
         return None
-    return [names[each] if isinstance(each, int) else each for each in categorical]
+    return [each if isinstance(each, str) else names[each] for each in categorical]

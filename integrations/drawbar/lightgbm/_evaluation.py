@@ -6,6 +6,7 @@ own channel, and every rank gets the same global numbers:
 
 - Means over rows, or over ranking groups, are weighted by the rows, or groups, they stand for:
   exact. So are `rmse`, from the squares, and `gamma_deviance`, which is a sum.
+- `r2` is of the sums of squares around the mean of all labels: exact.
 - `auc` and `average_precision` need all predictions: exact, from every rank's scores, labels and
   weights, which are gathered.
 - `auc_mu` and custom metrics are weighted means of what the ranks found. That is exact for a mean
@@ -58,12 +59,29 @@ class GlobalEvaluation:
 
 
 @dataclass(frozen=True)
+class _Squares:
+    """Labels' weighted mean, and the sums of their squared distances from it and from scores."""
+
+    mean: float
+    around_mean: float
+    from_scores: float
+
+
+@dataclass(frozen=True)
 class _Share:
-    """What one rank knows of one metric: its value, for how much it stands, or its rows."""
+    """What one rank knows of one metric: its value, for how much it stands, or what it is made of.
+
+    Args:
+        value: Of this rank's rows.
+        weight: Of these rows, or groups.
+        rows: For an area.
+        squares: For `r2`.
+    """
 
     value: float
     weight: float
     rows: Rows | None
+    squares: _Squares | None
 
 
 def global_evaluation(booster: Booster, found: Sequence[Evaluation]) -> list[Evaluation]:
@@ -94,7 +112,17 @@ def _share(booster: Booster, found: Evaluation) -> _Share:
     index = _index(booster, data)
     dataset = booster.valid_sets[index - 1] if index else booster.train_set
     rows = _rows(booster, index, dataset) if metric in _GATHERED else None
-    return _Share(float(found[2]), _weight(dataset, metric), rows)
+    squares = _squares(booster, index, dataset) if metric == "r2" else None
+    return _Share(float(found[2]), _weight(dataset, metric), rows, squares)
+
+
+def _squares(booster: Booster, index: int, dataset: Dataset) -> _Squares | None:
+    labels, weights = np.asarray(dataset.get_label(), dtype=np.float64), _row_weights(dataset)
+    if not weights.sum():
+        return None
+    mean = np.average(labels, weights=weights)
+    missed = labels - _native.predictions(booster, index)
+    return _Squares(float(mean), float(weights @ (labels - mean) ** 2), float(weights @ missed**2))
 
 
 def _rows(booster: Booster, index: int, dataset: Dataset) -> Rows:
@@ -135,11 +163,22 @@ def _combine(metric: str, shares: Sequence[_Share]) -> float:
         return _GATHERED[metric](*map(np.concatenate, parts))
     values = np.array([share.value for share in shares])
     weights = np.array([share.weight for share in shares])
+    if metric == "r2":
+        return _r2([share.squares for share in shares if share.squares], weights)
     if metric == "gamma_deviance":
         return float(values.sum())
     if metric == "rmse":
         return float(np.sqrt(np.average(values**2, weights=weights)))
     return float(np.average(values, weights=weights))
+
+
+def _r2(squares: Sequence[_Squares], weights: Floats) -> float:
+    """Give the share of the labels' variance that the scores explain; 1 or 0 if there is none."""
+    means = np.array([each.mean for each in squares])
+    between = weights @ (means - np.average(means, weights=weights)) ** 2
+    total = between + sum(each.around_mean for each in squares)
+    missed = sum(each.from_scores for each in squares)
+    return float(1 - missed / total) if total else float(missed == 0)
 
 
 def area_under_roc(scores: Floats, labels: Floats, weights: Floats) -> float:

@@ -17,7 +17,7 @@ import lightgbm
 from lightgbm import Booster
 from lightgbm.callback import CallbackEnv, EarlyStopException
 
-from drawbar.boosting import Fit, Progress, Shard
+from drawbar.boosting import Fit, History, Progress, Reading, Shard
 from drawbar.lightgbm import _native
 from drawbar.lightgbm._backend import get_network_params
 from drawbar.lightgbm._dataset import agree_on_bins, make_dataset
@@ -45,6 +45,7 @@ class LightGBMFit(Fit):
     """
 
     waits_on_disk = True  # in memory they would lie beside the sample and the bins made of them
+    reading = Reading(doubles=True, negative_is_missing=True)  # as LightGBM itself
 
     num_boost_round: int = 100
     feval: Any | None = None
@@ -80,8 +81,10 @@ class LightGBMFit(Fit):
         """Give the user's parameters, and those of the worker where the user has set none."""
         learner = value_of(self.params, "tree_learner", "data").removesuffix("_parallel")
         ours = get_network_params(learner)
-        added = {name: ours[name] for name in ours if name_of(self.params, name) is None}
-        given = {name: value for name, value in self.params.items() if value is not None}
+        threads = int(value_of(self.params, "num_threads", 0))
+        share = name_of(self.params, "num_threads") if threads <= 0 else None
+        given = {name: v for name, v in self.params.items() if v is not None and name != share}
+        added = {name: ours[name] for name in ours if name_of(given, name) is None}
         params = {"verbosity": -1, **added, **given}
         return {**histogram_layout(params, features), **params}
 
@@ -115,7 +118,14 @@ class LightGBMFit(Fit):
         objective = value_of(params, "objective")
         custom = objective if callable(objective) else None
 
-        begin = 0 if progress.history else progress.rounds  # of what callbacks have seen
+        begin = progress.details.get("begin", 0)  # of what callbacks have seen
+        if value_of(params, "is_provide_training_metric"):
+            booster.set_train_data_name("train")  # early stopping leaves it out by this name
+
+        def evaluation() -> list[Evaluation]:
+            asked = value_of(params, "is_provide_training_metric")
+            own = booster.eval_train(self.feval) if asked else []
+            return [*own, *booster.eval_valid(self.feval)]
 
         def call(iteration: int, found: list[Evaluation] | None, which: Sequence[Callback]) -> None:
             env = CallbackEnv(booster, params, iteration, begin, self.num_boost_round, found)
@@ -127,12 +137,12 @@ class LightGBMFit(Fit):
         try:
             report.resume(progress)
             remembering = [each for each in after if isinstance(each, _REMEMBERING)]
-            for iteration in range(begin, progress.rounds):
-                call(iteration, evaluations(progress, iteration), remembering)
+            for iteration, evaluated in enumerate(progress.evaluations(), progress.first):
+                call(iteration, evaluations(evaluated, progress), remembering)
             for iteration in range(progress.rounds, self.num_boost_round):
                 call(iteration, None, before)
                 booster.update(fobj=custom)
-                call(iteration, booster.eval_valid(self.feval), after)
+                call(iteration, evaluation(), after)
         except EarlyStopException as stop:
             booster.best_iteration = stop.best_iteration + 1
 
@@ -174,15 +184,15 @@ def resume_from(
     if checkpoint is None:
         return None, Progress()
     booster = report.get_model(checkpoint, report.filename)
-    progress = Progress.load(checkpoint) or Progress(rounds=booster.current_iteration())
-    return booster, progress
+    rounds = booster.current_iteration()
+    return booster, Progress.load(checkpoint) or Progress(rounds, details={"begin": rounds})
 
 
-def evaluations(progress: Progress, iteration: int) -> list[Evaluation]:
+def evaluations(evaluated: History, progress: Progress) -> list[Evaluation]:
     """Give what LightGBM had found in a round of an earlier attempt."""
     maximized = progress.details.get("maximized", ())
     return [
-        make_evaluation(data, metric, values[iteration], metric in maximized)
-        for data, by_metric in progress.history.items()
+        make_evaluation(data, metric, values[0], metric in maximized)
+        for data, by_metric in evaluated.items()
         for metric, values in by_metric.items()
     ]

@@ -35,6 +35,12 @@ _WHOLE_NUMBERS = (
 )
 """What Drawbar itself reckons with."""
 
+_ALONE = {
+    "linear_tree": "LightGBM trains each worker's own model of its own rows",
+    "interaction_constraints": "LightGBM crashes (https://github.com/lightgbm-org/LightGBM/issues/5680)",
+}
+"""What works in one process only, and what happens otherwise."""
+
 _CLASSES = ("multiclass", "softmax", "multiclassova", "multiclass_ova", "ova", "ovr")
 _RANKS = ("lambdarank", "rank_xendcg", "xendcg", "xe_ndcg", "xe_ndcg_mart", "xendcg_mart")
 _PROBABILITIES = ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlambda")
@@ -104,10 +110,21 @@ def check_parameters(params: Mapping[str, Any], scaling_config: ScalingConfig) -
             f"params['tree_learner'] is {learner!r}; on several workers it must be 'data' or "
             "'voting'; LightGBM's Python package has no 'feature'"
         )
+    if scaling_config.max_workers > 1:
+        _check_distributed(params)
     for name in _WHOLE_NUMBERS:
         if (found := name_of(params, name)) is not None and not _is_whole(params[found]):
             raise ValueError(f"params[{found!r}] must be a whole number, found {params[found]!r}")
     warn_of_threads("num_threads", value_of(params, "num_threads"), scaling_config)
+
+
+def _check_distributed(params: Mapping[str, Any]) -> None:
+    for name, why in _ALONE.items():
+        if (found := name_of(params, name)) is not None and params[found] is not False:
+            raise ValueError(
+                f"params[{found!r}] is {params[found]!r}, but with several workers {why}; leave it "
+                "out, or train on one worker with more CPUs"
+            )
 
 
 def _is_whole(value: Any) -> bool:
@@ -128,7 +145,7 @@ def check_labels(shard: Shard, params: Mapping[str, Any]) -> None:
     objective = value_of(params, "objective", "regression")
     why = f"objective {objective!r}"
     if objective == "binary":
-        check_label(shard, why, low=0, high=1, whole_numbers=True)
+        check_label(shard, why, low=-1, high=1, whole_numbers=True)  # what is above 0 is positive
     elif objective in _CLASSES:
         classes = int(value_of(params, "num_class", 1))
         why = f"{why} with num_class {classes}"

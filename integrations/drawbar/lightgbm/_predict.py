@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightgbm import Booster
 
 from drawbar import boosting
+from drawbar.boosting._estimator import predicting
 from drawbar.boosting._predict import Predictor
 
 if TYPE_CHECKING:
@@ -48,11 +49,31 @@ def predict(
     return boosting.predict(
         dataset,
         make,
-        features=booster.feature_name(),
+        features=_features(booster, dataset),
         keep_columns=keep_columns,
         output_column=output_column,
         **options,
     )
+
+
+def predict_rows(estimator: Any, method: str, dataset: Dataset, options: dict[str, Any]) -> Dataset:
+    """Predict the rows of a Ray Dataset with a method of an estimator, and options of that."""
+    make = predicting(estimator, method, _prepared, options)
+    features = _features(estimator.booster_, dataset)
+    return boosting.predict(
+        dataset, make, features=features, keep_columns=None, output_column="prediction"
+    )
+
+
+def _features(booster: Booster, dataset: Dataset) -> list[str]:
+    """Give the columns that are a booster's features, in whose names a space is "_"."""
+    columns = dataset.columns() or []
+    known = {**{name.replace(" ", "_"): name for name in columns}, **{n: n for n in columns}}
+    return [known.get(name, name) for name in booster.feature_name()]
+
+
+def _prepared(estimator: Any, features: Any) -> Any:
+    return _with_categories(estimator.booster_, features)
 
 
 def _predictor(model: str, best_iteration: int, options: dict[str, Any]) -> Predictor:

@@ -60,7 +60,7 @@ class RayTrainReportCallback:
         self._evaluate = GlobalEvaluation()
         self._maximized: set[str] = set()
         self._history: History = {}
-        self._rounds = 0
+        self._rounds = self._begin = 0
         self._model: Booster | None = None
 
     @property
@@ -72,6 +72,7 @@ class RayTrainReportCallback:
         """Go on after the rounds of an earlier attempt."""
         self._rounds, self._history = progress.rounds, progress.history
         self._maximized = set(progress.details.get("maximized", ()))
+        self._begin = progress.details.get("begin", 0)
 
     def __call__(self, env: CallbackEnv) -> None:
         """Report the round that has ended."""
@@ -102,6 +103,7 @@ class RayTrainReportCallback:
         state = {
             "best_iteration": self._model.best_iteration,
             "maximized": sorted(self._maximized),
+            "begin": self._begin,
         }
         Progress(self._rounds, self._history, state).save(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from xgboost import Booster, XGBClassifier, XGBModel, XGBRanker, XGBRegressor
-from xgboost.sklearn import _objective_decorator
+from xgboost.sklearn import _get_qid, _objective_decorator
 
 from drawbar.boosting import Progress
 from drawbar.boosting._estimator import (
@@ -17,14 +18,13 @@ from drawbar.boosting._estimator import (
     Rows,
     alike,
     classes_of,
-    feature_names,
     has_names,
     is_ray_dataset,
     takes_plain_arguments,
     without_own,
 )
 from drawbar.train import Checkpoint
-from drawbar.xgboost._predict import predict
+from drawbar.xgboost._predict import predict_rows
 from drawbar.xgboost._report import RayTrainReportCallback
 from drawbar.xgboost._trainer import XGBoostTrainer
 
@@ -51,16 +51,15 @@ class _RayXGBModel(RayEstimator):
         feature_weights: Any = None,
     ) -> Any:
         """Do what the plain estimator's `fit` does, on workers; `verbose` is `run_config`'s."""
-        sets = list(eval_set or ())
-        training = Rows(features=X, label=y, weight=sample_weight, margin=base_margin)
+        training = self._rows(X, y, weight=sample_weight, margin=base_margin)
         evaluated = [
-            Rows(
-                features=features,
-                label=label,
+            self._rows(
+                features,
+                label,
                 weight=_each(sample_weight_eval_set, number),
                 margin=_each(base_margin_eval_set, number),
             )
-            for number, (features, label) in enumerate(sets)
+            for number, (features, label) in enumerate(eval_set or ())
         ]
         return self._train([training, *evaluated], xgb_model, feature_weights)
 
@@ -72,15 +71,20 @@ class _RayXGBModel(RayEstimator):
         if weights is not None:
             raise ValueError("feature_weights are not passed on to workers; leave them out")
         training = rows[0].features
-        names = [] if is_ray_dataset(training) else feature_names(training, "f")
+        named = is_ray_dataset(training) or has_names(training)
+        names = rows[0].feature_names("f")
+        categorical = _categorical(names, self.feature_types)  # type: ignore[attr-defined]
         rows = alike([self._checked(each) for each in rows])
-        named = {f"validation_{number}": each for number, each in enumerate(rows[1:])}
-        datasets: Any = {"train": rows[0], **named}
+        validation = {f"validation_{number}": each for number, each in enumerate(rows[1:])}
+        datasets = {"train": rows[0], **validation}
         objective = self.objective  # type: ignore[attr-defined]
         with self._run() as configs, tempfile.TemporaryDirectory() as folder:
             result = XGBoostTrainer(
                 params=params,
-                datasets={name: each.dataset(names) for name, each in datasets.items()},
+                datasets={
+                    name: each.dataset(names, by_name=named) for name, each in datasets.items()
+                },
+                categorical_features=categorical or None,
                 num_boost_round=self.get_num_boosting_rounds(),  # type: ignore[attr-defined]
                 early_stopping_rounds=self.early_stopping_rounds,  # type: ignore[attr-defined]
                 callbacks=[RayTrainReportCallback(), *(self.callbacks or ())],  # type: ignore[attr-defined]
@@ -93,20 +97,28 @@ class _RayXGBModel(RayEstimator):
             assert result.checkpoint is not None
             booster = XGBoostTrainer.get_model(result.checkpoint)
             progress = Progress.load(result.checkpoint) or Progress()
-        if not (is_ray_dataset(training) or has_names(training)):
-            booster.feature_names = booster.feature_types = None
+        if not named:
+            booster.feature_names = None
+            booster.feature_types = self.feature_types if categorical else None  # type: ignore[attr-defined]
         self._Booster = booster
         history = {name: values for name, values in progress.history.items() if name != "train"}
         self._set_evaluation_result(history)  # type: ignore[attr-defined]
         return self
 
+    _own_objective = "reg:squarederror"
+    """What XGBoost is told beside an objective of the user: how predictions come from scores."""
+
     def _params(self) -> dict[str, Any]:
         params = {name: each for name, each in self.get_xgb_params().items() if each is not None}
         if "n_jobs" in params:
             params["nthread"] = params.pop("n_jobs")
-        if callable(params.get("objective")):
-            params.pop("objective")
+        if callable(self.objective):  # type: ignore[attr-defined]
+            params["objective"] = self._own_objective
         return params
+
+    def _rows(self, features: Any, label: Any, **others: Any) -> Rows:
+        missing: float = self.missing  # type: ignore[attr-defined]
+        return Rows(features=features, label=label, missing=missing, absent=math.nan, **others)
 
     def _checked(self, rows: Rows) -> Rows:
         """Check what XGBoost checks as it makes a matrix."""
@@ -129,7 +141,7 @@ class _RayXGBModel(RayEstimator):
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict(X, **options)  # type: ignore[misc]
-        return predict(self.get_booster(), X)  # type: ignore[attr-defined]
+        return predict_rows(self, "predict", X, options)
 
 
 @takes_plain_arguments
@@ -140,6 +152,8 @@ class RayXGBRegressor(_RayXGBModel, XGBRegressor):
 @takes_plain_arguments
 class RayXGBClassifier(_RayXGBModel, XGBClassifier):
     """`xgboost.XGBClassifier`, trained on workers. Labels must be 0, 1, 2 ... as for it."""
+
+    _own_objective = "binary:logistic"
 
     def _params(self) -> dict[str, Any]:
         params = super()._params()
@@ -172,7 +186,7 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict_proba(X, *args, **options)
-        return predict(self.get_booster(), X)
+        return predict_rows(self, "predict_proba", X, options)
 
 
 @takes_plain_arguments
@@ -198,11 +212,9 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         feature_weights: Any = None,
     ) -> Any:
         """Do what `XGBRanker.fit` does, on workers. With a Ray Dataset, `qid` names a column."""
-        if group is None and qid is None:
-            raise ValueError("group or qid is required for ranking task")
-        training = _ranked(X, y, group, qid, sample_weight, base_margin)
+        training = self._ranked(X, y, group, qid, sample_weight, base_margin)
         evaluated = [
-            _ranked(
+            self._ranked(
                 features,
                 label,
                 _each(eval_group, number),
@@ -214,20 +226,31 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         ]
         return self._train([training, *evaluated], xgb_model, feature_weights)
 
-
-def _ranked(X: Any, y: Any, group: Any, qid: Any, weight: Any, margin: Any) -> Rows:
-    """Give rows with the sizes of their queries. XGBoost's weights are of queries."""
-    if not is_ray_dataset(X):
+    def _ranked(self, X: Any, y: Any, group: Any, qid: Any, weight: Any, margin: Any) -> Rows:
+        """Give rows with the sizes of their queries. XGBoost's weights are of queries."""
+        if not is_ray_dataset(X):
+            X, qid = _get_qid(X, qid)
+        if group is None and qid is None:
+            raise ValueError("group or qid is required for ranking task, of each evaluated set too")
+        if is_ray_dataset(X):
+            return self._rows(X, y, weight=weight, group=qid, margin=margin)
         sizes = _sizes(qid) if group is None else np.asarray(group)
         weight = None if weight is None else np.repeat(np.asarray(weight), sizes)
-        return Rows(features=X, label=y, weight=weight, group=sizes, margin=margin)
-    return Rows(features=X, label=y, weight=weight, group=qid, margin=margin)
+        return self._rows(X, y, weight=weight, group=sizes, margin=margin)
 
 
 def _sizes(qid: Any) -> Any:
     values = np.asarray(qid)
-    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
-    return np.diff(np.append(starts, len(values)))
+    if (values[1:] < values[:-1]).any():
+        raise ValueError("qid must be sorted in ascending order, along with the rows")
+    return np.unique(values, return_counts=True)[1]
+
+
+def _categorical(names: Sequence[str], types: Any) -> list[str]:
+    """Give the features that an estimator's `feature_types` says are categories."""
+    if not isinstance(types, Sequence):
+        return []
+    return [name for name, kind in zip(names, types, strict=True) if kind == "c"]
 
 
 def _checkpoint_of(model: Any, folder: Path) -> Checkpoint | None:

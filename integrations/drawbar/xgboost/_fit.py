@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ _LABELS: dict[str, dict[str, Any]] = {
     "rank:map": {"low": 0, "high": 1, "whole_numbers": True},
 }
 """What labels an objective takes, where it does not take all."""
+
+_THREADS = ("nthread", "n_jobs")
+"""XGBoost's names for the number of threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ class XGBoostFit(Fit):
         Raises:
             ValueError: Training cannot work with them.
         """
-        warn_of_threads("nthread", self.params.get("nthread"), scaling_config)
+        warn_of_threads("nthread", _threads(self.params), scaling_config)
         self._check_method()
         self._check_device(scaling_config)
         self._check_objective(str(self.params.get("objective")))
@@ -62,8 +65,8 @@ class XGBoostFit(Fit):
 
     def _check_method(self) -> None:
         for name, known in (("tree_method", ("auto", "hist")), ("booster", ("gbtree", "dart"))):
-            found = self.params.get(name, known[0])
-            if found not in known:
+            found = self.params.get(name)
+            if found not in (None, *known):
                 raise ValueError(
                     f"params[{name!r}] is {found!r}, but a declared training bins the data as it "
                     f"arrives, which works for {' and '.join(map(repr, known))}; use one of these, "
@@ -91,7 +94,9 @@ class XGBoostFit(Fit):
 
     def train(self, shards: dict[str, Shard]) -> None:
         """Train on this worker and report each round."""
-        params = {"nthread": worker_threads(), "seed_per_iteration": True, **self.params}
+        given = {name: each for name, each in self.params.items() if name not in _THREADS}
+        threads = max(_threads(self.params), 0) or worker_threads()
+        params = {"seed_per_iteration": True, **given, "nthread": threads}
         for shard in shards.values():
             self._check_labels(shard)
         matrices = self._matrices(shards, params)
@@ -127,3 +132,8 @@ class XGBoostFit(Fit):
             rule = {"low": 0, "high": self.params["num_class"] - 1, "whole_numbers": True}
         if rule:
             check_label(shard, f"objective {objective!r}", **rule)
+
+
+def _threads(params: Mapping[str, Any]) -> int:
+    """Give the number of threads that is set; 0, or less, is the worker's own share."""
+    return next((params[name] for name in _THREADS if params.get(name) is not None), 0)

@@ -100,16 +100,8 @@ def _catch_up(callbacks: Sequence[TrainingCallback], booster: Booster, progress:
     for callback in callbacks:
         if isinstance(callback, EarlyStopping):
             callback.starting_round = booster.num_boosted_rounds() - progress.rounds
-            for number in range(progress.rounds):
-                stop = callback.after_iteration(booster, number, _round(progress.history, number))
+            for number, evaluated in enumerate(progress.evaluations(), progress.first):
+                stop = callback.after_iteration(booster, number, evaluated)
         elif isinstance(callback, LearningRateScheduler) and progress.rounds:
             callback.after_iteration(booster, progress.rounds - 1, progress.history)
     return stop
-
-
-def _round(history: History, number: int) -> History:
-    """Give the evaluations of one round."""
-    return {
-        dataset: {metric: [values[number]] for metric, values in metrics.items()}
-        for dataset, metrics in history.items()
-    }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from xgboost import Booster, DMatrix
 
 from drawbar import boosting
+from drawbar.boosting._estimator import predicting
 from drawbar.boosting._predict import Predictor
 
 if TYPE_CHECKING:
@@ -39,22 +40,35 @@ def predict(
     Raises:
         ValueError: The dataset lacks a feature, or the booster does not know its features' names.
     """
-    if booster.feature_names is None:
-        raise ValueError(
-            "the booster was trained without names of its features, so it is not known which "
-            "columns they are; set booster.feature_names"
-        )
     best = booster.attr("best_iteration")
     rounds = {} if best is None else {"iteration_range": (0, int(best) + 1)}
     make = partial(_predictor, bytes(booster.save_raw()), {**rounds, **(predict_options or {})})
     return boosting.predict(
         dataset,
         make,
-        features=booster.feature_names,
+        features=_features(booster),
         keep_columns=keep_columns,
         output_column=output_column,
         **options,
     )
+
+
+def predict_rows(estimator: Any, method: str, dataset: Dataset, options: dict[str, Any]) -> Dataset:
+    """Predict the rows of a Ray Dataset with a method of an estimator, and options of that."""
+    make = predicting(estimator, method, _prepared, options)
+    features = _features(estimator.get_booster())
+    return boosting.predict(
+        dataset, make, features=features, keep_columns=None, output_column="prediction"
+    )
+
+
+def _features(booster: Booster) -> Sequence[str]:
+    if booster.feature_names is None:
+        raise ValueError(
+            "the booster was trained without names of its features, so it is not known which "
+            "columns they are; set booster.feature_names"
+        )
+    return booster.feature_names
 
 
 def _predictor(model: bytes, options: dict[str, Any]) -> Predictor:
@@ -65,12 +79,28 @@ def _predictor(model: bytes, options: dict[str, Any]) -> Predictor:
 
 def _matrix(booster: Booster, features: Any) -> DMatrix:
     """Give a matrix; plain strings, and numbers that are categories, are made such."""
-    categorical = [
+    frame = _with_categories(booster, features)
+    plain = any(frame[name].dtype.name != "category" for name in _categorical(booster, frame))
+    types = booster.feature_types if plain else None
+    return DMatrix(frame, enable_categorical=True, feature_types=types)
+
+
+def _prepared(estimator: Any, features: Any) -> Any:
+    booster = estimator.get_booster()
+    booster.set_param({"nthread": 1})
+    return _with_categories(booster, features)
+
+
+def _with_categories(booster: Booster, features: Any) -> Any:
+    """Make categories of plain strings."""
+    plain = [
         name
-        for name, kind in zip(features, booster.feature_types or (), strict=False)
-        if kind == "c" and features[name].dtype.name != "category"
+        for name in _categorical(booster, features)
+        if features[name].dtype.name != "category" and features[name].dtype.kind not in "iuf"
     ]
-    text = [name for name in categorical if features[name].dtype.kind not in "iuf"]
-    features = features.astype(dict.fromkeys(text, "category"))
-    types = booster.feature_types if len(categorical) > len(text) else None
-    return DMatrix(features, enable_categorical=True, feature_types=types)
+    return features.astype(dict.fromkeys(plain, "category"))
+
+
+def _categorical(booster: Booster, features: Any) -> list[str]:
+    kinds = zip(features, booster.feature_types or (), strict=False)
+    return [name for name, kind in kinds if kind == "c"]

@@ -92,8 +92,14 @@ class RayTrainReportCallback(TrainingCallback):
         self._progress.save(folder)
 
     def newest(self, checkpoint: Checkpoint | None) -> tuple[Progress, Booster | None]:
-        """Give how far a checkpoint has come and its booster; none for no checkpoint of ours."""
-        progress = None if checkpoint is None else Progress.load(checkpoint)
-        if checkpoint is None or progress is None:
+        """Give how far a checkpoint has come and its booster; none if it has no such booster.
+
+        A booster alone, which others have saved, has come as far as its rounds.
+        """
+        if checkpoint is None:
             return Progress(), None
-        return progress, self.get_model(checkpoint, self._filename)
+        try:
+            booster = self.get_model(checkpoint, self._filename)
+        except FileNotFoundError:
+            return Progress(), None
+        return Progress.load(checkpoint) or Progress(booster.num_boosted_rounds()), booster

@@ -1,0 +1,272 @@
+"""What users of the plain estimators rely on: ours give the same, or say why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightgbm
+import numpy as np
+import pandas as pd
+import pytest
+import ray
+import scipy.sparse  # type: ignore[import-untyped]
+import xgboost
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer
+
+from drawbar.lightgbm import RayLGBMClassifier, RayLGBMRegressor
+from drawbar.lightgbm import predict as predict_with_lightgbm
+from drawbar.train import RunConfig, ScalingConfig
+from drawbar.xgboost import RayXGBClassifier, RayXGBRanker, RayXGBRegressor
+from drawbar.xgboost import predict as predict_with_xgboost
+
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data"),  # it warns of itself
+    pytest.mark.filterwarnings("ignore:The argument 'eval_set' is deprecated"),
+]
+
+HERE: dict[str, Any] = {"n_estimators": 8, "scaling_config": ScalingConfig(num_workers=0)}
+TWO: dict[str, Any] = {"n_estimators": 8, "scaling_config": ScalingConfig(num_workers=2)}
+PLAIN: dict[str, Any] = {"n_estimators": 8}
+QUIET: dict[str, Any] = {"verbosity": -1}
+
+
+@pytest.fixture
+def rows() -> tuple[Any, Any]:
+    """Features and labels that have to do with each other; float32 holds each value."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(600, 4)).astype(np.float32).astype(np.float64)
+    return x, (x[:, 0] + x[:, 1] ** 2 > 1).astype(int)
+
+
+def close(left: Any, right: Any) -> Any:
+    return np.asarray(left) == pytest.approx(np.asarray(right), abs=1e-4)
+
+
+def predictions(dataset: Any) -> Any:
+    return np.stack(dataset.to_pandas()["prediction"].to_numpy())
+
+
+@pytest.mark.parametrize("classifier", [RayLGBMClassifier, RayXGBClassifier])
+def test_every_fit_begins_anew_also_in_a_named_run(
+    classifier: Any, rows: Any, tmp_path: Path
+) -> None:
+    x, y = rows
+    model = classifier(**HERE, run_config=RunConfig(name="fit", storage_path=tmp_path))
+    assert model.fit(x, y).score(x, y) > 0.9
+    assert model.fit(x, 1 - y).score(x, 1 - y) > 0.9
+    assert len(list(tmp_path.glob("fit_*/journal.jsonl"))) == 2
+
+
+def test_xgboost_a_value_that_means_missing(rows: Any) -> None:
+    x, y = rows
+    x[::3, 0] = -999
+    ours = RayXGBClassifier(**HERE, missing=-999).fit(x, y, eval_set=[(x, y)])
+    plain = xgboost.XGBClassifier(**PLAIN, missing=-999).fit(x, y, eval_set=[(x, y)], verbose=False)
+    assert close(ours.predict_proba(x), plain.predict_proba(x))
+    with pytest.raises(ValueError, match="missing=-999 does not work with a Ray Dataset"):
+        clone(ours).fit(ray.data.from_items([{"a": 1.0, "y": 0}]), "y")
+
+
+def test_xgboost_what_a_sparse_matrix_leaves_out_is_missing(rows: Any) -> None:
+    x, y = rows
+    sparse = scipy.sparse.csr_matrix(np.where(np.abs(x) > 0.5, x, 0))
+    ours = RayXGBClassifier(**HERE).fit(sparse, y)
+    plain = xgboost.XGBClassifier(**PLAIN).fit(sparse, y)
+    assert close(ours.predict_proba(sparse), plain.predict_proba(sparse))
+
+
+def test_lightgbm_what_a_sparse_matrix_leaves_out_is_zero(rows: Any) -> None:
+    x, y = rows
+    sparse = scipy.sparse.csr_matrix(np.where(np.abs(x) > 0.5, x, 0))
+    ours = RayLGBMClassifier(**HERE, **QUIET).fit(sparse, y)
+    plain = lightgbm.LGBMClassifier(**PLAIN, **QUIET).fit(sparse, y)
+    assert close(ours.predict_proba(sparse), plain.predict_proba(sparse))
+
+
+def test_xgboost_feature_types(rows: Any) -> None:
+    x, _ = rows
+    x[:, 0] = np.arange(600) % 7
+    y = np.isin(x[:, 0], [1, 4, 5]) + 0.1 * x[:, 1]
+    options: dict[str, Any] = {"feature_types": ["c", "q", "q", "q"], "enable_categorical": True}
+    options["max_cat_to_onehot"] = 1
+    ours = RayXGBRegressor(**HERE, **options).fit(x, y)
+    plain = xgboost.XGBRegressor(**PLAIN, **options).fit(x, y)
+    assert close(ours.predict(x), plain.predict(x))
+    assert ours.score(x, y) > 0.8
+
+
+def test_xgboost_an_objective_of_ones_own_still_gives_probabilities(rows: Any) -> None:
+    x, y = rows
+
+    def logistic(truth: Any, scores: Any) -> tuple[Any, Any]:
+        found = 1 / (1 + np.exp(-scores))
+        return found - truth, found * (1 - found)
+
+    ours = RayXGBClassifier(**HERE, objective=logistic, base_score=0.5).fit(x, y)
+    plain = xgboost.XGBClassifier(**PLAIN, objective=logistic, base_score=0.5).fit(x, y)
+    assert close(ours.predict_proba(x), plain.predict_proba(x))
+    assert np.array_equal(ours.predict(x), plain.predict(x))
+
+
+@pytest.mark.parametrize("numbers", [range(6), [1, 2, 3, 4, 5, 6]])
+@pytest.mark.parametrize("regressor", [RayLGBMRegressor, RayXGBRegressor])
+def test_categories_that_are_integers(regressor: Any, numbers: Any) -> None:
+    random = np.random.default_rng(0)
+    kind = np.asarray(list(numbers))[random.integers(0, 6, 600)]
+    x = pd.DataFrame({"kind": pd.Categorical(kind), "x": random.normal(size=600)})
+    y = np.isin(kind, [2, 5]) + 0.1 * x["x"]
+    options: dict[str, Any] = {"enable_categorical": True}
+    plain: Any = xgboost.XGBRegressor(**PLAIN, **options)
+    if regressor is RayLGBMRegressor:
+        options = QUIET
+        plain = lightgbm.LGBMRegressor(**PLAIN, **options)
+    ours = regressor(**HERE, **options).fit(x, y)
+    plain.fit(x, y)
+    some = x[np.isin(kind, [2, 5])].assign(
+        kind=lambda each: each["kind"].cat.remove_unused_categories()
+    )
+    assert close(ours.predict(x), plain.predict(x))
+    assert close(ours.predict(some), plain.predict(some))
+
+
+@pytest.mark.parametrize("regressor", [RayLGBMRegressor, RayXGBRegressor])
+def test_categories_that_are_integers_in_a_ray_dataset(regressor: Any) -> None:
+    random = np.random.default_rng(0)
+    kind = random.integers(0, 6, 600)
+    x = pd.DataFrame({"kind": pd.Categorical(kind), "x": random.normal(size=600)})
+    model = regressor(**HERE).fit(x, np.isin(kind, [2, 5]) + 0.1 * x["x"])
+    some = x[np.isin(kind, [2, 5])]
+    dataset = ray.data.from_pandas(some.assign(kind=some["kind"].cat.remove_unused_categories()))
+    predicted = (
+        predict_with_lightgbm(model.booster_, dataset)
+        if regressor is RayLGBMRegressor
+        else predict_with_xgboost(model.get_booster(), dataset)
+    )
+    assert close(predictions(predicted), model.predict(some))
+
+
+@pytest.mark.parametrize(
+    ("classifier", "classes"),
+    [(RayLGBMClassifier, 2), (RayXGBClassifier, 2), (RayXGBClassifier, 3)],
+)
+def test_a_ray_dataset_is_predicted_as_a_table_is(classifier: Any, classes: int) -> None:
+    features, _ = load_breast_cancer(return_X_y=True, as_frame=True)  # with spaces in their names
+    frame = features.iloc[:, :4]
+    y = pd.qcut(frame["mean radius"], classes, labels=False)
+    y = np.array(["yes", "no"])[y] if classifier is RayLGBMClassifier else y
+    model = classifier(**HERE).fit(frame, y)
+    dataset = ray.data.from_pandas(frame)
+    assert np.array_equal(predictions(model.predict(dataset)), model.predict(frame))
+    assert close(predictions(model.predict_proba(dataset)), model.predict_proba(frame))
+
+
+def test_options_of_the_plain_predict_apply_to_a_ray_dataset(rows: Any) -> None:
+    x, y = rows
+    frame = pd.DataFrame(x, columns=list("abcd"))
+    model = RayXGBClassifier(**HERE).fit(frame, y)
+    scores = predictions(model.predict(ray.data.from_pandas(frame), output_margin=True))
+    assert close(scores, model.predict(frame, output_margin=True))
+
+
+def test_lightgbm_training_rows_among_those_to_evaluate(rows: Any) -> None:
+    x, y = rows
+    weight = np.where(y, 1.0, 5.0)
+    fit: dict[str, Any] = {
+        "sample_weight": weight,
+        "eval_set": [(x, y), (x[:200], 1 - y[:200])],
+        "eval_names": ["train", "valid"],
+        "eval_metric": "auc",
+    }
+    ours = RayLGBMClassifier(**HERE, **QUIET)
+    ours.fit(x, y, callbacks=[lightgbm.early_stopping(5, verbose=False)], **fit)
+    plain = lightgbm.LGBMClassifier(**PLAIN, **QUIET)
+    plain.fit(x, y, callbacks=[lightgbm.early_stopping(5, verbose=False)], **fit)
+    assert close(ours.predict_proba(x), plain.predict_proba(x))
+    assert ours.best_iteration_ == plain.best_iteration_
+    assert {name: set(found) for name, found in ours.evals_result_.items()} == {
+        name: set(found) for name, found in plain.evals_result_.items()
+    }
+    for name, found in plain.evals_result_.items():
+        for metric, values in found.items():
+            assert close(ours.evals_result_[name][metric], values)
+
+
+def test_lightgbm_goes_on_from_a_model_with_early_stopping(rows: Any) -> None:
+    x, y = rows
+    fit: dict[str, Any] = {"eval_set": [(x[:200], 1 - y[:200])]}
+    plain = lightgbm.LGBMClassifier(**PLAIN, **QUIET).fit(x, y)
+    ours = RayLGBMClassifier(**HERE, **QUIET)
+    ours.fit(x, y, init_model=plain, callbacks=[lightgbm.early_stopping(3, verbose=False)], **fit)
+    again = lightgbm.LGBMClassifier(**PLAIN, **QUIET)
+    again.fit(x, y, init_model=plain, callbacks=[lightgbm.early_stopping(3, verbose=False)], **fit)
+    assert ours.best_iteration_ == again.best_iteration_ == 9
+    assert close(
+        ours.evals_result_["valid_0"]["binary_logloss"],
+        again.evals_result_["valid_0"]["binary_logloss"],
+    )
+
+
+def test_lightgbm_weights_of_classes_by_name(rows: Any) -> None:
+    x, y = rows
+    names = np.where(y, "yes", "no")
+    fit: dict[str, Any] = {
+        "eval_set": [(x[:200], names[:200])],
+        "eval_class_weight": [{"yes": 5, "no": 1}],
+    }
+    ours = RayLGBMClassifier(**HERE, **QUIET).fit(x, names, **fit)
+    plain = lightgbm.LGBMClassifier(**PLAIN, **QUIET).fit(x, names, **fit)
+    (found,), (expected,) = (each.evals_result_["valid_0"].values() for each in (ours, plain))
+    assert close(found, expected)
+
+
+def test_lightgbm_bins_doubles_as_doubles() -> None:
+    moment = (1.7e9 + np.arange(600)).reshape(-1, 1)  # float32 has 128 s between two of them
+    y = np.sin(np.arange(600) / 40)
+    ours = RayLGBMRegressor(**TWO, **QUIET).fit(moment, y)
+    plain = lightgbm.LGBMRegressor(**PLAIN, **QUIET).fit(moment, y)
+    assert close(ours.predict(moment), plain.predict(moment))
+
+
+def test_lightgbm_negative_categories_are_missing(rows: Any) -> None:
+    x, y = rows
+    x[:, 0] = np.arange(600) % 5 - 1
+    ours = RayLGBMClassifier(**HERE, **QUIET).fit(x, y, categorical_feature=[0])
+    plain = lightgbm.LGBMClassifier(**PLAIN, **QUIET).fit(x, y, categorical_feature=[0])
+    assert close(ours.predict_proba(x), plain.predict_proba(x))
+
+
+@pytest.mark.parametrize("classifier", [RayLGBMClassifier, RayXGBClassifier])
+def test_columns_of_rows_to_evaluate_are_found_by_name(classifier: Any, rows: Any) -> None:
+    x, y = rows
+    frame = pd.DataFrame(x, columns=list("abcd"))
+    turned = frame[list("dcba")]
+    model = classifier(**HERE).fit(frame, y, eval_set=[(turned, y), (frame.copy(), y)])
+    evaluated = model.evals_result_ if classifier is RayLGBMClassifier else model.evals_result()
+    left, right = evaluated.values()
+    assert left == right
+    with pytest.raises(ValueError, match="have 3 features, but those to train on have 4"):
+        clone(model).fit(x, y, eval_set=[(x[:, :3], y)])
+
+
+def test_xgboost_queries() -> None:
+    random = np.random.default_rng(0)
+    x, qid = random.normal(size=(400, 3)), np.repeat(np.arange(40), 10)
+    y = np.clip(np.round(x[:, 0] + 1), 0, 3).astype(int)
+    frame = pd.DataFrame(x, columns=list("abc"))
+    by_argument = RayXGBRanker(**HERE).fit(frame, y, qid=qid)
+    in_frame = RayXGBRanker(**HERE).fit(frame.assign(qid=qid), y)
+    assert np.array_equal(by_argument.predict(frame), in_frame.predict(frame.assign(qid=qid)))
+    with pytest.raises(ValueError, match="qid must be sorted"):
+        RayXGBRanker(**HERE).fit(frame, y, qid=qid[::-1])
+    with pytest.raises(ValueError, match="of each evaluated set too"):
+        RayXGBRanker(**HERE).fit(frame, y, qid=qid, eval_set=[(frame, y)])
+
+
+@pytest.mark.parametrize("model", [RayLGBMRegressor, RayXGBRegressor])
+def test_arguments_that_scikit_learn_users_give(model: Any, rows: Any) -> None:
+    x, y = rows
+    options = {**HERE, "n_estimators": np.int64(3), "n_jobs": -1}
+    assert model(**options).fit(x, y).score(x, y) > 0.1
