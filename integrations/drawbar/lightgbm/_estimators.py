@@ -84,27 +84,23 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             group=group,
             margin=init_score,
         )
-        if eval_set is None and eval_X is not None:
-            pairs = (eval_X, eval_y) if isinstance(eval_X, tuple) else ((eval_X,), (eval_y,))
-            eval_set = list(zip(*pairs, strict=True))
-        shown = {"train": "training"}  # the name of each dataset to its name in the history
-        evaluated: dict[str, Rows] = {}
-        eval_names = [eval_names] if isinstance(eval_names, str) else eval_names
-        for number, (features, label) in enumerate(_as_list(eval_set)):
-            name = _each(eval_names, number)
-            if features is given and label is y:  # LightGBM has its metrics without a copy
-                params["is_provide_training_metric"] = True
-                shown["train"] = name or "training"
-                continue
-            own = f"valid_{number}" if name in (None, "train", *evaluated) else name
-            shown[own] = name or own
-            evaluated[own] = rows_of(
+        pairs = _pairs(eval_set, eval_X, eval_y)
+        datasets = _dataset_names(pairs, eval_names, (given, y))
+        evaluated = {
+            name: rows_of(
                 features,
                 label,
                 weight=self._weight_of(eval_sample_weight, eval_class_weight, label, number),
                 group=_each(eval_group, number),
                 margin=_each(eval_init_score, number),
             )
+            for number, ((name, _), (features, label)) in enumerate(
+                zip(datasets, pairs, strict=True)
+            )
+            if name != "train"
+        }
+        if len(evaluated) < len(pairs):  # LightGBM has metrics of its training rows without a copy
+            params["is_provide_training_metric"] = True
         rows = dict(zip(["train", *evaluated], alike([training, *evaluated.values()]), strict=True))
         booster, progress = self._train(
             rows,
@@ -117,7 +113,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             init_model=init_model,
             **rounds,
         )
-        self._keep(booster, progress, shown, named=named)
+        self._keep(booster, progress, {"train": "training", **dict(datasets)}, named=named)
         return self
 
     def _names(self, X: Any, given: Any) -> list[str]:
@@ -282,6 +278,32 @@ def _with_class_weights(weight: Any, by_class: Any, label: Any) -> Any:
 
 def _as_list(eval_set: Any) -> list[tuple[Any, Any]]:
     return [eval_set] if isinstance(eval_set, tuple) else list(eval_set or ())
+
+
+def _pairs(eval_set: Any, eval_X: Any, eval_y: Any) -> list[tuple[Any, Any]]:
+    """Give features and labels to evaluate, in whichever of two ways they were given."""
+    if eval_set is not None or eval_X is None:
+        return _as_list(eval_set)
+    if isinstance(eval_X, tuple):
+        return list(zip(eval_X, eval_y, strict=True))
+    return [(eval_X, eval_y)]
+
+
+def _dataset_names(
+    pairs: Sequence[tuple[Any, Any]], given: Sequence[str] | str | None, training: tuple[Any, Any]
+) -> list[tuple[str, str]]:
+    """Give for each pair the dataset's name, "train" for the training rows, and what users see."""
+    given = [given] if isinstance(given, str) else given
+    names: list[tuple[str, str]] = []
+    for number, (features, label) in enumerate(pairs):
+        seen = _each(given, number)
+        if features is training[0] and label is training[1]:
+            names.append(("train", seen or "training"))
+        elif seen in {None, "train", *(name for name, _ in names)}:
+            names.append((f"valid_{number}", seen or f"valid_{number}"))
+        else:
+            names.append((seen, seen))
+    return names
 
 
 def _each(values: Any, number: int) -> Any:

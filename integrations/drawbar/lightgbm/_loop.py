@@ -97,6 +97,7 @@ class LightGBMFit(Fit):
             params = {**params, str(name_of(params, "objective")): "none"}
         bins = agree_on_bins(training, params)
         booster = Booster(params, make_dataset(training, bins, params, earlier))
+        booster.set_train_data_name(training.name)  # early stopping leaves it out by this name
         for shard in validation:
             booster.add_valid(make_dataset(shard, bins, params, earlier), shard.name)
         if earlier is not None:
@@ -119,12 +120,10 @@ class LightGBMFit(Fit):
         custom = objective if callable(objective) else None
 
         begin = progress.details.get("begin", 0)  # of what callbacks have seen
-        if value_of(params, "is_provide_training_metric"):
-            booster.set_train_data_name("train")  # early stopping leaves it out by this name
+        with_training = value_of(params, "is_provide_training_metric")
 
         def evaluation() -> list[Evaluation]:
-            asked = value_of(params, "is_provide_training_metric")
-            own = booster.eval_train(self.feval) if asked else []
+            own = booster.eval_train(self.feval) if with_training else []
             return [*own, *booster.eval_valid(self.feval)]
 
         def call(iteration: int, found: list[Evaluation] | None, which: Sequence[Callback]) -> None:
