@@ -155,6 +155,12 @@ def test_names_that_differ_between_ranks_are_told_with_both_lines(run_config: Ru
     assert told in str(raised.value)
 
 
+def test_a_log_that_cannot_be_written_fails_the_run(run_config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs" / "rank_0.log").mkdir(parents=True)
+    with pytest.raises(WorkerGroupError, match=r"IsADirectoryError: .*/run/logs/rank_0\.log"):
+        fit(lambda: None, run_config, num_workers=1)
+
+
 def test_a_worker_that_cannot_take_an_order_fails(run_config: RunConfig) -> None:
     def function() -> int:
         context = train.get_context()

@@ -104,7 +104,7 @@ def fit(function: Callable[[], Any], path: Path, name: str = "run", filesystem: 
 
 @dataclass(frozen=True)
 class Said:
-    """What the driver of three runs on two such nodes has said."""
+    """What the driver of four runs on two such nodes has said."""
 
     out: str
     err: str
@@ -112,15 +112,18 @@ class Said:
 
 @pytest.fixture(scope="module")
 def said(hidden: Path, drivers: Drivers) -> Said:
-    """Checkpoints that travel, then one that is too large, then a storage that is not mounted."""
+    """Checkpoints that travel, storages that are not mounted, a checkpoint that is too large."""
 
     def main() -> None:
         for _ in two_nodes(hidden):
             print("found", fit(function, hidden).return_values)
-            remote = fit(
-                function, hidden.parent / "far", "remote", LocalFileSystem(auto_mkdir=True)
-            )
+            far = hidden.parent / "far"
+            remote = fit(function, far, "remote", LocalFileSystem(auto_mkdir=True))
             print("remote", remote.return_values)
+            (far / "without_logs").mkdir()
+            (far / "without_logs" / "logs").touch()  # so that no log can be written there
+            without = fit(lambda: "done", far, "without_logs", LocalFileSystem(auto_mkdir=True))
+            print("without logs", without.return_values)
             try:
                 fit(too_large, hidden, "large")
             except WorkerGroupError as error:
@@ -147,6 +150,12 @@ def test_a_storage_that_is_not_mounted_needs_no_shared_folder(hidden: Path, said
     assert checkpoint is not None
     checkpoint.verify()
     assert sorted(each.name for each in Path(far, "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+
+
+def test_a_log_that_cannot_be_published_is_told_and_fails_nothing(said: Said) -> None:
+    assert "without logs ['done', 'done']" in said.out, said.err
+    assert "[rank 1] the log of rank 1 stays on node" in said.err
+    assert "without_logs/logs/rank_1.log failed: " in said.err
 
 
 def test_checkpoints_travel_both_ways(hidden: Path, said: Said) -> None:

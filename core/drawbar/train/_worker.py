@@ -128,7 +128,22 @@ def _node_ip() -> str:
 
 
 def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message], None]) -> None:
-    """Run an attempt in a worker process: its streams, environment and folder are the run's."""
+    """Run an attempt in a worker process and say how it ended, whatever happens."""
+    ending: Message
+    try:
+        ending = _perform_as_the_run(session, payload, say)
+    except AttemptInterrupted:
+        ending = Interrupted()  # a second one, while the first was being dealt with
+    except BaseException as error:
+        failure = describe_exception(error, session.assignment, session.reports_made)
+        ending = Failed(failure=failure)
+    say(ending)
+
+
+def _perform_as_the_run(
+    session: Session, payload: bytes, say: Callable[[Message], None]
+) -> Finished | Failed | Interrupted:
+    """Run an attempt while the streams, environment and folder of this process are the run's."""
     assignment = session.assignment
     rank = assignment.ranks.world_rank
     log = session.directory.log(rank)
@@ -138,17 +153,23 @@ def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message
     if elsewhere and session.directory.filesystem is None:
         say(Printed(text=_not_shared(assignment), stream="stderr"))
         session.use_unshared()
-    ending: Message = Interrupted()
     try:
         with capture_output(log, say, errors_only=rank != 0, redirect_fds=True):
             with contextlib.suppress(OSError):
                 os.chdir(assignment.working_directory)
             sys.path += [path for path in assignment.import_paths if path not in sys.path]
-            ending = perform(session, payload, say, whole_process=True)
+            return perform(session, payload, say, whole_process=True)
     finally:
         if elsewhere:
-            session.directory.publish_log(rank)
-        say(ending)
+            _publish_log(session.directory, rank, say)
+
+
+def _publish_log(directory: RunDirectory, rank: int, say: Callable[[Message], None]) -> None:
+    try:
+        directory.publish_log(rank)
+    except Exception as error:  # whatever the storage raises, it is not how the function ended
+        text = f"the log of rank {rank} stays on node {os.uname().nodename}: {error}"
+        say(Printed(text=text, stream="stderr"))
 
 
 def _not_shared(assignment: Assignment) -> str:
