@@ -274,6 +274,18 @@ def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
     assert second.metrics_dataframe["index"].tolist() == [0, 1]
 
 
+def test_what_fails_around_the_function_ends_the_run_and_frees_its_directory(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    log.mkdir(parents=True)
+    with pytest.raises(WorkerGroupError, match=r"max_failures=1 is used up") as raised:
+        fit(lambda: None, tmp_path, failure_config=FailureConfig(max_failures=1))
+    assert isinstance(raised.value.worker_failures[0], IsADirectoryError)
+    log.rmdir()
+    assert fit(lambda: "again", tmp_path).return_value == "again"
+
+
 @pytest.mark.parametrize("max_failures", [0, 3])
 def test_ctrl_c_stops_the_run_in_order(tmp_path: Path, max_failures: int) -> None:
     def function() -> None:

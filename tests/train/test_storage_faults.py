@@ -86,7 +86,9 @@ def fit(function: Any, path: Path, filesystem: Any = None) -> Result:
     ).fit()
 
 
-def failing(error: Callable[[], OSError], times: int, name: str = "model") -> Callable[[str], None]:
+def failing(
+    error: Callable[[], Exception], times: int, name: str = "model"
+) -> Callable[[str], None]:
     """Make a fault that strikes `times` times at files of this name, from the second one on."""
     seen = 0
 
@@ -224,10 +226,15 @@ def test_a_stuck_upload_does_not_hold_up_the_error_for_long(tmp_path: Path) -> N
         ended.set()
 
 
+class TokenExpired(Exception):
+    """What a library raises below an fsspec filesystem need not be an OSError."""
+
+
+@pytest.mark.parametrize("error", [lambda: OSError(errno.EACCES, "no"), TokenExpired])
 def test_a_failing_journal_does_not_fail_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Callable[[], Exception]
 ) -> None:
-    fault = failing(lambda: OSError(errno.EACCES, "no"), times=1000, name="journal.jsonl")
+    fault = failing(error, times=1000, name="journal.jsonl")
     assert content(fit(two_steps, tmp_path, Faulty(fault)).checkpoint) == "1"
     assert any("is not up to date" in each for each in caplog.messages)
 

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import copy
+import logging
 import queue
 import threading
 import time
@@ -32,6 +33,8 @@ from drawbar.train._worker_group import WorkerGroup
 DIAGNOSIS_SECONDS = 10.0
 EXIT_SECONDS = 3.0
 ENDS_WITH_THE_PROGRAM = "the program ends without wait(): the run is stopped, and can be resumed"
+
+_logger = logging.getLogger("drawbar.train")
 
 Job = Callable[[], None]
 Spawn = Callable[[Job], None]
@@ -127,8 +130,11 @@ class Host:
         except BaseException as error:
             self._outcome = Outcome(error=_controller_failed(error))
             self._snapshot.status = "failed"
-        finally:
+        try:
             self._close()
+        except Exception:
+            _logger.exception("the run is over, but not all of %s could be closed", self.path)
+        finally:
             atexit.unregister(self._end_with_the_program)
             self._over.set()
             self._jobs.put(None)
@@ -161,10 +167,11 @@ class Host:
             self._snapshot.note(event)
 
     def _close(self) -> None:
-        self._callbacks.close()
-        self._opened.journal.close()
-        self.directory.publish(everything=True)
-        self._console.close()
+        with contextlib.ExitStack() as last_to_first:  # each of them, whatever another one raises
+            last_to_first.callback(self._console.close)
+            last_to_first.callback(self.directory.publish, everything=True)
+            last_to_first.callback(self._opened.journal.close)
+            last_to_first.callback(self._callbacks.close)
 
     # -- from any thread
 

@@ -16,8 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from drawbar.train._failure import describe_exception
 from drawbar.train._interrupt import AttemptInterrupted
-from drawbar.train._messages import Interrupt, Interrupted, Message, Order, Ranks, WorkerInfo
+from drawbar.train._messages import (
+    Failed,
+    Interrupt,
+    Interrupted,
+    Message,
+    Order,
+    Ranks,
+    WorkerInfo,
+)
 from drawbar.train._output import capture_output
 from drawbar.train._session import Assignment, Session
 from drawbar.train._stacks import Stack, take_stack
@@ -120,6 +129,9 @@ class LocalWorkerGroup:
         except KeyboardInterrupt:
             ending = None  # Ctrl-C: it is no failure, and whoever called this stops the run
             raise
+        except BaseException as error:
+            failure = describe_exception(error, session.assignment, session.reports_made)
+            ending = Failed(failure=failure)
         finally:
             end(ending)
 

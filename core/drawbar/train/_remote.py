@@ -114,7 +114,7 @@ class RemoteRunDirectory(RunDirectory):
                         self.folder.upload_file(self.path / file.path, file)
                 elif self.journal.exists():
                     self.folder.write(self.journal.name, self.journal.read_bytes())
-        except OSError as error:
+        except Exception as error:  # fsspec's filesystems raise what their libraries do
             _logger.warning("the journal in %s is not up to date: %s", self.location, error)
 
     def publish_log(self, rank: int) -> None:
