@@ -27,6 +27,7 @@ from drawbar.train import (
     ReportedCheckpointStatus,
     Result,
     RunConfig,
+    RunHandle,
     ScalingConfig,
     UserAbort,
     ValidationConfig,
@@ -477,6 +478,56 @@ def test_the_end_of_a_run_waits_and_says_what_for(
         _, err = driver.communicate(timeout=60)
     assert driver.returncode == 3, err
     assert "Traceback" not in err
+    assert_resumes(tmp_path)
+
+
+def start(function: Callable[[], Any], validate: Any, folder: Path, num_workers: int) -> RunHandle:
+    return DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=num_workers),
+        run_config=RunConfig(name="run", storage_path=folder),
+        validation_config=ValidationConfig(validate),
+    ).start()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_stop_ends_a_run_that_waits_for_validations_alone(
+    tmp_path: Path, pipe: Pipe, wait_until_gone: Callable[..., None]
+) -> None:
+    def function() -> None:
+        save(3)
+        pipe.say(os.getpid())
+
+    def validate(checkpoint: Checkpoint) -> NoReturn:
+        wait_for_ever()
+
+    run = start(function, validate, tmp_path, num_workers=1)
+    wait_until_gone([int(*pipe.hear())], seconds=60)  # which makes room for the validation
+    run.stop()
+    run.wait(timeout=60)
+    assert run.status == "stopped"
+    assert_resumes(tmp_path)
+
+
+def test_a_stop_ends_a_run_whose_function_returns_without_another_checkpoint(
+    tmp_path: Path, pipe: Pipe
+) -> None:
+    gate = Gate(tmp_path / "gate")
+
+    def function() -> None:
+        save(3)
+        gate.wait()
+
+    def validate(checkpoint: Checkpoint) -> NoReturn:
+        pipe.say("validates")
+        wait_for_ever()
+
+    run = start(function, validate, tmp_path, num_workers=0)
+    pipe.hear()
+    run.stop()
+    gate.open()
+    run.wait(timeout=60)
+    assert run.status == "stopped"
     assert_resumes(tmp_path)
 
 

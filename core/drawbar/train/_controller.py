@@ -124,7 +124,7 @@ class Controller:
 
     def _request_checkpoint(self) -> None:
         self._stops_at_commit = True
-        if self._attempt is None:
+        if self._attempt is None or self._attempt.finished:
             self._cancel()
         else:
             self._attempt.request_checkpoint()
@@ -176,6 +176,8 @@ class Controller:
 
     async def _wait_for_validations(self) -> None:
         if self._validations:
+            if self._stops_at_commit:  # the function has returned without another checkpoint
+                raise asyncio.CancelledError
             await self._group.stop()  # they may want what the workers hold
             await self._validations.settle()
 
