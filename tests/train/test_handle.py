@@ -160,6 +160,28 @@ def test_a_run_that_waits_for_resources_has_nothing_to_save(
     assert run.status == "stopped"
 
 
+def test_a_stop_does_not_wait_for_a_dataset_that_is_being_made(run_config: RunConfig) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def make() -> Any:
+        begun.set()
+        over.wait()
+
+    run = DataParallelTrainer(
+        print,
+        datasets={"train": make},
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    ).start()
+    assert begun.wait(60)
+    run.stop(save=False)
+    try:
+        assert run.wait(timeout=30).checkpoint is None
+    finally:
+        over.set()
+    assert run.status == "stopped"
+
+
 def test_what_cannot_start_fails_at_once_and_what_fails_later_in_wait(
     run_config: RunConfig,
 ) -> None:

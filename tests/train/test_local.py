@@ -17,6 +17,7 @@ import pytest
 
 from drawbar import train
 from drawbar.train import (
+    ControllerError,
     DataParallelTrainer,
     FailureConfig,
     Result,
@@ -284,6 +285,20 @@ def test_what_fails_around_the_function_ends_the_run_and_frees_its_directory(
     assert isinstance(raised.value.worker_failures[0], IsADirectoryError)
     log.rmdir()
     assert fit(lambda: "again", tmp_path).return_value == "again"
+
+
+def test_a_dataset_that_ends_where_it_should_begin_fails_the_run(tmp_path: Path) -> None:
+    def make() -> Any:
+        return next(iter(()))
+
+    trainer = DataParallelTrainer(
+        lambda: None,
+        datasets={"train": make},
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", storage_path=tmp_path),
+    )
+    with pytest.raises(ControllerError, match=r"failed in its start-up: .*StopIteration"):
+        trainer.fit()
 
 
 @pytest.mark.parametrize("max_failures", [0, 3])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from drawbar.train._attempt import Attempt, AttemptFailed
+from drawbar.train._blocking import in_daemon_thread
 from drawbar.train._callback import Callbacks
 from drawbar.train._commit import Committer
 from drawbar.train._console import Console
@@ -196,8 +197,8 @@ class Controller:
             workers = await self._group.start(self._say_what_is_missing)
             ranks = assign(workers)
             self._group.take_ranks(ranks)
-            await asyncio.to_thread(self._set_up_backend)
-            assignments = await asyncio.to_thread(self._plan.assignments, start, workers, ranks)
+            await in_daemon_thread(self._set_up_backend)
+            assignments = await in_daemon_thread(self._plan.assignments, start, workers, ranks)
         except Exception as error:
             raise AttemptFailed(startup_end(error), cause=error) from error
         attempt = self._attempt = Attempt(
@@ -255,7 +256,7 @@ class Controller:
                 case _Said():
                     pass  # said by a process of an attempt that is over
         await self._commits.settle()
-        await asyncio.to_thread(self._shut_down_backend)
+        await in_daemon_thread(self._shut_down_backend)
 
     async def _next_event(self, attempt: Attempt) -> _Said | _StorageFailed | _Interruption:
         """Wait for what happens next, `hang_timeout` at the longest."""
@@ -298,7 +299,7 @@ class Controller:
         """Look for nodes that are about to go: Ray has no event for it, so this is asked for."""
         while True:
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
-            draining = await asyncio.to_thread(self._plan.draining)
+            draining = await in_daemon_thread(self._plan.draining)
             info = self._attempt.preempted(draining) if self._attempt is not None else None
             if info is not None:
                 ranks = ", ".join(map(str, info.preempted_ranks))
@@ -328,7 +329,7 @@ class Controller:
         failed.failures = root_cause_first(failed.failures)
         await self._commits.settle()
         if failed.end not in ("startup", "configuration"):
-            await asyncio.to_thread(self._shut_down_backend)
+            await in_daemon_thread(self._shut_down_backend)
         if self._attempt is not None and self._attempt.wishes.preemption is not None:
             self._group.move()
         self._note(failed)
