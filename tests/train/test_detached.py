@@ -183,6 +183,61 @@ def test_a_run_outlives_its_driver_and_is_found_again(
     assert afterwards.wait().return_values == result.return_values
 
 
+class Waits(UserCallback):
+    """Holds up the end of the run that it watches."""
+
+    def __init__(self, go_on: Path) -> None:
+        self._go_on = go_on
+
+    def after_report(self, *_: Any) -> None:
+        while not self._go_on.exists():
+            threading.Event().wait(0.01)
+
+
+def test_a_run_whose_host_has_not_told_its_ending_is_not_over(
+    tmp_path: Path,
+    go_on: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+) -> None:
+    def function() -> str:
+        train.report({"step": 0})
+        pipe.say("worker", os.getpid())
+        return "returned"
+
+    with drivers(lambda: trainer(function, tmp_path, Waits(go_on)).fit()):
+        wait_until_gone(hear_pids(pipe, worker=2)["worker"], seconds=60)
+        run = train.attach(tmp_path / "run")
+        assert (run.status, run.done) == ("finished", False)
+        go_on.touch()
+        assert run.wait().return_values == ["returned", "returned"]
+
+
+def test_a_name_is_that_of_the_run_which_goes_on(
+    tmp_path: Path,
+    go_on: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    function, callback = train_until(go_on, pipe), TellsItsProcess(pipe)
+    with drivers(lambda: trainer(function, tmp_path / "elsewhere", callback).fit()):
+        pids = hear_pids(pipe, worker=2, host=1)
+        monkeypatch.setenv("HOME", str(tmp_path))  # where the default storage path is
+        DataParallelTrainer(
+            lambda: train.report({"step": -1}),
+            scaling_config=ScalingConfig(num_workers=0),
+            run_config=RunConfig(name="run"),
+        ).fit()
+        run = train.attach("run")
+        assert (run.done, run.path) == (False, str(tmp_path / "elsewhere" / "run"))
+        go_on.touch()
+        wait_until_gone(pids["host"], seconds=60)
+    assert train.attach("run").metrics == {"step": -1}
+
+
 def test_a_validation_goes_on_without_the_driver(
     tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe
 ) -> None:

@@ -31,6 +31,11 @@ class EndedRun:
         return run if run.snapshot().status in ENDS else None
 
     @property
+    def is_told(self) -> bool:
+        """Whether the directory has all there is: a detached run's host tells its ending last."""
+        return not self._snapshot.detached or self._directory.read(OUTCOME) is not None
+
+    @property
     def name(self) -> str:
         """Name of the run."""
         return self._directory.name

@@ -217,8 +217,8 @@ def attach(
     What a run that goes on shows from now on is shown here too.
 
     Args:
-        path_or_name: The run's directory, its URI, or its name. A run that is over is found by its
-            name in the default storage path only.
+        path_or_name: The run's directory, its URI, or its name: that of a detached run which goes
+            on, else that of a run which is over in the default storage path.
         storage_filesystem: The filesystem that the path lies on, as for `RunConfig`.
 
     Raises:
@@ -228,12 +228,13 @@ def attach(
     is_name = "/" not in given and storage_filesystem is None
     place = os.path.join(DEFAULT_STORAGE_PATH, given) if is_name else given
     directory = open_directory(place, storage_filesystem)
-    ended = EndedRun.find(directory)
-    if ended is not None:
+    ended = None if is_name else EndedRun.find(directory)
+    if ended is not None and ended.is_told:
         return RunHandle(ended)
     on_cluster = _join_cluster()
     path = None if is_name else directory.location
-    run = attached(directory.name, path) if on_cluster else None
+    hosted = attached(directory.name, path) if on_cluster else None
+    run = hosted or EndedRun.find(directory)
     if run is not None:
         return RunHandle(run)
     going_on = ", ".join(hosted_runs()) if on_cluster else "unknown, since no Ray is running here"

@@ -41,6 +41,7 @@ class RunStarted(_Event, frozen=True, kw_only=True, tag="run_started"):
     run_id: str
     name: str
     config: dict[str, Any]
+    detached: bool = False
 
 
 class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):

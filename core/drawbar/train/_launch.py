@@ -86,7 +86,13 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
     starts = [event for event in events if isinstance(event, RunStarted)]
     run_id = starts[0].run_id if starts else uuid.uuid4().hex
     attempts = [event.attempt for event in events if isinstance(event, AttemptStarted)]
-    started = RunStarted(time=time.time(), run_id=run_id, name=directory.name, config=settings)
+    started = RunStarted(
+        time=time.time(),
+        run_id=run_id,
+        name=directory.name,
+        config=settings,
+        detached=config.detached,
+    )
     journal.append(started)
     committed = _journal_last_commit(journal, events, intact)
     return OpenRun(

@@ -27,11 +27,13 @@ class Snapshot:
         status: "starting", "running", "restarting", and in the end one of `ENDS`.
         metrics: What each rank reported last.
         timeline: The attempts so far.
+        detached: Whether it was started to outlive its driver.
     """
 
     status: str = "starting"
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
+    detached: bool = False
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Snapshot:
@@ -47,6 +49,7 @@ class Snapshot:
         match event:
             case RunStarted():
                 self.status = "starting"
+                self.detached = event.detached
             case AttemptStarted() if self.status == "running":
                 self.status = "restarting"
             case WorkersStarted():
