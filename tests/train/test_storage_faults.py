@@ -6,8 +6,10 @@ import errno
 import logging
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -64,6 +66,16 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep work folders below the test's own, and do not wait long before trying again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(retry, "FIRST_DELAY_SECONDS", 0.001)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the folder of temporary files, which is the test's own."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
 
 
 def save(content: str, **how: Any) -> None:
@@ -388,3 +400,48 @@ def test_a_memory_filesystem_as_an_object(tmp_path: Path) -> None:
     scaling = ScalingConfig(num_workers=0)
     result = DataParallelTrainer(two_steps, scaling_config=scaling, run_config=config).fit()
     assert content(result.checkpoint) == "1"
+
+
+@pytest.mark.usefixtures("temporary")
+def test_what_a_killed_reader_has_left_is_not_read(tmp_path: Path, drivers: Drivers) -> None:
+    """The directory is no run's own: nothing in it tells what it was from what it is."""
+    place = tmp_path / "pretrained"
+    place.mkdir()
+    (place / "model").write_text("old")
+    checkpoint = Checkpoint(place, LocalFileSystem(auto_mkdir=True))
+
+    def main() -> None:
+        with checkpoint.as_directory():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with drivers(main) as driver:
+        assert driver.wait() == -signal.SIGKILL, driver.communicate()
+    (place / "model").write_text("new")
+    assert content(checkpoint) == "new"
+
+
+@pytest.mark.usefixtures("temporary")
+def test_a_name_given_anew_is_not_read_from_the_copy_of_the_one_before(tmp_path: Path) -> None:
+    before = fit(lambda: save("0"), tmp_path).checkpoint
+    assert before is not None
+    with before.as_directory() as path:
+        shutil.rmtree(tmp_path / "far")
+        after = fit(lambda: save("1"), tmp_path).checkpoint
+        assert after == before
+        assert content(after) == "1"
+        assert (Path(path) / "model").read_text() == "0"
+
+
+def test_a_download_that_fails_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
+    checkpoint = fit(lambda: save("0"), tmp_path).checkpoint
+    assert checkpoint is not None
+
+    class Refusing(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            if path.endswith("/model"):
+                raise PermissionError(errno.EACCES, "no")
+            return super()._open(path, mode, **options)
+
+    with pytest.raises(OSError, match="reading 1 bytes"):
+        content(Checkpoint(checkpoint.path, Refusing()))
+    assert [each.suffix for each in temporary.iterdir()] == [".lock"]
