@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import resource
+import select
 import shutil
 import signal
 import sys
@@ -32,6 +33,7 @@ from drawbar.train import (
     Result,
     RunConfig,
     ScalingConfig,
+    UserCallback,
     WorkerGroupError,
 )
 from drawbar.train import _retry as retry
@@ -90,11 +92,15 @@ def content(checkpoint: Checkpoint | None) -> str:
         return (Path(path) / "model").read_text()
 
 
-def fit(function: Any, path: Path, filesystem: Any = None) -> Result:
+def fit(
+    function: Any, path: Path, filesystem: Any = None, num_workers: int = 0, **config: Any
+) -> Result:
     filesystem = filesystem or LocalFileSystem(auto_mkdir=True)
-    config = RunConfig(name="run", storage_path=str(path / "far"), storage_filesystem=filesystem)
+    run_config = RunConfig(
+        name="run", storage_path=str(path / "far"), storage_filesystem=filesystem, **config
+    )
     return DataParallelTrainer(
-        function, scaling_config=ScalingConfig(num_workers=0), run_config=config
+        function, scaling_config=ScalingConfig(num_workers=num_workers), run_config=run_config
     ).fit()
 
 
@@ -236,6 +242,62 @@ def test_a_stuck_upload_does_not_hold_up_the_error_for_long(tmp_path: Path) -> N
         assert not ended.is_set()
     finally:
         ended.set()
+
+
+def test_no_attempt_begins_while_the_one_before_still_uploads(tmp_path: Path) -> None:
+    failed, overlaps = threading.Event(), list[bool]()
+    reader, writer = os.pipe()
+
+    class Tell(UserCallback):
+        def after_exception(self, *_: Any) -> None:
+            failed.set()
+
+    def before_write(path: str) -> None:
+        if path.endswith("/model") and not overlaps:
+            assert failed.wait(30)
+            overlaps.append(bool(select.select([reader], [], [], 0.5)[0]))
+
+    def function() -> None:
+        again = (tmp_path / "again").exists()
+        if again:
+            os.write(writer, b"began")
+        save("0", checkpoint_upload_mode=ASYNC)
+        if not again:
+            (tmp_path / "again").touch()
+            raise RuntimeError("on purpose")
+
+    once_more = FailureConfig(max_failures=1)
+    fit(function, tmp_path, Faulty(before_write), failure_config=once_more, callbacks=[Tell()])
+    assert overlaps == [False]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_process_whose_upload_is_stuck_is_not_kept(tmp_path: Path) -> None:
+    under_way, first_pid = tmp_path / "under_way", tmp_path / "first_pid"
+    os.mkfifo(under_way)
+
+    def before_write(path: str) -> None:
+        if path.endswith("/model") and not first_pid.exists():
+            first_pid.write_text(str(os.getpid()))
+            with under_way.open("w"):
+                threading.Event().wait()
+
+    def function() -> int:
+        again = first_pid.exists()
+        if train.get_context().get_world_rank() == 0:
+            save("0", checkpoint_upload_mode=ASYNC)
+            if not again:
+                train.collective.barrier()
+        else:
+            train.report({})
+            if not again:
+                with under_way.open():
+                    raise RuntimeError("on purpose")
+        return os.getpid()
+
+    once_more = FailureConfig(max_failures=1)
+    pids = fit(function, tmp_path, Faulty(before_write), 2, failure_config=once_more).return_values
+    assert pids[0] != int(first_pid.read_text())
 
 
 class TokenExpired(Exception):

@@ -74,7 +74,9 @@ class LocalWorkerGroup:
         return self._count
 
     async def start(self, on_wait: Callable[[], None]) -> list[WorkerInfo]:
-        """There is nothing to bring up."""
+        """Wait for uploads of the attempt before: there is no process to end them with."""
+        for session in self._sessions.values():
+            await asyncio.to_thread(session.uploads.join)
         host = os.uname().nodename
         here = WorkerInfo(
             node_id=host,

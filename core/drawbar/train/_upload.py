@@ -267,3 +267,8 @@ class Uploads:
             wait([each for _, each in self._in_flight], timeout=seconds)
         if self._background is not None:
             self._background.shutdown(wait=False, cancel_futures=True)
+
+    def join(self) -> None:
+        """Wait until nothing is written any more: the next attempt gives the same names."""
+        if self._background is not None:
+            self._background.shutdown()

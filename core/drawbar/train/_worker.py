@@ -107,6 +107,7 @@ class Worker:
             yield batch
             if isinstance(batch[-1], _TERMINAL):
                 self._thread.join()
+                session.uploads.join()  # a process is kept only if its stream ends in time
                 return
 
     def obey(self, attempt: int, order: Order) -> None:
