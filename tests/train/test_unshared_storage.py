@@ -1,4 +1,7 @@
-"""Two nodes with a storage path that they do not share: a mount namespace of its own for one."""
+"""Two nodes with a storage path that they do not share: a mount namespace of its own for one.
+
+That one has two of the three ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+PARTS = ["part_0", "part_1", "part_2"]
+LOGS = ["rank_0.log", "rank_1.log", "rank_2.log"]
+
 
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -49,7 +55,7 @@ def two_nodes(path: Path) -> Iterator[None]:
     script = Path(sys.executable).with_name("ray")
     address = ray.get_runtime_context().gcs_address
     own = f"mount -t tmpfs none {path} && mount -t tmpfs none /tmp/ray"  # `ray start` leaves a file
-    command = f"{own} && exec {script} start --address={address} --num-cpus=1"
+    command = f"{own} && exec {script} start --address={address} --num-cpus=2"
     node = subprocess.Popen(
         ["unshare", "-m", "sh", "-c", f"{command} --block"], stdout=subprocess.DEVNULL
     )
@@ -65,12 +71,21 @@ def big(rank: int) -> bytes:
     return bytes([rank + 1]) * 20_000_000
 
 
+def leave_behind(checkpoint: Path) -> None:
+    """Have the node that does not share the storage look as after an earlier run of that name."""
+    if not (checkpoint.parent / "journal.jsonl").exists():
+        (checkpoint / "deep").mkdir(parents=True, exist_ok=True)
+        (checkpoint / "deep" / "part_old").touch()
+
+
 def function() -> list[str]:
     rank = train.get_context().get_world_rank()
+    train.collective.barrier()  # the two ranks of one node ask for the checkpoint at once
     newest = train.get_checkpoint()
     if newest is not None:
         with newest.as_directory() as path:
             return sorted(each.name for each in Path(path).rglob("part_*"))
+    leave_behind(train.get_context().get_storage() / "checkpoint_000000")
     with train.checkpoint_dir() as path:
         (path / "deep").mkdir()
         (path / "deep" / f"part_{rank}").write_bytes(big(rank))
@@ -92,7 +107,7 @@ def fit(function: Callable[[], Any], path: Path, name: str = "run", filesystem: 
     failures = FailureConfig(max_failures=1)
     return DataParallelTrainer(
         function,
-        scaling_config=ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD"),
+        scaling_config=ScalingConfig(num_workers=3, placement_strategy="SPREAD"),
         run_config=RunConfig(
             name=name,
             storage_path=str(path),
@@ -143,13 +158,12 @@ def test_what_is_too_large_to_travel_is_refused_at_once(hidden: Path, said: Said
 
 
 def test_a_storage_that_is_not_mounted_needs_no_shared_folder(hidden: Path, said: Said) -> None:
-    parts = ["part_0", "part_1"]
-    assert f"remote {[parts, parts]}" in said.out, said.err
+    assert f"remote {[PARTS] * 3}" in said.out, said.err
     far = str(hidden.parent / "far" / "remote")
     checkpoint = Result.from_path(far, LocalFileSystem(auto_mkdir=True)).checkpoint
     assert checkpoint is not None
     checkpoint.verify()
-    assert sorted(each.name for each in Path(far, "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert sorted(each.name for each in Path(far, "logs").iterdir()) == LOGS
 
 
 def test_a_log_that_cannot_be_published_is_told_and_fails_nothing(said: Said) -> None:
@@ -161,12 +175,9 @@ def test_a_log_that_cannot_be_published_is_told_and_fails_nothing(said: Said) ->
 def test_checkpoints_travel_both_ways(hidden: Path, said: Said) -> None:
     out, err = said.out, said.err
     assert "does not share" in err, err
-    parts = ["part_0", "part_1"]
-    assert f"found {[parts, parts]}" in out, err
+    assert f"found {[PARTS] * 3}" in out, err
     checkpoint = Result.from_path(hidden / "run").checkpoint
     assert checkpoint is not None
     checkpoint.verify()
-    assert [(Path(checkpoint) / "deep" / f"part_{r}").read_bytes() for r in (0, 1)] == [
-        big(0),
-        big(1),
-    ]
+    for rank, part in enumerate(PARTS):
+        assert (Path(checkpoint) / "deep" / part).read_bytes() == big(rank)

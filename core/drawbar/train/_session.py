@@ -103,6 +103,7 @@ class Session:
         self.cache = cache
         self.directory = assignment.directory
         self.checkpoint = assignment.checkpoint
+        self._brought: Checkpoint | None = None
         self._label = f"rank_{assignment.ranks.world_rank}"
         self.uploads = Uploads(self.directory, self._label, say, self._wait_for_any)
         self._say = say
@@ -208,9 +209,11 @@ class Session:
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """Do what `drawbar.train.get_checkpoint` says."""
-        if isinstance(self.directory, UnsharedRunDirectory) and self.checkpoint is not None:
-            self.directory.bring(self.checkpoint)
-        return self.checkpoint
+        newest = self.checkpoint
+        if isinstance(self.directory, UnsharedRunDirectory) and newest not in (None, self._brought):
+            self.directory.bring(newest)
+            self._brought = newest
+        return newest
 
     def retire(self) -> None:
         """Do what `drawbar.train.backend.retire_process` says."""

@@ -7,13 +7,16 @@ object store is the right storage, and the worker says so.
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from drawbar.train import _files
 from drawbar.train._checkpoint import Checkpoint
+from drawbar.train._manifest import read_file
 from drawbar.train._messages import FileAnswer, FileEntry
 from drawbar.train._retry import in_bytes
 from drawbar.train._storage import Part, RunDirectory
@@ -70,18 +73,42 @@ class UnsharedRunDirectory(RunDirectory):
                     break
 
     def bring(self, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint of the run from the driver's node to the same path here."""
+        """Copy a checkpoint of the run from the driver's node to the same path here.
+
+        One of this node's ranks does it while the others wait. A directory that is there counts
+        only if it has the same manifest: it may be that of an earlier run.
+        """
         name = self.name_of(checkpoint)
-        if name is None or (self.path / name).exists():
+        if name is None:
             return
+        with self._one_at_a_time():
+            listed = {file.path: file for file in self.ask(name, "", 0).files}
+            manifest = b"".join(self._pieces(name, listed[_files.MANIFEST]))
+            if read_file(self.path / name, _files.MANIFEST) != manifest:
+                _files.remove_tree(self.path / name)
+                os.rename(self._download(name, listed.values()), self.path / name)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        with open(self.path / ".bring.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _download(self, name: str, files: Iterable[FileEntry]) -> Path:
         stage = self.new_stage("brought")
-        for file in self.ask(name, "", 0).files:
+        for file in files:
             target = stage / file.path
             target.parent.mkdir(parents=True, exist_ok=True)
             with open(target, "wb") as writer:
-                while writer.tell() < file.size:
-                    writer.write(self.ask(name, file.path, writer.tell()).data)
-        os.rename(stage, self.path / name)
+                writer.writelines(self._pieces(name, file))
+        return stage
+
+    def _pieces(self, name: str, file: FileEntry) -> Iterator[bytes]:
+        offset = 0
+        while offset < file.size:
+            data = self.ask(name, file.path, offset).data
+            offset += len(data)
+            yield data
 
 
 def read_piece(directory: RunDirectory, name: str, path: str, offset: int) -> FileAnswer:
