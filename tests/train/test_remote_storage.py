@@ -153,6 +153,21 @@ def test_a_journal_that_only_this_machine_has_is_kept(storage: dict[str, Any]) -
     assert Result.from_path(**where(storage)).metrics == {"step": 2}
 
 
+def test_a_journal_that_was_cut_in_the_storage_is_gone_on_with(
+    storage: dict[str, Any], work_folders: Path
+) -> None:
+    result = fit(three_steps(), storage)
+    assert result.checkpoint is not None
+    folder = result.checkpoint.path.rpartition("/")[0]
+    cut = result._journal.read_bytes()[:-20]
+    with result.filesystem.open_output_stream(f"{folder}/journal.jsonl") as stream:
+        stream.write(cut)
+    shutil.rmtree(work_folders)
+    fit(lambda: None, storage)
+    outcomes = [each.outcome for each in Result.from_path(**where(storage)).timeline.attempts]
+    assert outcomes[-1] == "finished"
+
+
 def test_retention_deletes(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage, checkpoint_config=CheckpointConfig(num_to_keep=1))
     assert [content(each) for each, _ in result.best_checkpoints] == ["2"]

@@ -313,6 +313,25 @@ def test_a_failing_journal_does_not_fail_the_run(
     assert any("is not up to date" in each for each in caplog.messages)
 
 
+def test_the_end_of_a_run_is_published_whatever_lies_beside_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def function() -> None:
+        work_folder = train.get_context().get_storage()
+        for left in (".staging/latest", "logs/latest"):  # as trackers make them
+            (work_folder / left).symlink_to("nowhere")
+        print("said at the end")
+
+    refused = failing(lambda: OSError(errno.EACCES, "no"), times=1, name="trainer.pkl")
+    fit(function, tmp_path, Faulty(refused))
+    shutil.rmtree(tmp_path / "cache")
+    run = tmp_path / "far" / "run"
+    assert Result.from_path(run, LocalFileSystem()).timeline.attempts[-1].outcome == "finished"
+    assert "said at the end" in (run / "logs" / "rank_0.log").read_text()
+    told = [each.partition(" in ")[0] for each in caplog.messages if "not up to date" in each]
+    assert sorted(told) == ["logs/latest", "trainer.pkl"]
+
+
 @pytest.mark.parametrize("point", FAULT_POINTS)
 def test_a_driver_killed_at_any_step_loses_nothing_committed(
     tmp_path: Path, drivers: Drivers, point: str

@@ -188,9 +188,9 @@ class Journal:
 
     def _drop_torn_line(self) -> None:
         data = self._path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole != len(data):
-            os.truncate(self._path, whole)
+        whole = whole_lines(data)
+        if whole != data:
+            os.truncate(self._path, len(whole))
 
     def salvage(self) -> tuple[list[Event], bool]:
         """Read what can be read; tells also whether that was all.
@@ -213,10 +213,11 @@ class Journal:
     def catch_up(self, other: bytes | None) -> None:
         """Take over the journal of another place, unless this one only goes on from that.
 
-        None: there is none in that place, so this one becomes empty.
+        None: there is none in that place, so this one becomes empty. Its last line may be torn.
         """
-        if other is None or not self._path.read_bytes().startswith(other):
-            self._replace(other or b"")
+        there = None if other is None else whole_lines(other)
+        if there is None or not self._path.read_bytes().startswith(there):
+            self._replace(there or b"")
 
     def _replace(self, data: bytes) -> None:
         write_atomically(self._path, data)
@@ -263,6 +264,11 @@ def _open_locked(path: Path, patience_s: float) -> IO[bytes]:
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
         file.close()
+
+
+def whole_lines(data: bytes) -> bytes:
+    """Give what was read of a journal, perhaps while it was written, without a torn last line."""
+    return data[: data.rfind(b"\n") + 1]
 
 
 def _is_readable(line: bytes) -> bool:

@@ -29,10 +29,10 @@ import msgspec
 from drawbar.train import _faults, _files
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._filesystem import Folder, locate
-from drawbar.train._journal import Journal, JournalLockedError
+from drawbar.train._journal import Journal, JournalLockedError, whole_lines
 from drawbar.train._manifest import Manifest, check_files, read_manifest, user_files
 from drawbar.train._messages import FileEntry
-from drawbar.train._retry import told_when_slow
+from drawbar.train._retry import is_transient, told_when_slow
 from drawbar.train._storage import OUTCOME, Part, RunDirectory
 
 PENDING = ".drawbar-pending"
@@ -105,27 +105,39 @@ class RemoteRunDirectory(RunDirectory):
     def publish(self, *, everything: bool = False) -> None:
         """Put the journal into the storage; `everything`: also the logs, stacks and `trainer.pkl`.
 
-        What fails here is logged: no checkpoint depends on it.
+        What fails here is logged: no checkpoint depends on it. A file that is refused does not keep
+        the others back; a storage that does not answer does, after it was asked several times.
         """
-        try:
-            with _publishing:
-                if everything:
-                    for file in self._all_files():
-                        self.folder.upload_file(self.path / file.path, file)
-                elif self.journal.exists():
-                    self.folder.write(self.journal.name, self.journal.read_bytes())
-        except Exception as error:  # fsspec's filesystems raise what their libraries do
-            _logger.warning("the journal in %s is not up to date: %s", self.location, error)
+        with _publishing:
+            for name in self._names_to_publish() if everything else (self.journal.name,):
+                try:
+                    self._publish(name)
+                except Exception as error:  # fsspec's filesystems raise what their libraries do
+                    _logger.warning("%s in %s is not up to date: %s", name, self.location, error)
+                    if is_transient(error):
+                        return
+
+    def _names_to_publish(self) -> list[str]:
+        """List what is not hidden in the work folder, the journal first."""
+        names = [self.journal.name]
+        for root, folders, files in os.walk(self.path):
+            folders[:] = [folder for folder in folders if not folder.startswith(".")]
+            found = [os.path.relpath(f"{root}/{file}", self.path) for file in files]
+            names += [name for name in found if not name.startswith((".", self.journal.name))]
+        return names
+
+    def _publish(self, name: str) -> None:
+        if name == self.journal.name:
+            self.folder.write(name, whole_lines(self.journal.read_bytes()))
+        else:
+            path = self.path / name
+            self.folder.upload_file(path, FileEntry(name, path.stat().st_size))
 
     def publish_log(self, rank: int) -> None:
         """Put a rank's log into the storage, from a node that is not the driver's."""
         log = self.log(rank)
         if log.exists():
             (self.folder / "logs").write(log.name, log.read_bytes())
-
-    def _all_files(self) -> list[FileEntry]:
-        files = _files.list_files(self.path)
-        return [file for file in files if not file.path.startswith(".")]
 
     def sweep(self) -> None:
         """Remove what earlier processes left uncommitted or half deleted, here and there.
