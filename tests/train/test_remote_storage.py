@@ -142,9 +142,11 @@ def test_a_trainer_is_restored_on_another_machine(
     assert trainer.fit().return_value == 2
 
 
-def test_a_journal_that_only_this_machine_has_is_kept(storage: dict[str, Any]) -> None:
+def test_a_journal_that_only_this_machine_has_is_kept(
+    storage: dict[str, Any], work_folders: Path
+) -> None:
     result = fit(three_steps(), storage)
-    journal = result._journal
+    (journal,) = work_folders.rglob("journal.jsonl")
     newest = journal.read_bytes()
     assert result.checkpoint is not None
     folder = result.checkpoint.path.rpartition("/")[0]
@@ -159,7 +161,8 @@ def test_a_journal_that_was_cut_in_the_storage_is_gone_on_with(
     result = fit(three_steps(), storage)
     assert result.checkpoint is not None
     folder = result.checkpoint.path.rpartition("/")[0]
-    cut = result._journal.read_bytes()[:-20]
+    (journal,) = work_folders.rglob("journal.jsonl")
+    cut = journal.read_bytes()[:-20]
     with result.filesystem.open_output_stream(f"{folder}/journal.jsonl") as stream:
         stream.write(cut)
     shutil.rmtree(work_folders)

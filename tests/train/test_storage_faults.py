@@ -332,6 +332,17 @@ def test_the_end_of_a_run_is_published_whatever_lies_beside_it(
     assert sorted(told) == ["logs/latest", "trainer.pkl"]
 
 
+def test_a_trainer_that_only_this_machine_has_is_restored(tmp_path: Path) -> None:
+    def refuse(path: str) -> None:
+        if path.endswith("/trainer.pkl"):
+            raise OSError(errno.EACCES, "no")
+
+    fit(two_steps, tmp_path, Faulty(refuse))
+    far = (tmp_path / "far" / "run", Faulty(lambda path: None))
+    assert DataParallelTrainer.can_restore(*far)
+    assert DataParallelTrainer.restore(*far).train_loop_per_worker.__name__ == "two_steps"
+
+
 @pytest.mark.parametrize("point", FAULT_POINTS)
 def test_a_driver_killed_at_any_step_loses_nothing_committed(
     tmp_path: Path, drivers: Drivers, point: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, Result, RunConfig, ScalingConfig
-from drawbar.train._journal import JournalLockedError
+from drawbar.train._journal import JournalLockedError, is_held
 from drawbar.train.testing import check_run
 
 if TYPE_CHECKING:
@@ -82,6 +83,44 @@ def test_exactly_one_gets_it(
     check_run(tmp_path / "run", **where)
     runs = 1 if before == "nothing" else 2
     assert len(Result.from_path(tmp_path / "run", **where).timeline.attempts) == runs
+
+
+def test_a_run_that_a_driver_takes_up_here_is_read_from_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    seen: list[Any] = []
+
+    class Reading(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+        cachable = False
+
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            for journal in tmp_path.glob("cache/*/*/journal.jsonl"):
+                if not seen and is_held(journal) and not journal.stat().st_size:
+                    result = Result.from_path(tmp_path / "run", LocalFileSystem())
+                    seen.append(result.timeline.attempts[-1].outcome)
+            return super()._open(path, mode, **options)
+
+    fit(tmp_path, storage_filesystem=LocalFileSystem(auto_mkdir=True))
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
+    fit(tmp_path, storage_filesystem=Reading(auto_mkdir=True))
+    assert seen == ["finished"]
+
+
+def test_who_reads_a_run_writes_nothing_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    where = {"storage_filesystem": LocalFileSystem(auto_mkdir=True)}
+    fit(tmp_path, **where)
+    shutil.rmtree(tmp_path / "cache")
+    result = Result.from_path(tmp_path / "run", **where)
+    assert result.metrics == {}
+    assert list(result.metrics_dataframe["rank"]) == [0]
+    assert train.attach(tmp_path / "run", **where).status == "finished"
+    assert DataParallelTrainer.can_restore(tmp_path / "run", **where)
+    check_run(tmp_path / "run", **where)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_who_gives_up_touches_nothing(

@@ -16,7 +16,6 @@ from drawbar.train._journal import (
     ReportReceived,
     WorkersStarted,
     history,
-    replay,
 )
 from drawbar.train._remote import open_directory
 from drawbar.train._storage import RunDirectory
@@ -40,8 +39,7 @@ def check_run(path: str | os.PathLike[str], storage_filesystem: Any | None = Non
         DamagedRunError: It cannot be read.
     """
     directory = open_directory(path, storage_filesystem)
-    directory.fetch()
-    events = list(replay(directory.journal))
+    events = directory.events()
     _check_reports(events)
     _check_history(events)
     for name in _kept(events):
@@ -100,5 +98,5 @@ def _check_checkpoint(directory: RunDirectory, name: str) -> None:
     try:
         directory.checkpoint(name).verify()
     except CheckpointError as error:
-        if name in _kept(list(replay(directory.journal))):  # not deleted in the meantime
+        if name in _kept(directory.events()):  # not deleted in the meantime
             raise AssertionError(f"a committed checkpoint is lost: {error}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 from drawbar.train._ending import Ending
-from drawbar.train._journal import replay
 from drawbar.train._result import Result
 from drawbar.train._run import Outcome
 from drawbar.train._snapshot import ENDS, Snapshot
@@ -19,15 +18,16 @@ class EndedRun:
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
-        self._snapshot = Snapshot.of(replay(directory.journal))
+        self._events = directory.events()
+        self._snapshot = Snapshot.of(self._events)
 
     @classmethod
     def find(cls, directory: RunDirectory) -> EndedRun | None:
         """Give the run of a directory; None if there is none, or it has not ended."""
-        directory.fetch()
-        if not directory.journal.exists():
+        try:
+            run = cls(directory)
+        except FileNotFoundError:
             return None
-        run = cls(directory)
         return run if run.snapshot().status in ENDS else None
 
     @property
@@ -75,5 +75,5 @@ class EndedRun:
                 ending = Ending.unpacked(packed)
                 if ending.snapshot.timeline == self._snapshot.timeline:  # of the last start
                     return ending
-        result = Result.of(self._directory)
+        result = Result.of(self._directory, self._events)
         return Ending(Outcome(error=result.error), self._snapshot, result)

@@ -257,7 +257,7 @@ def _join_cluster() -> bool:
 
 def _what_is_there(directory: RunDirectory) -> str:
     name, location = directory.name, directory.location
-    if not directory.journal.exists():
+    if directory.read_journal() is None:
         return f"no detached run {name!r} goes on, and {location} holds no run that is over"
     if is_held(directory.journal):
         return (

@@ -281,11 +281,13 @@ def _is_readable(line: bytes) -> bool:
 
 def is_held(path: Path) -> bool:
     """Whether some process, on a node that shares this file, is writing the journal."""
-    with open(path, "rb") as file:
-        try:
+    try:
+        with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
     return False
 
 
@@ -296,20 +298,25 @@ def replay(path: Path) -> Iterator[Event]:
         DamagedRunError: A line in the middle cannot be read; the message gives its number.
     """
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                event = _decoder.decode(line)
-            except _UNREADABLE as error:
-                raise DamagedRunError(
-                    f"line {number} of {path} cannot be read: {error}. The run's checkpoints are "
-                    'not touched by that; fit() with resume="auto" keeps the damaged lines in '
-                    "journal.damaged and goes on from the newest intact checkpoint"
-                ) from error
-            if isinstance(event, _WITH_METRICS):
-                event = msgspec.structs.replace(event, metrics=from_json(event.metrics))
-            yield event
+        yield from events_in(file, path)
+
+
+def events_in(lines: Iterable[bytes], place: object) -> Iterator[Event]:
+    """Do the same with the lines of a journal that lies in some place."""
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            event = _decoder.decode(line)
+        except _UNREADABLE as error:
+            raise DamagedRunError(
+                f"line {number} of {place} cannot be read: {error}. The run's checkpoints are "
+                'not touched by that; fit() with resume="auto" keeps the damaged lines in '
+                "journal.damaged and goes on from the newest intact checkpoint"
+            ) from error
+        if isinstance(event, _WITH_METRICS):
+            event = msgspec.structs.replace(event, metrics=from_json(event.metrics))
+        yield event
 
 
 def history(events: Iterable[Event]) -> list[ReportReceived]:

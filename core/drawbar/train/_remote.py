@@ -14,7 +14,6 @@ storage at each commit and at the end. docs/decisions/0005-remote-storage.md say
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -29,7 +28,7 @@ import msgspec
 from drawbar.train import _faults, _files
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._filesystem import Folder, locate
-from drawbar.train._journal import Journal, JournalLockedError, whole_lines
+from drawbar.train._journal import Journal, is_held, whole_lines
 from drawbar.train._manifest import Manifest, check_files, read_manifest, user_files
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import is_transient, told_when_slow
@@ -66,25 +65,17 @@ class RemoteRunDirectory(RunDirectory):
 
     # -- the work folder and its copy
 
-    def fetch(self) -> None:
-        """Bring the journal and `trainer.pkl` to this node, unless the run is going on here."""
-        there, trainer = (self.folder.read_if_there(f.name) for f in (self.journal, self.trainer))
-        if there is None and not self.journal.exists():
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            journal = Journal(self.journal, patience_s=0)
-        except JournalLockedError:
-            return
-        with contextlib.closing(journal):
-            if there is None:
-                self.journal.unlink()
-            else:
-                journal.catch_up(there)
-            if trainer is None:
-                self.trainer.unlink(missing_ok=True)
-            else:
-                _files.write_atomically(self.trainer, trainer)
+    def read_journal(self) -> bytes | None:
+        """Read the storage's journal, or the one here, if that goes on from it.
+
+        With none in the storage, the one here is of a run that has just begun, or of one that was
+        deleted.
+        """
+        name = self.journal.name
+        there, here = self.folder.read_if_there(name), super().read(name)
+        if there is None:
+            return here if is_held(self.journal) else None
+        return here if here is not None and here.startswith(whole_lines(there)) else there
 
     def catch_up(self, journal: Journal) -> None:
         """Bring the storage's journal into the one here.

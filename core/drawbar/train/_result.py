@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import CheckpointConfig
 from drawbar.train._errors import TrainingFailedError
-from drawbar.train._journal import ReportReceived, RunEnded, RunStarted, history, replay
+from drawbar.train._journal import Event, ReportReceived, RunEnded, RunStarted, history, replay
 from drawbar.train._metrics import flatten
 from drawbar.train._remote import open_directory
 from drawbar.train._retention import ranked, score
@@ -46,6 +46,7 @@ class Result:
     return_values: list[Any] = field(default_factory=list)
     filesystem: Any = None
     _directory: RunDirectory | None = field(default=None, compare=False)
+    _read: list[Event] | None = field(default=None, compare=False)
 
     @classmethod
     def from_path(
@@ -62,17 +63,12 @@ class Result:
             DamagedRunError: Its journal cannot be read.
         """
         directory = open_directory(path, storage_filesystem)
-        directory.fetch()
-        return cls.of(directory)
+        return cls.of(directory, directory.events())
 
     @classmethod
-    def of(cls, directory: RunDirectory) -> Result:
-        """Read the result of a run whose journal is on this node."""
-        if not directory.journal.exists():
-            raise FileNotFoundError(
-                f"{directory.location} holds no Drawbar run: it has no {directory.journal.name}"
-            )
-        events = list(replay(directory.journal))
+    def of(cls, directory: RunDirectory, read: list[Event] | None = None) -> Result:
+        """Read the result of a run whose journal is on this node, or was `read` already."""
+        events = list(replay(directory.journal)) if read is None else read
         config, error = CheckpointConfig(), None
         for event in events:
             if isinstance(event, RunStarted):
@@ -85,6 +81,7 @@ class Result:
             path=directory.location,
             filesystem=directory.filesystem,
             _directory=directory,
+            _read=read,
             metrics=_last_metrics(history(events)),
             checkpoint=pairs[manifests[-1].name][0] if manifests else None,
             best_checkpoints=[pairs[m.name] for m in ranked(manifests, config)],
@@ -115,18 +112,19 @@ class Result:
             raise ImportError(
                 'Result.metrics_dataframe needs pandas: pip install "drawbar[data]"'
             ) from error
-        reports = history(replay(self._journal))
+        reports = history(self._events())
         rows = [_row(r) for r in sorted(reports, key=lambda r: (r.index, r.rank))]
         return pandas.DataFrame(rows, columns=None if rows else list(_COLUMNS))
 
     @property
     def timeline(self) -> Timeline:
         """Where the time went: start-up, checkpoints and outcome of every attempt."""
-        return Timeline.of(replay(self._journal))
+        return Timeline.of(self._events())
 
-    @property
-    def _journal(self) -> Path:
-        return (self._directory or open_directory(self.path, self.filesystem)).journal
+    def _events(self) -> Iterable[Event]:
+        if self._read is not None:
+            return self._read
+        return replay((self._directory or open_directory(self.path, self.filesystem)).journal)
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
         """Give the kept checkpoint with the lowest or highest value of a metric.

@@ -20,6 +20,7 @@ where this directory is the work folder on the driver's node.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import uuid
@@ -34,7 +35,7 @@ from drawbar.train import _faults, _files
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder
-from drawbar.train._journal import Journal
+from drawbar.train._journal import Event, Journal, events_in
 from drawbar.train._manifest import Manifest, check_files, read_manifest
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import explained, in_bytes
@@ -119,8 +120,23 @@ class RunDirectory:
         (self.path / OUTCOME).unlink(missing_ok=True)
         self.create()
 
-    def fetch(self) -> None:
-        """Bring what is needed to look at the run to this node. It is there already."""
+    def read_journal(self) -> bytes | None:
+        """Read the journal where it is newest; None if there is no run."""
+        return self.read(self.journal.name)
+
+    def events(self) -> list[Event]:
+        """Read what happened in the run, wherever it goes on; nothing is written for that.
+
+        Raises:
+            FileNotFoundError: There is no run.
+            DamagedRunError: Its journal cannot be read.
+        """
+        data = self.read_journal()
+        if data is None:
+            raise FileNotFoundError(
+                f"{self.location} holds no Drawbar run: it has no {self.journal.name}"
+            )
+        return list(events_in(io.BytesIO(data), self.place(self.journal.name)))
 
     def catch_up(self, journal: Journal) -> None:
         """Bring what was journaled into the journal, which this process holds. It is there."""

@@ -231,8 +231,8 @@ class DataParallelTrainer:
     ) -> bool:
         """Whether `restore(path)` will find a run there."""
         directory = open_directory(path, storage_filesystem)
-        directory.fetch()
-        return directory.journal.exists() and directory.trainer.exists()
+        packed = directory.read(directory.trainer.name)
+        return packed is not None and directory.read_journal() is not None
 
     @classmethod
     def restore(
@@ -260,9 +260,10 @@ class DataParallelTrainer:
             FileNotFoundError: There is no run at `path`.
         """
         directory = open_directory(path, storage_filesystem)
-        if not cls.can_restore(path, storage_filesystem):
+        packed = directory.read(directory.trainer.name)
+        if packed is None or directory.read_journal() is None:
             raise FileNotFoundError(f"{directory.location} holds no run that can be restored")
-        state = cloudpickle.loads(directory.trainer.read_bytes()) | changed
+        state = cloudpickle.loads(packed) | changed
         config = dataclasses.replace(
             run_config or RunConfig(),
             name=directory.name,
