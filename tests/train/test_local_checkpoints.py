@@ -15,6 +15,7 @@ from drawbar.train import (
     CheckpointConfig,
     CheckpointUploadMode,
     ControllerError,
+    FailureConfig,
     Result,
     RunConfig,
     WorkerGroupError,
@@ -271,3 +272,21 @@ def test_a_rank_that_waits_at_its_end_for_an_asynchronous_checkpoint(tmp_path: P
 
     with pytest.raises(train.DivergenceError, match="rank 0 waits for report #0"):
         run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
+
+
+def test_an_attempt_that_is_over_leaves_nothing_in_staging(tmp_path: Path) -> None:
+    """Rank 0 has offered a checkpoint, and rank 1 fails before its report."""
+
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("x")
+            if train.get_context().get_world_rank() == 0:
+                train.report({}, checkpoint=path)
+        raise RuntimeError("on purpose")
+
+    config = RunConfig(
+        name="run", storage_path=tmp_path, failure_config=FailureConfig(max_failures=2)
+    )
+    with pytest.raises(WorkerGroupError, match="on purpose"):
+        run_in_threads(function, run_config=config)
+    assert not list((tmp_path / "run" / ".staging").iterdir())

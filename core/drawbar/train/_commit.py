@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from drawbar.train import _faults, _retention
+from drawbar.train import _faults, _files, _retention
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import CheckpointConfig
 from drawbar.train._journal import (
@@ -253,7 +253,7 @@ class Committer:
         self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
         self._in_background(self._directory.delete, manifest.name)
 
-    def _in_background(self, action: Callable[..., None], *arguments: str) -> None:
+    def _in_background(self, action: Callable[..., None], *arguments: object) -> None:
         loop = asyncio.get_running_loop()
         later = loop.run_in_executor(self._later, _logged, action, *arguments)
         self._background.add(later)
@@ -276,10 +276,12 @@ class Committer:
         return Committed(index=manifest.index, name=manifest.name)
 
     async def settle(self) -> None:
-        """Finish the commits that every rank has persisted; the others' attempt is over."""
+        """Finish the commits that every rank has persisted, drop the rest: the attempt is over."""
         self._committing.difference_update(self._pending)
         self._pending.clear()
         await self._ready.join()
+        for stage in self._directory.stages():
+            self._in_background(_files.remove_tree, stage)
 
     async def close(self) -> None:
         """Finish everything, checksums and deletions too."""
@@ -301,7 +303,7 @@ def _yield_to_others() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _logged(action: Callable[..., None], *arguments: str) -> None:
+def _logged(action: Callable[..., None], *arguments: object) -> None:
     """Do something that no checkpoint depends on."""
     try:
         action(*arguments)

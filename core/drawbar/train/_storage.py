@@ -6,7 +6,7 @@
         outcome.pkl               return values and error, of a run that was hosted in an actor
         logs/rank_N.log           every rank's full output
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
-        .staging/                 whatever is not committed yet; swept at the next start
+        .staging/                 whatever is not committed yet; emptied when its attempt is over
         .workers/                 how each worker process ended (_sentinel.py)
 
 A checkpoint exists if and only if its manifest does. Ranks put their files below `.staging`; when
@@ -173,6 +173,10 @@ class RunDirectory:
         path = self.staging / f"{label}-{uuid.uuid4().hex[:12]}"
         path.mkdir(parents=True)
         return path
+
+    def stages(self) -> list[Path]:
+        """List what lies in the staging area on this node."""
+        return list(self.staging.glob("*"))
 
     def is_staged(self, path: Path) -> bool:
         """Whether `path` lies directly in the staging area."""
