@@ -10,7 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from pyarrow.fs import S3FileSystem
+from pyarrow.fs import LocalFileSystem, S3FileSystem, SubTreeFileSystem
 
 from drawbar import train
 from drawbar.train import (
@@ -24,6 +24,7 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
+from drawbar.train._remote import open_directory
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +170,36 @@ def test_a_journal_that_was_cut_in_the_storage_is_gone_on_with(
     fit(lambda: None, storage)
     outcomes = [each.outcome for each in Result.from_path(**where(storage)).timeline.attempts]
     assert outcomes[-1] == "finished"
+
+
+def test_runs_of_one_path_on_two_filesystems_have_nothing_in_common(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    one, other = (
+        {
+            "storage_path": "runs",
+            "storage_filesystem": SubTreeFileSystem(str(path), LocalFileSystem()),
+        }
+        for path in (tmp_path / "one", tmp_path / "other")
+    )
+
+    def function() -> dict[str, Any] | None:
+        train.report({"step": 1})
+        return fit(lambda: train.report({"step": 2}), other).metrics
+
+    assert fit(function, one).return_value == {"step": 2}
+    assert Result.from_path(**where(one)).metrics == {"step": 1}
+
+
+def test_a_server_is_known_by_its_address_with_any_credentials(work_folders: Path) -> None:
+    def work_folder(port: int, key: str) -> Path:
+        filesystem = S3FileSystem(
+            access_key=key, secret_key=key, endpoint_override=f"127.0.0.1:{port}", region="r"
+        )
+        return open_directory("bucket/run", filesystem).path
+
+    assert work_folder(1, "key") == work_folder(1, "other") != work_folder(2, "key")
+    assert not work_folders.exists()
 
 
 def test_retention_deletes(storage: dict[str, Any]) -> None:

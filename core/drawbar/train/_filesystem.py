@@ -7,7 +7,7 @@ cannot do, such as renaming or appending, is not used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,14 @@ T = TypeVar("T")
 _THREADS = 8
 _CHUNK = 16 * 1024 * 1024
 _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
+_ADDRESSES = (  # settings that say where a filesystem is, by pyarrow's names and fsspec's
+    "account_name",
+    "blob_storage_authority",
+    "endpoint_override",
+    "endpoint_url",
+    "host",
+    "port",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,6 +266,36 @@ def _made_with(filesystem: Any) -> tuple[Any, ...] | None:
     if not hasattr(wrapped, "storage_options"):
         return None
     return type(wrapped), wrapped.storage_args, wrapped.storage_options
+
+
+def server_of(filesystem: Any) -> str:
+    """Say which server, account or subtree a filesystem shows; "" if its kind has just one.
+
+    It is the same in every process, and with other credentials, which change from day to day.
+    """
+    shown = getattr(getattr(filesystem, "handler", None), "fs", filesystem)
+    for inner, path in (("base_fs", "base_path"), ("fs", "path")):
+        if hasattr(shown, inner):
+            return f"{server_of(getattr(shown, inner))} {getattr(shown, path, '')}".strip()
+    return " ".join(sorted(_addresses(_settings_of(shown))))
+
+
+def _settings_of(filesystem: Any) -> dict[str, Any]:
+    if hasattr(filesystem, "storage_options"):
+        return dict(filesystem.storage_options)
+    try:
+        (settings,) = filesystem.__reduce__()[1]
+        return dict(settings)
+    except (TypeError, ValueError):  # it cannot be in another process, or has no settings
+        return {}
+
+
+def _addresses(settings: dict[str, Any]) -> Iterator[str]:
+    for name, value in settings.items():
+        if name == "client_kwargs":  # s3fs takes the endpoint there too
+            yield from _addresses(value)
+        elif name in _ADDRESSES and value:
+            yield f"{name}={value}"
 
 
 def as_pyarrow(filesystem: Any) -> Any:

@@ -27,7 +27,7 @@ import msgspec
 
 from drawbar.train import _faults, _files
 from drawbar.train._checkpoint import Checkpoint
-from drawbar.train._filesystem import Folder, locate
+from drawbar.train._filesystem import Folder, locate, server_of
 from drawbar.train._journal import Journal, is_held, whole_lines
 from drawbar.train._manifest import Manifest, check_files, read_manifest, user_files
 from drawbar.train._messages import FileEntry
@@ -269,6 +269,6 @@ def directory_at(place: Path | Folder) -> RunDirectory:
     if isinstance(place, Path):
         return RunDirectory(place)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
-    key = f"{place.filesystem.type_name} {place.path}"
+    key = f"{place.filesystem.type_name} {place.path} {server_of(place.filesystem)}".rstrip()
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     return RemoteRunDirectory(cache / "drawbar" / f"{place.name}-{digest}", folder=place)
