@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from drawbar.train._blocking import in_daemon_thread
 from drawbar.train._failure import describe_exception
 from drawbar.train._interrupt import AttemptInterrupted
 from drawbar.train._messages import (
@@ -76,7 +77,7 @@ class LocalWorkerGroup:
     async def start(self, on_wait: Callable[[], None]) -> list[WorkerInfo]:
         """Wait for uploads of the attempt before: there is no process to end them with."""
         for session in self._sessions.values():
-            await asyncio.to_thread(session.uploads.join)
+            await in_daemon_thread(session.uploads.join)
         host = os.uname().nodename
         here = WorkerInfo(
             node_id=host,
