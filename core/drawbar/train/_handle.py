@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import threading
@@ -23,6 +24,8 @@ from drawbar.train._result import Result
 from drawbar.train._snapshot import Snapshot
 from drawbar.train._storage import RunDirectory
 from drawbar.train._timeline import Timeline
+
+WAIT_SECONDS = 1.0  # a Ctrl-C that comes just before Python waits is seen only when the wait ends
 
 
 class FollowedRun(Protocol):
@@ -171,18 +174,20 @@ class RunHandle:
             UserAbort: Ctrl-C.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = 0
         with _diagnosis_on_signal(self._run.diagnose):
             while True:
                 try:
-                    if not self._run.join(_left(deadline)):
+                    left = max(0.0, deadline - time.monotonic())
+                    if self._run.join(min(left, WAIT_SECONDS)):
+                        break
+                    if time.monotonic() >= deadline:
                         raise TimeoutError(f"after {seconds:g} s {self!r} is not over; it goes on")
-                    break
                 except KeyboardInterrupt:
                     if self._run.detached:
                         raise UserAbort(self._detached_by_user()) from None
-                    deadline, interrupts = None, interrupts + 1
+                    deadline, interrupts = math.inf, interrupts + 1
                     if interrupts > 1:
                         self._run.kill()
                     else:
@@ -282,7 +287,3 @@ def _diagnosis_on_signal(diagnose: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())

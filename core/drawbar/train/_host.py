@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import copy
 import logging
-import math
 import queue
 import threading
 import time
@@ -33,7 +32,6 @@ from drawbar.train._worker_group import WorkerGroup
 
 DIAGNOSIS_SECONDS = 10.0
 EXIT_SECONDS = 3.0
-WAIT_SECONDS = 1.0  # a Ctrl-C that comes just before Python waits is seen only when the wait ends
 ENDS_WITH_THE_PROGRAM = "the program ends without wait(): the run is stopped, and can be resumed"
 
 _logger = logging.getLogger("drawbar.train")
@@ -179,14 +177,12 @@ class Host:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run is over, doing jobs meanwhile; tells whether it is."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not self._over.is_set():
-            left = max(0.0, deadline - time.monotonic())
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                job = self._jobs.get(timeout=min(left, WAIT_SECONDS))
+                job = self._jobs.get(timeout=left)
             except queue.Empty:
-                if time.monotonic() < deadline:
-                    continue
                 return False
             if job is None:
                 self._jobs.put(None)  # for whoever waits besides
