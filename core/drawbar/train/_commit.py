@@ -307,5 +307,5 @@ def _logged(action: Callable[..., None], *arguments: object) -> None:
     """Do something that no checkpoint depends on."""
     try:
         action(*arguments)
-    except OSError as error:
+    except Exception as error:  # fsspec's filesystems raise what their libraries do
         _logger.warning("%s", error)

@@ -32,6 +32,15 @@ from drawbar.xgboost._trainer import XGBoostTrainer
 class _RayXGBModel(RayEstimator):
     """What trains on workers in place of `fit`; stands before the plain estimator."""
 
+    objective: Any  # this and what follows are the plain estimator's
+    missing: Any
+    feature_types: Any
+    early_stopping_rounds: Any
+    callbacks: Any
+
+    _own_objective = "reg:squarederror"
+    """What XGBoost is told beside an objective of the user: how predictions come from scores."""
+
     def get_xgb_params(self) -> dict[str, Any]:
         """Give what goes to XGBoost."""
         return without_own(super().get_xgb_params())  # type: ignore[misc]
@@ -73,11 +82,11 @@ class _RayXGBModel(RayEstimator):
         training = rows[0].features
         named = is_ray_dataset(training) or has_names(training)
         names = rows[0].feature_names("f")
-        categorical = _categorical(names, self.feature_types)  # type: ignore[attr-defined]
+        categorical = _categorical(names, self.feature_types)
         rows = alike([self._checked(each) for each in rows])
         validation = {f"validation_{number}": each for number, each in enumerate(rows[1:])}
         datasets = {"train": rows[0], **validation}
-        objective = self.objective  # type: ignore[attr-defined]
+        objective = self.objective
         with self._run() as configs, tempfile.TemporaryDirectory() as folder:
             result = XGBoostTrainer(
                 params=params,
@@ -86,8 +95,8 @@ class _RayXGBModel(RayEstimator):
                 },
                 categorical_features=categorical or None,
                 num_boost_round=self.get_num_boosting_rounds(),  # type: ignore[attr-defined]
-                early_stopping_rounds=self.early_stopping_rounds,  # type: ignore[attr-defined]
-                callbacks=[RayTrainReportCallback(), *(self.callbacks or ())],  # type: ignore[attr-defined]
+                early_stopping_rounds=self.early_stopping_rounds,
+                callbacks=[RayTrainReportCallback(), *(self.callbacks or ())],
                 obj=_objective_decorator(objective) if callable(objective) else None,
                 custom_metric=metric,
                 resume_from_checkpoint=_checkpoint_of(model, Path(folder)),
@@ -99,26 +108,22 @@ class _RayXGBModel(RayEstimator):
             progress = Progress.load(result.checkpoint) or Progress()
         if not named:
             booster.feature_names = None
-            booster.feature_types = self.feature_types if categorical else None  # type: ignore[attr-defined]
+            booster.feature_types = self.feature_types if categorical else None
         self._Booster = booster
         history = {name: values for name, values in progress.history.items() if name != "train"}
         self._set_evaluation_result(history)  # type: ignore[attr-defined]
         return self
 
-    _own_objective = "reg:squarederror"
-    """What XGBoost is told beside an objective of the user: how predictions come from scores."""
-
     def _params(self) -> dict[str, Any]:
         params = {name: each for name, each in self.get_xgb_params().items() if each is not None}
         if "n_jobs" in params:
             params["nthread"] = params.pop("n_jobs")
-        if callable(self.objective):  # type: ignore[attr-defined]
+        if callable(self.objective):
             params["objective"] = self._own_objective
         return params
 
     def _rows(self, features: Any, label: Any, **others: Any) -> Rows:
-        missing: float = self.missing  # type: ignore[attr-defined]
-        return Rows(features=features, label=label, missing=missing, absent=math.nan, **others)
+        return Rows(features=features, label=label, missing=self.missing, absent=math.nan, **others)
 
     def _checked(self, rows: Rows) -> Rows:
         """Check what XGBoost checks as it makes a matrix."""
