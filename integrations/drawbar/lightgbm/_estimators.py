@@ -14,9 +14,9 @@ from lightgbm import Booster, LGBMClassifier, LGBMModel, LGBMRanker, LGBMRegress
 from lightgbm.sklearn import _EvalFunctionWrapper
 
 from drawbar.boosting import Progress
-from drawbar.boosting._estimator import (
+from drawbar.boosting._estimator import RayEstimator, takes_plain_arguments, without_own
+from drawbar.boosting._rows import (
     Labelled,
-    RayEstimator,
     Rows,
     alike,
     classes_of,
@@ -24,8 +24,6 @@ from drawbar.boosting._estimator import (
     has_names,
     is_ray_dataset,
     rows_of,
-    takes_plain_arguments,
-    without_own,
 )
 from drawbar.lightgbm._parameters import name_of, value_of
 from drawbar.lightgbm._predict import predict_rows
