@@ -8,6 +8,7 @@ from typing import Any
 import lightgbm
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import ray
 import scipy.sparse  # type: ignore[import-untyped]
@@ -228,6 +229,22 @@ def test_lightgbm_bins_doubles_as_doubles() -> None:
     ours = RayLGBMRegressor(**TWO, **QUIET).fit(moment, y)
     plain = lightgbm.LGBMRegressor(**PLAIN, **QUIET).fit(moment, y)
     assert close(ours.predict(moment), plain.predict(moment))
+
+
+def test_lightgbm_columns_of_all_types() -> None:
+    numbers = list(range(100))
+    table = pa.table(
+        {
+            "null": pa.nulls(100),
+            "flag": [number % 3 == 0 for number in numbers],
+            "small": pa.array(numbers, pa.int8()),
+            "exact": pa.array(numbers).cast(pa.decimal128(30, 2)),
+            "gaps": [None if number % 7 == 0 else number for number in numbers],
+        }
+    )
+    model = RayLGBMRegressor(**TWO, **QUIET).fit(table, numbers)
+    frame = table.to_pandas().astype(float)
+    assert model.score(frame, numbers) > 0.5
 
 
 def test_lightgbm_negative_categories_are_missing(rows: Any) -> None:

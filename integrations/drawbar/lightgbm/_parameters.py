@@ -120,7 +120,7 @@ def check_parameters(params: Mapping[str, Any], scaling_config: ScalingConfig) -
 
 def _check_distributed(params: Mapping[str, Any]) -> None:
     for name, why in _ALONE.items():
-        if (found := name_of(params, name)) is not None and params[found] is not False:
+        if (found := name_of(params, name)) is not None and params[found]:
             raise ValueError(
                 f"params[{found!r}] is {params[found]!r}, but with several workers {why}; leave it "
                 "out, or train on one worker with more CPUs"
