@@ -61,14 +61,23 @@ def test_every_fit_begins_anew_also_in_a_named_run(
     assert len(list(tmp_path.glob("fit_*/journal.jsonl"))) == 2
 
 
-def test_xgboost_a_value_that_means_missing(rows: Any) -> None:
+@pytest.mark.parametrize(
+    ("missing", "kind"), [(-999, "float64"), (-99.9, "float32"), (-3.0, "int64"), (0.0, "bool")]
+)
+def test_xgboost_a_value_that_means_missing(rows: Any, missing: float, kind: str) -> None:
     x, y = rows
-    x[::3, 0] = -999
-    ours = RayXGBClassifier(**HERE, missing=-999).fit(x, y, eval_set=[(x, y)])
-    plain = xgboost.XGBClassifier(**PLAIN, missing=-999).fit(x, y, eval_set=[(x, y)], verbose=False)
+    x[::3, 0] = missing
+    x = x.astype(kind)
+    if kind == "int64":
+        x[0, 1] = 2**60
+    ours = RayXGBClassifier(**HERE, missing=missing).fit(x, y)
+    plain = xgboost.XGBClassifier(**PLAIN, missing=missing).fit(x, y)
     assert close(ours.predict_proba(x), plain.predict_proba(x))
+
+
+def test_xgboost_missing_values_of_a_ray_dataset_are_nulls() -> None:
     with pytest.raises(ValueError, match="missing=-999 does not work with a Ray Dataset"):
-        clone(ours).fit(ray.data.from_items([{"a": 1.0, "y": 0}]), "y")
+        RayXGBClassifier(missing=-999).fit(ray.data.from_items([{"a": 1.0, "y": 0}]), "y")
 
 
 def test_xgboost_what_a_sparse_matrix_leaves_out_is_missing(rows: Any) -> None:

@@ -202,6 +202,14 @@ def test_a_server_is_known_by_its_address_with_any_credentials(work_folders: Pat
     assert not work_folders.exists()
 
 
+def test_a_library_may_be_given_no_address(work_folders: Path) -> None:
+    def work_folder(**settings: Any) -> Path:
+        return open_directory("bucket/run", fsspec.filesystem("memory", **settings)).path
+
+    assert work_folder(client_kwargs=None) == work_folder(client_kwargs={}) == work_folder()
+    assert work_folder(client_kwargs={"endpoint_url": "http://here"}) != work_folder()
+
+
 def test_retention_deletes(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage, checkpoint_config=CheckpointConfig(num_to_keep=1))
     assert [content(each) for each, _ in result.best_checkpoints] == ["2"]

@@ -125,7 +125,7 @@ class Controller:
 
     def _request_checkpoint(self) -> None:
         self._stops_at_commit = True
-        if self._attempt is None or self._attempt.finished:
+        if self._attempt is None or (self._attempt.finished and self._validations):
             self._cancel()
         else:
             self._attempt.request_checkpoint()

@@ -293,7 +293,7 @@ def _settings_of(filesystem: Any) -> dict[str, Any]:
 def _addresses(settings: dict[str, Any]) -> Iterator[str]:
     for name, value in settings.items():
         if name == "client_kwargs":  # s3fs takes the endpoint there too
-            yield from _addresses(value)
+            yield from _addresses(value or {})
         elif name in _ADDRESSES and value:
             yield f"{name}={value}"
 

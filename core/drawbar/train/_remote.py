@@ -105,7 +105,7 @@ class RemoteRunDirectory(RunDirectory):
                     self._publish(name)
                 except Exception as error:  # fsspec's filesystems raise what their libraries do
                     _logger.warning("%s in %s is not up to date: %s", name, self.location, error)
-                    if is_transient(error):
+                    if is_transient(error) or not isinstance(error, OSError):
                         return
 
     def _names_to_publish(self) -> list[str]:

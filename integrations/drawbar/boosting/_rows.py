@@ -234,19 +234,23 @@ def _dense(sparse: Any, absent: float) -> Any:
     sparse = sparse.tocsr(copy=True)
     sparse.sum_duplicates()
     entries = sparse.tocoo()
-    array = np.full(entries.shape, absent)
+    array = np.full(entries.shape, absent, dtype=np.promote_types(entries.dtype, np.float32))
     array[entries.row, entries.col] = entries.data
     return array
 
 
 def _without(missing: float, table: pa.Table) -> pa.Table:
-    """Give a table with null in place of a value."""
+    """Give a table with null in place of a value, which is compared as float32, as XGBoost does."""
     import pyarrow.compute as pc
     import pyarrow.types as is_type
 
     for number, column in enumerate(table.columns):
-        if is_type.is_floating(column.type) or is_type.is_integer(column.type):
-            known = pc.if_else(pc.equal(column, missing), None, column)
+        kinds = (is_type.is_floating, is_type.is_integer, is_type.is_boolean)
+        if any(is_kind(column.type) for is_kind in kinds):
+            found = pc.equal(
+                column.cast(pa.float32(), safe=False), pa.scalar(missing, pa.float32())
+            )
+            known = pc.if_else(found, None, column)
             table = table.set_column(number, table.column_names[number], known)
     return table
 

@@ -79,8 +79,9 @@ class _RayXGBModel(RayEstimator):
             raise ValueError("feature_weights are not passed on to workers; leave them out")
         training = rows[0].features
         named = is_ray_dataset(training) or has_names(training)
-        names = rows[0].feature_names("f")
-        categorical = _categorical(names, self.feature_types)
+        typed = isinstance(self.feature_types, Sequence)
+        names = rows[0].feature_names("f") if typed or not is_ray_dataset(training) else []
+        categorical = _categorical(names, self.feature_types) if typed else []
         rows = alike([self._checked(each) for each in rows])
         validation = {f"validation_{number}": each for number, each in enumerate(rows[1:])}
         datasets = {"train": rows[0], **validation}
@@ -249,10 +250,8 @@ def _sizes(qid: Any) -> Any:
     return np.unique(values, return_counts=True)[1]
 
 
-def _categorical(names: Sequence[str], types: Any) -> list[str]:
+def _categorical(names: Sequence[str], types: Sequence[str]) -> list[str]:
     """Give the features that an estimator's `feature_types` says are categories."""
-    if not isinstance(types, Sequence):
-        return []
     return [name for name, kind in zip(names, types, strict=True) if kind == "c"]
 
 

@@ -136,4 +136,4 @@ class XGBoostFit(Fit):
 
 def _threads(params: Mapping[str, Any]) -> int:
     """Give the number of threads that is set; 0, or less, is the worker's own share."""
-    return next((params[name] for name in _THREADS if params.get(name) is not None), 0)
+    return int(next((params[name] for name in _THREADS if params.get(name) is not None), 0))
