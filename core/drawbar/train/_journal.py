@@ -7,7 +7,6 @@ depends on is written before the decision is acted on.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -27,7 +26,7 @@ from drawbar.train._metrics import from_json, to_json
 from drawbar.train._retry import explained, in_bytes
 from drawbar.train._validation import ReportedCheckpointStatus, Validation
 
-PROBE_S = 1.0  # readers hold a journal for moments
+PROBE_S = 1.0  # `is_held` takes the lock for a moment, and flock() knows no timeout
 RETRY_S = 0.01
 
 
@@ -174,15 +173,14 @@ class Journal:
 
     Args:
         path: Its file, which is made if it is not there.
-        patience_s: How long to wait for whoever holds it. The default is for those who look at it.
 
     Raises:
         JournalLockedError: Another process holds it.
     """
 
-    def __init__(self, path: Path, patience_s: float = PROBE_S) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = _open_locked(path, patience_s)
+        self._file = _open_locked(path)
         self._drop_torn_line()
         self._encoder = msgspec.json.Encoder()
 
@@ -221,7 +219,7 @@ class Journal:
 
     def _replace(self, data: bytes) -> None:
         write_atomically(self._path, data)
-        replaced, self._file = self._file, _open_locked(self._path, PROBE_S)
+        replaced, self._file = self._file, _open_locked(self._path)
         replaced.close()
 
     def append(self, event: Event) -> None:
@@ -244,9 +242,9 @@ class Journal:
         self._file.close()
 
 
-def _open_locked(path: Path, patience_s: float) -> IO[bytes]:
+def _open_locked(path: Path) -> IO[bytes]:
     """Open the journal and take its lock; if it was replaced meanwhile, take the new one's."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PROBE_S
     while True:
         file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
         try:
@@ -260,9 +258,8 @@ def _open_locked(path: Path, patience_s: float) -> IO[bytes]:
                 f"{path.parent} is the directory of a run that is going on in another process; "
                 "give this run another RunConfig.name, or wait for the other one"
             ) from None
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            return file
         file.close()
 
 

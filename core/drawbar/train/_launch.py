@@ -69,7 +69,7 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
         JournalLockedError: The run goes on in another process.
         OSError: The storage cannot be written.
     """
-    if directory.read(directory.journal.name) is None:  # an error leaves no trace
+    if directory.read_journal() is None:  # an error leaves no trace
         resume_plan(RunState.NONE, config.resume, path=directory.location, newest=None)
     check_storage_path(directory.path)
     journal = Journal(directory.journal)

@@ -94,7 +94,7 @@ def predicting(
     Args:
         estimator: Fitted.
         method: Its method that predicts, called with tables in memory.
-        prepare: Gives the table for it, of the booster and a batch of a Ray Dataset.
+        prepare: Gives the table for it, of the estimator and a batch of a Ray Dataset.
         options: Of the method.
     """
     alone = copy.copy(estimator)

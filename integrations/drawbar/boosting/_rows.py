@@ -47,19 +47,23 @@ class Rows:
         if self.margin is None:
             return []
         if is_ray_dataset(self.features):
-            count = 1 if isinstance(self.margin, str) else len(self.margin)
+            count = len(self._margin_columns)
         else:
             shape = np.asarray(self.margin).shape
             count = shape[1] if len(shape) > 1 else 1
         return [MARGIN.format(number) for number in range(count)]
+
+    @property
+    def _margin_columns(self) -> list[str]:
+        """The columns of a Ray Dataset that its margin is."""
+        return [self.margin] if isinstance(self.margin, str) else list(self.margin or ())
 
     def feature_names(self, prefix: str) -> list[str]:
         """Give the names of the features: their own, else the prefix and their numbers."""
         names = feature_names(self.features, prefix)
         if not is_ray_dataset(self.features):
             return names
-        margins = [self.margin] if isinstance(self.margin, str) else self.margin or []
-        taken = {self.label, self.weight, self.group, *margins}
+        taken = {self.label, self.weight, self.group, *self._margin_columns}
         return [name for name in names if name not in taken]
 
     def columns(self) -> dict[str, Any]:
@@ -117,9 +121,8 @@ class Rows:
 
     def _renamed(self) -> Any:
         """Give the user's dataset with our names for the columns that are no features."""
-        margins = [self.margin] if isinstance(self.margin, str) else self.margin or []
         names = {self.label: LABEL, self.weight: WEIGHT, self.group: GROUP}
-        names |= {name: MARGIN.format(number) for number, name in enumerate(margins)}
+        names |= {name: MARGIN.format(number) for number, name in enumerate(self._margin_columns)}
         names.pop(None, None)
         dataset = self.features.rename_columns(names)
         if self.classes is None:
