@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from drawbar.train import DamagedRunError
+from drawbar.train import DamagedRunError, JournalLockedError
 from drawbar.train._journal import (
     AttemptFailed,
     AttemptStarted,
@@ -20,7 +20,6 @@ from drawbar.train._journal import (
     CheckpointValidated,
     Event,
     Journal,
-    JournalLockedError,
     ReportReceived,
     RunEnded,
     RunStarted,

@@ -14,8 +14,14 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from drawbar import train
-from drawbar.train import DataParallelTrainer, Result, RunConfig, ScalingConfig
-from drawbar.train._journal import JournalLockedError, is_held
+from drawbar.train import (
+    DataParallelTrainer,
+    JournalLockedError,
+    Result,
+    RunConfig,
+    ScalingConfig,
+)
+from drawbar.train._journal import is_held
 from drawbar.train.testing import check_run
 
 if TYPE_CHECKING:

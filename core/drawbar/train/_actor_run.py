@@ -15,10 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from drawbar.train._console import Console
 from drawbar.train._ended_run import EndedRun
 from drawbar.train._ending import Ending
-from drawbar.train._errors import ControllerError
+from drawbar.train._errors import ControllerError, JournalLockedError
 from drawbar.train._host import ENDS_WITH_THE_PROGRAM, EXIT_SECONDS
 from drawbar.train._host_actor import POLL_SECONDS, HostActor, News, RunFacts
-from drawbar.train._journal import JournalLockedError
 from drawbar.train._relay import Position
 from drawbar.train._run import Outcome
 from drawbar.train._snapshot import Snapshot

@@ -11,12 +11,13 @@ extra. The exceptions below are built from it in the driver, and every one of th
     ├── ControllerError             the run's own machinery failed (storage, start-up)
     ├── PreemptionError             nodes were taken away more often than the budget allows
     └── InsufficientResourcesError  the cluster can never hold what was asked for
-    ResumeError (ValueError)        the run directory and `RunConfig.resume` do not go together
-    DamagedRunError (ValueError)    the journal of a run cannot be read
-    CheckpointError (RuntimeError)  a checkpoint is missing, incomplete or altered
-    StorageError (OSError)          the storage refuses a checkpoint: full, read-only, over quota
-    WorkerError (RuntimeError)      stands for a worker's exception that could not be unpickled
-    UserAbort (KeyboardInterrupt)   the run was stopped by Ctrl-C; its directory can be resumed
+    ResumeError (ValueError)           the run directory and `RunConfig.resume` do not go together
+    DamagedRunError (ValueError)       the journal of a run cannot be read
+    JournalLockedError (RuntimeError)  the run goes on in another process
+    CheckpointError (RuntimeError)     a checkpoint is missing, incomplete or altered
+    StorageError (OSError)             the storage refuses a checkpoint: full, read-only, over quota
+    WorkerError (RuntimeError)         stands for a worker's exception that could not be unpickled
+    UserAbort (KeyboardInterrupt)      the run was stopped by Ctrl-C; its directory can be resumed
 """
 
 from __future__ import annotations
@@ -169,6 +170,13 @@ class DamagedRunError(ValueError):
     """The journal of a run cannot be read. The message names the line; checkpoints still load.
 
     `fit()` with the same name and `resume="auto"` cuts the damage out and goes on.
+    """
+
+
+class JournalLockedError(RuntimeError):
+    """Another process is writing this run's journal: the run goes on there.
+
+    `drawbar.train.attach` gives a handle on it; a run of another `RunConfig.name` is not affected.
     """
 
 

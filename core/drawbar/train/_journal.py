@@ -18,7 +18,7 @@ from typing import IO, Any
 import msgspec
 
 from drawbar.train._decide import AttemptEnd
-from drawbar.train._errors import DamagedRunError
+from drawbar.train._errors import DamagedRunError, JournalLockedError
 from drawbar.train._files import write_atomically
 from drawbar.train._manifest import Manifest
 from drawbar.train._messages import Ranks, WorkerInfo
@@ -162,10 +162,6 @@ Event = (
 _decoder = msgspec.json.Decoder(Event)
 _WITH_METRICS = (ReportReceived, CheckpointCommitted, CheckpointValidated)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
-
-
-class JournalLockedError(RuntimeError):
-    """Another process is writing this journal."""
 
 
 class Journal:
