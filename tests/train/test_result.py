@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,8 +129,24 @@ def test_of_equally_good_checkpoints_the_newest_is_best(tmp_path: Path, mode: An
 
 def test_a_metric_that_no_checkpoint_has_is_told_with_those_there_are(tmp_path: Path) -> None:
     result = fit(save_three, tmp_path)
-    with pytest.raises(KeyError, match=r"has the metric 'los'; they have \['eval/acc', 'loss'\]"):
+    there_are = "has the metric 'los'. There are 'eval/acc', 'loss'; did you mean 'loss'"
+    with pytest.raises(KeyError, match=re.escape(there_are)):
         result.get_best_checkpoint("los", "min")
+
+
+def test_a_score_that_no_checkpoint_has_is_told_and_deletes_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="eval/ac")
+    result = fit(save_three, tmp_path, checkpoint_config=config)
+    told = [line for line in capfd.readouterr().err.splitlines() if "eval/ac'" in line]
+    assert len(told) == 1
+    assert "checkpoint_000001 has no such metric" in told[0]
+    assert "There are 'eval/acc', 'loss'; did you mean 'eval/acc'? Until" in told[0]
+    assert len(result.best_checkpoints) == 3
+    caplog.clear()
+    assert len(Result.from_path(result.path).best_checkpoints) == 3
+    assert "did you mean 'eval/acc'? best_checkpoints are by age" in caplog.text
 
 
 def test_a_mode_that_does_not_exist_is_told(tmp_path: Path) -> None:

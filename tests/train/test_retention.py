@@ -7,7 +7,7 @@ import pytest
 
 from drawbar.train._config import CheckpointConfig
 from drawbar.train._manifest import Manifest
-from drawbar.train._retention import ranked, score, to_delete
+from drawbar.train._retention import ranked, score, to_delete, why_unranked
 from drawbar.train._validation import Validation
 
 
@@ -80,6 +80,9 @@ def test_without_a_score_newer_is_better() -> None:
         ([1, 2, 3], 1, [1]),
         ([3, 2, 1], 1, [0, 1]),  # the newest is the best
         ([1, None, None], 1, [1]),
+        ([None, None, None], 1, []),  # the score may come later, or be misspelt
+        ([float("nan"), None], 1, []),
+        ([None, None, 3], 1, [0, 1]),
     ],
 )
 def test_to_delete(losses: list[float | None], num_to_keep: int | None, deleted: list[int]) -> None:
@@ -110,3 +113,28 @@ def test_what_is_being_validated_stays_and_pushes_nothing_out(
         for each in by_index(loss=losses)
     ]
     assert [c.index for c in to_delete(checkpoints, config)] == deleted
+
+
+@pytest.mark.parametrize(
+    ("losses", "attribute", "told"),
+    [
+        ([], "loss", None),
+        ([None, 1], "loss", None),
+        ([1, 2], "los", "c1 has no such metric. There are 'loss'; did you mean 'loss'?"),
+        ([1, None], "los", "c1 has no such metric. There are no metrics"),
+        ([1, {"train": 2}], "loss", None),
+        ([None, {"train": 2}], "loss/val", "There are 'loss/train'"),
+        ([None, float("nan")], "loss", "that is nan in c1, which ranks nothing"),
+    ],
+)
+def test_why_unranked(losses: list[Any], attribute: str, told: str | None) -> None:
+    config = CheckpointConfig(checkpoint_score_attribute=attribute)
+    why = why_unranked(by_index(loss=losses), config)
+    assert why is None if told is None else why is not None and told in why
+
+
+def test_a_score_that_a_validation_may_give_is_not_missing() -> None:
+    config = CheckpointConfig(checkpoint_score_attribute="accuracy")
+    (waiting,) = by_index(loss=[1])
+    waiting = msgspec.structs.replace(waiting, validation=Validation())
+    assert why_unranked([waiting], config) is None

@@ -76,6 +76,7 @@ class Committer:
         journal: Writes events.
         committed: Called on the event loop for each commit, after the journal has it.
         failed: Called on the event loop when a commit fails, such as on a full disk.
+        notice: Told, once, that no checkpoint has the score that they are ranked by.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Committer:
         journal: Callable[[Event], None],
         committed: Callable[[Manifest, float], None],
         failed: Callable[[Exception], None],
+        notice: Callable[[str], None],
     ) -> None:
         self._directory = directory
         self._config = config
@@ -93,6 +95,8 @@ class Committer:
         self._journal = journal
         self._on_commit = committed
         self._on_failure = failed
+        self._notice = notice
+        self._said_unranked = False
         self._pending: dict[int, _Pending] = {}
         self._ready: asyncio.Queue[_Pending] = asyncio.Queue()
         self._committing: set[int] = set()
@@ -245,6 +249,10 @@ class Committer:
                 self._delete(manifest)
 
     def _retain(self) -> None:
+        unranked = _retention.why_unranked(self.kept, self._config)
+        if unranked is not None and not self._said_unranked:
+            self._said_unranked = True
+            self._notice(f"{unranked} Until a checkpoint has that score, none is deleted")
         for manifest in _retention.to_delete(self.kept, self._config):
             self._delete(manifest)
 

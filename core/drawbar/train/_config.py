@@ -98,8 +98,8 @@ class CheckpointConfig(ShowsWhatWasSet):
         num_to_keep: Keep this many of the best; None keeps all. The newest always stays too, since
             a restart begins there.
         checkpoint_score_attribute: The reported metric that ranks checkpoints; nested keys are
-            joined with "/". None ranks by age, newest best. A checkpoint without the metric ranks
-            last.
+            joined with "/". None ranks by age, newest best. A checkpoint without the metric, or
+            with NaN, ranks last; as long as none has it, the console says so and none is deleted.
         checkpoint_score_order: "max" if a higher score is better, "min" if a lower one is.
         durable: Also survive a power cut, by fsync of each file and folder before the commit.
             Without it a committed checkpoint survives the death of any process.

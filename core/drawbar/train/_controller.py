@@ -105,6 +105,7 @@ class Controller:
             journal=log,
             committed=self._committed,
             failed=lambda error: self._inbox.put_nowait(_StorageFailed(error)),
+            notice=console.notice,
         )
         self._validations = Validations(run.validator, self._commits, console, self._validated)
 

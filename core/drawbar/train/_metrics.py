@@ -6,13 +6,15 @@ are written as `{"$float": "nan"}`, and come back as the floats they were.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _PLAIN = (float, bool, int, type(None))
 _TAG = "$float"
 _NOT_FINITE = ("nan", "inf", "-inf")
+_LISTED = 20
 
 
 def normalise(metrics: object) -> dict[str, Any]:
@@ -99,3 +101,15 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def metrics_there_are(reported: Iterable[Mapping[str, Any]], *, instead_of: str) -> str:
+    """List the names of metrics, nested keys joined, and which of them may have been meant."""
+    names = sorted({name for metrics in reported for name in flatten(metrics)})
+    if not names:
+        return "There are no metrics."
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    listed = ", ".join(map(repr, names[:_LISTED]))
+    meant = difflib.get_close_matches(instead_of, names, n=1)
+    hint = f"; did you mean {meant[0]!r}?" if meant else "."
+    return f"There are {listed}{more}{hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,14 +12,16 @@ from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import CheckpointConfig
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._journal import Event, ReportReceived, RunEnded, RunStarted, history, replay
-from drawbar.train._metrics import flatten
+from drawbar.train._metrics import flatten, metrics_there_are
 from drawbar.train._remote import open_directory
-from drawbar.train._retention import ranked, score
+from drawbar.train._retention import ranked, score, why_unranked
 from drawbar.train._storage import RunDirectory
 from drawbar.train._timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas
+
+_logger = logging.getLogger("drawbar.train")
 
 
 @dataclass(kw_only=True, repr=False)
@@ -31,7 +34,8 @@ class Result:
             the checkpoint's validation; None without reports.
         checkpoint: The newest committed checkpoint, None if there is none.
         best_checkpoints: The checkpoints that are kept, with their metrics, worst first and best
-            last, as `CheckpointConfig` ranks them.
+            last, as `CheckpointConfig` ranks them. If none has the score, by age; a warning is
+            logged then.
         error: Why the run failed, None if it did not. `fit()` raises it; `from_path` gives it here.
         return_values: What the training function returned on each rank, in rank order. Empty after
             `from_path`.
@@ -76,6 +80,8 @@ class Result:
             elif isinstance(event, RunEnded) and event.outcome == "failed":
                 error = TrainingFailedError(event.error, path=directory.location)
         manifests = directory.intact_checkpoints()
+        if unranked := why_unranked(manifests, config):
+            _logger.warning("%s: %s best_checkpoints are by age", directory.location, unranked)
         pairs = {m.name: (directory.checkpoint(m.name), m.metrics) for m in manifests}
         return cls(
             path=directory.location,
@@ -144,10 +150,9 @@ class Result:
         scored = [(score(metrics, metric), c) for c, metrics in self.best_checkpoints]
         usable = [(value, checkpoint) for value, checkpoint in scored if value is not None]
         if not usable:
-            names = sorted(
-                {name for _, metrics in self.best_checkpoints for name in flatten(metrics)}
-            )
-            raise KeyError(f"no checkpoint has the metric {metric!r}; they have {names}")
+            reported = [metrics for _, metrics in self.best_checkpoints]
+            there_are = metrics_there_are(reported, instead_of=metric)
+            raise KeyError(f"no checkpoint has the metric {metric!r}. {there_are}")
         choose = max if mode == "max" else min
         return choose(reversed(usable), key=lambda pair: pair[0])[1]  # of equals the newest
 
