@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
@@ -110,7 +110,14 @@ class ResumePlan:
     warning: str = ""
 
 
-def resume_plan(state: RunState, resume: Resume, *, path: str, newest: str | None) -> ResumePlan:
+def resume_plan(
+    state: RunState,
+    resume: Resume,
+    *,
+    path: str,
+    newest: str | None,
+    damage: Sequence[str] = (),
+) -> ResumePlan:
     """Decide what a run directory and `RunConfig.resume` mean together.
 
     no run             "auto" and "never" begin a new one; "must" is an error
@@ -120,11 +127,15 @@ def resume_plan(state: RunState, resume: Resume, *, path: str, newest: str | Non
     damaged parts      "auto" goes on from the newest intact checkpoint, with a warning; "must" the
                        same, and needs one; "never" is an error
 
+    A journal that is empty or gone beside checkpoints is damage: they are of a run, whose numbers
+    go on after theirs.
+
     Args:
         state: What the directory holds.
         resume: What the user wants.
         path: The directory, for messages.
         newest: Name of the newest intact checkpoint, None if there is none.
+        damage: The damaged parts, for the warning.
 
     Raises:
         ResumeError: They do not go together; the message says what to set instead.
@@ -151,10 +162,10 @@ def resume_plan(state: RunState, resume: Resume, *, path: str, newest: str | Non
             f'RunConfig.resume="must", but the run at {path} has no intact checkpoint; '
             'set resume="auto" to start it again from the beginning'
         )
-    return ResumePlan(fresh=False, warning=_warning(state, path, newest))
+    return ResumePlan(fresh=False, warning=_warning(state, path, newest, damage))
 
 
-def _warning(state: RunState, path: str, newest: str | None) -> str:
+def _warning(state: RunState, path: str, newest: str | None, damage: Sequence[str]) -> str:
     start = f"checkpoint {newest}" if newest else "the beginning, since it has no checkpoint"
     if state is RunState.FINISHED:
         return (
@@ -163,5 +174,6 @@ def _warning(state: RunState, path: str, newest: str | None) -> str:
             'For a new run choose another RunConfig.name; resume="never" makes this an error'
         )
     if state is RunState.DAMAGED:
-        return f"the run at {path} has damaged parts; training goes on from {start}"
+        named = f": {'; '.join(damage)}" if damage else ""
+        return f"the run at {path} has damaged parts{named}; training goes on from {start}"
     return ""

@@ -312,6 +312,14 @@ def events_in(lines: Iterable[bytes], place: object) -> Iterator[Event]:
         yield event
 
 
+def journal_lost(place: object, newest: str) -> DamagedRunError:
+    """Say that there is no event beside checkpoints, of which `newest` is one."""
+    return DamagedRunError(
+        f"{place} is empty or gone, and {newest} lies beside it: the run's history is lost, its "
+        'checkpoints are not; fit() with resume="auto" goes on from the newest intact one'
+    )
+
+
 def history(events: Iterable[Event]) -> list[ReportReceived]:
     """Give the reports that count, without gap or duplicate, in order.
 

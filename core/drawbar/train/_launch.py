@@ -69,23 +69,30 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
         JournalLockedError: The run goes on in another process.
         OSError: The storage cannot be written.
     """
-    if directory.read_journal() is None:  # an error leaves no trace
+    if not directory.holds_run():  # an error leaves no trace
         resume_plan(RunState.NONE, config.resume, path=directory.location, newest=None)
     check_storage_path(directory.path)
     journal = Journal(directory.journal)
     try:  # from here on nobody else writes to the run, or removes its folders
         directory.catch_up(journal)
-        state, events = _look(directory, journal)
+        state, events, damage = _look(directory, journal)
         intact = directory.intact_checkpoints() if state is not RunState.NONE else []
-        newest = intact[-1].name if intact else None
-        plan = resume_plan(state, config.resume, path=directory.location, newest=newest)
+        plan = resume_plan(
+            state,
+            config.resume,
+            path=directory.location,
+            newest=intact[-1].name if intact else None,
+            damage=damage,
+        )
         directory.sweep()
     except BaseException:
         journal.close()
         raise
     starts = [event for event in events if isinstance(event, RunStarted)]
-    run_id = starts[0].run_id if starts else uuid.uuid4().hex
+    run_ids = [event.run_id for event in starts] + [each.run_id for each in reversed(intact)]
+    run_id = next(filter(None, run_ids), uuid.uuid4().hex)
     attempts = [event.attempt for event in events if isinstance(event, AttemptStarted)]
+    attempts += [each.attempt for each in intact]  # the journal may be lost
     started = RunStarted(
         time=time.time(),
         run_id=run_id,
@@ -139,14 +146,19 @@ def _failed_since_the_end(events: list[Event]) -> list[AttemptEnd]:
     return ends
 
 
-def _look(directory: RunDirectory, journal: Journal) -> tuple[RunState, list[Event]]:
+def _look(directory: RunDirectory, journal: Journal) -> tuple[RunState, list[Event], list[str]]:
+    """Say what the directory holds, and name what is damaged there."""
     events, whole = journal.salvage()
-    if not events:
-        return RunState.NONE if whole else RunState.DAMAGED, events
-    if not whole or directory.damaged():
-        return RunState.DAMAGED, events
+    damage = [] if whole else ["its journal, whose unreadable lines are now in journal.damaged"]
+    damage += directory.damaged()
+    if not events and whole:
+        if not directory.checkpoints() and not damage:
+            return RunState.NONE, events, damage
+        damage.insert(0, "its journal, which is empty or gone, so that its history begins anew")
+    if damage:
+        return RunState.DAMAGED, events, damage
     ended = isinstance(events[-1], RunEnded) and events[-1].outcome == "finished"
-    return (RunState.FINISHED if ended else RunState.UNFINISHED), events
+    return (RunState.FINISHED if ended else RunState.UNFINISHED), events, damage
 
 
 def connect_to_ray() -> None:

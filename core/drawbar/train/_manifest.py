@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,13 @@ def _read_manifest(place: Path | Folder, name: str) -> Manifest | None:
         return Manifest.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+
+
+def as_stored(manifest: Manifest, directory: Path) -> Manifest:
+    """Give the manifest the sizes of the files as they are: a log may have grown since `report`."""
+    sizes = {file.path: os.stat(directory / file.path).st_size for file in manifest.files}
+    files = tuple(FileEntry(path, size) for path, size in sizes.items())
+    return msgspec.structs.replace(manifest, files=files)
 
 
 def check_files(place: Path | Folder, manifest: Manifest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterable
@@ -185,4 +186,10 @@ def _last_metrics(reports: list[ReportReceived]) -> dict[str, Any] | None:
 
 
 def _checkpoint_config(event: RunStarted) -> CheckpointConfig:
-    return CheckpointConfig(**event.config.get("checkpoint_config", {}))
+    """Give how a start ranked checkpoints, as far as this version knows its settings."""
+    journaled = event.config.get("checkpoint_config")
+    known = {item.name for item in dataclasses.fields(CheckpointConfig)}
+    try:
+        return CheckpointConfig(**{k: v for k, v in dict(journaled or {}).items() if k in known})
+    except (TypeError, ValueError):
+        return CheckpointConfig()

@@ -35,8 +35,8 @@ from drawbar.train import _faults, _files
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder
-from drawbar.train._journal import Event, Journal, events_in
-from drawbar.train._manifest import Manifest, check_files, read_manifest
+from drawbar.train._journal import Event, Journal, events_in, journal_lost
+from drawbar.train._manifest import Manifest, as_stored, check_files, read_manifest
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import explained, in_bytes
 
@@ -129,14 +129,21 @@ class RunDirectory:
 
         Raises:
             FileNotFoundError: There is no run.
-            DamagedRunError: Its journal cannot be read.
+            DamagedRunError: Its journal cannot be read, or is lost beside its checkpoints.
         """
-        data = self.read_journal()
+        data, place = self.read_journal(), self.place(self.journal.name)
+        events = list(events_in(io.BytesIO(data or b""), place))
+        if not events and (found := self.checkpoints()):
+            raise journal_lost(place, found[-1].name)
         if data is None:
             raise FileNotFoundError(
                 f"{self.location} holds no Drawbar run: it has no {self.journal.name}"
             )
-        return list(events_in(io.BytesIO(data), self.place(self.journal.name)))
+        return events
+
+    def holds_run(self) -> bool:
+        """Whether there is a run: its journal, or checkpoints whose journal is lost."""
+        return self.read_journal() is not None or bool(self.checkpoints())
 
     def catch_up(self, journal: Journal) -> None:
         """Bring what was journaled into the journal, which this process holds. It is there."""
@@ -255,7 +262,7 @@ class RunDirectory:
         else:
             self._make_way(target)
             merged = self._merge(parts)
-            manifest = _as_stored(manifest, merged)
+            manifest = as_stored(manifest, merged)
         if metadata is not None and not (merged / _files.METADATA).exists():
             (merged / _files.METADATA).write_bytes(metadata)
         _faults.reached("commit.merged")
@@ -320,7 +327,7 @@ class RunDirectory:
     def checkpoints(self) -> list[Manifest]:
         """List the committed checkpoints, oldest first. Their files are not checked."""
         found = []
-        for entry in os.scandir(self.path):
+        for entry in os.scandir(self.path) if self.path.is_dir() else ():
             if entry.is_dir() and not entry.name.startswith("."):
                 manifest = read_manifest(Path(entry.path))
                 if manifest is not None:
@@ -370,13 +377,6 @@ class RunDirectory:
         """
         path = self.path / manifest.name / _files.VALIDATION
         _files.write_atomically(path, manifest.encode(), durable=durable)
-
-
-def _as_stored(manifest: Manifest, directory: Path) -> Manifest:
-    """Give the manifest the sizes of the files as they are: a log may have grown since `report`."""
-    sizes = {file.path: os.stat(directory / file.path).st_size for file in manifest.files}
-    files = tuple(FileEntry(path, size) for path, size in sizes.items())
-    return msgspec.structs.replace(manifest, files=files)
 
 
 def _write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:

@@ -17,6 +17,7 @@ from drawbar.train._actor_run import start_in_actor
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import DataConfig, RunConfig, fields_of
 from drawbar.train._console import Console
+from drawbar.train._errors import DamagedRunError
 from drawbar.train._handle import FollowedRun, RunHandle
 from drawbar.train._hosting import host_function, host_workers
 from drawbar.train._launch import connect_to_ray, is_client, new_name, started_here
@@ -231,8 +232,7 @@ class DataParallelTrainer:
     ) -> bool:
         """Whether `restore(path)` will find a run there."""
         directory = open_directory(path, storage_filesystem)
-        packed = directory.read(directory.trainer.name)
-        return packed is not None and directory.read_journal() is not None
+        return directory.read(directory.trainer.name) is not None and directory.holds_run()
 
     @classmethod
     def restore(
@@ -258,12 +258,13 @@ class DataParallelTrainer:
 
         Raises:
             FileNotFoundError: There is no run at `path`.
+            DamagedRunError: Its `trainer.pkl` does not unpickle here.
         """
         directory = open_directory(path, storage_filesystem)
         packed = directory.read(directory.trainer.name)
-        if packed is None or directory.read_journal() is None:
+        if packed is None or not directory.holds_run():
             raise FileNotFoundError(f"{directory.location} holds no run that can be restored")
-        state = cloudpickle.loads(packed) | changed
+        state = _unpickled_state(packed, directory.place(directory.trainer.name)) | changed
         config = dataclasses.replace(
             run_config or RunConfig(),
             name=directory.name,
@@ -277,6 +278,18 @@ class DataParallelTrainer:
     def __repr__(self) -> str:
         name = getattr(self.train_loop_per_worker, "__name__", self.train_loop_per_worker)
         return f"{type(self).__name__}({name}, {self.scaling_config!r}, {self.run_config!r})"
+
+
+def _unpickled_state(packed: bytes, place: object) -> dict[str, Any]:
+    try:
+        state = cloudpickle.loads(packed)
+        return dict(state)
+    except Exception as error:  # damaged bytes raise whatever they make pickle do
+        raise DamagedRunError(
+            f"{place} does not unpickle here: {type(error).__name__}: {error}. Make the trainer "
+            "anew with the run's name and storage_path; its fit() goes on from the newest "
+            "checkpoint and replaces the file"
+        ) from error
 
 
 def _instance(name: str, value: T | None, kind: type[T]) -> T:

@@ -1,0 +1,118 @@
+"""Damage of a run's directory is said before the first step, and costs no intact checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar import train
+from drawbar.train import (
+    DamagedRunError,
+    DataParallelTrainer,
+    Result,
+    ResumeError,
+)
+from drawbar.train.testing import check_run
+from tests.train.local_runs import content, fit, save
+
+
+def two_steps() -> int:
+    for text in "ab":
+        save(text)
+    return train.get_context().get_attempt()
+
+
+def empty(run: Path) -> None:
+    (run / "journal.jsonl").write_bytes(b"")
+
+
+def delete(run: Path) -> None:
+    (run / "journal.jsonl").unlink()
+
+
+def tear(run: Path) -> None:
+    os.truncate(run / "journal.jsonl", 20)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    fit(two_steps, tmp_path)
+    return tmp_path / "run"
+
+
+LOSSES = pytest.mark.parametrize("lose", [empty, delete, tear])
+
+
+@LOSSES
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_a_run_whose_journal_is_lost_goes_on_from_its_newest_checkpoint(
+    run: Path, lose: Callable[[Path], None], resume: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_id = train.Checkpoint(run / "checkpoint_000001").manifest.run_id  # type: ignore[union-attr]
+    lose(run)
+
+    def function() -> Any:
+        started_from = content(train.get_checkpoint())
+        save("c")
+        return started_from, train.get_context().get_run_id(), train.get_context().get_attempt()
+
+    result = fit(function, run.parent, resume=resume)
+    assert result.return_value == ("b", run_id, 1)
+    assert sorted(each.name for each in run.glob("checkpoint_*")) == [
+        f"checkpoint_00000{index}" for index in range(3)
+    ]
+    assert "its journal, which is empty or gone" in capfd.readouterr().err
+    check_run(run)
+
+
+@LOSSES
+def test_a_run_whose_journal_is_lost_is_not_a_new_one(
+    run: Path, lose: Callable[[Path], None]
+) -> None:
+    lose(run)
+    with pytest.raises(ResumeError, match="holds a run with damaged parts"):
+        fit(two_steps, run.parent, resume="never")
+
+
+@LOSSES
+@pytest.mark.parametrize("read", [Result.from_path, train.attach])
+def test_who_reads_a_run_whose_journal_is_lost_is_told(
+    run: Path, lose: Callable[[Path], None], read: Callable[[Path], Any]
+) -> None:
+    lose(run)
+    with pytest.raises(DamagedRunError, match=r"journal\.jsonl is empty or gone, and checkpoint_0"):
+        read(run)
+    assert DataParallelTrainer.restore(run).fit().return_value == 1
+
+
+def test_settings_of_another_version_are_read_as_far_as_they_are_known(run: Path) -> None:
+    first, *rest = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    started = json.loads(first)
+    for value in ({"num_to_keep": 1, "by_size": True}, {"num_to_keep": "many"}, "all of them"):
+        started["config"]["checkpoint_config"] = value
+        (run / "journal.jsonl").write_text(json.dumps(started) + "\n" + "".join(rest))
+        assert len(Result.from_path(run).best_checkpoints) == 2
+        assert len(train.attach(run).wait().best_checkpoints) == 2
+    assert fit(two_steps, run.parent).return_value == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x80\x04garbage", b"\x80\x04K\x01.", b"cgone\nf\n."])
+def test_a_trainer_that_does_not_unpickle_is_named(run: Path, damage: bytes) -> None:
+    (run / "trainer.pkl").write_bytes(damage)
+    with pytest.raises(DamagedRunError, match=f"^{run}/trainer.pkl does not unpickle here: "):
+        DataParallelTrainer.restore(run)
+
+
+def test_no_line_that_is_lost_makes_a_run_unreadable(run: Path) -> None:
+    lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    for number in range(len(lines)):
+        for left in (lines[:number] + lines[number + 1 :], lines[number:], lines[: number + 1]):
+            (run / "journal.jsonl").write_bytes(b"".join(left))
+            result = Result.from_path(run)
+            assert content(result.checkpoint) == "b"
+            assert len(result.timeline.attempts) <= 1
