@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
+from drawbar.train._console import Console
 from drawbar.train._messages import Printed
 from drawbar.train._relay import KEPT, Position, Relay
 
@@ -19,6 +22,18 @@ def test_calls_come_in_order_and_once() -> None:
     assert relay.since(seen, 0) == ([], seen)
     relay.notice("more")
     assert relay.since(seen, 0)[0] == [("notice", ("more",))]
+
+
+def test_what_came_of_a_validation_comes_too() -> None:
+    relay = Relay()
+    relay.validated("checkpoint_000003", {"loss": 0.5}, 1.5)
+    calls, _ = relay.since(START, 0)
+    assert calls == [("validated", ("checkpoint_000003", {"loss": 0.5}, 1.5))]
+
+
+@pytest.mark.parametrize("method", [name for name in vars(Console) if name[0] != "_"])
+def test_nothing_that_a_console_shows_is_left_out(method: str) -> None:
+    assert method in vars(Relay)
 
 
 def test_of_the_reports_only_rank_0s_newest_comes() -> None:

@@ -55,6 +55,10 @@ class Relay(Console):
         """Take that a checkpoint is committed."""
         self._take("checkpoint", path, nbytes, seconds, stands=True)
 
+    def validated(self, name: str, metrics: Mapping[str, Any], seconds: float) -> None:
+        """Take what came of a checkpoint's validation."""
+        self._take("validated", name, metrics, seconds)
+
     def printed(self, rank: int, line: Printed) -> None:
         """Take a line of the training function."""
         self._take("printed", rank, line)
