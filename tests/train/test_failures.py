@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,46 @@ def test_the_users_error_is_told_with_rank_file_and_line(run_config: RunConfig) 
     assert text.startswith(f"rank 1: TwoArguments: boom ({__file__}:{line} in function)")
     assert isinstance(raised.value.worker_failures[1], WorkerError)
     assert "raise TwoArguments" in text
+
+
+def test_an_exception_does_not_wait_for_ranks_that_cannot_stop(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 0:
+            ctypes.CDLL(None).sleep(60)
+        (tmp_path / "raised").write_text(repr(time.time()))
+        raise ValueError("boom")
+
+    with pytest.raises(WorkerGroupError):
+        fit(function, run_config)
+    assert time.time() - float((tmp_path / "raised").read_text()) < 0.8
+
+
+def test_exit_handlers_run_and_no_process_outlives_fit(
+    run_config: RunConfig, tmp_path: Path, wait_until_gone: Callable[..., None]
+) -> None:
+    def function() -> int:
+        def finish() -> None:
+            time.sleep(0.3)
+            (tmp_path / f"left_{os.getpid()}").touch()
+
+        atexit.register(finish)
+        return os.getpid()
+
+    pids = fit(function, run_config).return_values
+    assert all((tmp_path / f"left_{pid}").exists() for pid in pids)
+    wait_until_gone(pids, seconds=0.5)
+
+
+def test_an_exit_handler_that_never_ends_is_cut_off(
+    run_config: RunConfig, wait_until_gone: Callable[..., None]
+) -> None:
+    def function() -> int:
+        atexit.register(threading.Event().wait)
+        return os.getpid()
+
+    wait_until_gone(fit(function, run_config).return_values, seconds=0.5)
 
 
 def test_an_exception_that_unpickles_is_given_as_it_is(run_config: RunConfig) -> None:

@@ -47,7 +47,7 @@ from drawbar.train._worker_group import WorkerGroup
 from drawbar.train.backend import Backend
 
 RESTART_GRACE_SECONDS = 1.0
-FAIL_GRACE_SECONDS = 0.2
+FAIL_GRACE_SECONDS = 0.1
 STOP_GRACE_SECONDS = 5.0  # the user's own clean-up; a second Ctrl-C cuts it short
 DRAIN_CHECK_SECONDS = 2.0
 
@@ -314,8 +314,7 @@ class Controller:
 
     async def _end_attempt(self, failed: AttemptFailed) -> None:
         """Bring every process to a stop and gather what the other ranks have to say about it."""
-        ends: tuple[AttemptEnd, ...] = (failed.end, "preemption")
-        restart = any(isinstance(self._decide(end), Restart) for end in ends)
+        restart = any(isinstance(self._decide(end), Restart) for end in self._possible_ends(failed))
         keep = self._run.config.failure_config.keep_survivors and self._backend.reentrant
         await self._group.end_attempt(
             grace=RESTART_GRACE_SECONDS if restart and keep else FAIL_GRACE_SECONDS,
@@ -334,6 +333,12 @@ class Controller:
         if self._attempt is not None and self._attempt.wishes.preemption is not None:
             self._group.move()
         self._note(failed)
+
+    def _possible_ends(self, failed: AttemptFailed) -> Sequence[AttemptEnd]:
+        """Give what it may turn out to be: what ranks raise may come of the loss of a node."""
+        going = self._attempt is not None and self._attempt.wishes.preemption is not None
+        lost = any(gone.preempted for gone in failed.gone.values())
+        return (failed.end, "preemption") if going or lost else (failed.end,)
 
     def _gather(self, failed: AttemptFailed) -> None:
         while not self._inbox.empty():

@@ -8,6 +8,7 @@ controller's few orders meanwhile. The same `perform` runs the function in this 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -120,8 +121,9 @@ class Worker:
         return take_stack(self._thread)
 
     def leave(self) -> None:
-        """End this process in an orderly way: exit handlers run."""
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]  # Ray has no types here
+        """Run the exit handlers of this process, which the caller kills next."""
+        atexit.unregister(ray.shutdown)  # it would cut off the answer to this call
+        atexit._run_exitfuncs()
 
 
 def _node_ip() -> str:
