@@ -1,7 +1,8 @@
 """What a training function calls: `report`, `get_context`, `get_checkpoint` and their companions.
 
-Each function finds the session of the attempt it runs in. A worker process has one; the threads of
-`drawbar.train.testing` have one each.
+Each function finds the session of the attempt it runs in. A worker process has one, for all its
+threads; the threads of `drawbar.train.testing` have one each. In a forked child only
+`get_context()` works, for those who ask their rank there, such as a DataLoader's `worker_init_fn`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ from drawbar.train._validation import (
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
+
+class _OfThread(threading.local):
+    session: Session | None = None
+
+
 _process_session: Session | None = None
-_thread = threading.local()
+_thread = _OfThread()
 
 
 @contextmanager
 def in_session(session: Session, *, whole_process: bool) -> Iterator[None]:
     """Make a session the current one: of the process, or of the calling thread only."""
     global _process_session
+    session.callers.begin()
     if whole_process:
         previous, _process_session = _process_session, session
     else:
@@ -48,16 +55,24 @@ def in_session(session: Session, *, whole_process: bool) -> Iterator[None]:
 
 
 def current_session(caller: str) -> Session:
-    """Give the session of this thread or process.
+    """Give the session of this thread or process, to speak for its rank.
 
     Raises:
-        RuntimeError: The caller is not inside a training function.
+        RuntimeError: The caller is not inside a training function, or is in a process that was
+            forked from there, or in a thread of an earlier attempt.
     """
-    session: Session | None = getattr(_thread, "session", None) or _process_session
+    session = _session_here(caller)
+    session.callers.check(caller)
+    return session
+
+
+def _session_here(caller: str) -> Session:
+    session = _thread.session or _process_session
     if session is None:
         raise RuntimeError(
-            f"{caller}() works inside a training function that a Drawbar trainer runs; "
-            "this is the driver, or another process. Call it from train_loop_per_worker"
+            f"{caller}() works inside a training function that a Drawbar trainer runs, while it "
+            "runs. This is the driver, another process, a thread that goes on after the function, "
+            "or, with drawbar.train.testing, any other thread. Call it from train_loop_per_worker"
         )
     return session
 
@@ -121,7 +136,7 @@ class TrainContext:
 
     def diagnose(self) -> str:
         """Write every rank's stacks to `<run>/stacks`, and say in words which ranks stand where."""
-        return self._session.diagnose()
+        return current_session("get_context().diagnose").diagnose()
 
     @property
     def cache(self) -> dict[Any, Any]:
@@ -141,12 +156,12 @@ class TrainContext:
 
 
 def get_context() -> TrainContext:
-    """Give this worker's context: ranks, names, cache.
+    """Give this worker's context: ranks, names, cache. Works in forked children too.
 
     Raises:
         RuntimeError: Called outside a training function.
     """
-    return TrainContext(current_session("get_context"))
+    return TrainContext(_session_here("get_context"))
 
 
 def report(
@@ -168,6 +183,9 @@ def report(
     may decide who saves, while all ranks report. The checkpoint carries the metrics of the lowest
     rank that gave files.
 
+    Any thread of the function may report. With several workers it must be one and the same, that
+    calls the collectives too, since between threads it is chance which report is the k-th.
+
     Args:
         metrics: Numbers, strings, booleans, None, lists and dicts of them, NumPy scalars, tensors
             of one element. NaN and infinity are kept as they are.
@@ -188,7 +206,8 @@ def report(
             Of several ranks that give files the lowest that asks for it counts.
 
     Raises:
-        RuntimeError: Called outside a training function.
+        RuntimeError: Called outside a training function, or in a process that was forked there, or
+            by a second thread where only one may.
         TypeError, ValueError: A metric cannot be kept; the message names its key. Or the checkpoint
             does not lie where its mode wants it, or there is none to validate, or no
             `validation_config`.
@@ -198,10 +217,7 @@ def report(
             run may be restarted.
         FileNotFoundError: `checkpoint` is not a directory here.
     """
-    session: Session | None = getattr(_thread, "session", None) or _process_session
-    if session is None:
-        session = current_session("report")
-    session.report(
+    current_session("report").report(
         metrics,
         checkpoint,
         name=checkpoint_dir_name,

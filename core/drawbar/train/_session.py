@@ -24,6 +24,7 @@ from typing import Any
 import cloudpickle
 
 from drawbar.train import _files
+from drawbar.train._callers import Callers
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._data import fetch_shards, position_name
 from drawbar.train._interrupt import AttemptInterrupted, Interruptible
@@ -107,6 +108,8 @@ class Session:
         self._label = f"rank_{assignment.ranks.world_rank}"
         self.uploads = Uploads(self.directory, self._label, say, self._wait_for_any)
         self._say = say
+        self.callers = Callers(assignment.ranks)
+        self._order = threading.RLock()  # one number after the other, said in that order
         self._next_report = assignment.first_index
         self._next_collective = 0
         self._questions = itertools.count()  # of any thread
@@ -115,6 +118,7 @@ class Session:
         self._offers: dict[int, Offer] = {}
         self._interrupted: str | None = None
         self.user_code = Interruptible()
+        self._data = threading.RLock()
         self._shards: dict[str, Any] | None = None
         self._position_of: dict[str, Callable[[], Any]] = {}
         self._positions_left = dict(assignment.positions)  # of sources not opened yet
@@ -130,12 +134,14 @@ class Session:
     def report_metrics(self, metrics: Mapping[str, Any], *, may_wait: bool = False) -> None:
         """Do what `report` says of metrics alone, or what `backend.report_soon` says."""
         values = normalise(metrics)
-        index = self._next_report
-        self._next_report += 1
         where = caller_line()
-        self._say(
-            Reported(index=index, metrics=values, time=time.time(), where=where, may_wait=may_wait)
-        )
+        with self._order:
+            self.callers.check_speaker("report()")
+            index, self._next_report = self._next_report, self._next_report + 1
+            now = time.time()
+            self._say(
+                Reported(index=index, metrics=values, time=now, where=where, may_wait=may_wait)
+            )
         self._raise_if_interrupted()
 
     def report(
@@ -157,35 +163,38 @@ class Session:
             self.report_metrics(metrics)
             return
         values = normalise(metrics)
-        index = self._next_report
         check_arguments(name, mode)
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)
         if delete_local is None:
             lies_in_run = self.directory.name_of(checkpoint) is not None
             delete_local = mode.default_delete_local_checkpoint_after_upload() and not lies_in_run
-        offer = self.uploads.offer(
-            checkpoint,
-            name=default_name(index) if name is None else name,
-            mode=mode,
-            upload_fn=upload_fn,
-            handed_over=delete_local,
-        )
-        self._next_report += 1
         waits = mode is not CheckpointUploadMode.ASYNC
-        self._offers[index] = offer
-        self._say(
-            Reported(
-                index=index,
-                metrics=values,
-                time=time.time(),
-                where=caller_line(),
-                offer=offer,
-                waits=waits,
-                positions=self._positions(),
-                validation=to_validate,
+        where = caller_line()
+        with self._order:
+            self.callers.check_speaker("report()")
+            index = self._next_report
+            offer = self.uploads.offer(
+                checkpoint,
+                name=default_name(index) if name is None else name,
+                mode=mode,
+                upload_fn=upload_fn,
+                handed_over=delete_local,
             )
-        )
+            self._next_report += 1
+            self._offers[index] = offer
+            self._say(
+                Reported(
+                    index=index,
+                    metrics=values,
+                    time=time.time(),
+                    where=where,
+                    offer=offer,
+                    waits=waits,
+                    positions=self._positions(),
+                    validation=to_validate,
+                )
+            )
         follow = self.uploads.follow if waits else self.uploads.follow_in_background
         follow(index, offer, delete_local=delete_local)
 
@@ -260,10 +269,12 @@ class Session:
 
     def dataset_shard(self, name: str) -> Any:
         """Do what `drawbar.train.get_dataset_shard` says."""
-        if self._shards is None:
-            self._shards = fetch_shards(self.assignment.shards)
-            for each, shard in self._shards.items():
-                self.keep_data_position(position_name(each), shard.position)
+        with self._data:
+            if self._shards is None:
+                shards = fetch_shards(self.assignment.shards)
+                for each, shard in shards.items():
+                    self.keep_data_position(position_name(each), shard.position)
+                self._shards = shards
         try:
             return self._shards[name]
         except KeyError:
@@ -276,15 +287,18 @@ class Session:
         self, name: str, position: Callable[[], Any], *, numbered: bool = False
     ) -> Any:
         """Do what `drawbar.train.backend.keep_data_position` says."""
-        if numbered:
-            self._sources[name] += 1
-            name = f"{name}-{self._sources[name]}"
-        self._position_of[name] = position
-        return self._positions_left.pop(name, None)
+        with self._data:
+            if numbered:
+                self._sources[name] += 1
+                name = f"{name}-{self._sources[name]}"
+            self._position_of[name] = position
+            return self._positions_left.pop(name, None)
 
     def _positions(self) -> dict[str, Any]:
         """Give the position of every source, also of those that are not opened again yet."""
-        positions = {name: position() for name, position in self._position_of.items()}
+        with self._data:
+            sources, left = dict(self._position_of), dict(self._positions_left)
+        positions = {name: position() for name, position in sources.items()}
         for name, value in positions.items():
             try:
                 json.dumps(value)
@@ -294,23 +308,20 @@ class Session:
                     f"manifest, which is JSON, but {error}; found {value!r}"
                 ) from None
         known = {name: value for name, value in positions.items() if value is not None}
-        return {**self._positions_left, **known}
+        return {**left, **known}
 
     # -- collectives
 
     def collective(self, kind: CollectiveKind, value: object = None) -> list[Any]:
         """Meet all ranks once; gives the values that came of it (none for a barrier)."""
-        sequence, self._next_collective = self._next_collective, self._next_collective + 1
         rank = self.assignment.ranks.world_rank
         gives = kind == "all_gather" or (kind == "broadcast_from_rank_zero" and rank == 0)
-        self._say(
-            CollectiveCalled(
-                sequence=sequence,
-                kind=kind,
-                payload=cloudpickle.dumps(value) if gives else None,
-                where=caller_line(),
-            )
-        )
+        payload = cloudpickle.dumps(value) if gives else None
+        where = caller_line()
+        with self._order:
+            self.callers.check_speaker("a collective")
+            sequence, self._next_collective = self._next_collective, self._next_collective + 1
+            self._say(CollectiveCalled(sequence=sequence, kind=kind, payload=payload, where=where))
         done = self._wait_for_any((CollectiveDone, sequence))
         assert isinstance(done, CollectiveDone)
         return [cloudpickle.loads(p) for p in done.payloads if p is not None]

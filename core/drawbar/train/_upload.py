@@ -8,6 +8,7 @@ matter.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -114,6 +115,7 @@ class Uploads:
         self._say = say
         self._wait = wait
         self._functions: dict[str, CheckpointUploadFn] = {}
+        self._following = threading.Lock()  # threads that report checkpoints in the background
         self._background: ThreadPoolExecutor | None = None
         self._in_flight: list[tuple[int, Future[None]]] = []
 
@@ -239,12 +241,13 @@ class Uploads:
 
     def follow_in_background(self, index: int, offer: Offer, *, delete_local: bool) -> None:
         """Do the same in another thread; waits for the oldest if too many are in flight."""
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, thread_name_prefix="drawbar-checkpoint")
-        while sum(not each.done() for _, each in self._in_flight) >= MAX_CHECKPOINTS_IN_FLIGHT:
-            self._wait_for_oldest()
-        follow = self._background.submit(self.follow, index, offer, delete_local=delete_local)
-        self._in_flight.append((index, follow))
+        with self._following:
+            if self._background is None:
+                self._background = ThreadPoolExecutor(1, thread_name_prefix="drawbar-checkpoint")
+            while sum(not each.done() for _, each in self._in_flight) >= MAX_CHECKPOINTS_IN_FLIGHT:
+                self._wait_for_oldest()
+            follow = self._background.submit(self.follow, index, offer, delete_local=delete_local)
+            self._in_flight.append((index, follow))
 
     def _wait_for_oldest(self) -> None:
         index, oldest = self._in_flight.pop(0)

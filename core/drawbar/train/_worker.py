@@ -200,7 +200,9 @@ def perform(
             work = payload if isinstance(payload, Payload) else cloudpickle.loads(payload)
             with work.backend_config.train_func_context():
                 say(FunctionStarted(time=time.time()))
+                session.callers.let_any_thread_speak()
                 value = work.call()
+                session.callers.let_any_thread_speak()
                 session.uploads.flush()
         session.user_code.end()
         return _finished(value)

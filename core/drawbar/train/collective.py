@@ -2,7 +2,8 @@
 
 Every rank must call the same functions in the same order. If that is broken in a way that can be
 proved (a rank has finished, or stands in another call), the run fails with a `DivergenceError` that
-names both lines.
+names both lines. So with several workers one thread of each must call them, and `report()` too; a
+second one is refused.
 """
 
 from __future__ import annotations
