@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,37 @@ def test_callbacks_see_reports_and_exceptions_in_order(tmp_path: Path) -> None:
 class Broken(UserCallback):
     def after_report(self, *_: Any) -> None:
         raise ValueError("in the callback")
+
+
+unpickled_by: list[str] = []
+
+
+class Recorded(ValueError):
+    """Says which thread unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _recorded, (str(self),)
+
+
+def _recorded(text: str) -> Recorded:
+    unpickled_by.append(threading.current_thread().name)
+    return Recorded(text)
+
+
+def test_what_users_raise_is_unpickled_by_who_asks_for_it_and_never_by_the_controller(
+    tmp_path: Path,
+) -> None:
+    def function() -> None:
+        raise Recorded("boom")
+
+    unpickled_by.clear()
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, tmp_path, [Watcher()])
+    (by_the_callback,) = unpickled_by
+    assert by_the_callback.startswith("drawbar-callbacks")
+    assert str(raised.value.worker_failures[0]) == "boom"
+    assert raised.value.worker_failures is raised.value.worker_failures
+    assert unpickled_by[1:] == [threading.current_thread().name]
 
 
 def test_a_callback_that_fails_is_logged_and_the_run_goes_on(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from drawbar.train._errors import WorkerFailure, exceptions_of
 
 if TYPE_CHECKING:  # what a callback is given; RunConfig takes callbacks itself
     from drawbar.train._checkpoint import Checkpoint
@@ -71,10 +73,15 @@ class Callbacks:
         for each in self._callbacks:
             self._submit(each.after_report, metrics, checkpoint)
 
-    def after_exception(self, worker_exceptions: Mapping[int, Exception]) -> None:
-        """Tell every callback of a failed attempt."""
+    def after_exception(self, failures: Sequence[WorkerFailure]) -> None:
+        """Tell every callback of a failed attempt; exceptions are unpickled on their thread."""
         for each in self._callbacks:
-            self._submit(each.after_exception, dict(worker_exceptions))
+            self._thread.submit(self._call_after_exception, each, failures)
+
+    def _call_after_exception(
+        self, callback: UserCallback, failures: Sequence[WorkerFailure]
+    ) -> None:
+        self._call(callback.after_exception, exceptions_of(failures))
 
     def on_preemption(self, info: PreemptionInfo) -> None:
         """Tell every callback that nodes are about to go."""

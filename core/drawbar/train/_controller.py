@@ -26,7 +26,6 @@ from drawbar.train._errors import WorkerFailure, root_cause_first
 from drawbar.train._failure import (
     describe_death,
     describe_hang,
-    exceptions_of,
     startup_end,
     training_failed,
 )
@@ -371,7 +370,7 @@ class Controller:
         if failed.end == "resize":
             self._console.notice("there is room for more workers: the group grows")
         elif self._callbacks:
-            self._callbacks.after_exception(exceptions_of(failed.failures))
+            self._callbacks.after_exception(failed.failures)
 
     def _give_up(self, failed: AttemptFailed, decision: GiveUp) -> Outcome:
         error = training_failed(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
 
-from drawbar.train._errors import TrainingFailedError, WorkerGroupError
-from drawbar.train._failure import exceptions_of
+from drawbar.train._errors import TrainingFailedError
 from drawbar.train._messages import Finished
 from drawbar.train._result import Result
 from drawbar.train._run import Outcome
@@ -37,7 +35,7 @@ class Ending:
     def packed(self) -> bytes:
         """Pickle it; of what users made, only as the bytes that their workers sent."""
         try:
-            packed: bytes = cloudpickle.dumps(replace(self, outcome=_without_exceptions(self)))
+            packed: bytes = cloudpickle.dumps(self)
         except Exception:  # an error whose cause does not pickle
             error = self.outcome.error
             plain = TrainingFailedError(str(error), path=getattr(error, "path", ""))
@@ -46,19 +44,9 @@ class Ending:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Ending:
-        """Undo `packed`; exceptions of the user's unpickle here, where they can."""
+        """Undo `packed`."""
         ending: Ending = cloudpickle.loads(packed)
-        error = ending.outcome.error
-        if isinstance(error, WorkerGroupError):
-            error.worker_failures = exceptions_of(error.failures)
         return ending
-
-
-def _without_exceptions(ending: Ending) -> Outcome:
-    error = copy.copy(ending.outcome.error)
-    if isinstance(error, WorkerGroupError):
-        error.worker_failures = {}
-    return replace(ending.outcome, error=error)
 
 
 def _unpickled(rank: int, finished: Finished) -> Any:

@@ -22,9 +22,11 @@ extra. The exceptions below are built from it in the driver, and every one of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import cloudpickle
 import msgspec
 
 FailureKind = Literal[
@@ -87,6 +89,24 @@ def root_cause_first(failures: Sequence[WorkerFailure]) -> list[WorkerFailure]:
     return sorted(failures, key=lambda f: (f.time - 0.1 * (f.kind == "died"), f.rank))
 
 
+def exceptions_of(failures: Iterable[WorkerFailure]) -> dict[int, Exception]:
+    """Give each rank's exception: the user's own where it unpickles, else a `WorkerError`."""
+    found: dict[int, Exception] = {}
+    for failure in failures:
+        if failure.rank >= 0:
+            found.setdefault(failure.rank, _exception_of(failure))
+    return found
+
+
+def _exception_of(failure: WorkerFailure) -> Exception:
+    if failure.pickled is not None:
+        with contextlib.suppress(Exception):
+            error = cloudpickle.loads(failure.pickled)
+            if isinstance(error, Exception):
+                return error
+    return WorkerError(failure)
+
+
 class TrainingFailedError(RuntimeError):
     """`fit()` did not finish. The message says why, with the root cause first.
 
@@ -113,8 +133,7 @@ def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any])
 class WorkerGroupError(TrainingFailedError):
     """One or more workers failed and the failure budget is spent.
 
-    `failures` lists every `WorkerFailure`, the root cause first; `worker_failures` maps rank to the
-    worker's exception, or to a `WorkerError` where that could not be unpickled.
+    `failures` lists every `WorkerFailure`, the root cause first.
     """
 
     def __init__(
@@ -126,8 +145,25 @@ class WorkerGroupError(TrainingFailedError):
         path: str = "",
     ) -> None:
         super().__init__(error_message, path=path)
-        self.worker_failures = dict(worker_failures or {})
         self.failures = list(failures)
+        self._worker_failures = None if worker_failures is None else dict(worker_failures)
+
+    @property
+    def worker_failures(self) -> dict[int, Exception]:
+        """Each failed rank's exception, or a `WorkerError` where that does not unpickle here.
+
+        What the workers have sent is unpickled when this is first asked for, by whoever asks: the
+        process that hosts the run needs none of the user's classes.
+        """
+        if self._worker_failures is None:
+            self._worker_failures = exceptions_of(self.failures)
+        return self._worker_failures
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, args, state) = super().__reduce__()
+        if any(failure.pickled for failure in self.failures):
+            state = {**state, "_worker_failures": None}  # it is made of them again
+        return rebuild, (cls, args, state)
 
 
 class DivergenceError(WorkerGroupError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sysconfig
 import time
@@ -25,7 +24,6 @@ from drawbar.train._errors import (
     PreemptionError,
     StorageError,
     TrainingFailedError,
-    WorkerError,
     WorkerFailure,
     WorkerGroupError,
 )
@@ -191,24 +189,6 @@ def describe_interruption(rank: int) -> WorkerFailure:
     )
 
 
-def exceptions_of(failures: Sequence[WorkerFailure]) -> dict[int, Exception]:
-    """Give each rank's exception: the user's own where it unpickles, else a `WorkerError`."""
-    found: dict[int, Exception] = {}
-    for failure in failures:
-        if failure.rank >= 0:
-            found.setdefault(failure.rank, _exception_of(failure))
-    return found
-
-
-def _exception_of(failure: WorkerFailure) -> Exception:
-    if failure.pickled is not None:
-        with contextlib.suppress(Exception):
-            error = cloudpickle.loads(failure.pickled)
-            if isinstance(error, Exception):
-                return error
-    return WorkerError(failure)
-
-
 def startup_end(error: Exception) -> AttemptEnd:
     """Tell a start that may work next time from one that cannot."""
     if isinstance(error, RayActorError) and "its node has died" in str(error):
@@ -248,7 +228,7 @@ def training_failed(
         return PreemptionError(message + footer, path=path)
     kinds: dict[str, type[WorkerGroupError]] = {"divergence": DivergenceError, "hang": HangError}
     kind = kinds.get(end, WorkerGroupError)
-    return kind(message + footer, exceptions_of(failures), failures=failures, path=path)
+    return kind(message + footer, failures=failures, path=path)
 
 
 _PART = {
