@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import drawbar
 from drawbar import train
 from drawbar.train import (
     DataParallelTrainer,
@@ -19,6 +20,7 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._stacks import Frame, Stack, difference
+from drawbar.train._user_code import users_lines
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -99,3 +101,10 @@ def test_the_smaller_group_is_the_odd_one_out() -> None:
     assert told.splitlines()[-1] == "  ranks 0, 2 (2): /home/me/train.py:10 in step"
     assert "rank 1: /home/me/train.py:12 in step" in told
     assert "rank 3: does not answer" in told
+
+
+def test_drawbars_own_lines_are_never_the_users() -> None:
+    own = [f"{folder}/torch/_loop.py" for folder in drawbar.__path__]
+    libraries = [*own, threading.__file__, "<frozen os>"]
+    assert users_lines([*libraries, "/home/me/train.py", *libraries]) == [len(libraries)]
+    assert users_lines(libraries) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pty
 import signal
@@ -234,6 +235,49 @@ def test_the_cause_of_an_exception_is_told_too(tmp_path: Path) -> None:
     assert "KeyError: 'NOT SET'" in str(raised.value)
     assert "was the direct cause of" in str(raised.value)
     assert "drawbar" not in raised.value.failures[0].traceback
+
+
+def test_an_error_of_report_shows_no_frames_of_drawbar(tmp_path: Path) -> None:
+    def function() -> None:
+        train.report({"loss": object()}, checkpoint_dir_name="../elsewhere")
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, tmp_path)
+    (failure,) = raised.value.failures
+    assert failure.traceback.count('File "') == 1
+    assert failure.where == f"{__file__}:{line_of(function)} in function"
+
+
+@pytest.mark.parametrize("max_failures", [0, 1])
+def test_a_traceback_is_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_failures: int
+) -> None:
+    def function() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, tmp_path, failure_config=FailureConfig(max_failures=max_failures))
+    assert str(raised.value).count("Traceback") == 1
+    shown = capsys.readouterr().err
+    assert shown.count("Traceback") == max_failures
+    assert shown.count("rank 0: ValueError: boom") == 1 + max_failures
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_headline_names_the_users_line_also_where_all_code_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    libraries = tmp_path / "project" / "venv" / "lib" / "site-packages"
+    mine = libraries if installed else tmp_path / "project"
+    libraries.mkdir(parents=True)
+    name = f"mine_{installed}"
+    (libraries / "theirs.py").write_text("def call():\n    raise ValueError('boom')\n")
+    (mine / f"{name}.py").write_text("import theirs\n\ndef function():\n    theirs.call()\n")
+    monkeypatch.syspath_prepend(libraries)
+    monkeypatch.syspath_prepend(mine)
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(importlib.import_module(name).function, tmp_path)
+    assert raised.value.failures[0].where == f"{mine}/{name}.py:4 in function"
 
 
 def test_a_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:

@@ -138,10 +138,10 @@ class Console:
                 self._view.line(text)
 
     @_watches
-    def failure(self, failure: WorkerFailure) -> None:
-        """Show a worker's failure in full."""
+    def failure(self, failure: WorkerFailure, is_raised: bool = False) -> None:
+        """Show a worker's failure: in full, or without its traceback if an error will show that."""
         with self._lock:
-            self._view.line(failure.describe())
+            self._view.line(failure.summary() if is_raised else failure.describe())
 
     @_watches
     def close(self) -> None:

@@ -366,7 +366,8 @@ class Controller:
             )
         )
         for failure in failed.failures[:1]:
-            self._console.failure(failure)
+            is_last = isinstance(self._decide(failed.end), GiveUp)
+            self._console.failure(failure, is_raised=is_last)
         if failed.end == "resize":
             self._console.notice("there is room for more workers: the group grows")
         elif self._callbacks:

@@ -64,13 +64,18 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
         who = f"rank {self.rank}: " if self.rank >= 0 else ""
         return f"{who}{first_line}" + (f" ({self.where})" if self.where else "")
 
-    def describe(self) -> str:
-        """Give the failure in full: headline, process, reports made, traceback and log file."""
+    def summary(self) -> str:
+        """Give the failure in short: headline, process, reports made and log file."""
         lines = [self.headline()]
         if self.pid:
             lines.append(f"  pid {self.pid} on {self.hostname}, after {self.reports} reports")
         if self.log_path:
             lines.append(f"  its full output: {self.log_path}")
+        return "\n".join(lines)
+
+    def describe(self) -> str:
+        """Give the failure in full: its summary, and the traceback or the rest of the message."""
+        lines = [self.summary()]
         rest = self.message.strip().splitlines()[1:]
         if rest and not self.traceback:
             lines += [f"  {line}" for line in rest]

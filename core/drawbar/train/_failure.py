@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from traceback import StackSummary, TracebackException
 
 import cloudpickle
 from ray.exceptions import RayActorError, RayTaskError, RuntimeEnvSetupError
 
-import drawbar
 from drawbar.train._decide import AttemptEnd
 from drawbar.train._errors import (
     ControllerError,
@@ -31,29 +28,23 @@ from drawbar.train._exit_status import verdict, wait_for_report
 from drawbar.train._messages import Gone, WorkerInfo
 from drawbar.train._session import Assignment
 from drawbar.train._storage import RunDirectory
+from drawbar.train._user_code import is_drawbars, users_lines
 
 EXIT_REPORT_SECONDS = 2.0
 
-_LIBRARIES = tuple(
-    os.path.realpath(path)
-    for path in (
-        *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
-        *drawbar.__path__,
-    )
-)
 _MAX_PICKLED = 1_000_000
 
 
 def describe_exception(error: BaseException, assignment: Assignment, reports: int) -> WorkerFailure:
     """Describe what a training function, or the set-up before it, raised."""
-    frames = _without_own(error.__traceback__)
+    told, where = _account_of(error)
     return WorkerFailure(
         rank=assignment.ranks.world_rank,
         kind=_kind_of(error),
         type_name=type(error).__name__,
         message=_message_of(error),
-        traceback="".join(traceback.format_exception(type(error), error, frames)),
-        where=_user_line(frames),
+        traceback=told,
+        where=where,
         hostname=os.uname().nodename,
         pid=os.getpid(),
         time=time.time(),
@@ -65,14 +56,14 @@ def describe_exception(error: BaseException, assignment: Assignment, reports: in
 
 def describe_validation_failure(error: BaseException) -> str:
     """Describe in words what a validation function raised."""
-    frames = _without_own(error.__traceback__)
+    told, where = _account_of(error)
     failure = WorkerFailure(
         rank=-1,
         kind="exception",
         type_name=type(error).__name__,
         message=_message_of(error),
-        traceback="".join(traceback.format_exception(type(error), error, frames)),
-        where=_user_line(frames),
+        traceback=told,
+        where=where,
     )
     return failure.describe()
 
@@ -94,21 +85,41 @@ def _message_of(error: BaseException) -> str:
         return f"<its __str__ raised {type(broken).__name__}>"
 
 
-def _without_own(tb: TracebackType | None) -> TracebackType | None:
-    """Leave out the frames of Drawbar that lead to the user's function."""
-    first = tb
-    while tb is not None and tb.tb_frame.f_globals.get("__name__", "").startswith("drawbar."):
-        tb = tb.tb_next
-    return tb if tb is not None else first
+def _account_of(error: BaseException) -> tuple[str, str]:
+    """Give the traceback without Drawbar's frames, and the user's innermost line in it."""
+    told = TracebackException.from_exception(error)
+    for cause in _causes_of(told):
+        cause.stack = _without_own(cause.stack)
+    if not _is_own_bug(told.stack):
+        told.stack = _without_own(told.stack) or told.stack
+    return "".join(told.format()), _user_line(told.stack)
 
 
-def _user_line(tb: TracebackType | None) -> str:
+def _causes_of(told: TracebackException) -> Iterator[TracebackException]:
+    """Give the exceptions that one came of, or consists of."""
+    for each in (told.__cause__, told.__context__, *(told.exceptions or ())):
+        if each is not None:
+            yield each
+            yield from _causes_of(each)
+
+
+def _is_own_bug(stack: StackSummary) -> bool:
+    """Whether Drawbar has failed, and not refused something: its frames say where."""
+    innermost = stack[-1] if stack else None
+    if innermost is None or not is_drawbars(innermost.filename):
+        return False
+    return not (innermost.line or "").startswith("raise")
+
+
+def _without_own(stack: StackSummary) -> StackSummary:
+    return StackSummary.from_list([each for each in stack if not is_drawbars(each.filename)])
+
+
+def _user_line(stack: StackSummary) -> str:
     """Give the innermost line that is neither a library's nor Python's own."""
-    frames = traceback.extract_tb(tb)
-    own = [frame for frame in frames if not os.path.realpath(frame.filename).startswith(_LIBRARIES)]
-    if not frames:
+    if not stack:
         return ""
-    frame = (own or list(frames))[-1]
+    frame = stack[(users_lines([each.filename for each in stack]) or [-1])[-1]]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 

@@ -67,9 +67,9 @@ class Relay(Console):
         """Take what the user should know or do."""
         self._take("notice", text)
 
-    def failure(self, failure: WorkerFailure) -> None:
+    def failure(self, failure: WorkerFailure, is_raised: bool = False) -> None:
         """Take a worker's failure."""
-        self._take("failure", failure)
+        self._take("failure", failure, is_raised)
 
     def report(self, rank: int, index: int, metrics: Mapping[str, Any]) -> None:
         """Take note of a report. Wakes nobody."""

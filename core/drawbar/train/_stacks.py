@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Mapping
@@ -12,9 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-_LIBRARIES = tuple(
-    os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")
-)
+from drawbar.train._user_code import users_lines
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -24,16 +20,8 @@ class Frame(msgspec.Struct, frozen=True):
     line: int
     function: str
 
-    @property
-    def is_users(self) -> bool:
-        """Whether the line is neither Python's, nor a library's, nor Drawbar's."""
-        return not os.path.realpath(self.file).startswith((*_LIBRARIES, _OWN))
-
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
-
-
-_OWN = str(Path(__file__).resolve().parents[1])
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,15 +33,14 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def place(self) -> str:
         """The user's innermost line, and what it called if it stands in there."""
-        users = [frame for frame in self.frames if frame.is_users]
         if not self.frames:
             return "not in the training function"
+        users = users_lines([frame.file for frame in self.frames])
         innermost = self.frames[-1]
-        if not users:
+        users_innermost = self.frames[users[-1]] if users else innermost
+        if users_innermost == innermost:
             return str(innermost)
-        if users[-1] == innermost:
-            return str(innermost)
-        return f"{users[-1]}, inside {innermost.function} ({_short(innermost.file)})"
+        return f"{users_innermost}, inside {innermost.function} ({_short(innermost.file)})"
 
 
 def take_stack(thread: threading.Thread | None) -> Stack:

@@ -1,0 +1,48 @@
+"""Which lines of a stack are the user's, and which are Drawbar's, a library's or Python's own."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import PurePath
+
+import drawbar
+
+_INSTALLED = ("site-packages", "dist-packages")  # of whatever environment, also the user's own
+_TYPED = ("<stdin>", "<string>", "<ipython-input")  # other names in brackets are of generated code
+_PYTHON = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+
+
+def is_drawbars(file: str) -> bool:
+    """Whether a file is part of Drawbar, installed or not."""
+    homes = tuple(os.path.realpath(path) + os.sep for path in drawbar.__path__)
+    return os.path.realpath(file).startswith(homes)
+
+
+def users_lines(files: Sequence[str]) -> list[int]:
+    """Give the indices of the user's lines in a stack; `files`: each line's file, outermost first.
+
+    Where all code is installed, the user's package is the one that Drawbar has called.
+    """
+    others = [index for index, file in enumerate(files) if not _is_base(file)]
+    packages = {index: _package(files[index]) for index in others}
+    wanted = None if None in packages.values() else packages[others[0]] if others else None
+    return [index for index in others if packages[index] == wanted]
+
+
+def _is_base(file: str) -> bool:
+    """Whether a file is Python's own or Drawbar's."""
+    if _package(file) is None and os.path.realpath(file).startswith(_PYTHON):
+        return True
+    is_generated = file.startswith("<") and not file.startswith(_TYPED)
+    return is_generated or is_drawbars(file)
+
+
+def _package(file: str) -> str | None:
+    """Give the installed package that a file belongs to, None for a file that is not installed."""
+    parts = PurePath(os.path.realpath(file)).parts
+    for index, part in enumerate(parts[:-1]):
+        if part in _INSTALLED:
+            return parts[index + 1]
+    return None
