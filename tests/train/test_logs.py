@@ -75,8 +75,8 @@ def test_each_ranks_file_has_all_that_it_and_its_children_said(said: Said, rank:
 
 def test_the_console_has_rank_0s_lines_once_and_as_they_are(said: Said) -> None:
     assert said.out == ["printed by 0"]
-    assert said.err.count("warned by 0") == 1
-    assert said.err.count("logged by 0") == 1
+    for way in WAYS[1:]:
+        assert said.err.count(f"{way} by 0") == 1
 
 
 def test_the_console_has_of_the_others_the_errors_only(said: Said) -> None:
@@ -102,6 +102,7 @@ def test_the_level_says_what_the_console_shows(
     out, err = capsys.readouterr()
     assert "[drawbar" not in err
     assert ("printed by 0" in out) == ("warned by 0" in err) == shows_rank_0
+    assert ("echoed by 0" in err) == ("written by 0" in err) == shows_rank_0
     assert ("\nERROR mine: logged by 0" in f"\n{err}") != shows_rank_0
     assert err.count("logged by 0") == 1
     assert "[rank 1] ERROR mine: logged by 1" in err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import subprocess
@@ -48,13 +49,55 @@ def test_each_line_is_said_once_and_written_at_once(log: Path) -> None:
     ]
 
 
-def test_children_and_c_libraries_write_to_the_file(log: Path) -> None:
+def test_what_children_and_c_code_write_is_said_in_its_place(log: Path) -> None:
     with captured(log) as said:
+        print("first")
         os.write(2, b"from C++\n")
         subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+        print("in between")
         subprocess.run(["echo", "told where"], stdout=sys.stdout, check=True)
-    assert log.read_text() == "from C++\nfrom a child\ntold where\n"
+        os.write(1, b"no new line \xff")
+    lines = ["first", "from C++", "from a child", "in between", "told where", "no new line \\xff"]
+    assert [line.text for line in said] == lines
+    assert {line.text for line in said if line.stream == "stdout"} == {"first", "in between"}
+    assert log.read_bytes() == "\n".join(lines).encode().replace(b"\\xff", b"\xff")
+
+
+def test_what_c_code_has_printed_is_said_at_the_end_and_not_lost(log: Path) -> None:
+    libc = ctypes.CDLL(None)
+    with captured(log) as said:
+        libc.printf(b"Parameters: { max_dept } are not used\n")
+    assert said == [Printed(text="Parameters: { max_dept } are not used", stream="stderr")]
+    assert log.read_text() == "Parameters: { max_dept } are not used\n"
+
+
+def test_a_child_is_heard_while_python_is_silent(log: Path) -> None:
+    heard = threading.Event()
+    said: list[Printed] = []
+
+    def say(line: Printed) -> None:
+        said.append(line)
+        heard.set()
+
+    with capture_output(log, say, errors_only=False, redirect_fds=True):
+        subprocess.run(["echo", "a child"], check=True)
+        assert heard.wait(10)
+    assert said == [Printed(text="a child", stream="stderr")]
+
+
+def test_a_flood_of_a_child_is_said_in_part(log: Path) -> None:
+    with captured(log) as said:
+        subprocess.run("yes | head -c 1000000", shell=True, check=True)
+    assert 0 < len(said) < 250_000
+    assert any(f"bytes more are in {log})" in line.text for line in said)
+    assert log.stat().st_size == 1_000_000
+
+
+def test_the_other_ranks_children_are_not_said(log: Path) -> None:
+    with captured(log, errors_only=True) as said:
+        subprocess.run(["echo", "a child"], check=True)
     assert said == []
+    assert log.read_text() == "a child\n"
 
 
 def test_a_handler_that_holds_the_old_stream_writes_to_the_file(log: Path) -> None:
@@ -135,15 +178,16 @@ def test_an_unfinished_line_is_said_at_the_end(log: Path) -> None:
     assert said == [Printed(text="no newline")]
 
 
-def test_a_forked_child_writes_and_says_nothing(log: Path) -> None:
+def test_a_forked_child_is_said_once(log: Path) -> None:
     with captured(log) as said:
         child = os.fork()
         if not child:
             print("in the child")
             os._exit(0)
         os.waitpid(child, 0)
-    assert log.read_text() == "in the child\n"
-    assert said == []
+        print("after it")
+    assert log.read_text() == "in the child\nafter it\n"
+    assert said == [Printed(text="in the child", stream="stderr"), Printed(text="after it")]
 
 
 def test_lines_of_many_threads_are_all_said(log: Path) -> None:

@@ -12,19 +12,8 @@ import os
 import threading
 from weakref import WeakSet
 
+from drawbar.train import _forks
 from drawbar.train._messages import Ranks
-
-_forks = 0
-"""How often this process and its forebears were forked: `os.getpid()` may cost more than the rest
-of a report."""
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 class Callers:
@@ -34,7 +23,7 @@ class Callers:
         self._rank = ranks.world_rank
         self._is_alone = ranks.world_size == 1
         self._pid = os.getpid()
-        self._forks = _forks
+        self._forks = _forks.count
         self._own = threading.get_ident()
         self._strangers = WeakSet[threading.Thread]()
         self._speaker: threading.Thread | None = None
@@ -51,7 +40,7 @@ class Callers:
         Raises:
             RuntimeError: The process was forked, or the thread began before the attempt.
         """
-        if _forks != self._forks:
+        if _forks.count != self._forks:
             raise RuntimeError(
                 f"{caller}() was called in process {os.getpid()}, a fork of process {self._pid}, "
                 f"which is rank {self._rank}: nobody hears what a DataLoader worker "

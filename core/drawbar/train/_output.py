@@ -1,9 +1,10 @@
 """Where the output of a worker goes: all of it to a file, and what is worth showing to the driver.
 
 The file has the truth: what this process and its children write, C++ libraries included, byte for
-byte. The driver gets lines. A progress bar that is redrawn in place (tqdm) would be thousands of
-them, so its states are said a few times per second, marked as transient. Of the ranks that nobody
-watches, only errors are said: log records of level ERROR and above, which are said of every rank.
+byte. The driver gets lines, those of the children and libraries on its stderr (see `_log_file`). A
+progress bar that is redrawn in place (tqdm) would be thousands of them, so its states are said a
+few times per second, marked as transient. Of the ranks that nobody watches, only errors are said:
+log records of level ERROR and above, which are said of every rank.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
+from drawbar.train import _forks
+from drawbar.train._log_file import LogFile, flush_c_stdout
 from drawbar.train._messages import Printed
 
 Say = Callable[[Printed], None]
@@ -37,8 +40,9 @@ def capture_output(
 
     Args:
         log_path: The file, appended to; its folder is made.
-        say: Takes each line for the driver's console; called in the printing thread, never in a
-            forked child. None says nothing.
+        say: Takes each line for the driver's console; called in the printing thread, or, with what
+            C code and children wrote, in one of its own; never in a forked child. None says
+            nothing.
         errors_only: Say no printed line. Log records of level ERROR and above are said in any case,
             marked as such, since the console may show them instead of what is printed.
         redirect_fds: Point file descriptors 1 and 2 at the file, so that children and C++ libraries
@@ -54,11 +58,14 @@ def capture_output(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undo:
         log = undo.enter_context(open(log_path, "ab", buffering=0))
+        watched = None
+        if redirect_fds and say and not errors_only:
+            watched = undo.enter_context(_watched(log_path, say))
         for name in _FILENO:
             lines = _Lines(name, say) if say and not errors_only else None
             if redirect_fds:
                 _redirect(_FILENO[name], log.fileno(), getattr(sys, name), undo)
-                stream: _FileStream | _Tee = _FileStream(name, lines)
+                stream: _FileStream | _Tee = _FileStream(name, lines, watched)
             else:
                 stream = _Tee(name, getattr(sys, name), log, lines)
             undo.callback(setattr, sys, name, getattr(sys, name))
@@ -69,13 +76,24 @@ def capture_output(
         yield
 
 
+@contextmanager
+def _watched(path: Path, say: Say) -> Iterator[LogFile]:
+    """Have what others than Python write to the log said, line by line."""
+    lines = _Lines("stderr", say)
+    with LogFile(path, lines.feed) as log:
+        yield log
+    lines.finish()
+
+
 def _redirect(fd: int, log: int, stream: TextIO, undo: ExitStack) -> None:
     """Point `fd` at the log, with what `stream` still buffers on the right side of the change."""
     stream.flush()
+    flush_c_stdout()
     before = os.dup(fd)
     undo.callback(os.close, before)
     undo.callback(os.dup2, before, fd)
     undo.callback(stream.flush)
+    undo.callback(flush_c_stdout)
     os.dup2(log, fd)
 
 
@@ -86,7 +104,7 @@ class _FileStream(io.TextIOWrapper):
     on to whatever `sys.stdout` or `sys.stderr` is by that time, such as the next capture's stream.
     """
 
-    def __init__(self, name: StreamName, lines: _Lines | None) -> None:
+    def __init__(self, name: StreamName, lines: _Lines | None, log: LogFile | None) -> None:
         raw = io.FileIO(_FILENO[name], "wb", closefd=False)
         super().__init__(
             cast(io.BufferedWriter, raw),
@@ -96,22 +114,25 @@ class _FileStream(io.TextIOWrapper):
         )
         self._stream_name = name
         self._lines = lines
+        self._log = log
         self._retired = False
 
     def write(self, text: str, /) -> int:
         """Write to the file at once; in the process that made this stream, say it too."""
         if self._retired and (current := getattr(sys, self._stream_name)) is not self:
             return cast(int, current.write(text))
-        written = super().write(text)
+        log = self._log
+        if log is None or not log.write(text):
+            return super().write(text)
         if self._lines:
             self._lines.feed(text)
-        return written
+        return len(text)
 
     def close(self) -> None:
         """Do nothing: like the standard streams, it lasts as long as the process."""
 
     def retire(self) -> None:
-        self._retired = True
+        self._retired, self._log = True, None
         if self._lines:
             self._lines.finish()
 
@@ -164,7 +185,7 @@ class _Lines:
     def __init__(self, stream: StreamName, say: Say) -> None:
         self._stream = stream
         self._say = say
-        self._pid = os.getpid()
+        self._forks = _forks.count
         self._lock = threading.RLock()  # a signal handler may print while this prints
         self._parts: list[str] = []  # of the unfinished line
         self._redrawn = False  # the unfinished line
@@ -174,10 +195,13 @@ class _Lines:
 
     def feed(self, text: str) -> None:
         """Take printed text. In a forked child do nothing, not even take the lock."""
-        if os.getpid() != self._pid:
+        if _forks.count != self._forks:
             return
         with self._lock:
-            self._feed(text)
+            if text.isprintable() and not self._redrawn:
+                self._parts.append(text)  # a piece of a line, as `print()` writes many
+            else:
+                self._feed(text)
 
     def _feed(self, text: str) -> None:
         if _CURSOR_UP in text:
@@ -225,7 +249,7 @@ class _Lines:
 
     def finish(self) -> None:
         """Say the line that was never ended."""
-        if os.getpid() != self._pid:
+        if _forks.count != self._forks:
             return
         with self._lock:
             self._say_held()
