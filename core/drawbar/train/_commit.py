@@ -223,6 +223,7 @@ class Committer:
         self._on_commit(manifest, seconds)
         self._retain()
         self._in_background(self._directory.write_checksums, manifest.name)
+        self._in_background(_files.remove_tree, self._directory.uncommitted)
         self._in_background(self._directory.publish)
 
     async def keep_validation(self, manifest: Manifest, validation: Validation) -> None:
@@ -288,6 +289,7 @@ class Committer:
         self._committing.difference_update(self._pending)
         self._pending.clear()
         await self._ready.join()
+        await asyncio.to_thread(self._directory.set_aside)
         for stage in self._directory.stages():
             self._in_background(_files.remove_tree, stage)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from drawbar.train import _faults
 from drawbar.train._messages import FileEntry
@@ -17,9 +18,10 @@ from drawbar.train._retry import explained, in_bytes
 MANIFEST = ".drawbar.json"
 CHECKSUMS = ".drawbar-checksums.json"
 VALIDATION = ".drawbar-validation.json"
+PENDING = ".drawbar-pending"
 METADATA = ".metadata.json"
-_OWN = (
-    ".drawbar"  # what the names of the first three, and of files that are being written, begin with
+_OWN = re.compile(
+    r"\.drawbar(-checksums|-validation)?\.json|\.drawbar-pending|\.drawbar-.+\.\d+\.tmp"
 )
 
 _COPY_THREADS = 8
@@ -51,7 +53,7 @@ def list_files(directory: Path) -> tuple[FileEntry, ...]:
                         "it is no file, no folder and no link to one, so it cannot be saved",
                         entry.path,
                     )
-                elif not path.startswith(_OWN):
+                elif not is_own(path):
                     found.append(FileEntry(path, entry.stat().st_size))
     return tuple(sorted(found, key=lambda file: file.path))
 
@@ -66,6 +68,11 @@ def _way_into(entry: os.DirEntry[str], leads_through: tuple[str, ...]) -> str:
     return real
 
 
+def is_own(path: str) -> bool:
+    """Whether a path in a checkpoint is that of a file of Drawbar's."""
+    return path.startswith(".drawbar") and _OWN.fullmatch(path) is not None
+
+
 def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     """Copy these files, several at a time, inside the kernel where the filesystem allows it.
 
@@ -76,20 +83,98 @@ def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
 
 
 def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
-    """Move these files: a rename each on one filesystem, else copy and delete."""
+    """Move these files: a rename each on one filesystem, else they are copied.
+
+    What lies behind a symbolic link is copied. The caller removes `source`, once it needs no more
+    of it: until then what was copied is there as well, and if this fails all of it is.
+    """
     _faults.reached("persist.start")
-    for number, file in enumerate(files):
-        if number == (len(files) + 1) // 2:
-            _faults.reached("persist.half")
-        destination = target / file.path
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.rename(source / file.path, destination)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            _copy_file(source / file.path, destination)
-            os.unlink(source / file.path)
+    links = find_links(source)
+    linked = [file for file in files if _leads_through(file.path, links)] if links else []
+    _for_each(linked, lambda file: _copy_file(source / file.path, target / file.path))
+    behind = {file.path for file in linked}
+    own = [file for file in files if file.path not in behind]
+    moved = []
+    try:
+        for number, file in enumerate(own):
+            if number == (len(own) + 1) // 2:
+                _faults.reached("persist.half")
+            if _rename_or_copy(source / file.path, target / file.path):
+                moved.append(file)
+    except OSError:
+        for file in moved:
+            os.rename(target / file.path, source / file.path)
+        raise
+
+
+def _rename_or_copy(source: Path, target: Path) -> bool:
+    """Put a file elsewhere; says whether that was a rename, after which the source is gone."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _copy_file(source, target)
+        return False
+    return True
+
+
+def find_links(directory: Path) -> set[str]:
+    """Find the symbolic links below `directory`, as paths in it; "" if it is one itself.
+
+    None is followed.
+    """
+    if directory.is_symlink():
+        return {""}
+    return {path for path, entry in _entries(directory) if entry.is_symlink()}
+
+
+def _entries(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Give everything below `directory` but folders, with its path; no link is followed."""
+    stack = [""]
+    while stack:
+        folder = stack.pop()
+        with os.scandir(directory / folder) as entries:
+            for entry in entries:
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    stack.append(path)
+                else:
+                    yield path, entry
+
+
+def _leads_through(path: str, links: set[str]) -> bool:
+    """Whether the way to a file, or the file itself, is one of these links."""
+    ways = (str(way) for way in PurePosixPath(path).parents[:-1])
+    return "" in links or path in links or any(way in links for way in ways)
+
+
+def replace_links(directory: Path, spare: Path) -> None:
+    """Put copies of what they lead to in the place of the symbolic links below `directory`.
+
+    Args:
+        directory: Is no link itself.
+        spare: An empty folder on the same filesystem, where the copies are made.
+    """
+    links = find_links(directory)
+    linked = [file for file in list_files(directory) if _leads_through(file.path, links)]
+    _for_each(linked, lambda file: _copy_file(directory / file.path, spare / file.path))
+    for link in links:
+        if (spare / link).is_dir():
+            os.unlink(directory / link)
+            os.rename(spare / link, directory / link)
+        elif (spare / link).exists():
+            os.replace(spare / link, directory / link)
+        else:
+            os.unlink(directory / link)  # to a folder without files
+
+
+def keep_only(directory: Path, wanted: Container[str]) -> None:
+    """Delete every file below `directory` that is not wanted, and every link, wanted or not."""
+    for path, entry in list(_entries(directory)):
+        if path not in wanted or entry.is_symlink():
+            os.unlink(entry.path)
 
 
 def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -> None:
@@ -130,6 +215,14 @@ def _copy_in_kernel(reader: int, writer: int) -> bool:
     return True
 
 
+def is_same(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one place."""
+    try:
+        return path == other or path.samefile(other)
+    except OSError:
+        return False
+
+
 def sync_tree(directory: Path) -> None:
     """Have the kernel write every file and folder below `directory` to the disk."""
     for root, _, names in os.walk(directory):
@@ -153,7 +246,7 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
     Raises:
         OSError: It cannot be written; the message has the path and the bytes.
     """
-    temporary = path.with_name(f"{_OWN}-{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".drawbar-{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(data)
         if durable:
@@ -176,5 +269,14 @@ def checksum(path: Path) -> str:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory and do not mind if some of it is gone already."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Delete a directory and do not mind if some of it is gone already.
+
+    Of a link, or a file, that is what is deleted: nothing behind a link is touched.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        return

@@ -67,6 +67,13 @@ class Folder:
         uri = f"{base.rstrip('/').rpartition('/')[0]}{mark}{query}" if self.uri else ""
         return Folder(self.path.rstrip("/").rpartition("/")[0], self.filesystem, uri)
 
+    @property
+    def local(self) -> Path | None:
+        """Where it lies on this node; None if its filesystem is no other way to this node's."""
+        wrapped = getattr(getattr(self.filesystem, "handler", None), "fs", None)
+        protocols = getattr(wrapped, "protocol", ())
+        return Path(self.path) if "file" in protocols and "local" in protocols else None
+
     def same_as(self, other: Folder) -> bool:
         """Whether both are one place."""
         return self.path == other.path and same_filesystem(self.filesystem, other.filesystem)

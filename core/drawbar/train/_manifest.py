@@ -91,8 +91,7 @@ def read_checksums(place: Path | Folder) -> dict[str, str] | None:
 
 def user_files(place: Folder) -> tuple[FileEntry, ...]:
     """List what the user saved, as `_files.list_files` does for a local directory."""
-    own = (_files.MANIFEST, _files.CHECKSUMS, _files.VALIDATION)
-    return tuple(file for file in place.list_files() if file.path not in own)
+    return tuple(file for file in place.list_files() if not _files.is_own(file.path))
 
 
 def read_manifest(place: Path | Folder) -> Manifest | None:
@@ -107,6 +106,16 @@ def read_manifest(place: Path | Folder) -> Manifest | None:
     if validated is None or validated.time != manifest.time:  # not that of an earlier commit here
         return manifest
     return validated
+
+
+def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:
+    """Write the manifest into a local directory, with which it is a checkpoint."""
+    path = directory / _files.MANIFEST
+    if durable:
+        _files.sync_tree(directory)
+    _files.write_atomically(path, manifest.encode(), durable=durable)
+    if durable:
+        _files.sync(directory)
 
 
 def _read_manifest(place: Path | Folder, name: str) -> Manifest | None:

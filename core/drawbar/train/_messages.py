@@ -52,7 +52,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     `directory` is where they are now. `staged` means that they already lie in the run's staging
     area, so that committing them moves no byte. `name` is the directory name that the user asked
-    for, or None. `in_place`: the directory is, or will be, the checkpoint itself.
+    for, or None. `in_place`: the directory is, or will be, the checkpoint itself. `handed_over`: it
+    may be moved, and is deleted once the checkpoint is committed.
     """
 
     directory: str
@@ -60,6 +61,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     staged: bool
     name: str | None = None
     in_place: bool = False
+    handed_over: bool = False
 
 
 class Reported(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,9 +34,6 @@ from drawbar.train._messages import FileEntry
 from drawbar.train._retry import is_transient, told_when_slow
 from drawbar.train._storage import OUTCOME, Part, RunDirectory
 
-PENDING = ".drawbar-pending"
-"""Lies in a directory that will be a checkpoint and does not look like one by its name."""
-
 _logger = logging.getLogger("drawbar.train")
 _publishing = threading.Lock()
 
@@ -62,6 +59,10 @@ class RemoteRunDirectory(RunDirectory):
     @property
     def filesystem(self) -> Any | None:
         return self.folder.filesystem
+
+    def local_places(self) -> list[Path]:
+        """List the work folder, and the run's folder if its filesystem is that of this node."""
+        return [self.path] if self.folder.local is None else [self.path, self.folder.local]
 
     # -- the work folder and its copy
 
@@ -158,7 +159,7 @@ class RemoteRunDirectory(RunDirectory):
         """Write these files under the checkpoint's name. Without the manifest nobody sees them."""
         folder = self.folder / name
         if not name.startswith("checkpoint_"):
-            folder.write(PENDING, b"")
+            folder.write(_files.PENDING, b"")
         with told_when_slow(f"writing checkpoint {name} of {label} to {self.location}"):
             checksums = folder.upload(source, files)
         return Part(None, tuple(files), checksums)
@@ -249,7 +250,7 @@ class RemoteRunDirectory(RunDirectory):
 
 
 def _may_be_leftover(folder: Folder) -> bool:
-    return folder.name.startswith("checkpoint_") or folder.read_if_there(PENDING) is not None
+    return folder.name.startswith("checkpoint_") or folder.read_if_there(_files.PENDING) is not None
 
 
 def open_directory(path: str | os.PathLike[str], filesystem: Any | None = None) -> RunDirectory:

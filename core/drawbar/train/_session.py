@@ -24,6 +24,7 @@ from typing import Any
 import cloudpickle
 
 from drawbar.train import _files
+from drawbar.train._acceptable import check_name
 from drawbar.train._callers import Callers
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._data import fetch_shards, position_name
@@ -59,7 +60,7 @@ from drawbar.train._upload import (
     CheckpointUploadFn,
     CheckpointUploadMode,
     Uploads,
-    check_arguments,
+    check_mode,
 )
 from drawbar.train._validation import (
     CheckpointConsistencyMode,
@@ -163,7 +164,9 @@ class Session:
             self.report_metrics(metrics)
             return
         values = normalise(metrics)
-        check_arguments(name, mode)
+        check_mode(mode)
+        if name is not None:
+            check_name(name)
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)
         if delete_local is None:
@@ -196,7 +199,7 @@ class Session:
                 )
             )
         follow = self.uploads.follow if waits else self.uploads.follow_in_background
-        follow(index, offer, delete_local=delete_local)
+        follow(index, offer)
 
     def use_unshared(self) -> None:
         """Have checkpoints travel: this node does not share the run's directory."""

@@ -7,6 +7,7 @@
         logs/rank_N.log           every rank's full output
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
         .staging/                 whatever is not committed yet; emptied when its attempt is over
+        .uncommitted/             what was handed over for a checkpoint that did not come about
         .workers/                 how each worker process ended (_sentinel.py)
 
 A checkpoint exists if and only if its manifest does. Ranks put their files below `.staging`; when
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,12 +31,12 @@ from typing import Any
 
 import msgspec
 
-from drawbar.train import _faults, _files
+from drawbar.train import _faults, _files, _staging
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder
 from drawbar.train._journal import Event, Journal, events_in, journal_lost
-from drawbar.train._manifest import Manifest, as_stored, check_files, read_manifest
+from drawbar.train._manifest import Manifest, as_stored, check_files, read_manifest, write_manifest
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import explained, in_bytes
 
@@ -100,6 +100,14 @@ class RunDirectory:
         """Folder of everything that is not committed."""
         return self.path / ".staging"
 
+    @property
+    def uncommitted(self) -> Path:
+        """Folder of what was handed over by `report()` and not committed before its attempt ended.
+
+        The next commit empties it.
+        """
+        return self.path / ".uncommitted"
+
     def log(self, rank: int) -> Path:
         """File with one rank's full output."""
         return self.path / "logs" / f"rank_{rank}.log"
@@ -108,6 +116,10 @@ class RunDirectory:
         """File that tells how a worker process ended."""
         return self.path / ".workers" / f"{hostname}-{pid}.json"
 
+    def local_places(self) -> list[Path]:
+        """List the folders of this node that the run lies in."""
+        return [self.path]
+
     def create(self) -> None:
         """Make the folders that a run needs."""
         for folder in (self.staging, self.path / "logs", self.path / ".workers"):
@@ -115,6 +127,7 @@ class RunDirectory:
 
     def sweep(self) -> None:
         """Remove what earlier processes of this run left uncommitted or half deleted."""
+        self.set_aside()
         _files.remove_tree(self.staging)
         _files.remove_tree(self.path / ".workers")
         (self.path / OUTCOME).unlink(missing_ok=True)
@@ -177,9 +190,7 @@ class RunDirectory:
 
     def new_stage(self, label: str) -> Path:
         """Make a new empty directory in the staging area, where a commit moves no byte."""
-        path = self.staging / f"{label}-{uuid.uuid4().hex[:12]}"
-        path.mkdir(parents=True)
-        return path
+        return _staging.new_stage(self.staging, label)
 
     def stages(self) -> list[Path]:
         """List what lies in the staging area on this node."""
@@ -211,17 +222,29 @@ class RunDirectory:
         self, source: Path, files: Sequence[FileEntry], *, label: str, name: str, move: bool
     ) -> Path:
         """Put these files into a new directory of the staging area on this node; see `persist`."""
-        target = self.new_stage(label)
-        act = _files.move_files if move else _files.copy_files
+        own = _staging.label_of_handed_over(label, name) if move else label
+        target = self.new_stage(own)
         try:
-            act(source, target, files)
+            _staging.fill(target, source, files, move=move)
         except OSError as error:
-            if not move:
-                _files.remove_tree(target)
             total = in_bytes(sum(file.size for file in files))
             what = f"writing {total} of checkpoint {name} to {self.path}"
             raise explained(error, what) from error
         return target
+
+    def replace_links(self, directory: Path) -> None:
+        """Put copies in the place of the links in a directory of the run.
+
+        Raises:
+            OSError: One leads nowhere, or back; or there is no room.
+        """
+        _staging.replace_links(directory, self.staging)
+
+    def set_aside(self) -> None:
+        """Keep what was handed over and did not become part of a checkpoint, and say where."""
+        stages = _staging.handed_over(self.staging)
+        names = [each.name for each in self.checkpoints()] if stages else []
+        _staging.set_aside(stages, self.uncommitted, names)
 
     def checkpoint(self, name: str) -> Checkpoint:
         """Give the checkpoint of this name."""
@@ -230,7 +253,7 @@ class RunDirectory:
     def name_of(self, checkpoint: Checkpoint) -> str | None:
         """Give the name of a checkpoint that lies directly in the run; None for any other."""
         path = Path(checkpoint.path)
-        inside = checkpoint.filesystem is None and path.parent == self.path
+        inside = checkpoint.filesystem is None and _files.is_same(path.parent, self.path)
         return path.name if inside and not path.name.startswith(".") else None
 
     # -- seen from the controller
@@ -266,7 +289,7 @@ class RunDirectory:
         if metadata is not None and not (merged / _files.METADATA).exists():
             (merged / _files.METADATA).write_bytes(metadata)
         _faults.reached("commit.merged")
-        _write_manifest(merged, manifest, durable=durable)
+        write_manifest(merged, manifest, durable=durable)
         _faults.reached("commit.manifest")
         if not in_place:
             os.rename(merged, target)
@@ -276,25 +299,15 @@ class RunDirectory:
         return target
 
     def manifest_in_place(self, manifest: Manifest) -> Manifest:
-        """Give the manifest with whatever lies in the checkpoint's directory already."""
+        """Give the manifest with whatever lies in the checkpoint's directory, links replaced."""
+        self.replace_links(self.path / manifest.name)
         return manifest.holding(_files.list_files(self.path / manifest.name))
 
     def _merge(self, parts: Sequence[Part]) -> Path:
         """Bring all parts into one directory. A single part is that directory already."""
         staged = [(part.directory, part.files) for part in parts if part.directory is not None]
-        if not staged:
-            return self.new_stage("empty")
-        merged = staged[0][0]
         wanted = {file.path for part in parts for file in part.files}
-        others = [each for each in staged if each[0] != merged]  # ranks may share one
-        for directory, files in others:
-            _files.move_files(directory, merged, files)
-        for directory, _ in others:
-            _files.remove_tree(directory)
-        for file in _files.list_files(merged):
-            if file.path not in wanted:
-                os.unlink(merged / file.path)
-        return merged
+        return _staging.merge(staged, wanted) if staged else self.new_stage("empty")
 
     def _make_way(self, target: Path) -> None:
         if not target.exists():
@@ -355,7 +368,7 @@ class RunDirectory:
             os.rename(self.path / name, grave)
         except FileNotFoundError:
             return
-        shutil.rmtree(grave, ignore_errors=True)
+        _files.remove_tree(grave)
 
     def write_checksums(self, name: str) -> None:
         """Hash every file of a checkpoint into its second file, which `verify()` reads."""
@@ -377,15 +390,6 @@ class RunDirectory:
         """
         path = self.path / manifest.name / _files.VALIDATION
         _files.write_atomically(path, manifest.encode(), durable=durable)
-
-
-def _write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:
-    path = directory / _files.MANIFEST
-    if durable:
-        _files.sync_tree(directory)
-    _files.write_atomically(path, manifest.encode(), durable=durable)
-    if durable:
-        _files.sync(directory)
 
 
 def committed_already(place: Path | Folder) -> FileExistsError:

@@ -7,10 +7,8 @@ object store is the right storage, and the worker says so.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._manifest import read_file
 from drawbar.train._messages import FileAnswer, FileEntry
 from drawbar.train._retry import in_bytes
+from drawbar.train._staging import one_at_a_time
 from drawbar.train._storage import Part, RunDirectory
 
 CHUNK = 8 * 1024 * 1024
@@ -81,18 +80,12 @@ class UnsharedRunDirectory(RunDirectory):
         name = self.name_of(checkpoint)
         if name is None:
             return
-        with self._one_at_a_time():
+        with one_at_a_time(self.path / ".bring.lock"):
             listed = {file.path: file for file in self.ask(name, "", 0).files}
             manifest = b"".join(self._pieces(name, listed[_files.MANIFEST]))
             if read_file(self.path / name, _files.MANIFEST) != manifest:
                 _files.remove_tree(self.path / name)
                 os.rename(self._download(name, listed.values()), self.path / name)
-
-    @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        with open(self.path / ".bring.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _download(self, name: str, files: Iterable[FileEntry]) -> Path:
         stage = self.new_stage("brought")

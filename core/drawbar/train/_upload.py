@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from drawbar.train import _files
+from drawbar.train._acceptable import check_files, check_place, may_be_given_away
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._errors import StorageError
 from drawbar.train._filesystem import Folder
@@ -33,7 +34,7 @@ from drawbar.train._messages import (
     WaitsForCheckpoint,
 )
 from drawbar.train._retry import is_transient
-from drawbar.train._storage import OWN_NAMES, Part, RunDirectory
+from drawbar.train._storage import Part, RunDirectory
 
 MAX_CHECKPOINTS_IN_FLIGHT = 2
 
@@ -59,22 +60,16 @@ class CheckpointUploadMode(Enum):
         return self is CheckpointUploadMode.ASYNC
 
 
-def check_arguments(name: str | None, mode: object) -> None:
+def check_mode(mode: object) -> None:
     """Check how `report()` was told to keep a checkpoint.
 
     Raises:
         TypeError: `mode` is not a `CheckpointUploadMode`.
-        ValueError: `name` is not that of a folder, or the run has something of that name.
     """
     if not isinstance(mode, CheckpointUploadMode):
         raise TypeError(
             f"checkpoint_upload_mode must be a CheckpointUploadMode, found {mode!r}; "
             "write CheckpointUploadMode.ASYNC"
-        )
-    if name is not None and (name != Path(name).name or name[:1] in (".", "") or name in OWN_NAMES):
-        raise ValueError(
-            f"checkpoint_dir_name={name!r} must be a plain folder name without a leading '.', "
-            f"and none of {', '.join(OWN_NAMES)}"
         )
 
 
@@ -146,9 +141,11 @@ class Uploads:
         if upload_fn is not None:
             self._functions[name] = upload_fn
             return msgspec.structs.replace(
-                self._offer_local(checkpoint, name), staged=False, in_place=True
+                self._offer_local(checkpoint, name, handed_over=handed_over),
+                staged=False,
+                in_place=True,
             )
-        offer = self._offer_local(checkpoint, name)
+        offer = self._offer_local(checkpoint, name, handed_over=handed_over)
         if handed_over and self._directory.name_of(checkpoint) is not None:
             raise ValueError(
                 f"report() was given {checkpoint!r}, which lies in the run already, to be moved or "
@@ -156,7 +153,7 @@ class Uploads:
             )
         if mode is CheckpointUploadMode.SYNC or self._is_own(offer):
             return offer
-        return self._snapshot(offer, name, move=handed_over and not self._is_committed(offer))
+        return self._snapshot(offer, name)
 
     def _offer_in_place(self, checkpoint: Checkpoint) -> Offer:
         name = self._directory.name_of(checkpoint)
@@ -166,12 +163,22 @@ class Uploads:
                 f"{self._directory.location}, found {checkpoint!r}"
             )
         place = self._directory.place(name)
-        files = user_files(place) if isinstance(place, Folder) else _files.list_files(place)
+        if isinstance(place, Folder):
+            check_place(place, self._directory)
+            files = user_files(place)
+        else:
+            files = self._offer_local(checkpoint, name, handed_over=False).files
+            if place.is_symlink():
+                raise ValueError(
+                    f"report() with NO_UPLOAD: {place} is a symbolic link to "
+                    f"{os.path.realpath(place)}; report that directory with another mode, which "
+                    "copies it"
+                )
         if not files:
             raise FileNotFoundError(f"report() with NO_UPLOAD: there are no files in {place}")
         return Offer(directory=checkpoint.path, files=files, staged=True, name=name, in_place=True)
 
-    def _offer_local(self, checkpoint: Checkpoint, name: str) -> Offer:
+    def _offer_local(self, checkpoint: Checkpoint, name: str, *, handed_over: bool) -> Offer:
         directory = Path(checkpoint.path)
         if checkpoint.filesystem is not None or not directory.is_dir():
             raise FileNotFoundError(
@@ -179,45 +186,52 @@ class Uploads:
                 f"on this worker's node ({os.uname().nodename}); one that lies in the run's "
                 "storage already is reported with CheckpointUploadMode.NO_UPLOAD"
             )
+        in_staging = directory.parent == self._directory.staging
+        if not in_staging:
+            check_place(directory, self._directory)
+        files = _files.list_files(directory)
+        check_files(directory, files, self._directory)
+        if in_staging:
+            with _told_as_storage_error():
+                self._directory.replace_links(directory)
         return Offer(
             directory=str(directory),
-            files=_files.list_files(directory),
+            files=files,
             staged=self._directory.is_staged(directory),
             name=name,
+            handed_over=handed_over
+            and not in_staging
+            and may_be_given_away(directory, files, self._directory),
         )
 
-    def _snapshot(self, offer: Offer, name: str, *, move: bool) -> Offer:
+    def _snapshot(self, offer: Offer, name: str) -> Offer:
         source = Path(offer.directory)
         with _told_as_storage_error():
             stage = self._directory.stage(
-                source, offer.files, label=self._label, name=name, move=move
+                source, offer.files, label=self._label, name=name, move=offer.handed_over
             )
-        if move:
+        if offer.handed_over:
             _files.remove_tree(source)
         staged = self._directory.is_staged(stage)
         return msgspec.structs.replace(offer, directory=str(stage), staged=staged)
 
     # -- following
 
-    def follow(self, index: int, offer: Offer, *, delete_local: bool) -> None:
+    def follow(self, index: int, offer: Offer) -> None:
         """See one checkpoint through: persist this rank's share, wait for the commit."""
         order = self._wait((Persist, index), (Committed, index))
         if isinstance(order, Persist):
-            part = self._persist(offer, order, move=delete_local)
+            part = self._persist(offer, order)
             directory = "" if part.directory is None else str(part.directory)
             self._say(Persisted(index=index, directory=directory, checksums=part.checksums))
             self._wait((Committed, index))
-        if self._is_own(offer) or (delete_local and not self._is_committed(offer)):
+        if self._is_own(offer) or offer.handed_over:
             _files.remove_tree(Path(offer.directory))
 
     def _is_own(self, offer: Offer) -> bool:
         return Path(offer.directory).parent == self._directory.staging
 
-    def _is_committed(self, offer: Offer) -> bool:
-        """Whether the source is a committed checkpoint itself, which is never given away."""
-        return (Path(offer.directory) / _files.MANIFEST).exists()
-
-    def _persist(self, offer: Offer, order: Persist, *, move: bool) -> Part:
+    def _persist(self, offer: Offer, order: Persist) -> Part:
         source = Path(offer.directory)
         upload_fn = self._functions.pop(order.name, None)
         if upload_fn is None:
@@ -227,7 +241,7 @@ class Uploads:
                     order.files,
                     label=self._label,
                     name=order.name,
-                    move=move and not self._is_committed(offer),
+                    move=offer.handed_over,
                 )
         uploaded = upload_fn(Checkpoint(source), order.name)
         if not isinstance(uploaded, Checkpoint):
@@ -239,14 +253,14 @@ class Uploads:
             )
         return Part(None, order.files)
 
-    def follow_in_background(self, index: int, offer: Offer, *, delete_local: bool) -> None:
+    def follow_in_background(self, index: int, offer: Offer) -> None:
         """Do the same in another thread; waits for the oldest if too many are in flight."""
         with self._following:
             if self._background is None:
                 self._background = ThreadPoolExecutor(1, thread_name_prefix="drawbar-checkpoint")
             while sum(not each.done() for _, each in self._in_flight) >= MAX_CHECKPOINTS_IN_FLIGHT:
                 self._wait_for_oldest()
-            follow = self._background.submit(self.follow, index, offer, delete_local=delete_local)
+            follow = self._background.submit(self.follow, index, offer)
             self._in_flight.append((index, follow))
 
     def _wait_for_oldest(self) -> None:

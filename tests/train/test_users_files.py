@@ -1,0 +1,320 @@
+"""Nothing of the user's is touched: what links lead to, other runs, what is handed over, names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar import train
+from drawbar.train import (
+    Checkpoint,
+    CheckpointUploadMode,
+    Result,
+    RunConfig,
+    WorkerGroupError,
+    collective,
+)
+from drawbar.train._files import METADATA, list_files
+from drawbar.train.testing import run_in_threads
+from tests.train.local_runs import ASYNC, fit, save
+
+SYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.NO_UPLOAD
+HANDED_OVER: dict[str, Any] = {"delete_local_checkpoint_after_upload": True}
+
+
+def write(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def content(place: Any) -> dict[str, str]:
+    files = [file.path for file in list_files(Path(place)) if file.path != METADATA]
+    return {path: (Path(place) / path).read_text(errors="replace") for path in files}
+
+
+def links_in(place: Any) -> list[Path]:
+    return [path for path in Path(place).rglob("*") if path.is_symlink()]
+
+
+def with_links(folder: Path, far: Path) -> None:
+    """Links to a file, to a folder, in a chain, relative ones, and the layout of a hub's cache."""
+    write(folder, own="o")
+    write(folder / "blobs", hash="weights")
+    (folder / "snapshots" / "main").mkdir(parents=True)
+    (folder / "snapshots" / "main" / "model").symlink_to("../../blobs/hash")
+    (folder / "file").symlink_to(far / "x")
+    (folder / "chain").symlink_to("file")
+    (folder / "folder").symlink_to(far)
+    write(far, x="x")
+    write(far / "deep", y="y")
+    (far / "inner").symlink_to("deep")
+
+
+LINKED = {
+    "own": "o",
+    "blobs/hash": "weights",
+    "snapshots/main/model": "weights",
+    "file": "x",
+    "chain": "x",
+    "folder/x": "x",
+    "folder/deep/y": "y",
+    "folder/inner/y": "y",
+}
+FAR = {"x": "x", "deep/y": "y", "inner/y": "y"}
+
+
+def check_linked(result: Result, far: Path) -> None:
+    assert result.checkpoint is not None
+    result.checkpoint.verify()
+    assert content(result.checkpoint) == LINKED
+    assert not links_in(result.checkpoint)
+    assert content(far) == FAR
+    assert (far / "inner").is_symlink()
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+@pytest.mark.parametrize("options", [{}, HANDED_OVER])
+def test_what_lies_behind_links_is_copied_from_a_folder(
+    tmp_path: Path, mode: CheckpointUploadMode, options: dict[str, Any]
+) -> None:
+    own, far = tmp_path / "own", tmp_path / "far"
+
+    def function() -> None:
+        with_links(own, far)
+        train.report({}, checkpoint=own, checkpoint_upload_mode=mode, **options)
+
+    check_linked(fit(function, tmp_path), far)
+    assert own.exists() is (mode is SYNC and not options)
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_what_lies_behind_links_is_copied_into_a_staged_checkpoint(
+    tmp_path: Path, mode: CheckpointUploadMode
+) -> None:
+    far = tmp_path / "far"
+
+    def function() -> int:
+        with train.checkpoint_dir() as path:
+            with_links(path, far)
+            inode = (path / "own").stat().st_ino
+            train.report({}, checkpoint=path, checkpoint_upload_mode=mode)
+        return inode
+
+    result = fit(function, tmp_path)
+    check_linked(result, far)
+    assert os.stat(Path(result.checkpoint or "") / "own").st_ino == result.return_value
+
+
+def test_links_of_several_ranks_are_merged(tmp_path: Path) -> None:
+    """One of the linked folders grows before the commit."""
+
+    def function() -> None:
+        rank = train.get_context().get_world_rank()
+        far = write(tmp_path / f"far_{rank}", x=str(rank))
+        with train.checkpoint_dir() as path:
+            (path / f"folder_{rank}").symlink_to(far)
+            (path / "latest").symlink_to(f"folder_{rank}/x")
+            if rank == 1:
+                write(tmp_path / "far_0", later="stays")
+            train.report({}, checkpoint=path)
+
+    result = run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
+    found = content(result.checkpoint)
+    found.pop("folder_0/later", None)
+    assert found == {"folder_0/x": "0", "folder_1/x": "1", "latest": "0"}
+    assert not links_in(result.checkpoint)
+    assert content(tmp_path / "far_0") == {"x": "0", "later": "stays"}
+    assert content(tmp_path / "far_1") == {"x": "1"}
+
+
+def test_links_that_ranks_make_in_one_directory(tmp_path: Path) -> None:
+    def function() -> None:
+        rank = train.get_context().get_world_rank()
+        far = write(tmp_path / f"far_{rank}", x=str(rank))
+        with train.checkpoint_dir() as own:
+            shared = collective.broadcast_from_rank_zero(own)
+            (shared / f"folder_{rank}").symlink_to(far)
+            collective.barrier()
+            train.report({}, checkpoint=shared)
+
+    result = run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
+    assert content(result.checkpoint) == {"folder_0/x": "0", "folder_1/x": "1"}
+    assert not links_in(result.checkpoint)
+    assert [content(tmp_path / f"far_{rank}") for rank in (0, 1)] == [{"x": "0"}, {"x": "1"}]
+
+
+def test_links_in_a_directory_of_the_run_are_replaced_where_it_lies(tmp_path: Path) -> None:
+    far = tmp_path / "far"
+
+    def function() -> None:
+        with_links(tmp_path / "run" / "mine", far)
+        place = tmp_path / "run" / "mine"
+        train.report({}, checkpoint=place, checkpoint_upload_mode=NO_UPLOAD)
+
+    check_linked(fit(function, tmp_path), far)
+
+
+def test_of_a_checkpoint_that_is_a_link_the_link_is_given_away(tmp_path: Path) -> None:
+    def function() -> None:
+        (tmp_path / "latest").symlink_to(write(tmp_path / "own", model="m"))
+        train.report({}, checkpoint=tmp_path / "latest", **HANDED_OVER)
+
+    assert content(fit(function, tmp_path).checkpoint) == {"model": "m"}
+    assert not (tmp_path / "latest").is_symlink()
+    assert content(tmp_path / "own") == {"model": "m"}
+
+
+def test_retention_deletes_no_more_than_the_link_that_a_checkpoint_was_replaced_by(
+    tmp_path: Path,
+) -> None:
+    moved = tmp_path / "moved"
+
+    def function() -> None:
+        save("a")
+        first = tmp_path / "run" / "checkpoint_000000"
+        first.rename(moved)
+        first.symlink_to(moved)
+        save("b")
+
+    config = train.CheckpointConfig(num_to_keep=1)
+    fit(function, tmp_path, checkpoint_config=config)
+    assert content(moved) == {"model": "a"}
+    assert not list((tmp_path / "run" / ".staging").iterdir())
+
+
+@pytest.mark.parametrize(
+    "place", ["", "run", "run/logs", "run/.staging", "run/.workers", "link", "link/logs", "run/.."]
+)
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_what_drawbar_keeps_is_no_checkpoint(
+    tmp_path: Path, place: str, mode: CheckpointUploadMode
+) -> None:
+    storage = tmp_path / "storage"
+
+    def function() -> None:
+        save("a")
+        (storage / "link").symlink_to("run")
+        delete = mode is ASYNC
+        train.report(
+            {},
+            checkpoint=f"{storage}/{place}",
+            checkpoint_upload_mode=mode,
+            delete_local_checkpoint_after_upload=delete,
+        )
+
+    with pytest.raises(WorkerGroupError, match="holds what Drawbar keeps of the run"):
+        fit(function, storage)
+    checkpoint = Result.from_path(storage / "run").checkpoint
+    assert checkpoint is not None
+    checkpoint.verify()
+
+
+def test_the_runs_logs_are_no_checkpoint_in_place(tmp_path: Path) -> None:
+    def function() -> None:
+        place = tmp_path / "run" / "logs"
+        train.report({}, checkpoint=place, checkpoint_upload_mode=NO_UPLOAD)
+
+    with pytest.raises(WorkerGroupError, match="holds what Drawbar keeps of the run"):
+        fit(function, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["run", "", "run/checkpoint_000000", "run/mine"])
+def test_what_belongs_to_another_run_is_copied_and_stays(tmp_path: Path, place: str) -> None:
+    other = tmp_path / "other"
+    fit(lambda: save("a"), other)
+    write(other / "run" / "mine", notes="n")
+    before = content(other)
+
+    def function() -> None:
+        train.report({}, checkpoint=other / place, checkpoint_upload_mode=ASYNC, **HANDED_OVER)
+
+    result = fit(function, tmp_path)
+    assert content(result.checkpoint).items() >= content(other / place).items()
+    assert content(other) == before
+    Checkpoint(other / "run" / "checkpoint_000000").verify()
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_what_was_handed_over_is_kept_if_the_commit_does_not_come(
+    tmp_path: Path, mode: CheckpointUploadMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, kept = tmp_path / "own", tmp_path / "run" / ".uncommitted" / "rank_0.checkpoint_000001"
+
+    def function() -> None:
+        write(own, model="m")
+        save("a")
+        if train.get_context().get_world_rank() == 1:
+            raise RuntimeError("on purpose")
+        train.report({}, checkpoint=own, checkpoint_upload_mode=mode, **HANDED_OVER)
+        collective.barrier()
+
+    with pytest.raises(WorkerGroupError, match="on purpose"):
+        run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
+    there = own if own.exists() else kept
+    assert content(there) == {"model": "m"}
+    assert (str(kept) in caplog.text) is (there == kept)
+    fit(lambda: save("b"), tmp_path)
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize(
+    "name", [".drawbar.json", ".drawbar-checksums.json", ".drawbar-pending", ".drawbar-x.7.tmp"]
+)
+def test_a_name_that_drawbar_needs_is_refused(tmp_path: Path, name: str) -> None:
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / name).write_text("mine")
+            train.report({}, checkpoint=path)
+
+    with pytest.raises(WorkerGroupError, match=rf"rank 0: ValueError: the name of .*{name} is res"):
+        fit(function, tmp_path)
+
+
+def test_other_names_are_the_users(tmp_path: Path) -> None:
+    names = [
+        ".drawbarrc",
+        ".drawbar",
+        ".drawbar-notes",
+        "a\nb",
+        " a ",
+        "a\\b",
+        "\u00e9",
+        "e\u0301",
+        "d" * 255,
+        "deep/" * 200 + "x",
+        "sub/.drawbar.json",
+    ]
+
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            for name in names:
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                (path / name).write_text(name)
+            train.report({}, checkpoint=path)
+
+    checkpoint = fit(function, tmp_path).checkpoint
+    assert checkpoint is not None
+    checkpoint.verify()
+    found = content(checkpoint)
+    assert {name: found[name] for name in names} == {name: name for name in names}
+
+
+def test_a_name_that_is_no_text_is_told_with_its_path(tmp_path: Path) -> None:
+    def function() -> None:
+        own = write(tmp_path / "own")
+        Path(os.fsdecode(os.fsencode(own) + b"/bad\xff")).write_text("x")
+        train.report({}, checkpoint=own)
+
+    with pytest.raises(WorkerGroupError, match=r"rank 0: .*/own/bad\\xff': its name is not UTF-8"):
+        fit(function, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\udcff", "n" * 256, "\u00e9" * 128])
+def test_a_name_of_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, name: str) -> None:
+    with pytest.raises(WorkerGroupError, match="ValueError: checkpoint_dir_name="):
+        fit(lambda: save("a", checkpoint_dir_name=name), tmp_path)
