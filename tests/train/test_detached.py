@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -309,6 +310,49 @@ def test_ctrl_c_only_detaches(
     assert run.wait(timeout=60).metrics == {"step": 0}
     assert run.status == "stopped"
     wait_until_gone(pids)
+
+
+def test_a_host_that_does_not_answer_is_named_and_nobody_waits_for_it(
+    tmp_path: Path,
+    go_on: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    function, callback = train_until(go_on, pipe), TellsItsProcess(pipe)
+
+    def second_fit() -> None:
+        with pytest.raises(TimeoutError, match=silent):
+            trainer(function, tmp_path).fit()
+
+    with drivers(lambda: trainer(function, tmp_path, callback).fit()):
+        (host,) = hear_pids(pipe, worker=2, host=1)["host"]
+    run = train.attach("run")
+    silent = rf"the process that hosts run 'run' does not answer \(pid {host} on node .*kill -9"
+    calls: list[Callable[[], Any]] = [
+        lambda: run.status,
+        run.stop,
+        lambda: train.attach("run"),
+        lambda: train.attach(tmp_path / "run"),
+    ]
+    os.kill(host, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor() as pool:
+            asked = [pool.submit(call) for call in calls]
+            with pytest.raises(TimeoutError, match=r"after 1 s run 'run' in .* is not over"):
+                run.wait(timeout=1)
+            assert "its host does not answer" in repr(run)
+            for each in asked:
+                with pytest.raises(TimeoutError, match=silent):
+                    each.result(timeout=60)
+        drivers.run(second_fit)
+        with pytest.raises(TimeoutError, match=silent):
+            run.wait(timeout=1)
+    finally:
+        os.kill(host, signal.SIGCONT)
+    go_on.touch()
+    run.wait(timeout=60)
+    assert f"(pid {host} on node" in capfd.readouterr().err
 
 
 def test_when_its_host_dies_the_run_ends_and_resumes(

@@ -5,18 +5,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import time
 import uuid
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar.train._console import Console
 from drawbar.train._ended_run import EndedRun
 from drawbar.train._ending import Ending
 from drawbar.train._errors import ControllerError, JournalLockedError
-from drawbar.train._host import ENDS_WITH_THE_PROGRAM, EXIT_SECONDS
+from drawbar.train._host import DIAGNOSIS_SECONDS, ENDS_WITH_THE_PROGRAM, EXIT_SECONDS
 from drawbar.train._host_actor import POLL_SECONDS, HostActor, News, RunFacts
 from drawbar.train._relay import Position
 from drawbar.train._run import Outcome
@@ -25,6 +26,9 @@ from drawbar.train._spec import RunSpec
 
 NAMESPACE = "drawbar"
 """The Ray namespace in which every detached run has an actor of its name."""
+
+ANSWER_SECONDS = 10.0
+"""How long the actor may take to answer before it counts as silent."""
 
 _THREADS = 32  # a follower holds one while it waits
 
@@ -44,6 +48,8 @@ class ActorRun:
         self._console = Console(facts.level, self.path)
         self._seen = Position(0, 0) if from_the_start else None
         self._ending: Ending | None = None
+        self._heard = time.monotonic()  # when the actor last answered the follower
+        self._silence_told = False
         self._over = threading.Event()
         self._let_go = False
         self.detached = facts.detached
@@ -70,6 +76,7 @@ class ActorRun:
                     if ray.wait([asked], timeout=POLL_SECONDS)[0]:
                         self._hear(ray.get(asked))
                         break
+                    self._tell_silence()
         except Exception as error:
             self._ending = self._lost(error)
         finally:
@@ -79,7 +86,16 @@ class ActorRun:
             atexit.unregister(self._end_with_the_program)
             self._over.set()
 
+    def _tell_silence(self) -> None:
+        if self.silence and not self._silence_told:
+            self._silence_told = True
+            self._console.notice(self.silence)
+
     def _hear(self, news: News) -> None:
+        self._heard = time.monotonic()
+        if self._silence_told:
+            self._silence_told = False
+            self._console.notice("the process that hosts the run answers again")
         self._seen = news.position
         for method, arguments in news.calls:
             getattr(self._console, method)(*arguments)
@@ -114,7 +130,14 @@ class ActorRun:
 
     def diagnose(self) -> str:
         """Say where every rank stands."""
-        return str(self._ask("diagnose") or "")
+        return str(self._ask("diagnose", more=DIAGNOSIS_SECONDS) or "")
+
+    @property
+    def silence(self) -> str:
+        """Say that the actor has not answered for a while, "" if it has."""
+        if self._over.is_set() or time.monotonic() - self._heard < ANSWER_SECONDS:
+            return ""
+        return _silence_of(self._actor, self.name)
 
     def snapshot(self) -> Snapshot:
         """Say how the run stands, or stood at its end."""
@@ -126,12 +149,18 @@ class ActorRun:
         text: str | None = self._ask("log", rank)
         return EndedRun(self._directory).log(rank) if text is None else text
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor. None if the run is over."""
+    def _ask(self, method: str, *arguments: Any, more: float = 0.0) -> Any:
+        """Call a method of the actor, which may take so many seconds more. None if the run is over.
+
+        Raises:
+            TimeoutError: The actor does not answer; at once if that is known.
+        """
         if self._over.is_set():
             return None
+        patience = POLL_SECONDS if self.silence else ANSWER_SECONDS + more
         try:
-            return ray.get(getattr(self._actor, method).remote(*arguments))
+            asked = getattr(self._actor, method).remote(*arguments)
+            return _answer(self._actor, self.name, asked, patience)
         except RayTaskError as error:
             raise _unwrapped(error) from None
         except RayError:
@@ -148,8 +177,9 @@ class ActorRun:
         """Stop following; a run that is not detached is stopped."""
         if not self.detached:
             self._console.notice(ENDS_WITH_THE_PROGRAM)
-            self.stop(save=False)
-            self._over.wait(EXIT_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                self.stop(save=False)
+                self._over.wait(EXIT_SECONDS)
         self._let_go = True
         self._thread.join(2 * POLL_SECONDS)  # Ray must not be shut down under it
 
@@ -198,16 +228,21 @@ def _make_actor(spec: RunSpec) -> Any:
 
 
 def _make_way(name: str) -> None:
-    """Refuse a name that a run has; wait for a host whose run is over already."""
+    """Refuse a name that a run has; wait for a host whose run is over already.
+
+    Raises:
+        JournalLockedError: The run goes on.
+        TimeoutError: Its host does not answer.
+    """
     actor = hosted_run(name)
     if actor is None:
         return
     with contextlib.suppress(RayError):
-        if not ray.get(actor.is_over.remote()):
+        if not _answer(actor, name, actor.is_over.remote()):
             raise _taken(name)
     ray.kill(actor)
-    with contextlib.suppress(RayError):
-        ray.get(actor.outlive.remote())  # the name is free when the actor has ended
+    with contextlib.suppress(RayError):  # the name is free when the actor has ended
+        _answer(actor, name, actor.outlive.remote())
 
 
 def _taken(name: str) -> JournalLockedError:
@@ -232,17 +267,53 @@ def hosted_runs() -> list[str]:
 
 
 def attached(name: str, path: str | None = None) -> ActorRun | None:
-    """Follow the detached run of this name from now on; None if none goes on, or not at `path`."""
+    """Follow the detached run of this name from now on; None if none goes on, or not at `path`.
+
+    Raises:
+        TimeoutError: Its host does not answer.
+    """
     actor = hosted_run(name)
     if actor is None:
         return None
     try:
+        _answer(actor, name, actor.is_over.remote())
         facts: RunFacts = ray.get(actor.facts.remote())
     except RayError:
         return None  # it is just ending
     if path not in (None, facts.directory.location):
         return None
     return ActorRun(actor, facts, from_the_start=False)
+
+
+def _answer(actor: Any, name: str, asked: Any, seconds: float = ANSWER_SECONDS) -> Any:
+    """Wait for what an actor answers, so long at the most.
+
+    Raises:
+        TimeoutError: It does not answer.
+        RayError: It has raised, or is gone.
+    """
+    try:
+        return ray.get(asked, timeout=seconds)
+    except GetTimeoutError:
+        raise TimeoutError(_silence_of(actor, name)) from None
+
+
+def _silence_of(actor: Any, name: str) -> str:
+    return (
+        f"the process that hosts run {name!r} does not answer ({_place_of(actor)}): it is stopped, "
+        "still starting, or cut off. There, `kill -CONT <pid>` lets a stopped one go on, and "
+        '`kill -9 <pid>` ends the run and its workers; fit() with resume="auto" then goes on from '
+        "its newest checkpoint"
+    )
+
+
+def _place_of(actor: Any) -> str:
+    """Say where an actor is, by what Ray has noted, which needs no answer of its process."""
+    noted: Any = {}
+    with contextlib.suppress(Exception):  # an interface of Ray's that is not public
+        noted = ray._private.state.actors(actor._actor_id.hex())
+    address = noted.get("Address", {}).get("IPAddress") or "unknown"
+    return f"pid {noted.get('Pid') or 'unknown'} on node {address}"
 
 
 def _unwrapped(error: RayTaskError) -> BaseException:

@@ -36,6 +36,11 @@ class EndedRun:
         return not self._snapshot.detached or self._directory.read(OUTCOME) is not None
 
     @property
+    def silence(self) -> str:
+        """Nobody needs to answer."""
+        return ""
+
+    @property
     def name(self) -> str:
         """Name of the run."""
         return self._directory.name

@@ -71,9 +71,17 @@ class FollowedRun(Protocol):
         """Give how the run ended."""
         ...
 
+    @property
+    def silence(self) -> str:
+        """Say that the process that hosts the run does not answer, "" if it does."""
+        ...
+
 
 class RunHandle:
     """A run: wait for it, stop it, look at it.
+
+    What asks a detached run raises a `TimeoutError` when the process that hosts it has not answered
+    for ten seconds.
 
         run = trainer.start()
         print(run.status, run.metrics)
@@ -183,7 +191,7 @@ class RunHandle:
                     if self._run.join(min(left, WAIT_SECONDS)):
                         break
                     if time.monotonic() >= deadline:
-                        raise TimeoutError(f"after {seconds:g} s {self!r} is not over; it goes on")
+                        raise TimeoutError(self._not_over(seconds))
                 except KeyboardInterrupt:
                     if self._run.detached:
                         raise UserAbort(self._detached_by_user()) from None
@@ -198,6 +206,10 @@ class RunHandle:
             )
         return self._run.ending().settle()
 
+    def _not_over(self, seconds: float | None) -> str:
+        after = f"after {seconds:g} s run {self.name!r} in {self.path} is not over"
+        return f"{after}; {self._run.silence or 'it goes on'}"
+
     def _detached_by_user(self) -> str:
         return (
             f"Ctrl-C: no longer waiting for the detached run {self.name!r}, which goes on. "
@@ -205,7 +217,10 @@ class RunHandle:
         )
 
     def __repr__(self) -> str:
-        snapshot = self._run.snapshot()
+        try:
+            snapshot = self._run.snapshot()
+        except TimeoutError:
+            return f"RunHandle({self.name!r}, its host does not answer, path={self.path!r})"
         parts = [repr(self.name), snapshot.status]
         if snapshot.status == "running":
             parts.append(f"world size {snapshot.timeline.attempts[-1].world_size}")
@@ -228,6 +243,7 @@ def attach(
 
     Raises:
         LookupError: There is no such run; the message lists the detached runs that go on.
+        TimeoutError: The process that hosts the run does not answer; the message says where it is.
     """
     given = os.fspath(path_or_name)
     is_name = "/" not in given and storage_filesystem is None

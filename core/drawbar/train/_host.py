@@ -107,6 +107,11 @@ class Host:
             self._thread.start()
 
     @property
+    def silence(self) -> str:
+        """It is in this very process."""
+        return ""
+
+    @property
     def name(self) -> str:
         """Name of the run."""
         return self._spec.name
