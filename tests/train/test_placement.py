@@ -123,7 +123,7 @@ def test_label_selector_syntax(condition: str, matching: set[str | None]) -> Non
 
 def test_missing_with_nothing_asked_for() -> None:
     line = missing([SMALL], [{"CPU": 0}])
-    assert line.endswith("free are CPU=2 on 1 node, room for 1 worker")
+    assert "free are CPU=2 on 1 node, room for 1 worker: Ray is placing" in line
 
 
 def test_missing_says_what_is_free() -> None:

@@ -240,8 +240,8 @@ class Controller:
     def _hear(self, attempt: int) -> Callable[[int, Sequence[Message]], None]:
         return lambda rank, messages: self._inbox.put_nowait(_Said(attempt, rank, messages))
 
-    def _say_what_is_missing(self) -> None:
-        self._console.notice(self._plan.waiting_for())
+    def _say_what_is_missing(self, up: int, placed: bool) -> None:
+        self._console.notice(self._plan.waiting_for(up, placed))
 
     async def _follow(self, attempt: Attempt) -> None:
         while not attempt.finished:

@@ -32,7 +32,7 @@ from drawbar.train._output import capture_output
 from drawbar.train._session import Assignment, Session
 from drawbar.train._stacks import Stack, take_stack
 from drawbar.train._worker import Payload, perform
-from drawbar.train._worker_group import Hear
+from drawbar.train._worker_group import Hear, OnWait
 
 STOP_SECONDS = 1.0
 
@@ -74,7 +74,7 @@ class LocalWorkerGroup:
     def __len__(self) -> int:
         return self._count
 
-    async def start(self, on_wait: Callable[[], None]) -> list[WorkerInfo]:
+    async def start(self, on_wait: OnWait) -> list[WorkerInfo]:
         """Wait for uploads of the attempt before: there is no process to end them with."""
         for session in self._sessions.values():
             await in_daemon_thread(session.uploads.join)

@@ -148,10 +148,17 @@ def missing(nodes: Sequence[NodeShape], bundles: Sequence[Mapping[str, float]]) 
     wanted = {name: amount * len(bundles) for name, amount in bundle.items()}
     free = {name: sum(node.available.get(name, 0) for node in nodes) for name in bundle}
     room = min(sum(_capacity(node.available, bundle) for node in nodes), len(bundles))
+    enough = ": Ray is placing or starting them" if room == len(bundles) else ""
     return (
         f"waiting for {_show(wanted)} ({_count(len(bundles), 'worker')} of {_show(bundle)}); "
         f"free are {_show(free)} on {_count(len(nodes), 'node')}, room for {_count(room, 'worker')}"
+        f"{enough}"
     )
+
+
+def starting(up: int, count: int) -> str:
+    """Say in one line that workers which have their place are not up yet."""
+    return f"the processes of {_count(count, 'worker')} are starting, {up} of them are up"
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

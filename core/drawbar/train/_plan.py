@@ -97,9 +97,11 @@ class SpecPlan:
         local = self._spec.scaling_config.max_workers == 0
         return list(shards) if local else [ray.put(each) for each in shards]
 
-    def waiting_for(self) -> str:
+    def waiting_for(self, up: int, placed: bool) -> str:
         """Say what the workers that have not started are waiting for."""
         scaling = self._spec.scaling_config
+        if placed:
+            return _placement.starting(up, scaling.max_workers)
         bundles = [scaling.bundle] * scaling.min_workers
         return _placement.missing(_placement.node_shapes(), bundles)
 

@@ -26,7 +26,7 @@ class Plan(Protocol):
         """Say what each slot is to do; datasets are sharded anew."""
         ...
 
-    def waiting_for(self) -> str:
+    def waiting_for(self, up: int, placed: bool) -> str:
         """Say in one line what the workers that have not started are waiting for."""
         ...
 

@@ -18,7 +18,12 @@ from typing import Any, Protocol
 import cloudpickle
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drawbar.train._failure import describe_broken_worker
@@ -46,6 +51,8 @@ NOTICE_SECONDS = 5.0
 
 
 Hear = Callable[[int, Sequence[Message]], None]
+OnWait = Callable[[int, bool], None]
+"""Gets how many processes are up, and whether all have their place."""
 
 
 class WorkerGroup(WorkerGroupView, Protocol):
@@ -56,7 +63,7 @@ class WorkerGroup(WorkerGroupView, Protocol):
         """Processes that are up and do not take part in the attempt."""
         ...
 
-    async def start(self, on_wait: Callable[[], None]) -> list[WorkerInfo]:
+    async def start(self, on_wait: OnWait) -> list[WorkerInfo]:
         """Bring up every slot that has no living worker; gives where they are, by slot.
 
         An elastic group gives those that there is room for. `on_wait` is called now and then.
@@ -137,7 +144,7 @@ class RayWorkerGroup:
 
     # -- processes
 
-    async def start(self, on_wait: Callable[[], None]) -> list[WorkerInfo]:
+    async def start(self, on_wait: OnWait) -> list[WorkerInfo]:
         """Create what is missing, all at once, and wait until enough processes are up."""
         if self._placement is None and not self._scaling.elasticity_enabled:
             self._placement = self._make_placement_group()
@@ -153,7 +160,7 @@ class RayWorkerGroup:
             if not arrived and self._enough(settled=True):
                 break
             if not arrived:
-                on_wait()
+                on_wait(len(self._up()), self._is_placed())
         return [member.up.result() for member in self._up()]
 
     @property
@@ -171,6 +178,12 @@ class RayWorkerGroup:
         for member in self._up():
             member.up.result()  # raises what kept the process from starting
         return len(self._up()) >= wanted
+
+    def _is_placed(self) -> bool:
+        if self._placement is None:
+            return False
+        table: dict[str, Any] = placement_group_table(self._placement)
+        return bool(table["state"] == "CREATED")
 
     def _make_placement_group(self) -> PlacementGroup:
         count = self._scaling.max_workers
