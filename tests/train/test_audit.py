@@ -80,6 +80,24 @@ def test_what_a_journal_cannot_have_is_told(
         check_run(run)
 
 
+def test_ranks_of_an_elastic_group_may_come_and_go(tmp_path: Path) -> None:
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / f"rank_{train.get_context().get_world_rank()}").touch()
+            train.report({}, checkpoint=path)
+
+    for workers in (1, 3, 2, 3):
+        config = RunConfig(name="run", storage_path=tmp_path)
+        run_in_threads(function, num_workers=workers, run_config=config)
+        check_run(tmp_path / "run")
+    edit(tmp_path / "run", times(0, "report", rank=2, index=1))
+    with pytest.raises(AssertionError, match=r"came before the reports of \[2\]"):
+        check_run(tmp_path / "run")
+    edit(tmp_path / "run", times(0, "checkpoint", index=1))
+    with pytest.raises(AssertionError, match=r"rank 2 has a gap or a duplicate: \[3\]"):
+        check_run(tmp_path / "run")
+
+
 def test_a_changed_checkpoint_is_told(run: Path) -> None:
     (run / "checkpoint_000002" / "rank_1").write_text("9")
     with pytest.raises(AssertionError, match=r"a committed checkpoint is lost: .* was altered"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from drawbar.train._errors import CheckpointError
@@ -26,8 +27,9 @@ def check_run(path: str | os.PathLike[str], storage_filesystem: Any | None = Non
 
     That is: the journal can be read; attempts are numbered upwards; in each attempt the reports of
     each rank are numbered upwards from the attempt's first, without gap or duplicate, and so is the
-    history that they make together; a checkpoint was committed only when every rank had made its
-    report; each committed checkpoint that retention has not deleted is there and `verify()`s.
+    history that they make together, where the ranks of an elastic group may come and go; a
+    checkpoint was committed only when every rank had made its report; each committed checkpoint
+    that retention has not deleted is there and `verify()`s.
 
     Args:
         path: The run's directory, or its URI.
@@ -79,9 +81,34 @@ def _check_history(events: Sequence[Event]) -> None:
     of_rank: dict[int, list[int]] = defaultdict(list)
     for report in history(events):
         of_rank[report.rank].append(report.index)
+    worlds = _worlds(events)
     for rank, indices in of_rank.items():
-        whole = list(range(indices[0], indices[0] + len(indices)))
+        whole = _due(worlds, rank, end=indices[-1] + 1)
         assert indices == whole, f"the history of rank {rank} has a gap or a duplicate: {indices}"
+
+
+def _worlds(events: Sequence[Event]) -> list[tuple[int, int]]:
+    """List the attempts that the history is made of: the first report of each, and its workers."""
+    worlds: list[tuple[int, int]] = []
+    for event in events:
+        if isinstance(event, AttemptStarted):
+            worlds = [each for each in worlds if each[0] < event.first_index]
+            worlds.append((event.first_index, 0))
+        elif isinstance(event, WorkersStarted):
+            worlds[-1] = (worlds[-1][0], len(event.workers))
+    return worlds
+
+
+def _due(worlds: Sequence[tuple[int, int]], rank: int, *, end: int) -> list[int]:
+    """List the reports that a rank owes, before `end`: those of the attempts that it was part of.
+
+    In an elastic group a rank may come later, go, and come again.
+    """
+    due: list[int] = []
+    for (first, workers), (following, _) in pairwise([*worlds, (end, 0)]):
+        if rank < workers:
+            due += range(first, min(following, end))
+    return due
 
 
 def _kept(events: Sequence[Event]) -> list[str]:
