@@ -14,7 +14,8 @@ import pytest
 from drawbar.train import Checkpoint, CheckpointError
 from drawbar.train._files import list_files
 from drawbar.train._manifest import Manifest
-from drawbar.train._storage import Part, RunDirectory
+from drawbar.train._staging import Part
+from drawbar.train._storage import RunDirectory
 
 
 @pytest.fixture

@@ -250,7 +250,20 @@ def test_leftovers_are_swept_and_what_is_the_users_stays(storage: dict[str, Any]
     left = {
         path for path in put if result.filesystem.get_file_info([f"{folder}/{path}"])[0].is_file
     }
-    assert left == {"mine/notes"}
+    assert left == {"mine/notes", "checkpoint_000007/model"}
+
+
+def test_a_folder_of_the_users_is_not_written_into(storage: dict[str, Any]) -> None:
+    result = fit(three_steps(), storage)
+    assert result.checkpoint is not None
+    users = f"{result.checkpoint.path.rpartition('/')[0]}/checkpoint_000003"
+    result.filesystem.create_dir(users)
+    with result.filesystem.open_output_stream(f"{users}/model") as stream:
+        stream.write(b"x")
+    with pytest.raises(WorkerGroupError, match="checkpoint_000003 is there and is no checkpoint"):
+        fit(lambda: save("3"), storage)
+    with result.filesystem.open_input_stream(f"{users}/model") as stream:
+        assert stream.read() == b"x"
 
 
 def test_a_checkpoint_is_read_copied_verified_and_annotated(

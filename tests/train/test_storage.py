@@ -11,7 +11,8 @@ import pytest
 
 from drawbar.train import Checkpoint, Manifest
 from drawbar.train._files import CHECKSUMS, METADATA, list_files
-from drawbar.train._storage import Part, RunDirectory
+from drawbar.train._staging import Part
+from drawbar.train._storage import RunDirectory
 
 
 @pytest.fixture

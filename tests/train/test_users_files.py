@@ -12,6 +12,7 @@ from drawbar import train
 from drawbar.train import (
     Checkpoint,
     CheckpointUploadMode,
+    ControllerError,
     Result,
     RunConfig,
     WorkerGroupError,
@@ -246,20 +247,39 @@ def test_what_was_handed_over_is_kept_if_the_commit_does_not_come(
     own, kept = tmp_path / "own", tmp_path / "run" / ".uncommitted" / "rank_0.checkpoint_000001"
 
     def function() -> None:
-        write(own, model="m")
         save("a")
         if train.get_context().get_world_rank() == 1:
+            collective.barrier()
             raise RuntimeError("on purpose")
+        write(own, model="m")
+        if mode is SYNC:
+            collective.barrier()
         train.report({}, checkpoint=own, checkpoint_upload_mode=mode, **HANDED_OVER)
         collective.barrier()
 
     with pytest.raises(WorkerGroupError, match="on purpose"):
         run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
-    there = own if own.exists() else kept
-    assert content(there) == {"model": "m"}
-    assert (str(kept) in caplog.text) is (there == kept)
+    assert content(own if mode is SYNC else kept) == {"model": "m"}
+    assert (str(kept) in caplog.text) is (mode is ASYNC)
     fit(lambda: save("b"), tmp_path)
     assert not kept.exists()
+
+
+def test_a_folder_of_the_users_is_not_replaced_by_a_checkpoint(tmp_path: Path) -> None:
+    users = tmp_path / "run" / "checkpoint_000001"
+
+    def function() -> None:
+        if train.get_checkpoint() is None:
+            save("a")
+            write(users, notes="n")
+        save("b")
+
+    for _ in range(2):
+        with pytest.raises(ControllerError, match=f"{users} is there and is no checkpoint that Dr"):
+            fit(function, tmp_path)
+    assert content(users) == {"notes": "n"}
+    users.rename(tmp_path / "away")
+    assert content(fit(function, tmp_path).checkpoint) == {"model": "b"}
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ from drawbar.train._messages import (
 )
 from drawbar.train._progress import Round
 from drawbar.train._session import default_name
-from drawbar.train._storage import Part, RunDirectory, committed_already
+from drawbar.train._staging import Part
+from drawbar.train._storage import RunDirectory, committed_already
 from drawbar.train._unshared import read_piece
 from drawbar.train._validation import ReportedCheckpointStatus, Validation
 

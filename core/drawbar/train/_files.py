@@ -73,6 +73,11 @@ def is_own(path: str) -> bool:
     return path.startswith(".drawbar") and _OWN.fullmatch(path) is not None
 
 
+def holds_own(directory: Path) -> bool:
+    """Whether a directory holds a file of Drawbar's, so that Drawbar made it."""
+    return any(map(is_own, os.listdir(directory)))
+
+
 def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     """Copy these files, several at a time, inside the kernel where the filesystem allows it.
 

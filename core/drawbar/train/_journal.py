@@ -7,6 +7,7 @@ depends on is written before the decision is acted on.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -310,6 +311,16 @@ def events_in(lines: Iterable[bytes], place: object) -> Iterator[Event]:
         if isinstance(event, _WITH_METRICS):
             event = msgspec.structs.replace(event, metrics=from_json(event.metrics))
         yield event
+
+
+def committed_names(journal: bytes) -> set[str]:
+    """Give the names of all checkpoints that a journal knows of, as far as it can be read."""
+    names = set()
+    with contextlib.suppress(DamagedRunError):
+        for event in events_in(journal.splitlines(keepends=True), "the journal"):
+            if isinstance(event, CheckpointCommitted):
+                names.add(event.name)
+    return names
 
 
 def journal_lost(place: object, newest: str) -> DamagedRunError:

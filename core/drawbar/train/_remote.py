@@ -6,7 +6,8 @@
 
 There is no rename, so the manifest is the commit: ranks write their files under the checkpoint's
 name, and when the last one has, the controller checks what is there and writes the manifest.
-Deleting removes the manifest first. A directory without one is a leftover, swept at the next start.
+Deleting removes the manifest first. A directory without one that was marked as Drawbar's is a
+leftover, swept at the next start.
 
 The journal grows in a local work folder, since an object store cannot append, and is put in the
 storage at each commit and at the end. docs/decisions/0005-remote-storage.md says why it is so.
@@ -32,7 +33,8 @@ from drawbar.train._journal import Journal, is_held, whole_lines
 from drawbar.train._manifest import Manifest, check_files, read_manifest, user_files
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import is_transient, told_when_slow
-from drawbar.train._storage import OUTCOME, Part, RunDirectory
+from drawbar.train._staging import Part
+from drawbar.train._storage import OUTCOME, RunDirectory, taken
 
 _logger = logging.getLogger("drawbar.train")
 _publishing = threading.Lock()
@@ -144,7 +146,7 @@ class RemoteRunDirectory(RunDirectory):
         self.folder.delete_file(probe)
         for name in self.folder.folders():
             folder = self.folder / name
-            if read_manifest(folder) is None and _may_be_leftover(folder):
+            if _is_leftover(folder):
                 folder.delete()
 
     # -- seen from a worker
@@ -158,8 +160,7 @@ class RemoteRunDirectory(RunDirectory):
     ) -> Part:
         """Write these files under the checkpoint's name. Without the manifest nobody sees them."""
         folder = self.folder / name
-        if not name.startswith("checkpoint_"):
-            folder.write(_files.PENDING, b"")
+        _claim(folder)
         with told_when_slow(f"writing checkpoint {name} of {label} to {self.location}"):
             checksums = folder.upload(source, files)
         return Part(None, tuple(files), checksums)
@@ -239,6 +240,7 @@ class RemoteRunDirectory(RunDirectory):
     def delete(self, name: str) -> None:
         """Delete a checkpoint: gone with its manifest, its other files follow."""
         folder = self.folder / name
+        folder.write(_files.PENDING, b"")  # what a kill leaves of it is Drawbar's to sweep
         folder.delete_file(_files.MANIFEST)
         folder.delete()
 
@@ -249,8 +251,24 @@ class RemoteRunDirectory(RunDirectory):
         (self.folder / manifest.name).write(_files.VALIDATION, manifest.encode())
 
 
-def _may_be_leftover(folder: Folder) -> bool:
-    return folder.name.startswith("checkpoint_") or folder.read_if_there(_files.PENDING) is not None
+def _claim(folder: Folder) -> None:
+    """Mark a folder as one that a checkpoint is written into, unless it is the user's.
+
+    Raises:
+        FileExistsError: It is.
+    """
+    found = [file.path for file in folder.list_files()]
+    if found and not any(map(_files.is_own, found)):
+        raise taken(folder)
+    if _files.PENDING not in found:
+        folder.write(_files.PENDING, b"")
+
+
+def _is_leftover(folder: Folder) -> bool:
+    """Whether Drawbar has written into a folder that is no checkpoint."""
+    if read_manifest(folder) is not None:
+        return False
+    return any(_files.is_own(file.path) for file in folder.list_files())
 
 
 def open_directory(path: str | os.PathLike[str], filesystem: Any | None = None) -> RunDirectory:

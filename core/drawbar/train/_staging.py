@@ -12,6 +12,7 @@ import os
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drawbar.train import _files
@@ -20,6 +21,18 @@ from drawbar.train._messages import FileEntry
 _logger = logging.getLogger("drawbar.train")
 
 _HANDED_OVER = "handed-over."
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's share of a checkpoint: these files lie in this directory of the staging area.
+
+    None: they lie where the checkpoint will be already.
+    """
+
+    directory: Path | None
+    files: tuple[FileEntry, ...]
+    checksums: dict[str, str] = field(default_factory=dict)
 
 
 def new_stage(staging: Path, label: str) -> Path:
@@ -50,14 +63,17 @@ def fill(stage: Path, source: Path, files: Sequence[FileEntry], *, move: bool) -
         raise
 
 
-def merge(parts: Sequence[tuple[Path, Sequence[FileEntry]]], wanted: Collection[str]) -> Path:
-    """Bring all parts into the folder of the first one, which then holds what is wanted, no more.
+def merge(parts: Sequence[Part]) -> Path | None:
+    """Bring all parts into the folder of the first one, which then holds their files, no more.
 
-    Several parts may lie in one folder.
+    Several may lie in one folder. None: no part is in the staging area.
     """
-    merged = parts[0][0]
-    others = [each for each in parts if each[0] != merged]
-    _files.keep_only(merged, wanted)
+    staged = [(part.directory, part.files) for part in parts if part.directory is not None]
+    if not staged:
+        return None
+    merged = staged[0][0]
+    others = [each for each in staged if each[0] != merged]
+    _files.keep_only(merged, {file.path for part in parts for file in part.files})
     for directory, files in others:
         _files.move_files(directory, merged, files)
     for directory, _ in others:

@@ -25,7 +25,7 @@ import io
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +35,14 @@ from drawbar.train import _faults, _files, _staging
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder
-from drawbar.train._journal import Event, Journal, events_in, journal_lost
+from drawbar.train._journal import Event, Journal, committed_names, events_in, journal_lost
 from drawbar.train._manifest import Manifest, as_stored, check_files, read_manifest, write_manifest
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import explained, in_bytes
+from drawbar.train._staging import Part
 
 OUTCOME = "outcome.pkl"
 OWN_NAMES = ("journal.damaged", "journal.jsonl", "logs", OUTCOME, "stacks", "trainer.pkl")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One rank's share of a checkpoint: these files lie in this directory of the staging area.
-
-    None: they lie where the checkpoint will be already.
-    """
-
-    directory: Path | None
-    files: tuple[FileEntry, ...]
-    checksums: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -284,7 +273,7 @@ class RunDirectory:
             merged = target
         else:
             self._make_way(target)
-            merged = self._merge(parts)
+            merged = _staging.merge(parts) or self.new_stage("empty")
             manifest = as_stored(manifest, merged)
         if metadata is not None and not (merged / _files.METADATA).exists():
             (merged / _files.METADATA).write_bytes(metadata)
@@ -303,18 +292,12 @@ class RunDirectory:
         self.replace_links(self.path / manifest.name)
         return manifest.holding(_files.list_files(self.path / manifest.name))
 
-    def _merge(self, parts: Sequence[Part]) -> Path:
-        """Bring all parts into one directory. A single part is that directory already."""
-        staged = [(part.directory, part.files) for part in parts if part.directory is not None]
-        wanted = {file.path for part in parts for file in part.files}
-        return _staging.merge(staged, wanted) if staged else self.new_stage("empty")
-
     def _make_way(self, target: Path) -> None:
         if not target.exists():
             return
         self._refuse_committed(target.name)
         if target.name not in self.damaged():
-            raise FileExistsError(f"{target} is there and is no checkpoint; choose another name")
+            raise taken(target)
         os.rename(target, self.staging / f"replaced-{uuid.uuid4().hex[:12]}")
 
     def _refuse_committed(self, name: str) -> None:
@@ -352,14 +335,20 @@ class RunDirectory:
         return [each for each in self.checkpoints() if self.is_intact(each.name)]
 
     def damaged(self) -> list[str]:
-        """List the names of directories that look like checkpoints and are not intact."""
+        """List the names of directories that were made as checkpoints and are not intact."""
         return [
             entry.name
             for entry in os.scandir(self.path)
-            if entry.is_dir()
-            and (Path(entry.path) / _files.MANIFEST).exists() | entry.name.startswith("checkpoint_")
-            and not self.is_intact(entry.name)
+            if entry.is_dir() and self._was_made(entry.name) and not self.is_intact(entry.name)
         ]
+
+    def _was_made(self, name: str) -> bool:
+        """Whether Drawbar has made a checkpoint of this name: else it is a folder of the user's."""
+        if _files.holds_own(self.path / name):
+            return True
+        if not name.startswith("checkpoint_"):
+            return False
+        return name in committed_names(self.read_journal() or b"")
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint: gone in one step, its bytes follow. A missing one is no error."""
@@ -390,6 +379,14 @@ class RunDirectory:
         """
         path = self.path / manifest.name / _files.VALIDATION
         _files.write_atomically(path, manifest.encode(), durable=durable)
+
+
+def taken(place: Path | Folder) -> FileExistsError:
+    """Say that something of the user's has the name of a checkpoint."""
+    return FileExistsError(
+        f"{place} is there and is no checkpoint that Drawbar made; move it away, or give the "
+        "checkpoint another checkpoint_dir_name"
+    )
 
 
 def committed_already(place: Path | Folder) -> FileExistsError:

@@ -17,8 +17,8 @@ from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._manifest import read_file
 from drawbar.train._messages import FileAnswer, FileEntry
 from drawbar.train._retry import in_bytes
-from drawbar.train._staging import one_at_a_time
-from drawbar.train._storage import Part, RunDirectory
+from drawbar.train._staging import Part, one_at_a_time
+from drawbar.train._storage import RunDirectory
 
 CHUNK = 8 * 1024 * 1024
 LIMIT = 1_000_000_000

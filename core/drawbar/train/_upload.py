@@ -34,7 +34,8 @@ from drawbar.train._messages import (
     WaitsForCheckpoint,
 )
 from drawbar.train._retry import is_transient
-from drawbar.train._storage import Part, RunDirectory
+from drawbar.train._staging import Part
+from drawbar.train._storage import RunDirectory
 
 MAX_CHECKPOINTS_IN_FLIGHT = 2
 
