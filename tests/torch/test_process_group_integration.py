@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
-from drawbar.torch import TorchConfig, prepare_model
-from drawbar.train import FailureConfig, Result, RunConfig, WorkerGroupError, get_context
+from drawbar.torch import TorchConfig, prepare_data_loader, prepare_model
+from drawbar.train import (
+    FailureConfig,
+    Result,
+    RunConfig,
+    WorkerGroupError,
+    collective,
+    get_context,
+)
 from drawbar.train.testing import BackendContract
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -88,3 +96,49 @@ def test_the_survivor_meets_the_others_again(
     (kept, total), (_, total_1) = fit(function, num_workers=2, run_config=config).return_values
     assert kept
     assert total == total_1 == 2.0
+
+
+def step_alone() -> None:
+    torch.nn.Linear(1, 1)(torch.ones(1)).sum().backward()
+
+
+def load_alone() -> None:
+    for (batch,) in prepare_data_loader(DataLoader(TensorDataset(torch.ones(4, 1)), shuffle=True)):
+        batch.sum()
+
+
+def step_together() -> None:
+    prepare_model(torch.nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()
+
+
+def average_by_hand() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def group_by_hand() -> None:
+    dist.barrier(dist.new_group([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (step_alone, 1),
+        (load_alone, 1),
+        (step_together, 0),
+        (average_by_hand, 0),
+        (group_by_hand, 0),
+        (collective.barrier, 0),
+    ],
+)
+def test_workers_that_exchanged_nothing_are_told_once(
+    fit: Callable[..., Result], capfd: pytest.CaptureFixture[str], function: Any, told: int
+) -> None:
+    fit(lambda: function(), num_workers=2)
+    assert capfd.readouterr().err.count("drawbar.torch.prepare_model(model)") == told
+
+
+def test_one_worker_has_nobody_to_exchange_with(
+    fit: Callable[..., Result], capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(step_alone)
+    assert "prepare_model" not in capfd.readouterr().err

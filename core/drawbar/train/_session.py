@@ -315,6 +315,11 @@ class Session:
 
     # -- collectives
 
+    @property
+    def collectives_called(self) -> int:
+        """Do what `drawbar.train.backend.collectives_called` says."""
+        return self._next_collective
+
     def collective(self, kind: CollectiveKind, value: object = None) -> list[Any]:
         """Meet all ranks once; gives the values that came of it (none for a barrier)."""
         rank = self.assignment.ranks.world_rank

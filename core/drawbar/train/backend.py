@@ -23,6 +23,7 @@ __all__ = [
     "BackendConfig",
     "WorkerGroupView",
     "align_reports",
+    "collectives_called",
     "discard_checkpoint",
     "keep_data_position",
     "report_soon",
@@ -90,6 +91,14 @@ def align_reports() -> None:
     made = collective.all_gather(session.reports_made)
     for _ in range(max(made) - session.reports_made):
         report({})
+
+
+def collectives_called() -> int:
+    """Give how often this rank has met the others in this attempt, by Drawbar's own collectives.
+
+    For integrations that look at what a function has done together with other ranks.
+    """
+    return current_session("collectives_called").collectives_called
 
 
 def discard_checkpoint(name: str) -> None:

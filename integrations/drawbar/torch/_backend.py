@@ -21,6 +21,7 @@ except ImportError as missing:
     raise ImportError('drawbar.torch needs PyTorch; run: pip install "drawbar[torch]"') from missing
 
 from drawbar.torch._accelerate import accelerate_anew
+from drawbar.torch._apart import said_if_apart
 from drawbar.torch._devices import get_device
 from drawbar.torch._process_group import process_group
 from drawbar.torch._undo import at_end, set_variable, undone_at_end
@@ -117,7 +118,8 @@ def _set_up(config: TorchConfig) -> Iterator[None]:
         accelerate_anew()
         device = _use_device(required="nccl" in backend)
         timeout = timedelta(seconds=config.timeout_s)
-        with process_group(backend, timeout, device, publish=config.init_method == "env"):
+        publish = config.init_method == "env"
+        with process_group(backend, timeout, device, publish=publish), said_if_apart():
             yield
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from drawbar.torch._apart import meeting_of_our_own
 from drawbar.torch._data_position import BatchCounter, Counter, StateCounter, keep
 from drawbar.torch._devices import get_device
 from drawbar.torch._reproducibility import chosen_seed, derive_seed
@@ -147,7 +148,8 @@ def _split(loader: DataLoader[Any]) -> EpochSampler[Any] | None:
     generator = loader.generator
     seed = torch.initial_seed() if generator is None else generator.initial_seed()
     if context.get_world_size() > 1:
-        seed = collective.broadcast_from_rank_zero(seed)
+        with meeting_of_our_own():
+            seed = collective.broadcast_from_rank_zero(seed)
 
     def split(source: Any, drop_last: bool) -> EpochSampler[Any]:
         rank, size = context.get_world_rank(), context.get_world_size()

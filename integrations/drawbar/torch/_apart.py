@@ -1,0 +1,61 @@
+"""Says at the end that the ranks had nothing to do with each other, which is rarely meant.
+
+A model that nobody made data-parallel is trained by each rank on its own part of the data, without
+an error. Every way of training together leaves a trace: the process group has numbered a
+collective, or there is another group, or the ranks have met through the controller.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from drawbar.train import get_context
+from drawbar.train.backend import collectives_called
+
+_logger = logging.getLogger("drawbar.torch")
+_our_own = 0
+
+
+@contextmanager
+def said_if_apart() -> Iterator[None]:
+    """Have rank 0 warn if the function inside returns and its rank has met no other."""
+    global _our_own
+    _our_own = 0
+    before = _traces()
+    yield
+    context = get_context()
+    is_one_of_many = context.get_world_rank() == 0 and context.get_world_size() > 1
+    if is_one_of_many and before is not None and _traces() == before:
+        _logger.warning(
+            "the %d workers have not exchanged anything: no model was made data-parallel and no "
+            "collective called. If they train one model, wrap it: "
+            "drawbar.torch.prepare_model(model); if each works for itself, all is well",
+            context.get_world_size(),
+        )
+
+
+@contextmanager
+def meeting_of_our_own() -> Iterator[None]:
+    """Do not count what the ranks exchange inside: a data loader's seed trains no model."""
+    global _our_own
+    before = collectives_called()
+    yield
+    _our_own += collectives_called() - before
+
+
+def _traces() -> tuple[int, int, int] | None:
+    """Count what the rank has done together with others; None where torch does not count it."""
+    if not dist.is_initialized():
+        return None
+    group: Any = dist.group.WORLD  # torch's own stubs lack what is asked of it
+    try:
+        numbered = int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):  # not every backend numbers its collectives
+        return None
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return numbered, groups, collectives_called() - _our_own
