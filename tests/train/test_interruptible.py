@@ -44,3 +44,22 @@ def test_one_that_comes_too_late_hits_nothing() -> None:
     code.end()
     code.interrupt()
     assert [number for number in range(1000) if number < 0] == []
+
+
+def test_a_thread_that_the_code_starts_is_not_hit_in_its_place() -> None:
+    for _ in range(100):
+        code, started, ended = Interruptible(), threading.Event(), threading.Event()
+        thread = threading.Thread(target=start_threads, args=(code, started, ended), daemon=True)
+        thread.start()
+        started.wait()
+        code.interrupt()
+        assert ended.wait(10)
+
+
+def start_threads(code: Interruptible, started: threading.Event, ended: threading.Event) -> None:
+    try:
+        code.begin()
+        while True:
+            threading.Thread(target=started.set).start()
+    except AttemptInterrupted:
+        ended.set()

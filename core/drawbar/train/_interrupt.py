@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
+import time
 
 
 class AttemptInterrupted(BaseException):
@@ -43,7 +45,7 @@ class Interruptible:
         with self._lock:
             self._is_wanted = True
             if self._thread is not None:
-                _set_exception(self._thread, AttemptInterrupted)
+                _hit(self._thread)
 
     def end(self) -> None:
         """Allow no interruption any more; one that is on its way is taken back.
@@ -54,6 +56,29 @@ class Interruptible:
         with self._lock:
             self._thread = None
             _set_exception(threading.get_ident(), None)
+
+
+LONGEST_BIRTH_SECONDS = 1.0
+
+
+def _hit(thread: int) -> None:
+    """Raise `AttemptInterrupted` in this very thread.
+
+    Before Python 3.12 a thread that is being started has the id of the one that starts it, would
+    get the exception in its place and die, and who starts it would wait for it for ever. So no
+    thread is started in this moment. Only what `threading` starts can be seen: `_limbo` has it.
+    """
+    if sys.version_info >= (3, 12):
+        _set_exception(thread, AttemptInterrupted)
+        return
+    lock, being_started = vars(threading)["_active_limbo_lock"], vars(threading)["_limbo"]
+    deadline = time.monotonic() + LONGEST_BIRTH_SECONDS  # one that never ended is left there
+    while True:
+        with lock:
+            if not being_started or time.monotonic() > deadline:
+                _set_exception(thread, AttemptInterrupted)
+                return
+        time.sleep(0)  # lets it be born
 
 
 def _set_exception(thread: int, exception: type[BaseException] | None) -> None:
