@@ -10,19 +10,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PNG = b"\x89PNG"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., str]:
-    """`run(script, *arguments)`: what it prints; its home is the test's own folder."""
+def run(tmp_path: Path, ray_cluster: None) -> Callable[..., str]:
+    """`run(script, *arguments)`: what it prints; its home is the test's own folder.
 
-    def run(script: str, *arguments: str) -> str:
+    With `own_ray` it starts a Ray of its own, which takes as long as all the rest.
+    """
+    tests_ray = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    token = Path.home() / ".ray" / "auth_token"
+    if token.exists():  # Ray would look for it in the other home
+        tests_ray["RAY_AUTH_TOKEN_PATH"] = str(token)
+
+    def run(script: str, *arguments: str, own_ray: bool = False) -> str:
+        environ = {} if own_ray else tests_ray
         return subprocess.run(
             [sys.executable, str(EXAMPLES / script), *arguments],
-            env={**os.environ, "HOME": str(tmp_path)},
+            env={**os.environ, **environ, "HOME": str(tmp_path)},
             cwd=tmp_path,
             check=True,
             stdout=subprocess.PIPE,
@@ -33,7 +42,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_quickstart(run: Callable[..., str], tmp_path: Path) -> None:
-    output = run("quickstart.py")
+    output = run("quickstart.py", own_ray=True)
     assert float(re.findall(r"'loss': ([\d.e-]+)", output)[0]) < 0.5
     assert str(tmp_path / "drawbar_results") in output
 
