@@ -6,6 +6,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+TESTS_AT_A_TIME ?= 3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test check bench docs clean
@@ -13,8 +14,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 demo: $(VENV)/dev
 	$(BIN)/python examples/pytorch.py --storage-path demo-results
 
+# Most of a test's time is waiting, so several run side by side, each process with a Ray of its own;
+# then those that measure the machine itself.
 test: $(VENV)/dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not alone' -n $(TESTS_AT_A_TIME) --dist worksteal
+	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

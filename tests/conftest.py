@@ -32,12 +32,18 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One local Ray with 8 logical CPUs and 4 logical GPUs, whatever the machine has."""
+    """One local Ray with 8 logical CPUs and 4 logical GPUs, whatever the machine has.
+
+    Each process of pytest-xdist has its own.
+    """
+    # Else Ray's log monitor lists the logs of all workers ten times a second instead of twice.
+    os.environ["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"] = "0"
     ray.init(
         address="local",  # never one that happens to run on this machine
         num_cpus=8,
         num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))) or 4,  # real ones, or logical
         include_dashboard=False,
+        object_store_memory=512 * 2**20,  # several Rays share the memory
         logging_level=logging.ERROR,
     )
     yield

@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks._chaos import draw
 
+pytestmark = pytest.mark.alone  # what a killed driver leaves must be gone within 5 s
+
 KILLS = 10
 
 

@@ -22,7 +22,10 @@ from drawbar.train import (
 from drawbar.train._stacks import Frame, Stack, difference
 from drawbar.train._user_code import users_lines
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.alone,  # ranks that wait for a core for a second or two would count as standing
+]
 
 
 def trainer(function: object, config: RunConfig, **failure: object) -> DataParallelTrainer:

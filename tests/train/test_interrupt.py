@@ -123,6 +123,7 @@ def test_once_ends_in_order_and_resumes(
     assert_goes_on(pipe, run_config, num_workers)
 
 
+@pytest.mark.alone  # tells the second Ctrl-C from the first by a few seconds
 def test_twice_ends_at_once(
     run_config: RunConfig,
     tmp_path: Path,
