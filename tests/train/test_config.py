@@ -42,6 +42,7 @@ WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     (FailureConfig, "max_startup_failures", None, "must be an int, found None"),
     (FailureConfig, "keep_survivors", "yes", "must be bool, found 'yes' \\(str\\)"),
     (FailureConfig, "hang_timeout", "10s", "must be a timedelta, seconds or None, found '10s'"),
+    (FailureConfig, "quiet_notice", "10s", "must be a timedelta, seconds or None, found '10s'"),
     (FailureConfig, "hang_timeout", True, "must be a timedelta, seconds or None, found True"),
     (CheckpointConfig, "num_to_keep", "all", "must be an int, found 'all'"),
     (CheckpointConfig, "checkpoint_score_attribute", 1, "must be str, found 1"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,8 @@ from drawbar.train import (
     ScalingConfig,
     collective,
 )
+from drawbar.train._progress import Sign
+from drawbar.train._quiet import Stacks, quiet_ranks
 from drawbar.train._stacks import Frame, Stack, difference
 from drawbar.train._user_code import users_lines
 
@@ -94,6 +99,92 @@ def test_a_signal_to_the_driver_writes_the_same(run_config: RunConfig, tmp_path:
     before = signal.getsignal(signal.SIGUSR1)
     trainer(function, run_config).fit()
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def wait_in_c() -> None:
+    ctypes.PyDLL(None).sleep(60)  # holds the interpreter
+
+
+def wait_for_a_child() -> None:
+    subprocess.run(["sleep", "60"], check=False)
+
+
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("stop", "told"),
+    [
+        (wait_in_c, "it does not answer: it is frozen, or in one long call"),
+        (wait_for_a_child, "in wait_for_a_child, inside "),
+        (freeze, "it does not answer: it is frozen, or in one long call"),
+    ],
+)
+def test_a_rank_that_others_wait_for_is_said_to_be_quiet(
+    run_config: RunConfig, capfd: pytest.CaptureFixture[str], stop: Callable[[], None], told: str
+) -> None:
+    def function() -> None:
+        train.report({"step": 0})
+        if train.get_context().get_world_rank() == 1:
+            stop()
+        collective.barrier()
+
+    run = trainer(function, run_config, quiet_notice=1).start()
+    while not (quiet := run.quiet_ranks):
+        assert not run.done
+    assert list(quiet) == [1]
+    assert "rank 1 gives no sign of life for" in quiet[1]
+    assert "while rank 0 waits in collective #0 (barrier)" in quiet[1]
+    assert told in quiet[1]
+    assert "no sign of life of rank 1" in repr(run)
+    run.stop(save=False)
+    run.wait()
+    assert capfd.readouterr().err.count(quiet[1]) == 1
+
+
+def test_a_rank_that_speaks_again_is_quiet_no_more(
+    run_config: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def function() -> None:
+        while train.get_context().get_world_rank() == 1 and not (tmp_path / "go_on").exists():
+            threading.Event().wait(0.01)
+        collective.barrier()
+        while not (tmp_path / "end").exists():
+            collective.barrier()
+
+    run = trainer(function, run_config, quiet_notice=1).start()
+    while not run.quiet_ranks:
+        assert not run.done
+    (tmp_path / "go_on").touch()
+    while run.quiet_ranks:
+        assert not run.done
+    (tmp_path / "end").touch()
+    run.stop(save=False)
+    run.wait()
+    assert "all ranks give signs of life again" in capfd.readouterr().err
+
+
+HERE = Stack(frames=(Frame("/home/me/train.py", 10, "step"),), text="")
+THERE = Stack(frames=(Frame("/home/me/train.py", 12, "step"),), text="")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        ({0: HERE, 1: HERE}, {0: HERE, 1: HERE}, []),  # both compute, or both wait
+        ({0: HERE, 1: HERE}, {0: HERE, 1: THERE}, []),  # one moves
+        ({0: HERE, 1: None}, {0: THERE, 1: None}, [1]),
+        ({0: HERE, 1: THERE, 2: HERE}, {0: HERE, 1: THERE, 2: HERE}, [1]),
+        ({0: HERE, 1: THERE}, {0: HERE, 1: THERE}, [0, 1]),
+    ],
+)
+def test_when_all_are_silent_those_that_do_not_move_and_stand_apart_are_quiet(
+    before: Stacks, now: Stacks, found: list[int]
+) -> None:
+    assert list(quiet_ranks(dict.fromkeys(now, Sign(31)), 30, before, now)) == found
+    talking = {**dict.fromkeys(now, Sign(31)), 0: Sign(1)}
+    assert quiet_ranks(talking, 30, before, now) == {}
 
 
 def test_the_smaller_group_is_the_odd_one_out() -> None:

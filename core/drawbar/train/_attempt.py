@@ -7,6 +7,7 @@ of its own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -43,7 +44,7 @@ from drawbar.train._messages import (
     WorkerInfo,
 )
 from drawbar.train._preemption import PreemptionInfo, Wishes
-from drawbar.train._progress import Progress
+from drawbar.train._progress import Progress, Sign
 from drawbar.train._validation import CheckpointConsistencyMode
 from drawbar.train._validator import Validations
 
@@ -108,6 +109,8 @@ class Attempt:
         self._progress = Progress(len(workers), first_index, keep_all_rounds=bool(callbacks))
         self._metrics: dict[int, list[dict[str, object]]] = {}
         self._questions: dict[tuple[int, int], _Question] = {}
+        self._heard = dict.fromkeys(range(len(workers)), time.monotonic())
+        self._lines: dict[int, str] = {}  # of each rank's last report or collective
 
     def receive(self, rank: int, message: Message) -> None:
         """Take one message of one rank.
@@ -115,6 +118,7 @@ class Attempt:
         Raises:
             AttemptFailed: The rank failed or died, or its ranks can never meet.
         """
+        self._heard[rank] = time.monotonic()
         match message:
             case Reported():
                 self._reported(rank, message)
@@ -201,6 +205,15 @@ class Attempt:
         validated = question.until is CheckpointConsistencyMode.VALIDATED
         return not (validated and self._validations.pending(before))
 
+    def signs(self) -> dict[int, Sign]:
+        """Give the last sign of life of each rank that has not finished."""
+        now = time.monotonic()
+        return {
+            rank: self._progress.sign_of(rank, now - heard, self._lines.get(rank, ""))
+            for rank, heard in self._heard.items()
+            if rank not in self.values
+        }
+
     def reports_of(self, rank: int) -> int:
         """How often a rank has reported in this attempt."""
         return self._progress.ranks[rank].reports - self._progress.first_index
@@ -226,6 +239,7 @@ class Attempt:
                 metrics=report.metrics,
             )
         )
+        self._lines[rank] = report.where
         self._console.report(rank, report.index, report.metrics)
         for complete in self._progress.reported(rank, report):
             if conflict := complete.conflict():
@@ -247,6 +261,7 @@ class Attempt:
             self._check_divergence()
 
     def _called(self, rank: int, call: CollectiveCalled) -> None:
+        self._lines[rank] = call.where
         calls = self._progress.called(rank, call)
         if calls is None:
             self._check_divergence()

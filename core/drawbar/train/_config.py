@@ -55,6 +55,9 @@ class FailureConfig(ShowsWhatWasSet):
             seconds or as a timedelta, every rank's stacks are written to `<run>/stacks`, and the
             attempt fails with a `HangError` that names the odd rank out. It counts in
             `max_failures`. None waits without limit.
+        quiet_notice: When a rank has given no sign of life for so long while others wait for it, in
+            seconds or as a timedelta, the console and `RunHandle.quiet_ranks` say so: which rank,
+            where it stands, how to look further. The run goes on. None says nothing.
     """
 
     max_failures: int = 0
@@ -62,32 +65,31 @@ class FailureConfig(ShowsWhatWasSet):
     max_startup_failures: int = 2
     keep_survivors: bool = True
     hang_timeout: float | timedelta | None = None
+    quiet_notice: float | timedelta | None = timedelta(seconds=30)
 
     def __post_init__(self) -> None:
         for name in ("max_failures", "max_preemption_failures", "max_startup_failures"):
             require_int(f"FailureConfig.{name}", getattr(self, name), at_least=-1)
-        self._check_hang_timeout()
+        self._check_duration("hang_timeout", none_means="waits without limit")
+        self._check_duration("quiet_notice", none_means="says nothing")
         require_type("FailureConfig.keep_survivors", self.keep_survivors, bool)
 
-    def _check_hang_timeout(self) -> None:
-        timeout = self.hang_timeout
+    def _check_duration(self, field_name: str, none_means: str) -> None:
+        name, timeout = f"FailureConfig.{field_name}", getattr(self, field_name)
         if timeout is None:
             return
         if isinstance(timeout, bool) or not isinstance(timeout, int | float | timedelta):
             raise TypeError(
-                "FailureConfig.hang_timeout must be a timedelta, seconds or None, "
+                f"{name} must be a timedelta, seconds or None, "
                 f"found {timeout!r} ({type(timeout).__name__})"
             )
         if isinstance(timeout, int | float):
             if not math.isfinite(timeout):
-                raise ValueError(
-                    f"FailureConfig.hang_timeout must be finite, found {timeout}; "
-                    "None waits without limit"
-                )
+                raise ValueError(f"{name} must be finite, found {timeout}; None {none_means}")
             timeout = timedelta(seconds=timeout)
-            object.__setattr__(self, "hang_timeout", timeout)
+            object.__setattr__(self, field_name, timeout)
         if timeout <= timedelta(0):
-            raise ValueError(f"FailureConfig.hang_timeout must be positive, found {timeout}")
+            raise ValueError(f"{name} must be positive, found {timeout}")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

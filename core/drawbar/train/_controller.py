@@ -32,14 +32,9 @@ from drawbar.train._failure import (
 from drawbar.train._journal import AttemptFailed as AttemptFailedEvent
 from drawbar.train._journal import AttemptStarted, Event, RunEnded, WorkersStarted
 from drawbar.train._manifest import Manifest
-from drawbar.train._messages import (
-    Failed,
-    Gone,
-    Message,
-    Ranks,
-    WorkerInfo,
-)
-from drawbar.train._ranks import assign
+from drawbar.train._messages import Failed, Gone, Message
+from drawbar.train._quiet import QuietWatch
+from drawbar.train._ranks import assign, by_rank
 from drawbar.train._run import Outcome, Plan, Run
 from drawbar.train._validator import Validations
 from drawbar.train._worker_group import WorkerGroup
@@ -107,6 +102,9 @@ class Controller:
             notice=console.notice,
         )
         self._validations = Validations(run.validator, self._commits, console, self._validated)
+        patience = run.config.failure_config.quiet_notice
+        assert not isinstance(patience, int | float)  # FailureConfig makes it a timedelta
+        self._quiet = QuietWatch(patience, lambda: self._attempt, group, log, console)
 
     def stop(self) -> None:
         """Ask for an orderly end, from any thread: functions are interrupted, commits finished."""
@@ -141,7 +139,8 @@ class Controller:
     async def run(self) -> Outcome:
         """Follow the run to its end. Always leaves no process behind."""
         self._task = asyncio.create_task(self._run_attempts())
-        watch = asyncio.create_task(self._watch_nodes())
+        watches = [asyncio.create_task(self._watch_nodes())]
+        watches.append(asyncio.create_task(self._quiet.watch()))
         self._validations.resume()
         try:
             outcome = await self._task
@@ -150,7 +149,8 @@ class Controller:
             await self._group.end_attempt(grace=STOP_GRACE_SECONDS, keep=True, replace=False)
             self._end_run("stopped")
         finally:
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             await self._validations.close()
             await self._commits.close()
             await self._group.stop()
@@ -205,7 +205,7 @@ class Controller:
             number=self._number,
             run_id=self._run.run_id,
             first_index=start.first_index,
-            workers=_by_rank(workers, ranks),
+            workers=by_rank(workers, ranks),
             order=self._group.order,
             log=self._log,
             commits=self._commits,
@@ -390,11 +390,6 @@ class Controller:
             self._backend.on_shutdown(self._group, self._run.backend_config)
         except Exception as error:
             self._console.notice(f"{type(self._backend).__name__}.on_shutdown failed: {error!r}")
-
-
-def _by_rank(workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]) -> list[WorkerInfo]:
-    pairs = zip(workers, ranks, strict=True)
-    return [worker for worker, _ in sorted(pairs, key=lambda pair: pair[1].world_rank)]
 
 
 def _from(start: AttemptStarted) -> str:

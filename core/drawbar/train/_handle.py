@@ -129,6 +129,14 @@ class RunHandle:
         return self._run.snapshot().metrics
 
     @property
+    def quiet_ranks(self) -> dict[int, str]:
+        """The ranks that give no sign of life while others wait for them, and where they stand.
+
+        `FailureConfig.quiet_notice` says after how long.
+        """
+        return self._run.snapshot().quiet
+
+    @property
     def timeline(self) -> Timeline:
         """Where the time went so far: start-up, checkpoints and outcome of every attempt."""
         return self._run.snapshot().timeline
@@ -224,6 +232,8 @@ class RunHandle:
         parts = [repr(self.name), snapshot.status]
         if snapshot.status == "running":
             parts.append(f"world size {snapshot.timeline.attempts[-1].world_size}")
+        if snapshot.quiet:
+            parts.append(f"no sign of life of rank {', '.join(map(str, sorted(snapshot.quiet)))}")
         if snapshot.metrics:
             parts.append(f"metrics={snapshot.metrics[min(snapshot.metrics)]!r}")
         return f"RunHandle({', '.join(parts)}, path={self.path!r})"

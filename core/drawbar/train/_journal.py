@@ -140,6 +140,13 @@ class AttemptFailed(_Event, frozen=True, kw_only=True, tag="attempt_failed"):
     failures: list[str]
 
 
+class RanksQuiet(_Event, frozen=True, kw_only=True, tag="ranks_quiet"):
+    """Which ranks give no sign of life now, and what is said of each; none: all do again."""
+
+    attempt: int
+    ranks: dict[int, str]
+
+
 class RunEnded(_Event, frozen=True, kw_only=True, tag="run_ended"):
     """The run is over: "finished", "failed" or "stopped"."""
 
@@ -157,6 +164,7 @@ Event = (
     | CheckpointValidated
     | CheckpointDeleted
     | AttemptFailed
+    | RanksQuiet
     | RunEnded
 )
 

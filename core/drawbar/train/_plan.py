@@ -14,6 +14,7 @@ from drawbar.train._exact_split import ExactSplits
 from drawbar.train._journal import AttemptStarted
 from drawbar.train._launch import OpenRun
 from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._ranks import by_rank
 from drawbar.train._session import Assignment
 from drawbar.train._spec import RunSpec
 
@@ -39,12 +40,10 @@ class SpecPlan:
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
     ) -> list[Assignment]:
         """Say what each slot is to do."""
-        places = list(zip(workers, ranks, strict=True))
-        by_rank = [worker for worker, _ in sorted(places, key=lambda each: each[1].world_rank)]
         checkpoint = self._checkpoint_of(start)
         manifest = checkpoint.manifest if checkpoint else None
         positions = manifest.positions if manifest else {}
-        shards = self._shards([worker.node_id for worker in by_rank], positions)
+        shards = self._shards([each.node_id for each in by_rank(workers, ranks)], positions)
         resources = self._spec.scaling_config.resources_per_worker
         return [
             Assignment(
@@ -65,7 +64,7 @@ class SpecPlan:
                 positions=positions,
                 validation=self._spec.validation_defaults,
             )
-            for worker, each in places
+            for worker, each in zip(workers, ranks, strict=True)
         ]
 
     def _checkpoint_of(self, start: AttemptStarted) -> Checkpoint | None:

@@ -58,6 +58,20 @@ class Round:
         return f"rank {rank} (report #{self.index} at {self.reports[rank].where})"
 
 
+@dataclass(frozen=True)
+class Sign:
+    """The last sign of life of one rank that has not finished.
+
+    `silent` is in seconds. `waits`: where it waits inside Drawbar, "" if it does not; `waiters`:
+    who waits for it there. `last`: the line of its last report or collective.
+    """
+
+    silent: float
+    waits: str = ""
+    waiters: tuple[int, ...] = ()
+    last: str = ""
+
+
 @dataclass
 class RankProgress:
     """One rank: reports made, collectives entered, what it waits in, whether it has finished."""
@@ -166,6 +180,19 @@ class Progress:
                 if reason:
                     return reason
         return None
+
+    def waiters_for(self, rank: int) -> tuple[int, ...]:
+        """Give the ranks that stand still until this one does something."""
+        return tuple(
+            waiter
+            for waiter in self.ranks
+            if waiter != rank and self._stands_still(waiter) and self._needs(waiter, rank)
+        )
+
+    def sign_of(self, rank: int, silent: float, last: str) -> Sign:
+        """Give the last sign of life of a rank that has not finished."""
+        waits = self.ranks[rank].stands_at() if self._stands_still(rank) else ""
+        return Sign(silent, waits, self.waiters_for(rank), last)
 
     def _waiters(self) -> list[int]:
         offering = {rank for reports in self._rounds.values() for rank in reports}

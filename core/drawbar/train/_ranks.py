@@ -43,6 +43,12 @@ def assign(workers: Sequence[WorkerInfo]) -> list[Ranks]:
     return [ranks[slot] for slot in range(len(workers))]
 
 
+def by_rank(workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]) -> list[WorkerInfo]:
+    """Put workers, given with their ranks, into rank order."""
+    pairs = zip(workers, ranks, strict=True)
+    return [worker for worker, _ in sorted(pairs, key=lambda pair: pair[1].world_rank)]
+
+
 def gpu_order(gpu_id: str) -> tuple[int, int, str]:
     """Sort key of a GPU id: numbers by value ("2" before "10"), then UUIDs by text."""
     return (0, int(gpu_id), "") if gpu_id.isdecimal() else (1, 0, gpu_id)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drawbar.train._journal import (
+    AttemptFailed,
     AttemptStarted,
     Event,
+    RanksQuiet,
     ReportReceived,
     RunEnded,
     RunStarted,
@@ -26,12 +28,14 @@ class Snapshot:
     Attributes:
         status: "starting", "running", "restarting", and in the end one of `ENDS`.
         metrics: What each rank reported last.
+        quiet: What is said of each rank that gives no sign of life.
         timeline: The attempts so far.
         detached: Whether it was started to outlive its driver.
     """
 
     status: str = "starting"
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
+    quiet: dict[int, str] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
     detached: bool = False
 
@@ -58,7 +62,11 @@ class Snapshot:
                 self.metrics = {rank: self.metrics[rank] for rank in here if rank in self.metrics}
             case ReportReceived():
                 self.metrics[event.rank] = event.metrics
+            case RanksQuiet():
+                self.quiet = event.ranks
+            case AttemptFailed():
+                self.quiet = {}
             case RunEnded():
-                self.status = event.outcome
+                self.status, self.quiet = event.outcome, {}
             case _:
                 pass

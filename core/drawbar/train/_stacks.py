@@ -59,20 +59,33 @@ def take_stack(thread: threading.Thread | None) -> Stack:
 
 def difference(stacks: Mapping[int, Stack | None]) -> str:
     """Say which ranks stand where, the smallest group first: it holds the odd ranks out."""
+    groups = _by_place(stacks)
+    odd = odd_ranks(stacks)
+    lines = []
+    for place, ranks in groups:
+        mark = "   <- the odd one out" if ranks == odd else ""
+        lines.append(f"  {_ranks(ranks)}: {place}{mark}")
+    return "\n".join(lines)
+
+
+def odd_ranks(stacks: Mapping[int, Stack | None]) -> list[int]:
+    """Give the ranks of the smallest group that stands in one place, if just one is smallest."""
+    sizes = [len(ranks) for _, ranks in _by_place(stacks)]
+    is_odd = len(sizes) > 1 and sizes[0] < sizes[1]
+    return _by_place(stacks)[0][1] if is_odd else []
+
+
+def stand_apart(stacks: Mapping[int, Stack | None]) -> list[int]:
+    """Give the odd ranks out; all of them where they differ and none is odd."""
+    return odd_ranks(stacks) or (list(stacks) if len(_by_place(stacks)) > 1 else [])
+
+
+def _by_place(stacks: Mapping[int, Stack | None]) -> list[tuple[str, list[int]]]:
     groups: dict[str, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
         silent = "does not answer: one long call that holds the interpreter, or a dead process"
         groups.setdefault(stack.place if stack else silent, []).append(rank)
-    lines: list[str] = []
-    for place, ranks in sorted(groups.items(), key=lambda group: (len(group[1]), group[1])):
-        odd = "   <- the odd one out" if not lines and _is_odd(ranks, groups) else ""
-        lines.append(f"  {_ranks(ranks)}: {place}{odd}")
-    return "\n".join(lines)
-
-
-def _is_odd(ranks: list[int], groups: Mapping[str, list[int]]) -> bool:
-    others = [len(each) for each in groups.values() if each is not ranks]
-    return bool(others) and len(ranks) < min(others)
+    return sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
 
 
 def _ranks(ranks: list[int]) -> str:
