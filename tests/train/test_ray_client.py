@@ -132,6 +132,29 @@ def test_fit_shows_returns_and_raises_as_ever(
     assert "] running on 2 workers" in err
 
 
+class Named:
+    def hello(self) -> str:
+        return "hello"
+
+
+def test_objects_and_actors_arrive(server: str, tmp_path: Path, drivers: Drivers) -> None:
+    def main() -> None:
+        ray.init(server, namespace="mine")
+        captured = ray.put("captured")
+        named: Any = ray.remote(Named).options(name="named").remote()
+
+        def function() -> Any:
+            by_name: Any = ray.get_actor("named")
+            said = ray.get([captured, named.hello.remote(), by_name.hello.remote()])
+            return [*said, ray.put("made")]
+
+        *said, made = trainer(function, tmp_path, "carries").fit().return_values[1]
+        assert said == ["captured", "hello", "hello"]
+        assert ray.get(made) == "made"
+
+    drivers.run(main, **NO_TOKEN)
+
+
 def test_ctrl_c_stops_the_run_and_a_detached_one_goes_on(
     server: str,
     tmp_path: Path,

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from drawbar.train._carry import carry
 from drawbar.train._console import Console
 from drawbar.train._ended_run import EndedRun
 from drawbar.train._ending import Ending
@@ -100,7 +101,7 @@ class ActorRun:
         for method, arguments in news.calls:
             getattr(self._console, method)(*arguments)
         if news.ending is not None:
-            self._ending = Ending.unpacked(news.ending)
+            self._ending = news.ending.unpack()
 
     def _lost(self, error: Exception) -> Ending:
         """Look into the directory of a run whose host does not answer any more."""
@@ -193,7 +194,7 @@ def start_in_actor(spec: RunSpec) -> ActorRun:
     """
     actor = _make_actor(spec)
     try:
-        facts = ray.get(actor.begin.remote(spec.packed(), dict(spec.datasets)))
+        facts = ray.get(actor.begin.remote(carry(spec)))
     except RayTaskError as error:
         ray.kill(actor)
         raise _unwrapped(error) from None

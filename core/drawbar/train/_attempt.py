@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import cloudpickle
-
 from drawbar.train._callback import Callbacks
+from drawbar.train._carry import carry
 from drawbar.train._commit import Committer
 from drawbar.train._console import Console
 from drawbar.train._decide import AttemptEnd
@@ -268,7 +267,7 @@ class Attempt:
             return
         payloads = tuple(calls[each].payload for each in sorted(calls))
         if call.kind == "wishes":
-            payloads = (cloudpickle.dumps(self.wishes),)
+            payloads = (carry(self.wishes),)
         if call.kind == "broadcast_from_rank_zero":
             payloads = payloads[:1]
         for each in calls:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+import cloudpickle
+
 from drawbar.train._ending import Ending
 from drawbar.train._result import Result
 from drawbar.train._run import Outcome
@@ -77,7 +79,7 @@ class EndedRun:
         packed = self._directory.read(OUTCOME)
         if packed is not None:
             with contextlib.suppress(Exception):  # it needs classes that are not here
-                ending = Ending.unpacked(packed)
+                ending: Ending = cloudpickle.loads(packed)
                 if ending.snapshot.timeline == self._snapshot.timeline:  # of the last start
                     return ending
         result = Result.of(self._directory, self._events)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-import cloudpickle
-
+from drawbar.train._carry import Carried
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._messages import Finished
 from drawbar.train._result import Result
 from drawbar.train._run import Outcome
 from drawbar.train._snapshot import Snapshot
+
+Packed = TypeVar("Packed", Carried, bytes)
 
 
 @dataclass(frozen=True)
@@ -32,21 +34,15 @@ class Ending:
         self.result.return_values = [_unpickled(rank, values[rank]) for rank in sorted(values)]
         return self.result
 
-    def packed(self) -> bytes:
-        """Pickle it; of what users made, only as the bytes that their workers sent."""
+    def packed(self, pack: Callable[[object], Packed]) -> Packed:
+        """Pack it for a process or a file; of what users made, only what their workers packed."""
         try:
-            packed: bytes = cloudpickle.dumps(self)
+            packed = pack(self)
         except Exception:  # an error whose cause does not pickle
             error = self.outcome.error
             plain = TrainingFailedError(str(error), path=getattr(error, "path", ""))
-            packed = cloudpickle.dumps(replace(self, outcome=Outcome(error=plain)))
+            packed = pack(replace(self, outcome=Outcome(error=plain)))
         return packed
-
-    @classmethod
-    def unpacked(cls, packed: bytes) -> Ending:
-        """Undo `packed`."""
-        ending: Ending = cloudpickle.loads(packed)
-        return ending
 
 
 def _unpickled(rank: int, finished: Finished) -> Any:
@@ -54,7 +50,7 @@ def _unpickled(rank: int, finished: Finished) -> Any:
     if finished.value is None:
         return None  # the console has said why
     try:
-        return cloudpickle.loads(finished.value)
+        return finished.value.unpack()
     except Exception as error:
         why = f"it does not unpickle here: {error!r}"
         warnings.warn(f"the return value of rank {rank} is lost: {why}", stacklevel=5)

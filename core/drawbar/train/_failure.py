@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import StackSummary, TracebackException
 
-import cloudpickle
 from ray.exceptions import RayActorError, RayTaskError, RuntimeEnvSetupError
 
+from drawbar.train._carry import keep
 from drawbar.train._decide import AttemptEnd
 from drawbar.train._errors import (
     ControllerError,
@@ -125,7 +125,7 @@ def _user_line(stack: StackSummary) -> str:
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
-        data = cloudpickle.dumps(error)
+        data = keep(error)
     except Exception:
         return None
     return data if len(data) <= _MAX_PICKLED else None

@@ -141,6 +141,7 @@ class Host:
             _logger.exception("the run is over, but not all of %s could be closed", self.path)
         finally:
             atexit.unregister(self._end_with_the_program)
+            self._let_go()
             self._over.set()
             self._jobs.put(None)
 
@@ -165,6 +166,14 @@ class Host:
         for order in self._orders:
             order(controller)
         return await controller.run()
+
+    def _let_go(self) -> None:
+        """Hold nothing of the user's any longer, even where this is held on to."""
+        self._spec.let_go()
+        self._validator = None
+        del self._make_group
+        with self._lock:
+            self._controller = None
 
     def _log(self, event: Event) -> None:
         self._opened.journal.append(event)
@@ -207,17 +216,19 @@ class Host:
 
     def _order(self, order: Callable[[Controller], object]) -> None:
         with self._lock:
-            if self._controller is None:
+            controller = self._controller
+            if controller is None:
                 self._orders.append(order)
                 return
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
-            order(self._controller)
+            order(controller)
 
     def diagnose(self) -> str:
         """Say where every rank stands."""
-        if self._controller is None or self._over.is_set():
+        controller = self._controller
+        if controller is None or self._over.is_set():
             return ""
-        return self._controller.write_diagnosis().result(DIAGNOSIS_SECONDS)
+        return controller.write_diagnosis().result(DIAGNOSIS_SECONDS)
 
     def snapshot(self) -> Snapshot:
         """Say how the run stands."""

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 import ray
 
+from drawbar.train._carry import Carried, carry, keep
 from drawbar.train._ending import Ending
 from drawbar.train._host import Host
 from drawbar.train._hosting import host_workers
 from drawbar.train._relay import Call, Position, Relay
 from drawbar.train._snapshot import Snapshot
-from drawbar.train._spec import Datasets, RunSpec
+from drawbar.train._spec import RunSpec
 from drawbar.train._storage import OUTCOME, RunDirectory
 
 POLL_SECONDS = 1.0
@@ -53,7 +54,7 @@ class News:
 
     calls: Sequence[Call]
     position: Position
-    ending: bytes | None
+    ending: Carried | None
 
 
 class HostActor:
@@ -76,12 +77,12 @@ class HostActor:
         self._host: Host | None = None
         self._facts: RunFacts | None = None
         self._begun = threading.Event()
-        self._ending: bytes | None = None
+        self._ending: Carried | None = None
         threading.Thread(target=self._attend, name="drawbar-attend", daemon=True).start()
 
-    def begin(self, packed: bytes, datasets: Datasets) -> RunFacts:
+    def begin(self, packed: Carried) -> RunFacts:
         """Check, open and start the run."""
-        spec = RunSpec.unpacked(packed, datasets)
+        spec: RunSpec = packed.unpack()
         spec.backend_config.preflight(spec.scaling_config)
         self._host = host_workers(spec, lambda path: self._relay)
         level = spec.run_config.logging_config.level
@@ -167,13 +168,12 @@ class HostActor:
         self._run().stop(save=False)
 
     def _keep(self, ending: Ending) -> None:
-        packed = ending.packed()
         if self._detached:
             try:
-                self._run().directory.write(OUTCOME, packed)
+                self._run().directory.write(OUTCOME, ending.packed(keep))
             except OSError as error:
                 _logger.warning("the return values are not kept: %s", error)
-        self._ending = packed
+        self._ending = ending.packed(carry)
         self._relay.release()
 
 

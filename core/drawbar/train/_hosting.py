@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import ray
+
 from drawbar.train import _data, _environment, _placement
 from drawbar.train._console import Console
 from drawbar.train._host import Host, Spawn
@@ -36,10 +38,12 @@ def host_workers(
     if spec.validation is not None:
         _placement.check_validation(spec.validation.resources)
 
+    payload = ray.put(spec.payload)  # before the caller can go on, and change an array
+
     def make_group(path: str, spawn: Spawn) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
         setup = spec.backend_config.process_setup
-        return RayWorkerGroup(spec.scaling_config, path, spec.payload, runtime_env, setup)
+        return RayWorkerGroup(spec.scaling_config, path, payload, runtime_env, setup)
 
     validator = RayValidator(spec.validation) if spec.validation is not None else None
     return Host(spec, make_group, make_console, validator, jobs_wait=jobs_wait)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from drawbar.train._carry import Carried
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._validation import (
     CheckpointConsistencyMode,
@@ -130,11 +131,11 @@ CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "w
 
 
 class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank stands in its `sequence`-th collective. `payload` is pickled by the worker."""
+    """The rank stands in its `sequence`-th collective. `payload` is packed by the worker."""
 
     sequence: int
     kind: CollectiveKind
-    payload: bytes | None
+    payload: Carried | None
     where: str
 
 
@@ -185,10 +186,10 @@ class Retired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """The function returned `value`, pickled; `value_error` says why that is None."""
+    """The function returned `value`, packed; `value_error` says why that is None."""
 
     time: float
-    value: bytes | None = None
+    value: Carried | None = None
     value_error: str = ""
 
 
@@ -252,7 +253,7 @@ class CollectiveDone(msgspec.Struct, frozen=True, kw_only=True):
     """The `sequence`-th collective is complete. `payloads` has one entry, or one per rank."""
 
     sequence: int
-    payloads: tuple[bytes | None, ...]
+    payloads: tuple[Carried | None, ...]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

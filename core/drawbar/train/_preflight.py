@@ -24,8 +24,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from drawbar.train._carry import carry
+
 LARGE_PICKLE = 100_000_000
-"""Bytes of a pickled training function above which `pickle_function` warns."""
+"""Bytes of a pickled training function above which `check_function_pickles` warns."""
 
 _SEARCH_DEPTH = 5
 _SEARCH_WIDTH = 200
@@ -106,20 +108,18 @@ def check_config(takes_config: bool, config: object) -> None:
         )
 
 
-def pickle_function(function: Callable[..., Any]) -> bytes:
-    """Pickle a training function for the workers, with what it captures.
+def check_function_pickles(function: Callable[..., Any]) -> None:
+    """Check that a training function can be sent to the workers, with what it captures.
 
-    Warns with a `UserWarning` that names the largest captured variables if there are more than
-    `LARGE_PICKLE` bytes.
+    Warns with a `UserWarning` that names the largest captured variables if each worker would load
+    more than `LARGE_PICKLE` bytes.
 
     Raises:
         TypeError: Something that it captures cannot be pickled. The message has the path of each
             such variable, its type, and the reason.
     """
-    import cloudpickle
-
     try:
-        pickled: bytes = cloudpickle.dumps(function)
+        size = carry(function, shares=True).size
     except Exception as error:
         culprits = _unpicklable(_name(function), _code(function), _SEARCH_DEPTH, set())
         listed = "\n".join(f"  {path} ({_type_name(at)}): {why}" for path, at, why in culprits)
@@ -128,9 +128,8 @@ def pickle_function(function: Callable[..., Any]) -> bytes:
             f"pickled:\n{listed or f'  {error}'}\n"
             "Create it inside the training function; pass what that needs as train_loop_config"
         ) from error
-    if len(pickled) > LARGE_PICKLE:
-        warnings.warn(_too_large(function, len(pickled)), UserWarning, stacklevel=2)
-    return pickled
+    if size > LARGE_PICKLE:
+        warnings.warn(_too_large(function, size), UserWarning, stacklevel=2)
 
 
 def check_pickles(name: str, value: object) -> None:
@@ -233,13 +232,11 @@ def _too_large(function: Callable[..., Any], size: int) -> str:
 
 def _sizes(path: str, value: object, depth: int, seen: set[int]) -> Iterator[tuple[int, str, str]]:
     """Give size, path and type of what code captures, seen through large functions and methods."""
-    import cloudpickle
-
     for name, part in _captured(value):
         if id(part) in seen:
             continue
         seen.add(id(part))
-        size = len(cloudpickle.dumps(part))
+        size = carry(part, shares=True).size
         if depth and size > LARGE_PICKLE // 100 and any(True for _ in _captured(part)):
             yield from _sizes(f"{path}.{name}", part, depth - 1, seen)
         else:
@@ -263,10 +260,8 @@ def _unpicklable(
 
 
 def _pickle_error(value: object) -> str | None:
-    import cloudpickle
-
     try:
-        cloudpickle.dumps(value)
+        carry(value, shares=True)
     except Exception as error:
         return str(error) or type(error).__name__
     return None

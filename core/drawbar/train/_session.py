@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from drawbar.train import _files
 from drawbar.train._acceptable import check_name
 from drawbar.train._callers import Callers
+from drawbar.train._carry import carry
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._data import fetch_shards, position_name
 from drawbar.train._interrupt import AttemptInterrupted, Interruptible
@@ -324,7 +323,7 @@ class Session:
         """Meet all ranks once; gives the values that came of it (none for a barrier)."""
         rank = self.assignment.ranks.world_rank
         gives = kind == "all_gather" or (kind == "broadcast_from_rank_zero" and rank == 0)
-        payload = cloudpickle.dumps(value) if gives else None
+        payload = carry(value) if gives else None
         where = caller_line()
         with self._order:
             self.callers.check_speaker("a collective")
@@ -332,7 +331,7 @@ class Session:
             self._say(CollectiveCalled(sequence=sequence, kind=kind, payload=payload, where=where))
         done = self._wait_for_any((CollectiveDone, sequence))
         assert isinstance(done, CollectiveDone)
-        return [cloudpickle.loads(p) for p in done.payloads if p is not None]
+        return [p.unpack() for p in done.payloads if p is not None]
 
     def wishes(self) -> Wishes:
         """Ask, together with all ranks, what the controller wishes."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
+from drawbar.train._carry import Carried
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import DataConfig, RunConfig
 from drawbar.train._scaling import ScalingConfig
@@ -24,10 +22,10 @@ Datasets = Mapping[str, "Dataset | Callable[[], Dataset]"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """All that is needed to host a run. The training function and its config are bytes.
+    """All that is needed to host a run. The training function and its config are packed.
 
     Attributes:
-        payload: A pickled `Payload`, unpickled by workers only.
+        payload: A packed `Payload`, unpacked by workers only.
         trainer: The content of `trainer.pkl`, which `restore()` needs.
         settings: What a resumed run compares with its last start, key by key.
         environment: The driver's variables that the workers get.
@@ -36,7 +34,7 @@ class RunSpec:
         validation, validation_defaults: If the trainer has a `validation_config`.
     """
 
-    payload: bytes
+    payload: Carried
     trainer: bytes
     settings: dict[str, Any]
     environment: dict[str, str]
@@ -58,13 +56,8 @@ class RunSpec:
         assert self.run_config.name is not None  # the trainer has given it one
         return self.run_config.name
 
-    def packed(self) -> bytes:
-        """Pickle everything but the datasets, which only Ray itself can pickle."""
-        packed: bytes = cloudpickle.dumps(dataclasses.replace(self, datasets={}))
-        return packed
-
-    @classmethod
-    def unpacked(cls, packed: bytes, datasets: Datasets) -> RunSpec:
-        """Undo `packed`."""
-        spec: RunSpec = cloudpickle.loads(packed)
-        return dataclasses.replace(spec, datasets=datasets)
+    def let_go(self) -> None:
+        """Hold no longer what the user's functions refer to: the run is over."""
+        self.payload.let_go()
+        if self.validation is not None:
+            self.validation.function.let_go()

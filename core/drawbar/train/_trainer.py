@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import cloudpickle
 
 from drawbar.train import _data, _environment, _preflight
 from drawbar.train._actor_run import start_in_actor
+from drawbar.train._carry import Carried, carry, keep
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import DataConfig, RunConfig, fields_of
 from drawbar.train._console import Console
@@ -141,6 +143,7 @@ class DataParallelTrainer:
         connect_to_ray()
         if self.run_config.detached or is_client():
             self._warn_of_its_own_ray()
+            self._warn_of_objects_owned_here(spec)
             return start_in_actor(spec)
         return host_workers(spec, self._make_console, jobs_wait=jobs_wait)
 
@@ -164,11 +167,23 @@ class DataParallelTrainer:
                 stacklevel=5,
             )
 
+    def _warn_of_objects_owned_here(self, spec: RunSpec) -> None:
+        carried = [spec.payload, *([spec.validation.function] if spec.validation else [])]
+        count = sum(each.owned_here for each in carried)
+        if self.run_config.detached and count:
+            warnings.warn(
+                "the training function, its config or the validation function refers to objects in "
+                f"Ray's store that this process owns ({count}): they end with it, and ray.get then "
+                "raises OwnerDiedError in the detached run. Keep this process until the run has "
+                "got them, or have an actor that stays put them",
+                stacklevel=5,
+            )
+
     def _spec(self, payload: Payload) -> RunSpec:
         _preflight.check_pickles("train_loop_config", payload.config)
         if self.validation_config is not None:
             _preflight.check_pickles("validation_config.fn", self.validation_config.fn)
-        pickled = _preflight.pickle_function(payload.function) and cloudpickle.dumps(payload)
+        _preflight.check_function_pickles(payload.function)
         name = self.run_config.name or new_name()
         environment = _environment.forwarded(os.environ, self.run_config.forward_env)
         validation, defaults = None, None
@@ -177,7 +192,7 @@ class DataParallelTrainer:
             validation = ValidationWork.of(self.validation_config, environment, runtime_env)
             defaults = self.validation_config.defaults
         return RunSpec(
-            payload=pickled,
+            payload=carry(payload, shares=True),
             trainer=self._state(),
             settings=self._settings(),
             environment=environment,
@@ -219,12 +234,10 @@ class DataParallelTrainer:
     # -- restore
 
     def _state(self) -> bytes:
-        keep: tuple[str, ...]
-        keep = ("train_loop_per_worker", "train_loop_config", "backend_config", "scaling_config")
-        keep += ("dataset_config", "metadata", "validation_config")
-        state = {name: getattr(self, name) for name in keep}
-        pickled: bytes = cloudpickle.dumps(state)
-        return pickled
+        names: tuple[str, ...]
+        names = ("train_loop_per_worker", "train_loop_config", "backend_config", "scaling_config")
+        names += ("dataset_config", "metadata", "validation_config")
+        return keep({name: carry(getattr(self, name)) for name in names})
 
     @classmethod
     def can_restore(
@@ -254,17 +267,20 @@ class DataParallelTrainer:
             datasets: Must be given again if the run had any.
             changed: Any of `train_loop_per_worker`, `train_loop_config`, `backend_config`,
                 `scaling_config`, `dataset_config`, `metadata`, `validation_config` that is to
-                differ.
+                differ. One that refers to an object or an actor of Ray, also by a dataset that
+                lies in the object store, must be given again: that ended with its Ray.
 
         Raises:
             FileNotFoundError: There is no run at `path`.
             DamagedRunError: Its `trainer.pkl` does not unpickle here.
+            ValueError: What must be given again is missing.
         """
         directory = open_directory(path, storage_filesystem)
         packed = directory.read(directory.trainer.name)
         if packed is None or not directory.holds_run():
             raise FileNotFoundError(f"{directory.location} holds no run that can be restored")
-        state = _unpickled_state(packed, directory.place(directory.trainer.name)) | changed
+        place = directory.place(directory.trainer.name)
+        state = _unpacked_state(packed, place, but=changed) | changed
         config = dataclasses.replace(
             run_config or RunConfig(),
             name=directory.name,
@@ -280,16 +296,24 @@ class DataParallelTrainer:
         return f"{type(self).__name__}({name}, {self.scaling_config!r}, {self.run_config!r})"
 
 
-def _unpickled_state(packed: bytes, place: object) -> dict[str, Any]:
+def _unpacked_state(packed: bytes, place: object, *, but: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        state = cloudpickle.loads(packed)
-        return dict(state)
+        kept: dict[str, Carried] = cloudpickle.loads(packed)
+        lost = {name: each.lost for name, each in kept.items() if each.lost and name not in but}
+        state = {name: kept[name].unpack() for name in kept.keys() - lost.keys() - but.keys()}
     except Exception as error:  # damaged bytes raise whatever they make pickle do
         raise DamagedRunError(
             f"{place} does not unpickle here: {type(error).__name__}: {error}. Make the trainer "
             "anew with the run's name and storage_path; its fit() goes on from the newest "
             "checkpoint and replaces the file"
         ) from error
+    if lost:
+        again = ", ".join(f"{name}=..." for name in lost)
+        raise ValueError(
+            f"{' and '.join(lost)} held what ended with the Ray that it was in: "
+            f"{', '.join(itertools.chain(*lost.values()))}. Give it again: restore(path, {again})"
+        )
+    return state
 
 
 def _instance(name: str, value: T | None, kind: type[T]) -> T:

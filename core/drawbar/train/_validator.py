@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import cloudpickle
 import msgspec
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from drawbar.train._carry import Carried, carry
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._commit import Committer
 from drawbar.train._console import Console
@@ -249,7 +249,7 @@ class ValidationWork:
     """What every task does, and where: plain data, made in the driver.
 
     Attributes:
-        function: The pickled validation function, unpickled by tasks only.
+        function: The packed validation function, unpacked by tasks only.
         options: Of the task, for `ray.remote`.
         resources: That the task takes, by Ray's names.
         max_in_flight: How many tasks run at the same time.
@@ -257,7 +257,7 @@ class ValidationWork:
             them.
     """
 
-    function: bytes
+    function: Carried
     options: dict[str, Any]
     resources: dict[str, float]
     max_in_flight: int
@@ -277,7 +277,7 @@ class ValidationWork:
         if runtime_env:
             options.setdefault("runtime_env", dict(runtime_env))
         return cls(
-            function=cloudpickle.dumps(config.fn),
+            function=carry(config.fn, shares=True),
             options=options,
             resources=config.resources,
             max_in_flight=config.max_in_flight,
@@ -298,9 +298,8 @@ class ValidationWork:
             with contextlib.suppress(OSError):
                 os.chdir(self.working_directory)
             sys.path += [path for path in self.import_paths if path not in sys.path]
-            load = partial(cloudpickle.loads, self.function)
             tries_again = bool(self.options.get("retry_exceptions"))  # Ray does, if it sees them
-            return _call(load, checkpoint, validation, raises=tries_again)
+            return _call(self.function.unpack, checkpoint, validation, raises=tries_again)
 
 
 def validate_checkpoint(

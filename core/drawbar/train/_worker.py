@@ -14,15 +14,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import ray
 
 from drawbar.train import _environment, _sentinel
+from drawbar.train._carry import Carried, carry
 from drawbar.train._context import in_session
 from drawbar.train._failure import describe_exception
 from drawbar.train._interrupt import AttemptInterrupted
@@ -43,6 +43,9 @@ from drawbar.train._stacks import Stack, take_stack
 from drawbar.train._storage import RunDirectory
 from drawbar.train.backend import BackendConfig
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
 FLUSH_SECONDS = 2.0
 """How long checkpoints in flight may hold up the news that the function has raised."""
 
@@ -51,7 +54,7 @@ _TERMINAL = (Finished, Failed, Interrupted)
 
 @dataclass(frozen=True)
 class Payload:
-    """What every rank runs. Pickled once in the driver; unpickled only where it runs."""
+    """What every rank runs. Packed once in the driver; unpacked only where it runs."""
 
     function: Callable[..., Any]
     takes_config: bool
@@ -88,19 +91,24 @@ class Worker:
             gpu_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
         )
 
-    def execute(self, call: bytes) -> Any:
-        """Run a pickled (function, args, kwargs) for a backend."""
-        function, args, kwargs = cloudpickle.loads(call)
+    def execute(self, call: Carried) -> Any:
+        """Run a packed (function, args, kwargs) for a backend."""
+        function, args, kwargs = call.unpack()
         return function(*args, **kwargs)
 
-    def run(self, assignment: Assignment, payload: bytes) -> Iterator[list[Message]]:
-        """Run the training function; yields everything it says, all that has gathered at a time."""
+    def run(
+        self, assignment: Assignment, payload: Sequence[ObjectRef[Carried]]
+    ) -> Iterator[list[Message]]:
+        """Run the training function; yields everything it says, all that has gathered at a time.
+
+        `payload` has the one reference to a packed `Payload`, which Ray does not follow in a list.
+        """
         self._sentinel.join()  # before user code can start a process that must not outlive this one
         outbox = Outbox()
         session = Session(assignment, outbox.put, self._cache)
         self._session = session
         self._thread = threading.Thread(
-            target=_perform_in_process, args=(session, payload, outbox.put), name="training"
+            target=_perform_in_process, args=(session, payload[0], outbox.put), name="training"
         )
         self._thread.start()
         while True:
@@ -130,7 +138,9 @@ def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types here
 
 
-def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message], None]) -> None:
+def _perform_in_process(
+    session: Session, payload: ObjectRef[Carried], say: Callable[[Message], None]
+) -> None:
     """Run an attempt in a worker process and say how it ended, whatever happens."""
     ending: Message
     try:
@@ -144,7 +154,7 @@ def _perform_in_process(session: Session, payload: bytes, say: Callable[[Message
 
 
 def _perform_as_the_run(
-    session: Session, payload: bytes, say: Callable[[Message], None]
+    session: Session, payload: ObjectRef[Carried], say: Callable[[Message], None]
 ) -> Finished | Failed | Interrupted:
     """Run an attempt while the streams, environment and folder of this process are the run's."""
     assignment = session.assignment
@@ -186,18 +196,21 @@ def _not_shared(assignment: Assignment) -> str:
 
 def perform(
     session: Session,
-    payload: bytes | Payload,
+    payload: ObjectRef[Carried] | Payload,
     say: Callable[[Message], None],
     *,
     whole_process: bool,
 ) -> Finished | Failed | Interrupted:
-    """Run the training function and give how it ended, whatever happens."""
+    """Run the training function and give how it ended, whatever happens.
+
+    `payload` is a reference in a worker process, which will end before its value is looked at.
+    """
     try:
         session.user_code.begin()
         with in_session(session, whole_process=whole_process):
             if whole_process:
                 os.environ.update(environment_of(session.assignment))
-            work = payload if isinstance(payload, Payload) else cloudpickle.loads(payload)
+            work = payload if isinstance(payload, Payload) else ray.get(payload).unpack()
             with work.backend_config.train_func_context():
                 say(FunctionStarted(time=time.time()))
                 session.callers.let_any_thread_speak()
@@ -205,7 +218,7 @@ def perform(
                 session.callers.let_any_thread_speak()
                 session.uploads.flush()
         session.user_code.end()
-        return _finished(value)
+        return _finished(value, leaves=not isinstance(payload, Payload))
     except AttemptInterrupted:
         session.user_code.end()
         session.end(0.0)
@@ -241,9 +254,9 @@ def environment_of(assignment: Assignment) -> dict[str, str]:
     }
 
 
-def _finished(value: Any) -> Finished:
+def _finished(value: Any, *, leaves: bool) -> Finished:
     try:
-        return Finished(time=time.time(), value=cloudpickle.dumps(value))
+        return Finished(time=time.time(), value=carry(value, leaves=leaves))
     except Exception as error:
         reason = f"the return value, a {type(value).__qualname__}, does not pickle: {error}"
         return Finished(time=time.time(), value_error=reason)

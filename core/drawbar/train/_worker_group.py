@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import cloudpickle
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import (
@@ -26,6 +25,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from drawbar.train._carry import Carried, carry
 from drawbar.train._failure import describe_broken_worker
 from drawbar.train._messages import (
     Failed,
@@ -122,13 +122,13 @@ class RayWorkerGroup:
         self,
         scaling: ScalingConfig,
         run_path: str,
-        payload: bytes,
+        payload: ray.ObjectRef[Carried],
         runtime_env: Mapping[str, Any] | None,
         process_setup: Callable[[], object] | None,
     ) -> None:
         self._scaling = scaling
         self._run_path = run_path
-        self._payload = ray.put(payload)
+        self._payload = [payload]  # until stop(); Ray does not follow a reference in a list
         remote: Any = ray.remote  # its stub does not know concurrency groups
         self._actor_class = remote(concurrency_groups={"control": 1})(Worker)
         self._runtime_env = dict(runtime_env) if runtime_env else None
@@ -318,6 +318,7 @@ class RayWorkerGroup:
         if leaving:
             await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
         self.kill()
+        self._payload.clear()
 
     def kill(self) -> None:
         """Kill every process and remove the placement group."""
@@ -333,8 +334,7 @@ class RayWorkerGroup:
         self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Run a function on one worker; gives an object reference."""
-        call = cloudpickle.dumps((function, args, kwargs))
-        return self._ranks[rank].actor.execute.remote(call)
+        return self._ranks[rank].actor.execute.remote(carry((function, args, kwargs)))
 
     def execute_async(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run a function on every worker; gives object references in rank order."""

@@ -1,0 +1,187 @@
+"""What users made, on its way from one process to another.
+
+cloudpickle makes bytes of it, which tell Ray nothing of the object references and actor handles in
+them: nobody owns those, and `ray.get` would wait for ever. So what only Ray can send travels beside
+the bytes, in the object that Ray itself serialises: it counts them, and their owner keeps them.
+Only `unpack` runs code of the user's; a process in between just holds a `Carried`.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import cloudpickle
+import ray
+import ray.cloudpickle
+
+SHARED_BYTES = 1 << 20
+"""From this size on a captured array lies in the object store, once per node and read-only."""
+
+
+Reducer = Callable[[Any], tuple[Any, ...]]
+
+
+class LostReferenceError(LookupError):
+    """What should be unpacked refers to something that ended with the Ray that it was in."""
+
+
+class Carried:
+    """Something of the user's, packed by `carry`. It pickles, by Ray and otherwise."""
+
+    def __init__(
+        self, body: bytes, buffers: Iterable[Any] = (), references: Iterable[Any] = ()
+    ) -> None:
+        self._body = body
+        self._buffers = tuple(buffers)
+        self._references = tuple(references)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        buffers = [pickle.PickleBuffer(each) for each in self._buffers]  # which Ray puts beside
+        return Carried, (self._body, buffers, self._references)
+
+    @property
+    def size(self) -> int:
+        """Bytes that each process copies: all but what is shared."""
+        return len(self._body)
+
+    @property
+    def lost(self) -> list[str]:
+        """Name what it refers to and was not kept in the file that it comes from."""
+        return [each.what for each in self._references if isinstance(each, _Lost)]
+
+    @property
+    def owned_here(self) -> int:
+        """Number of the objects referred to that this process owns: they end with it."""
+        objects = [each for each in self._references if isinstance(each, ray.ObjectRef)]
+        return sum(type(each) is not ray.ObjectRef or _is_own(each) for each in objects)
+
+    def let_go(self) -> None:
+        """Hold no longer what it refers to: it is not needed any more."""
+        self._buffers, self._references = (), ()
+
+    def unpack(self) -> Any:
+        """Give it back.
+
+        Raises:
+            LostReferenceError: It was kept in a file, and refers to something in Ray.
+            Exception: It does not unpickle here.
+        """
+        stream = io.BytesIO(self._body)
+        return _Unpickler(stream, self._buffers, self._references).load()
+
+
+def carry(value: object, *, shares: bool = False, leaves: bool = False) -> Carried:
+    """Pack something for another process.
+
+    Args:
+        value: Anything that pickles.
+        shares: Arrays of `SHARED_BYTES` and more stay out of the bytes.
+        leaves: This process ends before it is unpacked: where it refers to an object that this
+            process owns, the object itself is packed, and whoever unpacks it owns it.
+
+    Raises:
+        Exception: It does not pickle.
+    """
+    stream, references, buffers = io.BytesIO(), list[Any](), list[pickle.PickleBuffer]()
+    apart = functools.partial(_set_apart, buffers) if shares else None
+    aside = functools.partial(_set_aside, references)
+    reducers: dict[type, Reducer] = dict.fromkeys(_only_ray_sends(), aside)
+    if leaves:
+        reducers[ray.ObjectRef] = functools.partial(_bring_along, aside)
+    _Pickler(stream, reducers, apart).dump(value)
+    return Carried(stream.getvalue(), buffers, references)
+
+
+def keep(value: object) -> bytes:
+    """Pickle something for a file. A `Carried` in it can be unpacked if it refers to nothing."""
+    stream = io.BytesIO()
+    _Pickler(stream, dict.fromkeys(_only_ray_sends(), _lose)).dump(value)
+    return stream.getvalue()
+
+
+class _Lost:
+    """Stands in a file for what was not kept."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Pickles by `reducers`, else as cloudpickle and Ray do (`ray.util.register_serializer`)."""
+
+    def __init__(
+        self,
+        stream: io.BytesIO,
+        reducers: dict[type, Reducer],
+        buffer_callback: Callable[[pickle.PickleBuffer], bool] | None = None,
+    ) -> None:
+        others = cloudpickle.Pickler.dispatch_table.maps
+        by_ray = ray.cloudpickle.Pickler.dispatch_table
+        self.dispatch_table = ChainMap(reducers, *others, by_ray)  # which __init__ reads
+        super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, buffers: Sequence[Any], references: Sequence[Any]):
+        super().__init__(stream, buffers=buffers)
+        self._references = references
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) == (__name__, _reference.__name__):
+            return self._find_reference
+        return super().find_class(module, name)
+
+    def _find_reference(self, number: int) -> Any:
+        found = self._references[number]
+        if isinstance(found, _Lost):
+            raise LostReferenceError(f"{found.what} ended with the Ray that it was in")
+        return found
+
+
+def _only_ray_sends() -> list[type]:
+    """Give the types that Ray counts, or puts stubs in the place of."""
+    types = [ray.ObjectRef, ray.actor.ActorHandle]
+    client = sys.modules.get("ray.util.client.common")  # a process that is none never loads it
+    if client is not None:
+        types += [client.ClientObjectRef, client.ClientActorHandle]
+        types += [client.ClientRemoteFunc, client.ClientActorClass]
+    return types
+
+
+def _set_apart(buffers: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
+    """Keep a large buffer out of the bytes; tells whether it goes into them."""
+    if buffer.raw().nbytes < SHARED_BYTES:
+        return True
+    buffers.append(buffer)
+    return False
+
+
+def _set_aside(references: list[Any], found: object) -> tuple[Any, ...]:
+    references.append(found)
+    return _reference, (len(references) - 1,)
+
+
+def _bring_along(aside: Callable[[object], tuple[Any, ...]], found: Any) -> tuple[Any, ...]:
+    return (ray.put, (ray.get(found),)) if _is_own(found) else aside(found)
+
+
+def _lose(found: object) -> tuple[Any, ...]:
+    return _Lost, (f"{type(found).__name__} {found!r}",)
+
+
+def _reference(number: int) -> Any:
+    """Stand in the bytes for what was set aside; `_Unpickler` puts that in its place."""
+    raise AssertionError(number)
+
+
+def _is_own(reference: Any) -> bool:
+    """Whether this process owns an object, that is, whether the object ends with it."""
+    worker: Any = ray._private.worker.global_worker
+    owner: bytes = worker.core_worker.get_owner_address(reference)
+    return bytes.fromhex(ray.get_runtime_context().get_worker_id()) in owner

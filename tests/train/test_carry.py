@@ -1,0 +1,199 @@
+"""What a user carries into the function arrives in the workers, as it does in a Ray task."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import ray
+from ray.util.queue import Queue
+
+from drawbar import train
+from drawbar.train import (
+    Checkpoint,
+    DataParallelTrainer,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    UserCallback,
+    ValidationConfig,
+    WorkerGroupError,
+)
+from drawbar.train._carry import LostReferenceError, carry, keep
+
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data"),  # it warns of itself
+    pytest.mark.filterwarnings("ignore:this process has started its own Ray"),
+]
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+def fit(function: Callable[..., Any], storage: Path, config: Any = None, **options: Any) -> Result:
+    run_config = {key: options.pop(key) for key in ("detached", "callbacks") if key in options}
+    return DataParallelTrainer(
+        function,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name="run",
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=1),
+            **run_config,
+        ),
+        **options,
+    ).fit()
+
+
+def test_object_references_arrive_at_every_attempt(tmp_path: Path) -> None:
+    captured, died = ray.put("captured"), tmp_path / "died"
+
+    def function(config: dict[str, Any]) -> list[str]:
+        values = ray.get([captured, config["nested"][0]])
+        if train.get_context().get_world_rank() == 1 and not died.exists():
+            died.touch()
+            os._exit(1)
+        train.collective.barrier()
+        return values
+
+    result = fit(function, tmp_path, {"nested": [ray.put("configured")]})
+    assert result.return_values == [["captured", "configured"]] * 2
+    assert died.exists()
+
+
+def test_a_captured_dataset_can_be_read(tmp_path: Path) -> None:
+    dataset = ray.data.range(8).materialize()
+    result = fit(lambda: dataset.to_pandas()["id"].sum(), tmp_path)
+    assert result.return_values == [28, 28]
+
+
+class Process:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_actors_queues_and_placement_groups_work_and_are_let_go(
+    tmp_path: Path, wait_until_gone: Callable[..., None]
+) -> None:
+    def function(config: dict[str, Any]) -> Any:
+        config["queue"].put(config["group"].bundle_count)
+        return ray.get(config["process"].pid.remote())
+
+    process: Any = ray.remote(num_cpus=0)(Process).remote()
+    queue = Queue(actor_options={"num_cpus": 0})
+    group = ray.util.placement_group([{"CPU": 0.001}])
+    pid = ray.get(process.pid.remote())
+    config = {"queue": queue, "group": group, "process": process}
+    result = fit(function, tmp_path, config)
+    assert result.return_values == [pid, pid]
+    assert queue.get_nowait_batch(2) == [1, 1]
+    ray.util.remove_placement_group(group)
+    queue.shutdown()
+    del process, config["process"]
+    wait_until_gone([pid])
+
+
+def test_large_arrays_are_shared_and_small_ones_can_be_written(tmp_path: Path) -> None:
+    large, small = np.ones(1 << 18), np.ones(1 << 10)
+
+    def function(config: dict[str, Any]) -> list[bool]:
+        arrays = [large, config["large"], small, config["small"]]
+        return [bool(each.all()) and each.flags.writeable for each in arrays]
+
+    result = fit(function, tmp_path, {"large": large, "small": small})
+    assert result.return_values == [[False, False, True, True]] * 2
+
+
+def test_an_object_in_a_collective_is_its_putter_s(tmp_path: Path) -> None:
+    def function() -> list[int]:
+        rank = train.get_context().get_world_rank()
+        mine = ray.put(rank)
+        first = train.collective.broadcast_from_rank_zero([mine])[0]
+        others = train.collective.all_gather([mine])
+        values = ray.get([first, *[each[0] for each in others]])
+        train.collective.barrier()
+        return values
+
+    assert fit(function, tmp_path).return_values == [[0, 0, 1]] * 2
+
+
+def test_objects_in_return_values_outlive_their_workers(tmp_path: Path) -> None:
+    ours = ray.put("driver's")
+    result = fit(lambda: {"made": [ray.put([ray.put("worker's")])], "given": ours}, tmp_path)
+    first = result.return_values[0]
+    assert ray.get(ray.get(first["made"][0])[0]) == "worker's"
+    assert first["given"] == ours
+
+
+def test_a_validation_has_the_object_that_it_captures(tmp_path: Path) -> None:
+    threshold = ray.put(3)
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {"threshold": ray.get(threshold)}
+
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            train.report({}, checkpoint=path, validation=True)
+
+    result = fit(function, tmp_path, validation_config=ValidationConfig(fn=validate))
+    assert result.checkpoint is not None
+    assert result.best_checkpoints[0][1]["threshold"] == 3
+
+
+class Loud:
+    def __reduce__(self) -> Any:
+        return exec, ("raise OSError('not here')",)
+
+
+def test_what_cannot_be_unpacked_fails_its_rank(tmp_path: Path) -> None:
+    with pytest.raises(WorkerGroupError, match="not here"):
+        fit(lambda config: None, tmp_path, {"loud": Loud()})
+
+
+class KeepsTheThreshold(UserCallback):
+    def __init__(self, reference: Any, queue: Queue) -> None:
+        self._reference = reference
+        self._queue = queue
+
+    def after_report(self, *_: Any) -> None:
+        self._queue.put(ray.get(self._reference))
+
+
+def test_a_detached_run_and_its_callbacks_have_the_objects(tmp_path: Path) -> None:
+    threshold, queue = ray.put(3), Queue(actor_options={"num_cpus": 0})
+
+    def function() -> Any:
+        train.report({})
+        return [ray.get(threshold), ray.put("made"), threshold]
+
+    callback = KeepsTheThreshold(threshold, queue)
+    with pytest.warns(UserWarning, match=r"process owns \(1\): they end with it"):
+        result = fit(function, tmp_path, detached=True, callbacks=[callback])
+    value, made, given = result.return_values[0]
+    assert [value, ray.get(made), given] == [3, "made", threshold]
+    assert queue.get(timeout=10) == 3
+    with pytest.warns(UserWarning, match="rank . is lost: .* ended with the Ray that it was in"):
+        assert train.attach(str(tmp_path / "run")).wait().return_values == [None, None]
+
+
+def test_restore_says_what_ended_with_its_ray(tmp_path: Path) -> None:
+    fit(lambda config: None, tmp_path, {"x": ray.put(1)})
+    with pytest.raises(ValueError, match=r"config held .*ObjectRef.* restore\(path, train_loop_"):
+        DataParallelTrainer.restore(tmp_path / "run")
+    trainer = DataParallelTrainer.restore(tmp_path / "run", train_loop_config={"x": 2})
+    assert trainer.train_loop_config == {"x": 2}
+
+
+def test_a_reference_in_a_file_is_lost_only_for_who_unpacks_it() -> None:
+    kept = cloudpickle.loads(keep({"plain": carry([1]), "reference": carry([ray.put(1)])}))
+    assert kept["plain"].unpack() == [1]
+    with pytest.raises(LostReferenceError, match="ObjectRef"):
+        kept["reference"].unpack()
