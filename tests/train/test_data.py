@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -168,3 +169,20 @@ def test_workers_that_leave_no_cpu_to_the_data_are_refused(
         assert_split(fit(ids, run_config, {"train": in_memory(10)}).return_values, 10)
 
     drivers.run(main)
+
+
+def test_a_shard_that_is_not_read_to_its_end_ends_without_a_stack(
+    run_config: RunConfig, wait_until_gone: Callable[..., None]
+) -> None:
+    def function() -> Any:
+        shard: Any = train.get_dataset_shard("train")
+        next(iter(shard.iter_rows()))
+        return ray.get(shard._coord_actor.__ray_call__.remote(lambda _: os.getpid()))
+
+    dataset = ray.data.range(100_000, override_num_blocks=50).map(lambda row: row)
+    pid = fit(function, run_config, {"train": dataset}).return_values[0]
+    wait_until_gone([pid])
+    node: Any = ray._private.worker._global_node
+    logs = list(Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"))
+    assert logs
+    assert not any("***" in each.read_text() for each in logs)

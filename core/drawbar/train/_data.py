@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
 
     DatasetOrFactory = Dataset | Callable[[], Dataset]
+
+STREAM_END_SECONDS = 0.5
 
 
 def check_datasets(datasets: Mapping[str, Any] | None, config: DataConfig) -> None:
@@ -163,6 +165,21 @@ def _rest(dataset: Any, read: Read, world_size: int) -> tuple[list[DataIterator]
     if readers == world_size:
         return [each.iterator() for each in left], owners
     return _split(dataset, world_size), owners
+
+
+def end_streams(shards: Iterable[Mapping[str, DatasetShard]]) -> None:
+    """End the actors of Ray Data that hand out the rows of shards which nobody reads any more.
+
+    One that Ray ends while it has rows left aborts, and the driver shows its C++ stack.
+    """
+    import ray
+
+    actors = {each for by_name in shards for shard in by_name.values() for each in shard.streams}
+    if actors:
+        stopped = [each.shutdown_executor.remote() for each in actors]
+        ray.wait(stopped, num_returns=len(stopped), timeout=STREAM_END_SECONDS)
+    for each in actors:
+        ray.kill(each)
 
 
 def fetch_shards(reference: Any) -> dict[str, DatasetShard]:

@@ -104,6 +104,12 @@ class DatasetShard:
     def __bool__(self) -> bool:
         return True
 
+    @property
+    def streams(self) -> list[Any]:
+        """The actors of Ray Data that hand out its rows, if it is split."""
+        actors = [getattr(each, "_coord_actor", None) for each in (self._part, self._rest)]
+        return [each for each in actors if each is not None]
+
     def position(self) -> dict[str, Any]:
         """Say where the rows end that the user has received."""
         return self._begin.after(self._world_size, self._rows).encode()

@@ -165,7 +165,10 @@ class Host:
             self._controller = controller
         for order in self._orders:
             order(controller)
-        return await controller.run()
+        try:
+            return await controller.run()
+        finally:
+            await asyncio.to_thread(self._plan.close)
 
     def _let_go(self) -> None:
         """Hold nothing of the user's any longer, even where this is held on to."""

@@ -10,6 +10,7 @@ import ray
 
 from drawbar.train import _data, _environment, _placement
 from drawbar.train._checkpoint import Checkpoint
+from drawbar.train._dataset_shard import DatasetShard
 from drawbar.train._exact_split import ExactSplits
 from drawbar.train._journal import AttemptStarted
 from drawbar.train._launch import OpenRun
@@ -28,6 +29,7 @@ class SpecPlan:
         self._exact_splits = ExactSplits()
         self._split_exactly()
         self._in_ray = ray.is_initialized()
+        self._shards_in_use: list[dict[str, DatasetShard]] = []
 
     def _split_exactly(self) -> None:
         scaling = self._spec.scaling_config
@@ -91,10 +93,17 @@ class SpecPlan:
         if not datasets:
             return [None] * len(node_ids)
         made = _data.make(datasets)
+        self.close()
         _placement.check_data(self._spec.scaling_config, _data.lazy(made, config))
+        self._shards_in_use = shards
         shards = _data.shard(made, config, node_ids, positions, self._exact_splits)
         local = self._spec.scaling_config.max_workers == 0
         return list(shards) if local else [ray.put(each) for each in shards]
+    def close(self) -> None:
+        """End what hands out the rows of the newest attempt's shards."""
+        _data.end_streams(self._shards_in_use)
+        self._shards_in_use = []
+
 
     def waiting_for(self, up: int, placed: bool) -> str:
         """Say what the workers that have not started are waiting for."""
