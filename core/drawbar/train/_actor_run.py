@@ -222,7 +222,7 @@ def _make_actor(spec: RunSpec) -> Any:
         return (
             ray.remote(HostActor)
             .options(**options)
-            .remote(spec.environment, spec.working_directory, spec.import_paths, detached)
+            .remote(spec.environment, spec.surroundings, detached)
         )
     except ValueError as error:  # another one was faster
         raise _taken(spec.name) from error

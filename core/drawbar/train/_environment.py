@@ -2,8 +2,9 @@
 
 A Ray worker inherits the environment of its node's raylet, not the driver's: a token set in the
 shell or a notebook never arrives, and Ray sets OMP_NUM_THREADS to the CPUs it counts, often 1. So
-the worker gets, in this order: the driver's variables by a documented filter, thread counts from
-its share of the node, and torchrun's rank variables. These are pure functions over mappings.
+the worker gets, in this order: the driver's variables by a documented filter, those of its runtime
+environment, thread counts from its share of the node, and torchrun's rank variables. These are pure
+functions over mappings, but for what the process itself has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
+
+import ray
 
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._ranks import gpu_order
@@ -110,6 +113,17 @@ def forwarded(environ: Mapping[str, str], extra: Sequence[str] = ()) -> dict[str
     if "RAY_RAYLET_PID" in environ and "OMP_NUM_THREADS" not in extra:
         chosen.pop("OMP_NUM_THREADS", None)
     return chosen
+
+
+def by_runtime_env() -> dict[str, str]:
+    """Give the variables that the job's runtime environment, or the workers', has set here.
+
+    They were meant for the run's processes, so they go before what the driver's shell has set.
+    """
+    if "RAY_RAYLET_PID" not in os.environ or not ray.is_initialized():
+        return {}  # not a process that Ray has started
+    named: Mapping[str, str] = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+    return {name: os.environ[name] for name in named if name in os.environ and not _never(name)}
 
 
 def torchrun_variables(ranks: Ranks) -> dict[str, str]:

@@ -8,10 +8,8 @@ a minute.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,12 +19,14 @@ import ray
 
 from drawbar.train._carry import Carried, carry, keep
 from drawbar.train._ending import Ending
+from drawbar.train._environment import by_runtime_env
 from drawbar.train._host import Host
 from drawbar.train._hosting import host_workers
 from drawbar.train._relay import Call, Position, Relay
 from drawbar.train._snapshot import Snapshot
 from drawbar.train._spec import RunSpec
 from drawbar.train._storage import OUTCOME, RunDirectory
+from drawbar.train._surroundings import Surroundings
 
 POLL_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
@@ -63,14 +63,12 @@ class HostActor:
     def __init__(
         self,
         environment: Mapping[str, str],
-        working_directory: str,
-        import_paths: Sequence[str],
+        surroundings: Surroundings,
         detached: bool,
     ) -> None:
-        os.environ.update(environment)
-        with contextlib.suppress(OSError):
-            os.chdir(working_directory)
-        sys.path += [path for path in import_paths if path not in sys.path]
+        os.environ.update({**environment, **by_runtime_env()})
+        self._in_surroundings = surroundings.entered()
+        self._in_surroundings.__enter__()  # until this process ends
         self._detached = detached
         self._relay = Relay()
         self._followers = _Followers(FAREWELL_SECONDS if detached else SILENCE_SECONDS)

@@ -60,8 +60,7 @@ class SpecPlan:
                 gpu_ids=worker.gpu_ids,
                 environment=self._environment_of(worker, workers),
                 cpus=resources.get("CPU") if resources else None,
-                working_directory=self._spec.working_directory,
-                import_paths=self._spec.import_paths,
+                surroundings=self._spec.surroundings,
                 shards=shards[each.world_rank],
                 positions=positions,
                 validation=self._spec.validation_defaults,
@@ -93,17 +92,17 @@ class SpecPlan:
         if not datasets:
             return [None] * len(node_ids)
         made = _data.make(datasets)
-        self.close()
         _placement.check_data(self._spec.scaling_config, _data.lazy(made, config))
-        self._shards_in_use = shards
+        self.close()
         shards = _data.shard(made, config, node_ids, positions, self._exact_splits)
+        self._shards_in_use = shards
         local = self._spec.scaling_config.max_workers == 0
         return list(shards) if local else [ray.put(each) for each in shards]
+
     def close(self) -> None:
         """End what hands out the rows of the newest attempt's shards."""
         _data.end_streams(self._shards_in_use)
         self._shards_in_use = []
-
 
     def waiting_for(self, up: int, placed: bool) -> str:
         """Say what the workers that have not started are waiting for."""

@@ -54,6 +54,7 @@ from drawbar.train._messages import (
 from drawbar.train._metrics import normalise
 from drawbar.train._preemption import Wishes
 from drawbar.train._storage import RunDirectory
+from drawbar.train._surroundings import Surroundings
 from drawbar.train._unshared import UnsharedRunDirectory
 from drawbar.train._upload import (
     CheckpointUploadFn,
@@ -87,8 +88,7 @@ class Assignment:
     gpu_ids: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     cpus: float | None = None
-    working_directory: str = ""
-    import_paths: tuple[str, ...] = ()
+    surroundings: Surroundings | None = None
     shards: Any = None
     positions: dict[str, Any] = field(default_factory=dict)
     validation: Validation | None = None

@@ -10,6 +10,7 @@ from drawbar.train._carry import Carried
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import DataConfig, RunConfig
 from drawbar.train._scaling import ScalingConfig
+from drawbar.train._surroundings import Surroundings
 from drawbar.train._validation import Validation
 from drawbar.train._validator import ValidationWork
 from drawbar.train.backend import BackendConfig
@@ -29,7 +30,7 @@ class RunSpec:
         trainer: The content of `trainer.pkl`, which `restore()` needs.
         settings: What a resumed run compares with its last start, key by key.
         environment: The driver's variables that the workers get.
-        working_directory, import_paths: The driver's.
+        surroundings: The driver's.
         run_config: Has a name.
         validation, validation_defaults: If the trainer has a `validation_config`.
     """
@@ -38,8 +39,7 @@ class RunSpec:
     trainer: bytes
     settings: dict[str, Any]
     environment: dict[str, str]
-    working_directory: str
-    import_paths: tuple[str, ...]
+    surroundings: Surroundings
     scaling_config: ScalingConfig
     run_config: RunConfig
     backend_config: BackendConfig

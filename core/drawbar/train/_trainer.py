@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -27,6 +26,7 @@ from drawbar.train._remote import open_directory
 from drawbar.train._result import Result
 from drawbar.train._scaling import ScalingConfig
 from drawbar.train._spec import RunSpec
+from drawbar.train._surroundings import Surroundings
 from drawbar.train._validation import ValidationConfig
 from drawbar.train._validator import ValidationWork
 from drawbar.train._worker import Payload
@@ -186,18 +186,20 @@ class DataParallelTrainer:
         _preflight.check_function_pickles(payload.function)
         name = self.run_config.name or new_name()
         environment = _environment.forwarded(os.environ, self.run_config.forward_env)
+        surroundings = Surroundings.here()
         validation, defaults = None, None
         if self.validation_config is not None:
             runtime_env = self.run_config.worker_runtime_env
-            validation = ValidationWork.of(self.validation_config, environment, runtime_env)
+            validation = ValidationWork.of(
+                self.validation_config, environment, surroundings, runtime_env
+            )
             defaults = self.validation_config.defaults
         return RunSpec(
             payload=carry(payload, shares=True),
             trainer=self._state(),
             settings=self._settings(),
             environment=environment,
-            working_directory=os.getcwd(),
-            import_paths=tuple(sys.path),
+            surroundings=surroundings,
             scaling_config=self.scaling_config,
             run_config=dataclasses.replace(self.run_config, name=name),
             backend_config=self.backend_config,

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import copy
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,11 +28,13 @@ from drawbar.train._carry import Carried, carry
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._commit import Committer
 from drawbar.train._console import Console
+from drawbar.train._environment import by_runtime_env
 from drawbar.train._failure import describe_validation_failure
 from drawbar.train._interrupt import AttemptInterrupted, Interruptible
 from drawbar.train._local import as_before
 from drawbar.train._manifest import Manifest
 from drawbar.train._metrics import normalise
+from drawbar.train._surroundings import Surroundings
 from drawbar.train._validation import (
     ReportedCheckpointStatus,
     Validation,
@@ -253,8 +254,7 @@ class ValidationWork:
         options: Of the task, for `ray.remote`.
         resources: That the task takes, by Ray's names.
         max_in_flight: How many tasks run at the same time.
-        environment, working_directory, import_paths: The driver's, as the training function gets
-            them.
+        environment, surroundings: The driver's, as the training function gets them.
     """
 
     function: Carried
@@ -262,14 +262,14 @@ class ValidationWork:
     resources: dict[str, float]
     max_in_flight: int
     environment: dict[str, str]
-    working_directory: str
-    import_paths: tuple[str, ...]
+    surroundings: Surroundings
 
     @classmethod
     def of(
         cls,
         config: ValidationConfig,
         environment: Mapping[str, str],
+        surroundings: Surroundings,
         runtime_env: Mapping[str, Any] | None,
     ) -> ValidationWork:
         """Make it of what the trainer was given; `runtime_env` is that of the workers."""
@@ -282,8 +282,7 @@ class ValidationWork:
             resources=config.resources,
             max_in_flight=config.max_in_flight,
             environment=dict(environment),
-            working_directory=os.getcwd(),
-            import_paths=tuple(sys.path),
+            surroundings=surroundings,
         )
 
     def do(self, checkpoint: Checkpoint, validation: Validation) -> Validation:
@@ -293,11 +292,8 @@ class ValidationWork:
                 f"node {os.uname().nodename} does not see {checkpoint.path}. Set "
                 "RunConfig.storage_path to a folder that all nodes share, or to an object store"
             )
-        with as_before():
-            os.environ.update(self.environment)
-            with contextlib.suppress(OSError):
-                os.chdir(self.working_directory)
-            sys.path += [path for path in self.import_paths if path not in sys.path]
+        with as_before(), self.surroundings.entered():
+            os.environ.update({**self.environment, **by_runtime_env()})
             tries_again = bool(self.options.get("retry_exceptions"))  # Ray does, if it sees them
             return _call(self.function.unpack, checkpoint, validation, raises=tries_again)
 

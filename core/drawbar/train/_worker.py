@@ -9,9 +9,7 @@ controller's few orders meanwhile. The same `perform` runs the function in this 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -168,10 +166,9 @@ def _perform_as_the_run(
         session.use_unshared()
     try:
         with capture_output(log, say, errors_only=rank != 0, redirect_fds=True):
-            with contextlib.suppress(OSError):
-                os.chdir(assignment.working_directory)
-            sys.path += [path for path in assignment.import_paths if path not in sys.path]
-            return perform(session, payload, say, whole_process=True)
+            assert assignment.surroundings is not None  # a worker process gets its driver's
+            with assignment.surroundings.entered():
+                return perform(session, payload, say, whole_process=True)
     finally:
         if elsewhere:
             _publish_log(session.directory, rank, say)
@@ -247,9 +244,10 @@ def environment_of(assignment: Assignment) -> dict[str, str]:
         local_world_size=ranks.local_world_size,
         cores=_environment.available_cores(),
     )
+    chosen = {**assignment.environment, **_environment.by_runtime_env()}
     return {
-        **assignment.environment,
-        **_environment.thread_variables(threads, os.environ, assignment.environment),
+        **chosen,
+        **_environment.thread_variables(threads, os.environ, chosen),
         **_environment.torchrun_variables(ranks),
     }
 

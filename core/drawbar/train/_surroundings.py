@@ -1,0 +1,179 @@
+"""What code finds around it in the driver, and finds again in the run's other processes.
+
+Ray gives its workers the job's namespace and runtime environment. It starts them in a folder of its
+own, with its own `sys.argv`, without the driver's import path, and tells them nothing of the
+driver's logging and of its `ray.data.DataContext`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drawbar.train._carry import Carried, carry, keep
+
+_OWN_LOGGERS = ("ray", "drawbar")
+_DESCRIPTORS = {"stdout": 1, "stderr": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Those of a driver.
+
+    Attributes:
+        working_directory: Where it was. A node that has no such folder does without.
+        import_paths: Its `sys.path`.
+        argv: Its `sys.argv`.
+        logging: What `logging.basicConfig` and its like have set.
+        data_context: Its `DataContext`, packed; None if it has changed nothing there.
+    """
+
+    working_directory: str
+    import_paths: tuple[str, ...]
+    argv: tuple[str, ...]
+    logging: LoggingSetup
+    data_context: Carried | None
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Give those of this process."""
+        return cls(
+            working_directory=os.getcwd(),
+            import_paths=tuple(sys.path),
+            argv=tuple(sys.argv),
+            logging=LoggingSetup.here(),
+            data_context=_data_context(),
+        )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have them in this process; at the end, arguments and logging are as they were."""
+        with contextlib.suppress(OSError):
+            os.chdir(self.working_directory)
+        sys.path += [path for path in self.import_paths if path not in sys.path]
+        argv, sys.argv = sys.argv, list(self.argv)
+        try:
+            if self.data_context is not None:
+                _set_data_context(self.data_context.unpack())
+            with self.logging.applied():
+                yield
+        finally:
+            sys.argv = argv
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingSetup:
+    """Levels by the names of their loggers, and what the root logger writes to the two streams."""
+
+    level: int
+    levels: dict[str, int]
+    handlers: tuple[_StreamHandler, ...]
+
+    @classmethod
+    def here(cls) -> LoggingSetup:
+        """Give that of this process. Handlers of other kinds, such as files, are the driver's."""
+        root = logging.getLogger()
+        loggers = {name: each for name, each in root.manager.loggerDict.items() if _is_set(each)}
+        return cls(
+            level=root.level,
+            levels={
+                name: each.level
+                for name, each in loggers.items()
+                if isinstance(each, logging.Logger) and name.split(".")[0] not in _OWN_LOGGERS
+            },
+            handlers=tuple(filter(None, map(_StreamHandler.of, root.handlers))),
+        )
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Log so in this process, unless it has a setup of its own.
+
+        That is `ray.init(logging_config=...)`, or a `worker_process_setup_hook`: its handlers then
+        follow the streams to where these go now.
+        """
+        root = logging.getLogger()
+        with contextlib.ExitStack() as undo:
+            if root.handlers:
+                _follow_streams(root.handlers, undo)
+            else:
+                _set_level(root, self.level, undo)
+                for name, level in self.levels.items():
+                    if not _is_set(logger := logging.getLogger(name)):
+                        _set_level(logger, level, undo)
+                for each in self.handlers:
+                    handler = each.made()
+                    root.addHandler(handler)
+                    undo.callback(root.removeHandler, handler)
+            yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StreamHandler:
+    """A handler of the root logger that writes to a standard stream."""
+
+    stream: Literal["stdout", "stderr"]
+    level: int
+    formatter: Carried
+
+    @classmethod
+    def of(cls, handler: logging.Handler) -> _StreamHandler | None:
+        """Give it; None for a handler of another kind, or one that cannot be sent."""
+        if type(handler) is not logging.StreamHandler:
+            return None
+        with contextlib.suppress(Exception):  # a formatter that does not pickle
+            if handler.stream in (sys.stdout, sys.__stdout__):
+                return cls(stream="stdout", level=handler.level, formatter=carry(handler.formatter))
+            if handler.stream in (sys.stderr, sys.__stderr__):
+                return cls(stream="stderr", level=handler.level, formatter=carry(handler.formatter))
+        return None
+
+    def made(self) -> logging.Handler:
+        handler = logging.StreamHandler(getattr(sys, self.stream))
+        handler.setLevel(self.level)
+        handler.setFormatter(self.formatter.unpack())
+        return handler
+
+
+def _is_set(logger: object) -> bool:
+    return isinstance(logger, logging.Logger) and logger.level != logging.NOTSET
+
+
+def _set_level(logger: logging.Logger, level: int, undo: contextlib.ExitStack) -> None:
+    undo.callback(logger.setLevel, logger.level)
+    logger.setLevel(level)
+
+
+def _follow_streams(handlers: list[logging.Handler], undo: contextlib.ExitStack) -> None:
+    """Have handlers that write to this process's output write to `sys.stdout` or `sys.stderr`."""
+    for handler in handlers:
+        if not isinstance(handler, logging.StreamHandler):
+            continue
+        for name, descriptor in _DESCRIPTORS.items():
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # not a file
+                if handler.stream.fileno() == descriptor:
+                    undo.callback(handler.setStream, handler.stream)
+                    handler.setStream(getattr(sys, name))
+                    break
+
+
+def _data_context() -> Carried | None:
+    """Give this process's, unless it is as it always is: a worker would import Ray Data for it."""
+    context = getattr(sys.modules.get("ray.data.context"), "_default_context", None)
+    if context is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray Data warns of its own defaults
+        untouched = type(context)()
+    return None if keep(context) == keep(untouched) else carry(context)
+
+
+def _set_data_context(context: Any) -> None:
+    from ray.data import DataContext
+
+    DataContext._set_current(context)

@@ -1,0 +1,146 @@
+"""What code finds around it in the driver, it finds in the workers too."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+import ray
+
+from drawbar import train
+from drawbar.train import (
+    Checkpoint,
+    DataParallelTrainer,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+)
+from drawbar.train._surroundings import Surroundings
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers
+
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data"),  # it warns of itself
+]
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+def fit(function: Callable[[], Any], storage: Path, **options: Any) -> Result:
+    return DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name="run", storage_path=storage, detached=options.pop("detached", False)
+        ),
+        **options,
+    ).fit()
+
+
+@pytest.fixture
+def configured_logging() -> Iterator[None]:
+    """As by `logging.basicConfig(level=INFO, format=...)`, besides pytest's own handlers."""
+    root, handler = logging.getLogger(), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s of %(name)s: %(message)s"))
+    level = root.level
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    logging.getLogger("loud").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("loud").setLevel(logging.NOTSET)
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
+def parse_arguments() -> float:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
+    return float(parser.parse_args().lr)
+
+
+def test_arguments_are_parsed_inside_the_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", "--lr", "0.5"])
+
+    def function() -> float:
+        with train.checkpoint_dir() as path:
+            train.report({}, checkpoint=path, validation=True)
+        return parse_arguments()
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {"lr": parse_arguments()}
+
+    result = fit(function, tmp_path, validation_config=ValidationConfig(fn=validate))
+    assert result.return_values == [0.5, 0.5]
+    assert result.best_checkpoints[0][1]["lr"] == 0.5
+
+
+@pytest.mark.usefixtures("configured_logging")
+def test_the_driver_s_logging_holds_in_every_attempt(tmp_path: Path) -> None:
+    def function() -> None:
+        logging.getLogger("mine").info("shown")
+        logging.getLogger("loud").info("not shown")
+        logging.getLogger("mine").debug("not shown")
+
+    fit(function, tmp_path)
+    assert (tmp_path / "run/logs/rank_1.log").read_text() == "INFO of mine: shown\n"
+
+
+@pytest.mark.usefixtures("configured_logging")
+def test_logging_and_arguments_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    surroundings, root = Surroundings.here(), logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(sys, "argv", ["worker"])
+    with surroundings.entered():
+        assert len(root.handlers) == 1
+        assert sys.argv != ["worker"]
+    assert (root.handlers, sys.argv) == ([], ["worker"])
+
+
+def test_the_data_context_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = ray.data.DataContext.get_current()
+    monkeypatch.setattr(context, "target_max_block_size", 12345)
+    result = fit(lambda: ray.data.DataContext.get_current().target_max_block_size, tmp_path)
+    assert result.return_values == [12345, 12345]
+
+
+class Named:
+    def hello(self) -> str:
+        return "hello"
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_namespace_runtime_env_and_logging_config_hold(
+    drivers: Drivers, tmp_path: Path, detached: bool
+) -> None:
+    def function() -> list[str]:
+        logging.getLogger("mine").info("by Ray's logging config")
+        named: Any = ray.get_actor("named")
+        said = ray.get(named.hello.remote())
+        return [said, os.environ["HF_HOME"], os.environ["OMP_NUM_THREADS"], os.environ["HF_TOKEN"]]
+
+    def main() -> None:
+        variables = {"HF_HOME": "job's", "OMP_NUM_THREADS": "3"}
+        ray.init(
+            namespace="mine",
+            runtime_env={"env_vars": variables},
+            logging_config=ray.LoggingConfig(log_level="INFO"),
+        )
+        named = ray.remote(Named).options(name="named", num_cpus=0).remote()
+        print(fit(function, tmp_path, detached=detached).return_values)
+        del named
+
+    out, err = drivers.run(main, HF_HOME="shell's", HF_TOKEN="shell's")
+    assert str([["hello", "job's", "3", "shell's"]] * 2) in out
+    assert "by Ray's logging config" in out + err
