@@ -2,7 +2,9 @@
 
     python -m benchmarks._chaos --kills 20 --seed 7
 
-Four workers checkpoint in a loop on a cluster of three nodes. Of each ten kills, six hit a worker,
+Four workers checkpoint in a loop on a cluster of three nodes; with links to folders of the user's,
+ASYNC hand-over of such folders and an elastic group of two to four, unless `--hazards` names fewer
+of these. Of each ten kills, six hit a worker,
 two a whole node and two the driver; the order, the moments and the victims are drawn from the seed.
 All are SIGKILLs. After each of them the run's directory must be whole, and whatever a killed driver
 has left must be gone 5 s later; in the end the run finishes and nothing of it is alive. What the
@@ -22,12 +24,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks._chaos_run import numbers, step_of
+from benchmarks._chaos_run import (
+    HAZARDS,
+    check_link_targets,
+    make_link_targets,
+    numbers,
+    step_of,
+)
 from benchmarks._wait import becomes_true
 
 Victim = Literal["worker", "node", "driver"]
@@ -87,14 +95,17 @@ class Chaos:
 
     Args:
         folder: An empty one, for the run and the driver's output.
+        hazards: What the run does besides saving files, of `HAZARDS`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hazards: Sequence[str]) -> None:
         import ray
         from ray.cluster_utils import Cluster
 
         self._folder = folder
+        self._hazards = hazards
         self._run = folder / "run"
+        make_link_targets(folder)
         self._cluster: Any = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 0, "_system_config": QUICK_TO_GIVE_UP},
@@ -116,6 +127,7 @@ class Chaos:
     def _start_driver(self) -> subprocess.Popen[bytes]:
         self._drivers += 1
         command = [sys.executable, "-m", "benchmarks._chaos_run", str(self._folder)]
+        command += self._hazards
         with open(self._log, "wb") as log:
             return subprocess.Popen(
                 command,
@@ -153,6 +165,7 @@ class Chaos:
         """Check that the run's directory is whole and holds what workers were told is committed."""
         from drawbar.train.testing import check_run
 
+        check_link_targets(self._folder)
         known = set(numbers(self._folder / "acknowledged"))
         if not (self._run / "journal.jsonl").exists():
             return  # the very first driver has died early
@@ -270,7 +283,12 @@ def _kill(pid: int) -> None:
 
 
 def unleash(
-    folder: Path, *, seed: int, kills: int, say: Callable[[str], None] = print
+    folder: Path,
+    *,
+    seed: int,
+    kills: int,
+    hazards: Sequence[str] = HAZARDS,
+    say: Callable[[str], None] = print,
 ) -> dict[Victim, list[float]]:
     """Strike so many times; give the seconds from each kill to the next committed checkpoint.
 
@@ -281,7 +299,7 @@ def unleash(
     """
     recovered: dict[Victim, list[float]] = {"worker": [], "node": [], "driver": []}
     plan = draw(seed, kills)
-    chaos = Chaos(folder)
+    chaos = Chaos(folder, hazards)
     number = 0
     try:
         chaos.wait_for_a_checkpoint(after=-1)
@@ -308,10 +326,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks._chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
+    parser.add_argument("--hazards", nargs="*", choices=HAZARDS, default=HAZARDS)
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="drawbar-chaos-") as folder:
-        unleash(Path(folder), seed=options.seed, kills=options.kills)
+        unleash(Path(folder), seed=options.seed, kills=options.kills, hazards=options.hazards)
     print("nothing was lost", flush=True)
 
 

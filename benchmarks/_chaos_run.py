@@ -1,6 +1,12 @@
 """The run that chaos strikes: its driver, and what its workers do.
 
-`python -m benchmarks._chaos_run FOLDER` starts or resumes it on the cluster of `RAY_ADDRESS`.
+`python -m benchmarks._chaos_run FOLDER HAZARD...` starts or resumes it on the cluster of
+`RAY_ADDRESS`. The hazards are what it does besides saving files:
+
+- `links`: each rank's checkpoints have links to a folder and a file of the user's own, which must
+  stay as they are.
+- `handover`: some checkpoints are folders of the user's own, given away with ASYNC.
+- `elastic`: the group shrinks and grows.
 """
 
 from __future__ import annotations
@@ -11,19 +17,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+HAZARDS = ("links", "handover", "elastic")
 WORKERS = 4
+FEWEST_WORKERS = 2  # of an elastic group
 STEP_SECONDS = 0.02
 CHECKPOINTS_KEPT = 5
+LINES = 10_000
+KEPT = "the user's own\n"
 
 
-def drive(folder: Path) -> None:
+def drive(folder: Path, hazards: frozenset[str]) -> None:
     """Run the training function, or go on with it."""
     from drawbar import train
 
     enough = folder / "enough"
+    workers = (FEWEST_WORKERS, WORKERS) if "elastic" in hazards else WORKERS
     train.DataParallelTrainer(
-        lambda: train_until(enough),
-        scaling_config=train.ScalingConfig(num_workers=WORKERS),
+        lambda: train_until(enough, hazards),
+        scaling_config=train.ScalingConfig(num_workers=workers),
         run_config=train.RunConfig(
             name="run",
             storage_path=folder,
@@ -35,27 +46,60 @@ def drive(folder: Path) -> None:
     ).fit()
 
 
-def train_until(enough: Path) -> int:
+def train_until(enough: Path, hazards: frozenset[str]) -> int:
     """Checkpoint in a loop until that file is there, every third time asynchronously."""
     from drawbar import train
+
+    later = train.CheckpointUploadMode.ASYNC
 
     folder = enough.parent
     context, checkpoint = train.get_context(), train.get_checkpoint()
     _start_child(context.cache, folder)
-    mine = f"rank_{context.get_world_rank()}"
+    rank, size = context.get_world_rank(), context.get_world_size()
+    linked = _link_target(folder, rank) if "links" in hazards else None
     step = step_of(Path(checkpoint)) + 1 if checkpoint else 0
     while not train.collective.broadcast_from_rank_zero(enough.exists()):
-        with train.checkpoint_dir() as path:
-            (path / mine).write_text(f"{step}\n" * 10_000)
-            if step % 3 == 2:
-                later = train.CheckpointUploadMode.ASYNC
-                train.report({"step": step}, checkpoint=path, checkpoint_upload_mode=later)
-            else:
-                train.report({"step": step}, checkpoint=path)
-                _append(folder / "acknowledged", step)
+        if step % 6 == 5 and "handover" in hazards:
+            path = folder / f"own_{context.get_attempt()}_{rank}_{step}"
+            path.mkdir()
+            _save(path, step, rank, size, linked)
+            train.report({"step": step}, checkpoint=path, checkpoint_upload_mode=later)
+        else:
+            with train.checkpoint_dir() as path:
+                _save(path, step, rank, size, linked)
+                mode = later if step % 3 == 2 else train.CheckpointUploadMode.SYNC
+                train.report({"step": step}, checkpoint=path, checkpoint_upload_mode=mode)
+        if step % 3 != 2:
+            _append(folder / "acknowledged", step)
         step += 1
         time.sleep(STEP_SECONDS)
     return step
+
+
+def _save(folder: Path, step: int, rank: int, size: int, linked: Path | None) -> None:
+    (folder / f"rank_{rank}").write_text(f"{step} of {size}\n" * LINES)
+    if linked is not None:
+        (folder / f"folder_{rank}").symlink_to(linked)
+        (folder / f"file_{rank}").symlink_to(linked / "kept")
+
+
+def make_link_targets(folder: Path) -> None:
+    """Make the folders of the user's own that the checkpoints of each rank have links to."""
+    for rank in range(WORKERS):
+        target = _link_target(folder, rank)
+        target.mkdir(parents=True)
+        (target / "kept").write_text(KEPT)
+
+
+def check_link_targets(folder: Path) -> None:
+    """Check that nothing was done to what lies behind the links."""
+    for rank in range(WORKERS):
+        files = {path.name: path.read_text() for path in _link_target(folder, rank).iterdir()}
+        assert files == {"kept": KEPT}, f"of what rank {rank} has links to, there is {files}"
+
+
+def _link_target(folder: Path, rank: int) -> Path:
+    return folder / "linked" / f"rank_{rank}"
 
 
 def _start_child(cache: dict[Any, Any], folder: Path) -> None:
@@ -76,13 +120,16 @@ def numbers(path: Path) -> list[int]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Load a checkpoint: every rank's file, whole and of the same step."""
-    texts = [(checkpoint / f"rank_{rank}").read_text() for rank in range(WORKERS)]
-    (text,) = set(texts)
-    step = int(text.partition("\n")[0])
-    assert text == f"{step}\n" * 10_000, f"{checkpoint} holds something else than step {step}"
-    return step
+    """Load a checkpoint: every rank's file, whole and of the same step, and what it links to."""
+    line = (checkpoint / "rank_0").read_text().partition("\n")[0]
+    step, _, size = line.partition(" of ")
+    for rank in range(int(size)):
+        text = (checkpoint / f"rank_{rank}").read_text()
+        assert text == f"{line}\n" * LINES, f"rank {rank}'s file in {checkpoint} is not of {line}"
+        for linked in (checkpoint / f"file_{rank}", checkpoint / f"folder_{rank}" / "kept"):
+            assert not linked.exists() or linked.read_text() == KEPT, f"{linked} is not {KEPT}"
+    return int(step)
 
 
 if __name__ == "__main__":
-    drive(Path(sys.argv[1]))
+    drive(Path(sys.argv[1]), frozenset(sys.argv[2:]))

@@ -16,7 +16,7 @@ def _drawbar(kills: int = KILLS) -> Samples:
     seed = secrets.randbelow(10**6)
     print(f"seed {seed}")
     with tempfile.TemporaryDirectory(prefix="drawbar-benchmark-") as folder:
-        recovered = unleash(Path(folder), seed=seed, kills=kills)
+        recovered = unleash(Path(folder), seed=seed, kills=kills, hazards=())
     return {victim: seconds for victim, seconds in recovered.items()}
 
 
