@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drawbar.train import Checkpoint, Manifest
-from drawbar.train._files import CHECKSUMS, METADATA, list_files
+from drawbar.train._files import CHECKSUMS, METADATA, VALIDATION, list_files
 from drawbar.train._staging import Part
 from drawbar.train._storage import RunDirectory
+
+MOVED_IN = 0x80  # of inotify
+COMES_OR_GOES = 0x40 | MOVED_IN | 0x100 | 0x200  # moved out, moved in, made, deleted
 
 
 @pytest.fixture
@@ -316,3 +322,34 @@ def test_a_manifest_comes_back_as_it_was_written() -> None:
     original = manifest(loss=float("inf"), name="ü", index=3)
     assert Manifest.decode(original.encode()) == original
     assert original.nbytes == 0
+
+
+def what_happens_in(folder: Path, actions: Sequence[Callable[[], None]]) -> set[tuple[int, str]]:
+    """Do something while inotify watches a folder; give what came and went, as (how, name)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.inotify_init1(os.O_NONBLOCK)
+    assert libc.inotify_add_watch(descriptor, bytes(folder), COMES_OR_GOES) > 0
+    for action in actions:
+        action()
+    found, data = set(), os.read(descriptor, 65536)
+    os.close(descriptor)
+    while data:
+        _, how, _, length = struct.unpack_from("iIII", data)
+        found.add((how, data[16 : 16 + length].rstrip(b"\0").decode()))
+        data = data[16 + length :]
+    return found
+
+
+def test_what_is_added_to_a_committed_checkpoint_is_made_elsewhere(run: RunDirectory) -> None:
+    offered = part(stage(run, {"a": "a"}))
+    path = commit(run, offered)
+    happened = what_happens_in(
+        path,
+        [
+            lambda: run.write_checksums("c"),
+            lambda: run.keep_validation(manifest(offered), durable=True),
+            lambda: Checkpoint(path).set_metadata({"by": "ann"}),
+        ],
+    )
+    assert happened == {(MOVED_IN, CHECKSUMS), (MOVED_IN, VALIDATION), (MOVED_IN, METADATA)}
+    assert not list(run.path.rglob("*.tmp"))

@@ -118,7 +118,9 @@ class Checkpoint:
         """Replace the metadata: any JSON-able mapping."""
         data = json.dumps(dict(metadata)).encode()
         if isinstance(self._place, Path):
-            _files.write_atomically(self._place / _files.METADATA, data)
+            committed = (self._place / _files.MANIFEST).exists()
+            by_way_of = self._place.parent if committed else None
+            _files.write_atomically(self._place / _files.METADATA, data, by_way_of=by_way_of)
         else:
             self._place.write(_files.METADATA, data)
 

@@ -245,13 +245,23 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write a whole file or none of it: a temporary file beside it, then a rename.
+def write_atomically(
+    path: Path, data: bytes, *, durable: bool = False, by_way_of: Path | None = None
+) -> None:
+    """Write a whole file or none of it: a temporary file, then a rename.
+
+    Args:
+        path: The file.
+        data: What it is to hold.
+        durable: Have it on the disk when this returns.
+        by_way_of: The folder of the temporary file, on the same filesystem: who copies the folder
+            of `path` meanwhile must not meet what is gone in the next moment. Default: beside it.
 
     Raises:
         OSError: It cannot be written; the message has the path and the bytes.
     """
-    temporary = path.with_name(f".drawbar-{path.name}.{os.getpid()}.tmp")
+    name = f".drawbar-{path.parent.name}-{path.name}.{os.getpid()}.tmp"
+    temporary = (by_way_of or path.parent) / name
     try:
         temporary.write_bytes(data)
         if durable:

@@ -91,7 +91,8 @@ class Host:
         )
         self._callbacks = Callbacks(spec.run_config.callbacks, context)
         try:
-            write_atomically(self.directory.trainer, spec.trainer)
+            staging = self.directory.staging
+            write_atomically(self.directory.trainer, spec.trainer, by_way_of=staging)
             self.directory.publish(everything=True)
             if self._opened.warning:
                 self._console.notice(self._opened.warning)

@@ -159,7 +159,7 @@ class RunDirectory:
 
     def write(self, name: str, data: bytes) -> None:
         """Write one of the run's own files where others find it."""
-        _files.write_atomically(self.path / name, data)
+        _files.write_atomically(self.path / name, data, by_way_of=self.staging)
 
     def publish(self, *, everything: bool = False) -> None:
         """Put the journal, or the logs and all else too, where others find it. It is there."""
@@ -367,7 +367,8 @@ class RunDirectory:
             return
         try:
             sums = {file.path: _files.checksum(directory / file.path) for file in manifest.files}
-            _files.write_atomically(directory / _files.CHECKSUMS, msgspec.json.encode(sums))
+            path, data = directory / _files.CHECKSUMS, msgspec.json.encode(sums)
+            _files.write_atomically(path, data, by_way_of=self.staging)
         except FileNotFoundError:
             return  # retention deleted the checkpoint in the meantime
 
@@ -378,7 +379,8 @@ class RunDirectory:
             OSError: It cannot be written; the checkpoint is as it was.
         """
         path = self.path / manifest.name / _files.VALIDATION
-        _files.write_atomically(path, manifest.encode(), durable=durable)
+        data = manifest.encode()
+        _files.write_atomically(path, data, durable=durable, by_way_of=self.staging)
 
 
 def taken(place: Path | Folder) -> FileExistsError:
