@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import struct
 import time
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
-from drawbar.train import Checkpoint, Manifest
-from drawbar.train._files import CHECKSUMS, METADATA, VALIDATION, list_files
+from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
+from drawbar.train._files import CHECKSUMS, MANIFEST, METADATA, VALIDATION, list_files
+from drawbar.train._filesystem import Folder, locate
 from drawbar.train._staging import Part
 from drawbar.train._storage import RunDirectory
 
@@ -353,3 +356,70 @@ def test_what_is_added_to_a_committed_checkpoint_is_made_elsewhere(run: RunDirec
     )
     assert happened == {(MOVED_IN, CHECKSUMS), (MOVED_IN, VALIDATION), (MOVED_IN, METADATA)}
     assert not list(run.path.rglob("*.tmp"))
+
+
+LEAD_OUT = ["../victim", "a/../../victim", "/etc/passwd", "", "a//b", "./a", "nul\0"]
+
+
+@pytest.mark.parametrize("path", LEAD_OUT)
+def test_a_manifest_that_names_what_lies_elsewhere_is_damage(run: RunDirectory, path: str) -> None:
+    (run.path / "victim").write_text("1")
+    place = commit(run, part(stage(run, {"file": "1"})), name="checkpoint_000001")
+    text = (place / MANIFEST).read_text()
+    (place / MANIFEST).write_text(text.replace('"file"', json.dumps(path)))
+    assert run.intact_checkpoints() == []
+    assert run.damaged() == ["checkpoint_000001"]
+    with pytest.raises(CheckpointError, match="its manifest cannot be read"):
+        Checkpoint(place).verify()
+
+
+@pytest.mark.parametrize("path", LEAD_OUT)
+def test_checksums_of_what_lies_elsewhere_are_damage(run: RunDirectory, path: str) -> None:
+    place = commit(run, part(stage(run, {"a": "a"})))
+    (place / CHECKSUMS).write_text(json.dumps({path: "0" * 16}))
+    with pytest.raises(CheckpointError, match=r"checksums\.json cannot be read: .* is no path"):
+        Checkpoint(place).verify()
+
+
+@pytest.mark.parametrize("name", ["../victim", "..", "/victim", ""])
+def test_a_journal_that_names_what_lies_elsewhere_is_damaged(run: RunDirectory, name: str) -> None:
+    event = {"event": "checkpoint_deleted", "time": 1.0, "name": name}
+    run.journal.write_text(json.dumps(event) + "\n")
+    with pytest.raises(DamagedRunError, match=r"line 1 of .* is no path of a file"):
+        run.events()
+
+
+class Lying(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A filesystem that lists one more name."""
+
+    cachable = False
+
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__(auto_mkdir=True)
+        self.more = {"name": name, "type": kind, "size": 1, "mtime": 0.0}
+
+    def find(self, path: str, *args: Any, **options: Any) -> Any:
+        found = super().find(path, *args, **options)
+        return {**found, f"{path}/{self.more['name']}": self.more}
+
+
+@pytest.mark.parametrize("name", ["..", "../checkpoint_000009", "a/../.."])
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_listing_of_what_lies_elsewhere_is_damage(tmp_path: Path, name: str, kind: str) -> None:
+    folder = locate(tmp_path / "run", Lying(name, kind))
+    assert isinstance(folder, Folder)
+    with pytest.raises(CheckpointError, match="is no path of a file"):
+        folder.list_files() if kind == "file" else folder.folders()
+
+
+def test_what_a_link_leads_to_is_not_deleted_with_the_link(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    path = commit(run, part(stage(run, {"a": "a"})))
+    path.rename(tmp_path / "on another disk")
+    path.symlink_to(tmp_path / "on another disk")
+    assert [each.name for each in run.intact_checkpoints()] == ["c"]
+    run.delete("c")
+    assert run.checkpoints() == []
+    assert list(run.staging.iterdir()) == []
+    assert read(tmp_path / "on another disk") == {"a": "a"}

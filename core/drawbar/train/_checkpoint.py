@@ -145,7 +145,9 @@ class Checkpoint:
         self.require()
         manifest = self.manifest
         if manifest is None:
-            raise CheckpointError(f"{self._place} holds no manifest: it was never committed")
+            found = read_file(self._place, _files.MANIFEST) is not None
+            why = "its manifest cannot be read" if found else "it was never committed"
+            raise CheckpointError(f"{self._place} holds no manifest: {why}")
         check_files(self._place, manifest)
         sums = read_checksums(self._place)
         if sums is None:

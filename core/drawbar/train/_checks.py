@@ -8,6 +8,8 @@ from collections.abc import Sequence, Set
 from pathlib import PurePath
 from typing import Any
 
+from drawbar.train._errors import CheckpointError
+
 
 class ShowsWhatWasSet:
     """A repr of the fields that differ from their defaults: one short line in a notebook."""
@@ -22,6 +24,21 @@ class ShowsWhatWasSet:
             if value != default:
                 shown.append(f"{item.name}={value!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def check_stays_inside(path: str) -> str:
+    """Check that a path out of data, with "/" between folders, leads to something below a folder.
+
+    Raises:
+        CheckpointError: It is absolute, empty, or has an empty part, "..", "." or NUL in it.
+    """
+    parts = path.split("/")
+    if "\0" in path or any(part in ("", ".", "..") for part in parts):
+        raise CheckpointError(
+            f"{path!r} is no path of a file in a checkpoint: it would lead out of it, or nowhere. "
+            "What lists it is damaged"
+        )
+    return path
 
 
 def check_run_name(name: str) -> None:

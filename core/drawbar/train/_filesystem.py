@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from drawbar.train import _faults
+from drawbar.train._checks import check_stays_inside
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import in_bytes, retrying
 
@@ -81,7 +82,11 @@ class Folder:
     # -- looking
 
     def list_files(self) -> tuple[FileEntry, ...]:
-        """List every file below, sorted by path; none if the folder does not exist."""
+        """List every file below, sorted by path; none if the folder does not exist.
+
+        Raises:
+            CheckpointError: The storage lists what does not lie in it.
+        """
         found = [
             FileEntry(self._relative(info.path), info.size)
             for info in self._infos(recursive=True)
@@ -90,10 +95,13 @@ class Folder:
         return tuple(sorted(found, key=lambda file: file.path))
 
     def folders(self) -> list[str]:
-        """List the names of the folders directly in this one."""
-        return sorted(
-            self._relative(info.path) for info in self._infos(recursive=False) if not info.is_file
-        )
+        """List the names of the folders directly in this one.
+
+        Raises:
+            CheckpointError: The storage lists what does not lie in it.
+        """
+        found = (each for each in self._infos(recursive=False) if not each.is_file)
+        return sorted(check_stays_inside(self._relative(info.path)) for info in found)
 
     def _infos(self, *, recursive: bool) -> Iterable[Any]:
         from pyarrow.fs import FileSelector

@@ -18,10 +18,11 @@ from typing import IO, Any
 
 import msgspec
 
+from drawbar.train._checks import check_stays_inside
 from drawbar.train._decide import AttemptEnd
 from drawbar.train._errors import DamagedRunError, JournalLockedError
 from drawbar.train._files import write_atomically
-from drawbar.train._manifest import Manifest
+from drawbar.train._manifest import UNREADABLE, Manifest
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
 from drawbar.train._retry import explained, in_bytes
@@ -88,6 +89,9 @@ class CheckpointCommitted(_Event, frozen=True, kw_only=True, tag="checkpoint"):
     seconds: float
     metrics: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        check_stays_inside(self.name)
+
     @staticmethod
     def of(manifest: Manifest, *, seconds: float) -> CheckpointCommitted:
         """Give the event of this checkpoint's commit."""
@@ -131,6 +135,9 @@ class CheckpointDeleted(_Event, frozen=True, kw_only=True, tag="checkpoint_delet
 
     name: str
 
+    def __post_init__(self) -> None:
+        check_stays_inside(self.name)
+
 
 class AttemptFailed(_Event, frozen=True, kw_only=True, tag="attempt_failed"):
     """The attempt ended early. `failures` are headlines, the root cause first."""
@@ -170,7 +177,6 @@ Event = (
 
 _decoder = msgspec.json.Decoder(Event)
 _WITH_METRICS = (ReportReceived, CheckpointCommitted, CheckpointValidated)
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
 class Journal:
@@ -276,7 +282,7 @@ def whole_lines(data: bytes) -> bytes:
 def _is_readable(line: bytes) -> bool:
     try:
         _decoder.decode(line)
-    except _UNREADABLE:
+    except UNREADABLE:
         return False
     return True
 
@@ -310,7 +316,7 @@ def events_in(lines: Iterable[bytes], place: object) -> Iterator[Event]:
             return
         try:
             event = _decoder.decode(line)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise DamagedRunError(
                 f"line {number} of {place} cannot be read: {error}. The run's checkpoints are "
                 'not touched by that; fit() with resume="auto" keeps the damaged lines in '

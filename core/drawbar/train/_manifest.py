@@ -10,11 +10,15 @@ from typing import Any
 import msgspec
 
 from drawbar.train import _files
+from drawbar.train._checks import check_stays_inside
 from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder
 from drawbar.train._messages import FileEntry
 from drawbar.train._metrics import from_json, to_json
 from drawbar.train._validation import ReportedCheckpointStatus, Validation
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, CheckpointError)
+"""What decoding raises for data that is damaged, or names what it must not."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +39,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""
     validation: Validation | None = None
     version: int = 1
+
+    def __post_init__(self) -> None:
+        check_stays_inside(self.name)
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """Read a manifest. Raises `msgspec.MsgspecError` if it is damaged."""
+        """Read a manifest. Raises `msgspec.MsgspecError` or `CheckpointError` if it is damaged."""
         return msgspec.convert(from_json(msgspec.json.decode(data)), Manifest)
 
 
@@ -83,9 +90,12 @@ def read_file(place: Path | Folder, name: str) -> bytes | None:
 def read_checksums(place: Path | Folder) -> dict[str, str] | None:
     """Read the checksums of a checkpoint; None if they were not written yet."""
     data = read_file(place, _files.CHECKSUMS)
+    if data is None:
+        return None
     try:
-        return None if data is None else msgspec.json.decode(data, type=dict[str, str])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        sums = msgspec.json.decode(data, type=dict[str, str])
+        return {check_stays_inside(path): value for path, value in sums.items()}
+    except UNREADABLE as error:
         raise CheckpointError(f"{place}/{_files.CHECKSUMS} cannot be read: {error}") from error
 
 
@@ -124,7 +134,7 @@ def _read_manifest(place: Path | Folder, name: str) -> Manifest | None:
         return None
     try:
         return Manifest.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 

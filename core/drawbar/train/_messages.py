@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from drawbar.train._carry import Carried
+from drawbar.train._checks import check_stays_inside
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._validation import (
     CheckpointConsistencyMode,
@@ -42,10 +43,17 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """One file of a checkpoint: its path in it, with "/" between folders, and its bytes."""
+    """One file of a checkpoint: its path in it, with "/" between folders, and its bytes.
+
+    Raises:
+        CheckpointError: The path leads out of the checkpoint, wherever it was read.
+    """
 
     path: str
     size: int
+
+    def __post_init__(self) -> None:
+        check_stays_inside(self.path)
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +121,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     data: bytes
 
+    def __post_init__(self) -> None:
+        check_stays_inside(self.name)
+        check_stays_inside(self.path)
+
 
 class FileAsked(msgspec.Struct, frozen=True, kw_only=True):
     """The rank asks for a piece of a file of checkpoint `name`, or, without a path, for its files.
@@ -124,6 +136,10 @@ class FileAsked(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     path: str
     offset: int
+
+    def __post_init__(self) -> None:
+        check_stays_inside(self.name)
+        check_stays_inside(self.path or self.name)
 
 
 CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "wishes"]
