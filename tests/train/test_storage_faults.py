@@ -26,6 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 from drawbar import train
 from drawbar.train import (
     Checkpoint,
+    CheckpointError,
     CheckpointUploadMode,
     ControllerError,
     DataParallelTrainer,
@@ -536,4 +537,34 @@ def test_a_download_that_fails_leaves_nothing(tmp_path: Path, temporary: Path) -
 
     with pytest.raises(OSError, match="reading 1 bytes"):
         content(Checkpoint(checkpoint.path, Refusing()))
-    assert [each.suffix for each in temporary.iterdir()] == [".lock"]
+    assert not list((temporary / f"drawbar-{os.geteuid()}").iterdir())
+
+
+def test_a_copy_lies_where_nobody_else_can_reach_it(tmp_path: Path, temporary: Path) -> None:
+    checkpoint = fit(lambda: save("0"), tmp_path).checkpoint
+    assert checkpoint is not None
+    own = temporary / f"drawbar-{os.geteuid()}"
+    with checkpoint.as_directory() as path:
+        assert Path(path).parent == own
+        assert own.stat().st_mode & 0o777 == 0o700
+    assert list(own.iterdir()) == []
+
+
+def open_to_others(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o770)
+
+
+def link(folder: Path) -> None:
+    folder.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("plant", [open_to_others, link, Path.touch])
+def test_a_folder_that_another_user_may_have_planted_is_refused(
+    tmp_path: Path, temporary: Path, plant: Callable[[Path], None]
+) -> None:
+    checkpoint = fit(lambda: save("0"), tmp_path).checkpoint
+    (temporary / "elsewhere").mkdir()
+    plant(temporary / f"drawbar-{os.geteuid()}")
+    with pytest.raises(CheckpointError, match="Remove it, or set TMPDIR to a folder of your own"):
+        content(checkpoint)
