@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ import pytest
 
 from drawbar import train
 from drawbar.train import (
+    ControllerError,
     DamagedRunError,
     DataParallelTrainer,
+    FailureConfig,
     Result,
     ResumeError,
+    WorkerGroupError,
 )
 from drawbar.train.testing import check_run
 from tests.train.local_runs import content, fit, save
@@ -116,3 +121,108 @@ def test_no_line_that_is_lost_makes_a_run_unreadable(run: Path) -> None:
             result = Result.from_path(run)
             assert content(result.checkpoint) == "b"
             assert len(result.timeline.attempts) <= 1
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def alter(file: Path) -> None:
+    file.write_text("?")
+
+
+DAMAGES = pytest.mark.parametrize("damage", [cut, Path.unlink, alter])
+
+
+@DAMAGES
+def test_a_resume_passes_over_a_damaged_checkpoint(
+    run: Path, damage: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage(run / "checkpoint_000001" / "model")
+
+    def function() -> str:
+        started_from = content(train.get_checkpoint())
+        save("c")
+        return started_from
+
+    result = fit(function, run.parent)
+    assert result.return_value == "a"
+    assert content(result.checkpoint) == "c"
+    assert result.metrics_dataframe["index"].tolist() == [0, 1]
+    assert re.search(r"has damaged parts: \S*checkpoint_000001", capfd.readouterr().err)
+    check_run(run)
+
+
+def test_an_altered_checkpoint_is_kept_aside(run: Path) -> None:
+    alter(run / "checkpoint_000001" / "model")
+    fit(two_steps, run.parent)
+    (aside,) = (run / "broken").iterdir()
+    assert (aside / "model").read_text() == "?"
+
+
+def test_a_run_that_must_go_on_needs_a_checkpoint_that_was_not_altered(run: Path) -> None:
+    for checkpoint in run.glob("checkpoint_*"):
+        alter(checkpoint / "model")
+    with pytest.raises(ResumeError, match="has no intact checkpoint"):
+        fit(two_steps, run.parent, resume="must")
+    assert not (run / "broken").exists()
+
+
+@DAMAGES
+def test_a_restart_passes_over_a_damaged_checkpoint(
+    tmp_path: Path, damage: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def function() -> str:
+        if train.get_context().get_attempt() == 1:
+            return content(train.get_checkpoint())
+        two_steps()
+        newest = tmp_path / "run" / "checkpoint_000001"
+        while not (newest / ".drawbar-checksums.json").exists():
+            os.sched_yield()
+        damage(newest / "model")
+        raise ValueError("on purpose")
+
+    once_more = FailureConfig(max_failures=1)
+    assert fit(function, tmp_path, failure_config=once_more).return_value == "a"
+    assert "damaged, so passed over: " in capfd.readouterr().err
+    check_run(tmp_path / "run")
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [
+        (lambda: train.report({}), "report 1 of rank 0"),
+        (lambda: save("b"), "report 1 of rank 0"),
+        (fail, "rank 0: ValueError: on purpose"),
+        (lambda: None, "RunEnded"),
+    ],
+)
+def test_a_run_whose_directory_is_deleted_says_so(
+    tmp_path: Path, then: Callable[[], None], told: str
+) -> None:
+    def function() -> None:
+        save("a")
+        shutil.rmtree(tmp_path / "run")
+        then()
+
+    expected = f"{tmp_path}/run, or the journal in it, was deleted while the run .*{told}"
+    with pytest.raises(ControllerError, match=expected):
+        fit(function, tmp_path)
+
+
+def test_no_checkpoint_is_named_that_is_not_there_any_more(tmp_path: Path) -> None:
+    def function(config: dict[str, Any]) -> None:
+        two_steps()
+        for name in config["delete"]:
+            shutil.rmtree(tmp_path / "run" / f"checkpoint_00000{name}")
+        fail()
+
+    with pytest.raises(WorkerGroupError, match=r"newest committed checkpoint: .*_000000$"):
+        fit(function, tmp_path, {"delete": [1]})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(WorkerGroupError, match=r"no committed checkpoint is there any more"):
+        fit(function, tmp_path, {"delete": [0, 1]})

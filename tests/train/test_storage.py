@@ -406,6 +406,7 @@ class Lying(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 @pytest.mark.parametrize("name", ["..", "../checkpoint_000009", "a/../.."])
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_a_listing_of_what_lies_elsewhere_is_damage(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / "run").mkdir()
     folder = locate(tmp_path / "run", Lying(name, kind))
     assert isinstance(folder, Folder)
     with pytest.raises(CheckpointError, match="is no path of a file"):

@@ -49,9 +49,11 @@ def check_run(path: str | os.PathLike[str], storage_filesystem: Any | None = Non
 
 
 def _check_reports(events: Sequence[Event]) -> None:
-    attempt, first, committed = -1, 0, -1
+    attempt, first = -1, 0
+    kept: dict[str, int] = {}
     made: dict[int, int] = {}
     for event in events:
+        committed = max(kept.values(), default=-1)
         match event:
             case AttemptStarted():
                 assert event.attempt > attempt, f"attempt {event.attempt} follows {attempt}"
@@ -72,7 +74,9 @@ def _check_reports(events: Sequence[Event]) -> None:
                 assert event.index > committed, f"checkpoint {event.index} follows {committed}"
                 behind = [rank for rank, reports in made.items() if reports <= event.index]
                 assert not behind, f"checkpoint {event.index} came before the reports of {behind}"
-                committed = event.index
+                kept[event.name] = event.index
+            case CheckpointDeleted():
+                kept.pop(event.name, None)
             case _:
                 pass
 

@@ -145,8 +145,8 @@ class Checkpoint:
         self.require()
         manifest = self.manifest
         if manifest is None:
-            found = read_file(self._place, _files.MANIFEST) is not None
-            why = "its manifest cannot be read" if found else "it was never committed"
+            written = read_file(self._place, _files.MANIFEST) is not None
+            why = "its manifest cannot be read" if written else "it was never committed"
             raise CheckpointError(f"{self._place} holds no manifest: {why}")
         check_files(self._place, manifest)
         sums = read_checksums(self._place)

@@ -10,6 +10,8 @@ from typing import Any
 
 from drawbar.train._errors import CheckpointError
 
+_LEADS_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|\0")
+
 
 class ShowsWhatWasSet:
     """A repr of the fields that differ from their defaults: one short line in a notebook."""
@@ -32,8 +34,7 @@ def check_stays_inside(path: str) -> str:
     Raises:
         CheckpointError: It is absolute, empty, or has an empty part, "..", "." or NUL in it.
     """
-    parts = path.split("/")
-    if "\0" in path or any(part in ("", ".", "..") for part in parts):
+    if _LEADS_OUT.search(path):
         raise CheckpointError(
             f"{path!r} is no path of a file in a checkpoint: it would lead out of it, or nowhere. "
             "What lists it is damaged"

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from drawbar.train import _faults, _files, _retention
+from drawbar.train import _faults, _files, _retention, _starting_point
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._config import CheckpointConfig
 from drawbar.train._journal import (
@@ -32,7 +32,7 @@ from drawbar.train._journal import (
     CheckpointValidated,
     Event,
 )
-from drawbar.train._manifest import Manifest
+from drawbar.train._manifest import Manifest, committed_already
 from drawbar.train._messages import (
     Chunk,
     Committed,
@@ -46,7 +46,7 @@ from drawbar.train._messages import (
 from drawbar.train._progress import Round
 from drawbar.train._session import default_name
 from drawbar.train._staging import Part
-from drawbar.train._storage import RunDirectory, committed_already
+from drawbar.train._storage import RunDirectory
 from drawbar.train._unshared import read_piece
 from drawbar.train._validation import ReportedCheckpointStatus, Validation
 
@@ -110,6 +110,31 @@ class Committer:
     def newest(self) -> Manifest | None:
         """The newest checkpoint, which a restart goes on from."""
         return self.kept[-1] if self.kept else None
+
+    def what_loads(self) -> str:
+        """Say in one line which checkpoint a failed run has; it may have been deleted."""
+        is_local = self._directory.filesystem is None
+        for manifest in reversed(self.kept):
+            if not is_local or self._directory.is_intact(manifest.name):
+                return f"newest committed checkpoint: {self.checkpoint(manifest).path}"
+        if self.kept:
+            place = self._directory.place(self.kept[-1].name)
+            return f"no committed checkpoint is there any more in full; the newest was {place}"
+        return "no checkpoint was committed"
+
+    async def pass_over_damaged(self) -> dict[str, str]:
+        """Let go of the newest checkpoints as long as they are damaged.
+
+        Returns:
+            What is wrong with each, by its name.
+        """
+        self.kept, damage = await asyncio.to_thread(
+            _starting_point.pass_over_damaged, self._directory, self.kept
+        )
+        for name in damage:
+            self._journal(CheckpointDeleted(time=time.time(), name=name))
+            await asyncio.to_thread(_starting_point.set_aside, self._directory, name)
+        return damage
 
     def begin(
         self,

@@ -190,6 +190,9 @@ class Controller:
 
     async def _start_attempt(self) -> Attempt:
         self._attempt = None
+        if self._number != self._run.first_attempt:  # whoever opened the run has looked
+            for damage in (await self._commits.pass_over_damaged()).values():
+                self._console.notice(f"damaged, so passed over: {damage}")
         start = self._start_point()
         self._log(start)
         self._console.state("starting" if self._number == 0 else "restarting", _from(start))
@@ -380,7 +383,7 @@ class Controller:
             failed.cause,
             reason=decision.reason,
             path=self._run.directory.location,
-            newest=self._start_point().checkpoint,
+            loads=self._commits.what_loads(),
         )
         self._end_run("failed", error.error_message)
         return Outcome(error=error)

@@ -221,10 +221,12 @@ def training_failed(
     *,
     reason: str,
     path: str,
-    newest: str | None,
+    loads: str,
 ) -> TrainingFailedError:
-    """Build the error that `fit()` raises: the root cause first, the rest folded under it."""
-    loads = f"newest committed checkpoint: {newest}" if newest else "no checkpoint was committed"
+    """Build the error that `fit()` raises: the root cause first, the rest folded under it.
+
+    `reason` says why the run ends, `loads` which checkpoint it has.
+    """
     footer = f"\n\nThe run ends: {reason}.\nrun directory: {path}\n{loads}"
     if isinstance(cause, InsufficientResourcesError):
         return InsufficientResourcesError(f"{cause}{footer}", path=path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -270,6 +272,20 @@ def write_atomically(
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise explained(error, f"writing {in_bytes(len(data))} to {path}") from error
+
+
+def take_mode_of_folder(path: Path) -> None:
+    """Let those read and write a file or folder who may do so where it lies.
+
+    What the owner of a place has set, for themselves alone or for a group, then holds whatever the
+    umask of the process is. A place that everybody may write to, such as /tmp, says nothing. What
+    belongs to another user stays as it is.
+    """
+    outer, own = os.stat(path.parent).st_mode, os.stat(path).st_mode
+    if not outer & 0o002:
+        allowed = 0o777 if stat.S_ISDIR(own) else 0o666
+        with contextlib.suppress(PermissionError):
+            os.chmod(path, (own & 0o7000) | (outer & allowed))
 
 
 def checksum(path: Path) -> str:

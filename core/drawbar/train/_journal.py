@@ -234,7 +234,16 @@ class Journal:
         replaced.close()
 
     def append(self, event: Event) -> None:
-        """Write an event. It survives this process's death when this returns."""
+        """Write an event. It survives this process's death when this returns.
+
+        Raises:
+            OSError: It cannot be written, or the journal was deleted in the meantime.
+        """
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise FileNotFoundError(
+                f"{self._path.parent}, or the journal in it, was deleted while the run went on; "
+                f"what was to be written to it: {_told(event)}"
+            )
         if isinstance(event, _WITH_METRICS):
             event = msgspec.structs.replace(event, metrics=to_json(event.metrics))
         line = self._encoder.encode(event) + b"\n"
@@ -251,6 +260,16 @@ class Journal:
         if not self._file.closed:
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+def _told(event: Event) -> str:
+    match event:
+        case ReportReceived():
+            return f"report {event.index} of rank {event.rank}"
+        case AttemptFailed():
+            return f"the failure of attempt {event.attempt}, {'; '.join(event.failures)}"
+        case _:
+            return type(event).__name__
 
 
 def _open_locked(path: Path) -> IO[bytes]:

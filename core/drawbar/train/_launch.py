@@ -12,11 +12,13 @@ from typing import Any
 
 from drawbar.train._config import DEFAULT_STORAGE_PATH, RunConfig
 from drawbar.train._decide import AttemptEnd, RunState, Spent, changes, resume_plan, spent_so_far
+from drawbar.train._files import take_mode_of_folder
 from drawbar.train._filesystem import locate
 from drawbar.train._journal import (
     AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
+    CheckpointDeleted,
     Event,
     Journal,
     RunEnded,
@@ -26,6 +28,7 @@ from drawbar.train._manifest import Manifest
 from drawbar.train._preflight import check_storage_path
 from drawbar.train._remote import directory_at
 from drawbar.train._snapshot import Snapshot
+from drawbar.train._starting_point import pass_over_damaged, set_aside
 from drawbar.train._storage import RunDirectory
 
 
@@ -71,12 +74,19 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
     """
     if not directory.holds_run():  # an error leaves no trace
         resume_plan(RunState.NONE, config.resume, path=directory.location, newest=None)
+    is_new = not directory.path.exists()
     check_storage_path(directory.path)
+    if is_new:
+        take_mode_of_folder(directory.path)
     journal = Journal(directory.journal)
     try:  # from here on nobody else writes to the run, or removes its folders
         directory.catch_up(journal)
         state, events, damage = _look(directory, journal)
-        intact = directory.intact_checkpoints() if state is not RunState.NONE else []
+        found, altered = pass_over_damaged(directory, directory.checkpoints())
+        intact = [each for each in found if directory.is_intact(each.name)]
+        if altered:
+            others = [part for part in damage if part not in altered]
+            state, damage = RunState.DAMAGED, [*others, *altered.values()]
         plan = resume_plan(
             state,
             config.resume,
@@ -85,6 +95,9 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
             damage=damage,
         )
         directory.sweep()
+        take_mode_of_folder(directory.journal)
+        for name in altered:
+            set_aside(directory, name)
     except BaseException:
         journal.close()
         raise
@@ -101,6 +114,8 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
         detached=config.detached,
     )
     journal.append(started)
+    for name in altered:
+        journal.append(CheckpointDeleted(time=time.time(), name=name))
     committed = _journal_last_commit(journal, events, intact)
     return OpenRun(
         name=directory.name,

@@ -61,6 +61,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         ordered = sorted(kept, key=lambda file: file.path)
         return msgspec.structs.replace(self, files=tuple(ordered))
 
+    def as_stored(self, directory: Path) -> Manifest:
+        """Give the manifest the files' sizes as they are: a log may have grown since `report`."""
+        sizes = {file.path: os.stat(directory / file.path).st_size for file in self.files}
+        files = tuple(FileEntry(path, size) for path, size in sizes.items())
+        return msgspec.structs.replace(self, files=files)
+
     def validated(self, validation: Validation) -> Manifest:
         """Give the manifest with what came of the validation."""
         metrics = {**self.metrics, **validation.metrics}
@@ -138,13 +144,6 @@ def _read_manifest(place: Path | Folder, name: str) -> Manifest | None:
         return None
 
 
-def as_stored(manifest: Manifest, directory: Path) -> Manifest:
-    """Give the manifest the sizes of the files as they are: a log may have grown since `report`."""
-    sizes = {file.path: os.stat(directory / file.path).st_size for file in manifest.files}
-    files = tuple(FileEntry(path, size) for path, size in sizes.items())
-    return msgspec.structs.replace(manifest, files=files)
-
-
 def check_files(place: Path | Folder, manifest: Manifest) -> None:
     """Check that each file of the manifest is there with its size.
 
@@ -170,3 +169,11 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def committed_already(place: Path | Folder) -> FileExistsError:
+    """Say that a name is taken."""
+    return FileExistsError(
+        f"{place} is a committed checkpoint already; give each checkpoint its own "
+        "checkpoint_dir_name"
+    )

@@ -3,9 +3,10 @@
     <storage_path>/<name>/
         journal.jsonl             what happened, in order (_journal.py)
         trainer.pkl               what restore() needs
-        outcome.pkl               return values and error, of a run that was hosted in an actor
+        outcome.msgpack           return values and error of a detached run
         logs/rank_N.log           every rank's full output
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
+        broken/                   checkpoints that were damaged when a start looked at them
         .staging/                 whatever is not committed yet; emptied when its attempt is over
         .uncommitted/             what was handed over for a checkpoint that did not come about
         .workers/                 how each worker process ended (_sentinel.py)
@@ -36,13 +37,19 @@ from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._errors import CheckpointError
 from drawbar.train._filesystem import Folder
 from drawbar.train._journal import Event, Journal, committed_names, events_in, journal_lost
-from drawbar.train._manifest import Manifest, as_stored, check_files, read_manifest, write_manifest
+from drawbar.train._manifest import (
+    Manifest,
+    check_files,
+    committed_already,
+    read_manifest,
+    write_manifest,
+)
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import explained, in_bytes
 from drawbar.train._staging import Part
 
-OUTCOME = "outcome.pkl"
-OWN_NAMES = ("journal.damaged", "journal.jsonl", "logs", OUTCOME, "stacks", "trainer.pkl")
+OUTCOME = "outcome.msgpack"
+OWN_NAMES = ("broken", "journal.damaged", "journal.jsonl", "logs", OUTCOME, "stacks", "trainer.pkl")
 
 
 @dataclass(frozen=True)
@@ -274,7 +281,7 @@ class RunDirectory:
         else:
             self._make_way(target)
             merged = _staging.merge(parts) or self.new_stage("empty")
-            manifest = as_stored(manifest, merged)
+            manifest = manifest.as_stored(merged)
         if metadata is not None and not (merged / _files.METADATA).exists():
             (merged / _files.METADATA).write_bytes(metadata)
         _faults.reached("commit.merged")
@@ -379,8 +386,7 @@ class RunDirectory:
             OSError: It cannot be written; the checkpoint is as it was.
         """
         path = self.path / manifest.name / _files.VALIDATION
-        data = manifest.encode()
-        _files.write_atomically(path, data, durable=durable, by_way_of=self.staging)
+        _files.write_atomically(path, manifest.encode(), durable=durable, by_way_of=self.staging)
 
 
 def taken(place: Path | Folder) -> FileExistsError:
@@ -388,12 +394,4 @@ def taken(place: Path | Folder) -> FileExistsError:
     return FileExistsError(
         f"{place} is there and is no checkpoint that Drawbar made; move it away, or give the "
         "checkpoint another checkpoint_dir_name"
-    )
-
-
-def committed_already(place: Path | Folder) -> FileExistsError:
-    """Say that a name is taken."""
-    return FileExistsError(
-        f"{place} is a committed checkpoint already; give each checkpoint its own "
-        "checkpoint_dir_name"
     )
