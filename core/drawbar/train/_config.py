@@ -24,6 +24,7 @@ from drawbar.train._checks import (
     require_int,
     require_type,
 )
+from drawbar.train._secrets import cleaned
 
 Resume = Literal["auto", "never", "must"]
 ScoreOrder = Literal["max", "min"]
@@ -32,10 +33,10 @@ DEFAULT_STORAGE_PATH = "~/drawbar_results"
 
 
 def fields_of(config: Any) -> dict[str, Any]:
-    """Give a config's fields as JSON-able values, for the journal."""
+    """Give a config's fields as JSON-able values without secrets, for the journal."""
     plain = (str, int, float, bool, type(None))
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-    return {name: v if isinstance(v, plain) else repr(v) for name, v in values.items()}
+    return {name: v if isinstance(v, plain) else cleaned(repr(v)) for name, v in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -169,6 +170,8 @@ class RunConfig(ShowsWhatWasSet):
             checkpoint. "never": fail. "must": fail if there is nothing to go on from.
         detached: The run outlives the driver: it is hosted in an actor, and `drawbar.train.attach`
             finds it by its name from any process on the cluster. Callbacks then run in that actor.
+        secrets: Names of keys in `train_loop_config`, at any depth, whose values are not written to
+            the journal nor shown, besides those that look like secrets, as `hf_token` does.
     """
 
     name: str | None = None
@@ -182,6 +185,7 @@ class RunConfig(ShowsWhatWasSet):
     forward_env: Sequence[str] = ()
     resume: Resume = "auto"
     detached: bool = False
+    secrets: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -200,6 +204,11 @@ class RunConfig(ShowsWhatWasSet):
                 raise ValueError("RunConfig.storage_path must not be empty; None is the default")
         require_choice("RunConfig.resume", self.resume, get_args(Resume))
         require_type("RunConfig.detached", self.detached, bool)
+        if not is_list_of(str, self.secrets):
+            raise TypeError(
+                "RunConfig.secrets must be a list of keys of train_loop_config such as "
+                f"['license'], found {self.secrets!r}"
+            )
         if not is_list_of(str, self.forward_env):
             raise TypeError(
                 "RunConfig.forward_env must be a list of names or patterns such as ['MY_*'], "

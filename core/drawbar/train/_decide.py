@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from drawbar.train._config import FailureConfig, Resume
 from drawbar.train._errors import ResumeError
+from drawbar.train._secrets import HIDDEN, cleaned, looks_secret
 
 AttemptEnd = Literal[
     "worker", "hang", "preemption", "resize", "startup", "configuration", "divergence", "storage"
@@ -82,14 +83,21 @@ def spent_so_far(ends: Iterable[AttemptEnd]) -> Spent:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Name what differs between two configurations, key by key: `a.b: 1 -> 2`."""
+    """Name what differs between two configurations, key by key: `a.b: 1 -> 2`.
+
+    Secrets are not compared, since what they were was not written down; that one came or went is
+    said, not what it is.
+    """
     found = []
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found += changes(old, new, f"{prefix}{key}.")
+        elif HIDDEN in (old, new) or looks_secret(key):
+            if (old is None) != (new is None):
+                found.append(f"{prefix}{key}: changed")
         elif old != new:
-            found.append(f"{prefix}{key}: {old!r} -> {new!r}")
+            found.append(cleaned(f"{prefix}{key}: {old!r} -> {new!r}"))
     return found
 
 

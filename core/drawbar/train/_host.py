@@ -19,7 +19,7 @@ from drawbar.train._console import Console
 from drawbar.train._controller import Controller
 from drawbar.train._ending import Ending
 from drawbar.train._errors import ControllerError
-from drawbar.train._files import write_atomically
+from drawbar.train._files import take_mode_of_folder, write_atomically
 from drawbar.train._journal import Event
 from drawbar.train._launch import directory_of, open_run
 from drawbar.train._plan import SpecPlan
@@ -91,8 +91,9 @@ class Host:
         )
         self._callbacks = Callbacks(spec.run_config.callbacks, context)
         try:
-            staging = self.directory.staging
-            write_atomically(self.directory.trainer, spec.trainer, by_way_of=staging)
+            directory = self.directory
+            write_atomically(directory.trainer, spec.trainer, by_way_of=directory.staging)
+            take_mode_of_folder(directory.trainer)
             self.directory.publish(everything=True)
             if self._opened.warning:
                 self._console.notice(self._opened.warning)

@@ -25,6 +25,7 @@ from drawbar.train._launch import connect_to_ray, is_client, new_name, started_h
 from drawbar.train._remote import open_directory
 from drawbar.train._result import Result
 from drawbar.train._scaling import ScalingConfig
+from drawbar.train._secrets import without_secrets
 from drawbar.train._spec import RunSpec
 from drawbar.train._surroundings import Surroundings
 from drawbar.train._validation import ValidationConfig
@@ -216,9 +217,9 @@ class DataParallelTrainer:
         function = self.train_loop_per_worker
         return {
             "train_loop_per_worker": getattr(function, "__qualname__", repr(function)),
-            "train_loop_config": {
-                str(key): repr(value) for key, value in (self.train_loop_config or {}).items()
-            },
+            "train_loop_config": without_secrets(
+                self.train_loop_config or {}, self.run_config.secrets
+            ),
             "scaling_config": fields_of(self.scaling_config),
             "failure_config": fields_of(self.run_config.failure_config),
             "checkpoint_config": fields_of(self.run_config.checkpoint_config),

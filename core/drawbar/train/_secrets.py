@@ -1,0 +1,58 @@
+"""Values that are not to be written down: pure functions from settings to settings without them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+HIDDEN = "<secret>"
+
+_NAMES = (
+    r"[\w-]*(?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|private[_-]?key"
+    r"|credential|authorization)s?"
+)
+_IS_SECRET = re.compile(_NAMES, re.IGNORECASE)
+_ASSIGNED = re.compile(rf"(?i)\b({_NAMES}['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,)}}\]]+)")
+_IN_URL = re.compile(r"(\w+://[^\s/:@'\"]*:)[^\s/@'\"]+@")
+_NOT_SECRET = re.compile(r"(?i)(?:num|max|min|n|pad|bos|eos|unk|mask|sep|cls)_\w*tokens?(?:_id)?s?")
+
+
+def without_secrets(settings: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
+    """Give settings as reprs, key by key, without what looks like a secret.
+
+    That is the value of a key that is among `names` or ends like "token", "secret", "password" or
+    "api_key", at any depth, unless it is a number, a bool or None; and the password in a URL.
+    """
+    return {str(key): _shown(str(key), value, names) for key, value in settings.items()}
+
+
+def _shown(key: str, value: Any, names: Collection[str]) -> Any:
+    shown = _without_secrets(key, value, names)
+    return shown if shown == HIDDEN else cleaned(repr(shown))
+
+
+def _without_secrets(key: str, value: Any, names: Collection[str]) -> Any:
+    if key in names or (looks_secret(key) and not isinstance(value, int | float | None)):
+        return HIDDEN
+    if type(value) is dict:
+        return {each: _without_secrets(str(each), value[each], names) for each in value}
+    if type(value) in (list, tuple):
+        return type(value)(_without_secrets("", each, names) for each in value)
+    return value
+
+
+def cleaned(text: str) -> str:
+    """Leave secrets out of a text, such as the repr of a dataclass of settings."""
+
+    def hide(match: re.Match[str]) -> str:
+        name = re.split(r"['\"\s=:]", match[1])[0]
+        plain = re.fullmatch(r"[-+\d.eE]+|True|False|None", match[2])
+        return match[0] if plain or not looks_secret(name) else match[1] + HIDDEN
+
+    return _IN_URL.sub(rf"\1{HIDDEN}@", _ASSIGNED.sub(hide, text))
+
+
+def looks_secret(key: str) -> bool:
+    """Whether a key names a secret, as `hf_token` does and `max_tokens` does not."""
+    return _IS_SECRET.fullmatch(key) is not None and _NOT_SECRET.fullmatch(key) is None
