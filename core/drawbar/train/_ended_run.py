@@ -75,8 +75,11 @@ class EndedRun:
         return (self._directory.read(f"logs/rank_{rank}.log") or b"").decode(errors="replace")
 
     def ending(self) -> Ending:
-        """Give how the run ended: with return values if it was hosted in an actor."""
-        packed = self._directory.read(OUTCOME)
+        """Give how the run ended: with return values if it was detached.
+
+        Of any other run nothing is unpickled, whatever lies in its directory.
+        """
+        packed = self._directory.read(OUTCOME) if self._snapshot.detached else None
         if packed is not None:
             with contextlib.suppress(Exception):  # it needs classes that are not here
                 ending: Ending = cloudpickle.loads(packed)

@@ -3,7 +3,7 @@
     <storage_path>/<name>/
         journal.jsonl             what happened, in order (_journal.py)
         trainer.pkl               what restore() needs
-        outcome.msgpack           return values and error of a detached run
+        outcome.pkl               return values and error of a detached run
         logs/rank_N.log           every rank's full output
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
         broken/                   checkpoints that were damaged when a start looked at them
@@ -48,7 +48,7 @@ from drawbar.train._messages import FileEntry
 from drawbar.train._retry import explained, in_bytes
 from drawbar.train._staging import Part
 
-OUTCOME = "outcome.msgpack"
+OUTCOME = "outcome.pkl"
 OWN_NAMES = ("broken", "journal.damaged", "journal.jsonl", "logs", OUTCOME, "stacks", "trainer.pkl")
 
 

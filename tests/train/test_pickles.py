@@ -1,0 +1,35 @@
+"""What lies in a run's directory unpickles only where that is what the user asks for."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar import train
+from tests.train.local_runs import fit, save
+
+
+class Bomb:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+@pytest.fixture
+def bomb(tmp_path: Path) -> bytes:
+    return pickle.dumps(Bomb(tmp_path / "exploded"))
+
+
+def test_nothing_unpickles_of_a_run_that_was_not_detached(tmp_path: Path, bomb: bytes) -> None:
+    fit(lambda: save("a"), tmp_path)
+    for name in ("outcome.pkl", "trainer.pkl"):
+        (tmp_path / "run" / name).write_bytes(bomb)
+    assert train.attach(tmp_path / "run").wait().metrics == {"text": "a"}
+    assert not (tmp_path / "exploded").exists()
