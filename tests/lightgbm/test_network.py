@@ -96,22 +96,21 @@ def test_no_two_processes_reserve_one_port() -> None:
     """Of 6 processes with 40 reservations each, all held at once, no two have the same."""
     code = textwrap.dedent(
         """
-        import sys
+        import os, sys
         from contextlib import ExitStack
         from drawbar.lightgbm._ports import reserved_port
+        all(os.fork() for _ in range(5))  # a child goes on below, as the parent does in the end
         with ExitStack() as stack:
             found = range(20000, 20400)
-            print(*(stack.enter_context(reserved_port(found)) for _ in range(40)), flush=True)
+            ports = [str(stack.enter_context(reserved_port(found))) for _ in range(40)]
+            os.write(1, (" ".join(ports) + "\\n").encode())  # all at once
             sys.stdin.read()
         """
     )
-    command = [sys.executable, "-c", code]
-    processes = [Popen(command, stdin=PIPE, stdout=PIPE, text=True) for _ in range(6)]
-    try:
-        lines = [process.stdout.readline() for process in processes if process.stdout]
-    finally:
-        for process in processes:
-            process.communicate()
+    with Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(6)]
+        process.communicate()
     ports = [int(port) for line in lines for port in line.split()]
     assert len(ports) == 240
     assert len(set(ports)) == 240
