@@ -133,6 +133,7 @@ def test_arguments_pass_through_and_the_rest_is_the_runs(
         assert found == {**expected, "sampler": (2, rank), "ranks": (2, rank, rank)}
 
 
+@pytest.mark.alone  # who needs more than some seconds to come to a stop is not kept
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_process_that_is_kept_trains_again_with_deepspeed(
     plain: Any, run_config: RunConfig, alone: float
