@@ -25,6 +25,7 @@ from drawbar.train import (
     WorkerGroupError,
 )
 from drawbar.train._remote import open_directory
+from drawbar.train.testing import run_in_threads
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +114,13 @@ def where(storage: dict[str, Any]) -> dict[str, Any]:
     return {"path": path, "storage_filesystem": storage.get("storage_filesystem")}
 
 
+def journal_of(storage: dict[str, Any]) -> bytes:
+    """Read the journal in the storage."""
+    journal = open_directory(*where(storage).values()).read_journal()
+    assert journal is not None
+    return journal
+
+
 def test_a_run_leaves_its_checkpoints_metrics_and_logs(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage)
     again = Result.from_path(**where(storage))
@@ -144,11 +152,13 @@ def test_a_trainer_is_restored_on_another_machine(
 
 
 def test_a_journal_that_only_this_machine_has_is_kept(
-    storage: dict[str, Any], work_folders: Path
+    storage: dict[str, Any],
 ) -> None:
     result = fit(three_steps(), storage)
-    (journal,) = work_folders.rglob("journal.jsonl")
-    newest = journal.read_bytes()
+    newest = journal_of(storage)
+    directory = open_directory(*where(storage).values())
+    directory.create()
+    directory.journal.write_bytes(newest)  # as a driver leaves it that was killed
     assert result.checkpoint is not None
     folder = result.checkpoint.path.rpartition("/")[0]
     with result.filesystem.open_output_stream(f"{folder}/journal.jsonl") as stream:
@@ -156,17 +166,13 @@ def test_a_journal_that_only_this_machine_has_is_kept(
     assert Result.from_path(**where(storage)).metrics == {"step": 2}
 
 
-def test_a_journal_that_was_cut_in_the_storage_is_gone_on_with(
-    storage: dict[str, Any], work_folders: Path
-) -> None:
+def test_a_journal_that_was_cut_in_the_storage_is_gone_on_with(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage)
     assert result.checkpoint is not None
     folder = result.checkpoint.path.rpartition("/")[0]
-    (journal,) = work_folders.rglob("journal.jsonl")
-    cut = journal.read_bytes()[:-20]
+    cut = journal_of(storage)[:-20]
     with result.filesystem.open_output_stream(f"{folder}/journal.jsonl") as stream:
         stream.write(cut)
-    shutil.rmtree(work_folders)
     fit(lambda: None, storage)
     outcomes = [each.outcome for each in Result.from_path(**where(storage)).timeline.attempts]
     assert outcomes[-1] == "finished"
@@ -320,9 +326,27 @@ def test_asynchronous_checkpoints_are_committed_when_fit_returns(storage: dict[s
     assert found == ["0", "1", "2", "3"]
 
 
-def test_nothing_is_left_in_the_work_folder(storage: dict[str, Any], work_folders: Path) -> None:
-    fit(three_steps(), storage)
-    assert not list(work_folders.rglob(".staging/*"))
+def test_no_work_folder_is_left(storage: dict[str, Any], work_folders: Path) -> None:
+    result = fit(three_steps(), storage)
+    assert not list(work_folders.rglob("*/*"))
+    assert [attempt.outcome for attempt in result.timeline.attempts] == ["finished"]
+
+
+def test_a_work_folder_stays_that_has_what_nobody_else_has(
+    storage: dict[str, Any], work_folders: Path, tmp_path: Path
+) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 0:
+            (tmp_path / "own").mkdir()
+            (tmp_path / "own" / "model").write_text("m")
+            mode = CheckpointUploadMode.ASYNC
+            train.report({}, checkpoint=tmp_path / "own", checkpoint_upload_mode=mode)
+        train.collective.barrier()
+        raise ValueError("boom")  # rank 1 has not reported, so nothing was committed
+
+    with pytest.raises(WorkerGroupError, match="boom"):
+        run_in_threads(function, run_config=RunConfig(name="run", **storage))
+    assert [path.read_text() for path in work_folders.rglob("model")] == ["m"]
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -288,7 +288,7 @@ class Committer:
         self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
         self._in_background(self._directory.delete, manifest.name)
 
-    def _in_background(self, action: Callable[..., None], *arguments: object) -> None:
+    def _in_background(self, action: Callable[..., object], *arguments: object) -> None:
         loop = asyncio.get_running_loop()
         later = loop.run_in_executor(self._later, _logged, action, *arguments)
         self._background.add(later)
@@ -339,7 +339,7 @@ def _yield_to_others() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _logged(action: Callable[..., None], *arguments: object) -> None:
+def _logged(action: Callable[..., object], *arguments: object) -> None:
     """Do something that no checkpoint depends on."""
     try:
         action(*arguments)

@@ -188,9 +188,14 @@ class Host:
     def _close(self) -> None:
         with contextlib.ExitStack() as last_to_first:  # each of them, whatever another one raises
             last_to_first.callback(self._console.close)
-            last_to_first.callback(self.directory.publish, everything=True)
             last_to_first.callback(self._opened.journal.close)
+            last_to_first.callback(self._publish_and_leave)
             last_to_first.callback(self._callbacks.close)
+
+    def _publish_and_leave(self) -> None:
+        """Put everything where others find it; the journal's lock keeps them away until then."""
+        if self.directory.publish(everything=True):
+            self.directory.leave()
 
     # -- from any thread
 

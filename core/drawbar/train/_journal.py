@@ -273,10 +273,17 @@ def _told(event: Event) -> str:
 
 
 def _open_locked(path: Path) -> IO[bytes]:
-    """Open the journal and take its lock; if it was replaced meanwhile, take the new one's."""
+    """Open the journal and take its lock; if it was replaced meanwhile, take the new one's.
+
+    Its folder may be gone: who ends a run on a remote storage removes its work folder.
+    """
     deadline = time.monotonic() + PROBE_S
     while True:
-        file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
+        except FileNotFoundError:
+            continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -288,8 +295,9 @@ def _open_locked(path: Path) -> IO[bytes]:
                 f"{path.parent} is the directory of a run that is going on in another process; "
                 "give this run another RunConfig.name, or wait for the other one"
             ) from None
-        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
         file.close()
 
 

@@ -96,20 +96,29 @@ class RemoteRunDirectory(RunDirectory):
     def write(self, name: str, data: bytes) -> None:
         self.folder.write(name, data)
 
-    def publish(self, *, everything: bool = False) -> None:
+    def publish(self, *, everything: bool = False) -> bool:
         """Put the journal into the storage; `everything`: also the logs, stacks and `trainer.pkl`.
 
+        Tells whether all of that is there now.
         What fails here is logged: no checkpoint depends on it. A file that is refused does not keep
         the others back; a storage that does not answer does, after it was asked several times.
         """
+        complete = True
         with _publishing:
             for name in self._names_to_publish() if everything else (self.journal.name,):
                 try:
                     self._publish(name)
                 except Exception as error:  # fsspec's filesystems raise what their libraries do
+                    complete = False
                     _logger.warning("%s in %s is not up to date: %s", name, self.location, error)
                     if is_transient(error) or not isinstance(error, OSError):
-                        return
+                        break
+        return complete
+
+    def leave(self) -> None:
+        """Remove the work folder, unless it has what a user has handed over and nobody else has."""
+        if not self.uncommitted.exists():
+            _files.remove_tree(self.path)
 
     def _names_to_publish(self) -> list[str]:
         """List what is not hidden in the work folder, the journal first."""

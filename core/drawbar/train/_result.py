@@ -72,8 +72,8 @@ class Result:
 
     @classmethod
     def of(cls, directory: RunDirectory, read: list[Event] | None = None) -> Result:
-        """Read the result of a run whose journal is on this node, or was `read` already."""
-        events = list(replay(directory.journal)) if read is None else read
+        """Read the result of a run, whose journal may have been `read` already."""
+        events = list(_events_of(directory)) if read is None else read
         config, error = CheckpointConfig(), None
         for event in events:
             if isinstance(event, RunStarted):
@@ -131,7 +131,7 @@ class Result:
     def _events(self) -> Iterable[Event]:
         if self._read is not None:
             return self._read
-        return replay((self._directory or open_directory(self.path, self.filesystem)).journal)
+        return _events_of(self._directory or open_directory(self.path, self.filesystem))
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
         """Give the kept checkpoint with the lowest or highest value of a metric.
@@ -176,6 +176,11 @@ def _row(report: ReportReceived) -> dict[str, Any]:
     for name, value in flatten(report.metrics).items():
         row[f"metric/{name}" if name in _COLUMNS else name] = value
     return row
+
+
+def _events_of(directory: RunDirectory) -> Iterable[Event]:
+    """Read the journal here if it is; a remote run that is over has its own in the storage only."""
+    return replay(directory.journal) if directory.journal.exists() else directory.events()
 
 
 def _last_metrics(reports: list[ReportReceived]) -> dict[str, Any] | None:

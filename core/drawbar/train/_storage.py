@@ -168,8 +168,12 @@ class RunDirectory:
         """Write one of the run's own files where others find it."""
         _files.write_atomically(self.path / name, data, by_way_of=self.staging)
 
-    def publish(self, *, everything: bool = False) -> None:
+    def publish(self, *, everything: bool = False) -> bool:
         """Put the journal, or the logs and all else too, where others find it. It is there."""
+        return True
+
+    def leave(self) -> None:
+        """Remove what lies on this node for the time of the run only. Nothing does."""
 
     def is_on_this_node(self, run_id: str) -> bool:
         """Whether this node sees the run's journal, rather than none or that of another run."""
