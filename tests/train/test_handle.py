@@ -92,7 +92,7 @@ def test_a_run_is_seen_while_it_goes_on(run_config: RunConfig, tmp_path: Path, p
     assert repr(run).startswith("RunHandle('run', running, world size 2, metrics={'seen': 0}, path")
     with pytest.raises(ValueError, match="has the ranks 0 to 1, found 2"):
         run.logs(rank=2)
-    with pytest.raises(TimeoutError, match=r"after 0\.1 s RunHandle\('run', running.* goes on"):
+    with pytest.raises(TimeoutError, match=r"after 0\.1 s run 'run' in .*/run is not over"):
         run.wait(timeout=0.1)
 
     go_on.touch()
