@@ -11,6 +11,8 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +131,34 @@ def test_a_run_inside_a_run(tmp_path: Path) -> None:
         train.report({"outer": inner.metrics})
 
     assert fit(function, tmp_path).metrics == {"outer": {"inner": 1}}
+
+
+_first_runs, _second_runs, _first_has_ended = (threading.Event() for _ in range(3))
+
+
+def overlap(name: str) -> None:
+    runs, awaited = {
+        "first": (_first_runs, _second_runs),
+        "second": (_second_runs, _first_has_ended),
+    }[name]
+    runs.set()
+    assert awaited.wait(60)
+    train.report({"from": name})
+
+
+def test_two_runs_at_the_same_time_each_hear_their_own_function(tmp_path: Path) -> None:
+    def run(name: str) -> dict[str, Any] | None:
+        return fit(partial(overlap, name), tmp_path / name).metrics
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, "first")
+        assert _first_runs.wait(60)
+        second = pool.submit(run, "second")
+        assert first.result(60) == {"from": "first"}
+        _first_has_ended.set()
+        assert second.result(60) == {"from": "second"}
+    with pytest.raises(RuntimeError, match="works inside a training function"):
+        train.report({})
 
 
 @pytest.mark.parametrize(

@@ -32,26 +32,26 @@ class _OfThread(threading.local):
     session: Session | None = None
 
 
-_process_session: Session | None = None
+_process_sessions: list[Session] = []
 _thread = _OfThread()
 
 
 @contextmanager
 def in_session(session: Session, *, whole_process: bool) -> Iterator[None]:
-    """Make a session the current one: of the process, or of the calling thread only."""
-    global _process_session
+    """Make a session that of the calling thread; of threads that have none too, if it is whole.
+
+    Runs with `num_workers=0` in several threads begin and end in any order.
+    """
     session.callers.begin()
+    previous, _thread.session = _thread.session, session
     if whole_process:
-        previous, _process_session = _process_session, session
-    else:
-        _thread.session = session
+        _process_sessions.append(session)
     try:
         yield
     finally:
+        _thread.session = previous
         if whole_process:
-            _process_session = previous
-        else:
-            del _thread.session
+            _process_sessions.remove(session)
 
 
 def current_session(caller: str) -> Session:
@@ -67,7 +67,7 @@ def current_session(caller: str) -> Session:
 
 
 def _session_here(caller: str) -> Session:
-    session = _thread.session or _process_session
+    session = _thread.session or next(reversed(_process_sessions), None)
     if session is None:
         raise RuntimeError(
             f"{caller}() works inside a training function that a Drawbar trainer runs, while it "
