@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drawbar.train import RunConfig
@@ -98,3 +99,17 @@ def test_the_storages_owner_says_who_may_read_a_run(
             each.stat().st_mode & 0o777 for each in (run / "journal.jsonl", run / "trainer.pkl")
         ]
         assert modes == [expected, expected]
+
+
+@pytest.mark.parametrize("text", ["a", "a-", "token ", "http://a", "://a:"])
+def test_megabytes_of_text_are_looked_through_in_no_time(text: str) -> None:
+    long = text * (1_000_000 // len(text))
+    assert without_secrets({"text": long}) == {"text": repr(long)}
+
+
+def test_arrays_are_shown_as_they_are() -> None:
+    array = np.arange(3)
+    assert without_secrets({"a": array, "b": {"hf_token": array}}) == {
+        "a": repr(array),
+        "b": "{'hf_token': <secret>}",
+    }

@@ -172,7 +172,7 @@ def test_the_lowest_rank_that_asks_decides(tmp_path: Path) -> None:
     assert result.best_checkpoints[0][1]["square"] == 1
 
 
-def test_a_record_that_was_copied_with_a_directory_is_not_taken_for_its_own(tmp_path: Path) -> None:
+def test_a_record_that_was_copied_with_a_directory_is_refused(tmp_path: Path) -> None:
     def function() -> None:
         save(3)
         train.get_all_reported_checkpoints()
@@ -184,8 +184,8 @@ def test_a_record_that_was_copied_with_a_directory_is_not_taken_for_its_own(tmp_
         mode = CheckpointUploadMode.NO_UPLOAD
         train.report({}, copy, checkpoint_upload_mode=mode, validation=True)
 
-    result = fit(function, tmp_path, ValidationConfig(squared))
-    assert [metrics["square"] for _, metrics in result.best_checkpoints] == [9, 16]
+    with pytest.raises(WorkerGroupError, match=r"the name of .*/copy/\.drawbar-.* is reserved"):
+        fit(function, tmp_path, ValidationConfig(squared))
 
 
 def test_the_best_is_known_by_its_validation_alone(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ _MAX_PICKLED = 1_000_000
 
 def describe_exception(error: BaseException, assignment: Assignment, reports: int) -> WorkerFailure:
     """Describe what a training function, or the set-up before it, raised."""
+    now = time.time()  # the earliest counts as the cause: what follows takes its time
     told, where = _account_of(error)
     return WorkerFailure(
         rank=assignment.ranks.world_rank,
@@ -47,7 +48,7 @@ def describe_exception(error: BaseException, assignment: Assignment, reports: in
         where=where,
         hostname=os.uname().nodename,
         pid=os.getpid(),
-        time=time.time(),
+        time=now,
         reports=reports,
         log_path=str(assignment.directory.log(assignment.ranks.world_rank)),
         pickled=_pickled(error),

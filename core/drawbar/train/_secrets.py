@@ -8,13 +8,14 @@ from typing import Any
 
 HIDDEN = "<secret>"
 
+# Bounded, as the name of a URL's scheme begins at a word: a config may hold megabytes of text.
 _NAMES = (
-    r"[\w-]*(?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|private[_-]?key"
+    r"[\w-]{0,80}(?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|private[_-]?key"
     r"|credential|authorization)s?"
 )
 _IS_SECRET = re.compile(_NAMES, re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(?i)\b({_NAMES}['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,)}}\]]+)")
-_IN_URL = re.compile(r"(\w+://[^\s/:@'\"]*:)[^\s/@'\"]+@")
+_IN_URL = re.compile(r"\b(\w+://[^\s/:@'\"]*:)[^\s/@'\"]+@")
 _NOT_SECRET = re.compile(r"(?i)(?:num|max|min|n|pad|bos|eos|unk|mask|sep|cls)_\w*tokens?(?:_id)?s?")
 
 
@@ -29,7 +30,7 @@ def without_secrets(settings: Mapping[str, Any], names: Collection[str] = ()) ->
 
 def _shown(key: str, value: Any, names: Collection[str]) -> Any:
     shown = _without_secrets(key, value, names)
-    return shown if shown == HIDDEN else cleaned(repr(shown))
+    return HIDDEN if shown is HIDDEN else cleaned(repr(shown))
 
 
 def _without_secrets(key: str, value: Any, names: Collection[str]) -> Any:
