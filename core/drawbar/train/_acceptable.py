@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.train import _files
@@ -34,40 +35,66 @@ def check_name(name: str) -> None:
         )
 
 
-def check_place(directory: Path | Folder, run: RunDirectory) -> None:
-    """Check that a directory is not the run's own one, nor one around it.
+@dataclass(frozen=True)
+class Grounds:
+    """Where a run lies on this node, looked up once, since each checkpoint is held against it.
 
-    Of a folder that is not mounted it is known that it lies directly in the run.
+    Attributes:
+        around: The run's directory, its staging area, and all that they lie in.
+        inside: The run's own folders, which may come later.
+    """
+
+    around: dict[tuple[int, int], str]
+    inside: tuple[str, ...]
+
+    @staticmethod
+    def of(run: RunDirectory) -> Grounds:
+        """Look up where a run lies."""
+        roots = [RunDirectory(Path(os.path.realpath(place))) for place in run.local_places()]
+        around = [str(own) for run in roots for own in (run.path, *run.path.parents, run.staging)]
+        kept = ("logs", "stacks", ".workers", ".uncommitted")
+        return Grounds(
+            {found: own for own in around if (found := _identity(own)) is not None},
+            tuple(f"{run.path}/{name}" for run in roots for name in kept),
+        )
+
+
+def check_place(directory: Path, grounds: Grounds) -> None:
+    """Check that a directory is not the run's own one, nor one around it.
 
     Raises:
         ValueError: It is the storage path, the run's directory, one that they lie in, or one of the
             run's own folders.
     """
-    if isinstance(directory, Folder):
-        if directory.name in OWN_NAMES:
-            raise _refused(directory, directory)
-        return
-    found = os.stat(directory)
-    real = os.path.join(os.path.realpath(directory), "")
-    for place in map(os.path.realpath, run.local_places()):
-        root = RunDirectory(Path(place))
-        inside = (root.path / name for name in ("logs", "stacks", ".workers", ".uncommitted"))
-        for own in (root.path, *root.path.parents, root.staging):
-            if _is_at(own, found):
-                raise _refused(directory, own)
-        for own in inside:
-            if _is_at(own, found) or real.startswith(os.path.join(own, "")):
-                raise _refused(directory, own)
+    status = os.stat(directory)
+    found = status.st_dev, status.st_ino
+    if found in grounds.around:
+        raise _refused(directory, grounds.around[found])
+    real = f"{os.path.realpath(directory)}/"
+    for own in grounds.inside:
+        if real.startswith(f"{own}/") or _identity(own) == found:
+            raise _refused(directory, own)
 
 
-def _is_at(place: Path, found: os.stat_result) -> bool:
+def check_folder(folder: Folder) -> None:
+    """Check that a folder that is not mounted, directly in the run, is not one of the run's own.
+
+    Raises:
+        ValueError: It is.
+    """
+    if folder.name in OWN_NAMES:
+        raise _refused(folder, folder)
+
+
+def _identity(place: str | Path) -> tuple[int, int] | None:
     try:
-        return os.path.samestat(os.stat(place), found)
+        found = os.stat(place)
     except OSError:
-        return False
+        return None
+    return found.st_dev, found.st_ino
 
 
-def _refused(directory: Path | Folder, own: Path | Folder) -> ValueError:
+def _refused(directory: Path | Folder, own: str | Folder) -> ValueError:
     return ValueError(
         f"report() was given {directory} as a checkpoint, but {own} holds what Drawbar "
         "keeps of the run, so it is neither copied nor moved; save into a folder of the "
@@ -105,19 +132,19 @@ def may_be_given_away(directory: Path, files: Sequence[FileEntry], run: RunDirec
 
     What is committed, or belongs to another run, is copied and stays.
     """
-    real = Path(os.path.realpath(directory))
-    for place in (real, *real.parents):
-        if (place / _files.MANIFEST).exists():
+    place = os.path.realpath(directory)
+    while place != os.path.dirname(place):
+        if os.path.exists(f"{place}/{_files.MANIFEST}"):
             return False
         if _holds_run(place):
-            return place.samefile(run.path)
+            return os.path.samefile(place, run.path)
+        place = os.path.dirname(place)
     held = (file.path for file in files if file.path.endswith(f"/{run.journal.name}"))
-    return not any(_holds_run((directory / path).parent) for path in held)
+    return not any(_holds_run(str((directory / path).parent)) for path in held)
 
 
-def _holds_run(place: Path) -> bool:
-    run = RunDirectory(place)
-    return run.journal.exists() and run.staging.is_dir()
+def _holds_run(place: str) -> bool:
+    return os.path.exists(f"{place}/journal.jsonl") and RunDirectory(Path(place)).staging.is_dir()
 
 
 def _is_text(name: str) -> bool:

@@ -86,7 +86,14 @@ def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     `copy_file_range` shares the blocks instead of copying them on filesystems with reflinks.
     """
     _faults.reached("persist.start")
+    _make_folders(target, files)
     _for_each(files, lambda file: _copy_file(source / file.path, target / file.path))
+
+
+def _make_folders(target: Path, files: Sequence[FileEntry]) -> None:
+    """Make the folders that these files are to lie in, each once."""
+    for folder in {file.path.rpartition("/")[0] for file in files}:
+        os.makedirs(target / folder, exist_ok=True)
 
 
 def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
@@ -98,6 +105,7 @@ def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     _faults.reached("persist.start")
     links = find_links(source)
     linked = [file for file in files if _leads_through(file.path, links)] if links else []
+    _make_folders(target, files)
     _for_each(linked, lambda file: _copy_file(source / file.path, target / file.path))
     behind = {file.path for file in linked}
     own = [file for file in files if file.path not in behind]
@@ -116,7 +124,6 @@ def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
 
 def _rename_or_copy(source: Path, target: Path) -> bool:
     """Put a file elsewhere; says whether that was a rename, after which the source is gone."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.rename(source, target)
     except OSError as error:
@@ -166,6 +173,7 @@ def replace_links(directory: Path, spare: Path) -> None:
     """
     links = find_links(directory)
     linked = [file for file in list_files(directory) if _leads_through(file.path, links)]
+    _make_folders(spare, linked)
     _for_each(linked, lambda file: _copy_file(directory / file.path, spare / file.path))
     for link in links:
         if (spare / link).is_dir():
@@ -196,7 +204,6 @@ def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(source, "rb") as reader, open(target, "wb") as writer:
             if not _copy_in_kernel(reader.fileno(), writer.fileno()):

@@ -169,8 +169,8 @@ class Session:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)
         if delete_local is None:
-            lies_in_run = self.directory.name_of(checkpoint) is not None
-            delete_local = mode.default_delete_local_checkpoint_after_upload() and not lies_in_run
+            taken_over = mode.default_delete_local_checkpoint_after_upload()
+            delete_local = taken_over and self.directory.name_of(checkpoint) is None
         waits = mode is not CheckpointUploadMode.ASYNC
         where = caller_line()
         with self._order:

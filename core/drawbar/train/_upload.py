@@ -13,13 +13,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from drawbar.train import _files
-from drawbar.train._acceptable import check_files, check_place, may_be_given_away
+from drawbar.train._acceptable import (
+    Grounds,
+    check_files,
+    check_folder,
+    check_place,
+    may_be_given_away,
+)
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._errors import StorageError
 from drawbar.train._filesystem import Folder
@@ -115,6 +122,10 @@ class Uploads:
         self._background: ThreadPoolExecutor | None = None
         self._in_flight: list[tuple[int, Future[None]]] = []
 
+    @cached_property
+    def _grounds(self) -> Grounds:
+        return Grounds.of(self._directory)
+
     # -- offering
 
     def offer(
@@ -165,7 +176,7 @@ class Uploads:
             )
         place = self._directory.place(name)
         if isinstance(place, Folder):
-            check_place(place, self._directory)
+            check_folder(place)
             files = user_files(place)
         else:
             files = self._offer_local(checkpoint, name, handed_over=False).files
@@ -189,7 +200,7 @@ class Uploads:
             )
         in_staging = directory.parent == self._directory.staging
         if not in_staging:
-            check_place(directory, self._directory)
+            check_place(directory, self._grounds)
         files = _files.list_files(directory)
         check_files(directory, files, self._directory)
         if in_staging:
