@@ -209,9 +209,26 @@ def test_a_run_whose_directory_is_deleted_says_so(
         shutil.rmtree(tmp_path / "run")
         then()
 
-    expected = f"{tmp_path}/run, or the journal in it, was deleted while the run .*{told}"
+    expected = f"{tmp_path}/run, or the journal in it, was deleted or moved while the run .*{told}"
     with pytest.raises(ControllerError, match=expected):
         fit(function, tmp_path)
+
+
+def test_a_run_whose_directory_is_replaced_says_so(tmp_path: Path) -> None:
+    def function() -> None:
+        save("a")
+        os.rename(tmp_path / "run", tmp_path / "moved")
+        (tmp_path / "run").mkdir()
+        train.report({})
+
+    with pytest.raises(ControllerError, match=r"was deleted or moved .* report 1 of rank 0"):
+        fit(function, tmp_path)
+
+
+def test_checksums_that_a_power_cut_has_emptied_cost_no_checkpoint(tmp_path: Path) -> None:
+    fit(two_steps, tmp_path)
+    os.truncate(tmp_path / "run" / "checkpoint_000001" / ".drawbar-checksums.json", 0)
+    assert fit(lambda: content(train.get_checkpoint()), tmp_path).return_value == "b"
 
 
 def test_no_checkpoint_is_named_that_is_not_there_any_more(tmp_path: Path) -> None:

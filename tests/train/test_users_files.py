@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from drawbar import train
 from drawbar.train import (
     Checkpoint,
+    CheckpointConfig,
     CheckpointUploadMode,
     ControllerError,
     Result,
@@ -338,3 +340,30 @@ def test_a_name_that_is_no_text_is_told_with_its_path(tmp_path: Path) -> None:
 def test_a_name_of_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, name: str) -> None:
     with pytest.raises(WorkerGroupError, match="ValueError: checkpoint_dir_name="):
         fit(lambda: save("a", checkpoint_dir_name=name), tmp_path)
+
+
+def test_a_copy_that_lies_beside_a_checkpoint_is_the_users(tmp_path: Path) -> None:
+    fit(lambda: save("a"), tmp_path)
+    run = tmp_path / "run"
+    shutil.copytree(run / "checkpoint_000000", run / "best")
+    keep_one = CheckpointConfig(num_to_keep=1)
+    assert Result.from_path(run).checkpoint == Checkpoint(run / "checkpoint_000000")
+    for text in "bc":
+        fit(lambda text=text: save(text), tmp_path, checkpoint_config=keep_one)
+    assert content(run / "best") == {"model": "a"}
+    assert {path.name for path in run.glob("checkpoint_*")} == {"checkpoint_000002"}
+
+
+def test_a_checkpoint_has_checksums_however_long_its_name_is(tmp_path: Path) -> None:
+    fit(lambda: save("a", checkpoint_dir_name="x" * 255), tmp_path)
+    assert (tmp_path / "run" / ("x" * 255) / ".drawbar-checksums.json").exists()
+
+
+def test_a_folder_that_was_reported_already_is_said_to_be_gone(tmp_path: Path) -> None:
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            train.report({}, checkpoint=path)
+            train.report({}, checkpoint=path)
+
+    with pytest.raises(WorkerGroupError, match="is gone once it is reported"):
+        fit(function, tmp_path)

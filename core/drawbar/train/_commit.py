@@ -32,7 +32,7 @@ from drawbar.train._journal import (
     CheckpointValidated,
     Event,
 )
-from drawbar.train._manifest import Manifest, committed_already
+from drawbar.train._manifest import Manifest, committed_already, read_manifest
 from drawbar.train._messages import (
     Chunk,
     Committed,
@@ -286,7 +286,13 @@ class Committer:
     def _delete(self, manifest: Manifest) -> None:
         self.kept.remove(manifest)
         self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
-        self._in_background(self._directory.delete, manifest.name)
+        self._in_background(self._delete_files, manifest.name)
+
+    def _delete_files(self, name: str) -> None:
+        """Delete a checkpoint, unless it has this name from the user, who wants to keep it."""
+        found = read_manifest(self._directory.place(name))
+        if found is None or found.name == name:
+            self._directory.delete(name)
 
     def _in_background(self, action: Callable[..., object], *arguments: object) -> None:
         loop = asyncio.get_running_loop()

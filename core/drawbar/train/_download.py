@@ -116,10 +116,7 @@ class _Lock:
                 make()
 
     def _is_current(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
-        except FileNotFoundError:
-            return False
+        return _files.is_open_at(self._path, self._descriptor)
 
     def remove_if_unread(self) -> None:
         """Remove the copy, or what a failed download left, and the lock, unless somebody reads."""

@@ -237,6 +237,14 @@ def is_same(path: Path, other: Path) -> bool:
         return False
 
 
+def is_open_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is still the one at this path, neither deleted nor moved."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 def sync_tree(directory: Path) -> None:
     """Have the kernel write every file and folder below `directory` to the disk."""
     for root, _, names in os.walk(directory):
@@ -269,7 +277,8 @@ def write_atomically(
     Raises:
         OSError: It cannot be written; the message has the path and the bytes.
     """
-    name = f".drawbar-{path.parent.name}-{path.name}.{os.getpid()}.tmp"
+    folder = os.fsencode(path.parent.name)[-100:].decode(errors="ignore")  # names have limits
+    name = f".drawbar-{folder}-{path.name}.{os.getpid()}.tmp"
     temporary = (by_way_of or path.parent) / name
     try:
         temporary.write_bytes(data)

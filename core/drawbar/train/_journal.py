@@ -21,7 +21,7 @@ import msgspec
 from drawbar.train._checks import check_stays_inside
 from drawbar.train._decide import AttemptEnd
 from drawbar.train._errors import DamagedRunError, JournalLockedError
-from drawbar.train._files import write_atomically
+from drawbar.train._files import is_open_at, write_atomically
 from drawbar.train._manifest import UNREADABLE, Manifest
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._metrics import from_json, to_json
@@ -237,12 +237,12 @@ class Journal:
         """Write an event. It survives this process's death when this returns.
 
         Raises:
-            OSError: It cannot be written, or the journal was deleted in the meantime.
+            OSError: It cannot be written, or the journal was deleted or moved in the meantime.
         """
-        if not os.fstat(self._file.fileno()).st_nlink:
+        if not is_open_at(self._path, self._file.fileno()):
             raise FileNotFoundError(
-                f"{self._path.parent}, or the journal in it, was deleted while the run went on; "
-                f"what was to be written to it: {_told(event)}"
+                f"{self._path.parent}, or the journal in it, was deleted or moved while the run "
+                f"went on; what was to be written to it: {_told(event)}"
             )
         if isinstance(event, _WITH_METRICS):
             event = msgspec.structs.replace(event, metrics=to_json(event.metrics))
@@ -295,9 +295,8 @@ def _open_locked(path: Path) -> IO[bytes]:
                 f"{path.parent} is the directory of a run that is going on in another process; "
                 "give this run another RunConfig.name, or wait for the other one"
             ) from None
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
+        if is_open_at(path, file.fileno()):
+            return file
         file.close()
 
 

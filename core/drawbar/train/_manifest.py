@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.convert(from_json(msgspec.json.decode(data)), Manifest)
 
 
+def under_their_names(found: Mapping[str, Manifest]) -> list[Manifest]:
+    """Give the manifests of a run's folders, oldest first, each named as its folder is.
+
+    What the user has copied beside a checkpoint is left out: it would count twice.
+    """
+    there = {(each.index, each.time) for name, each in found.items() if name == each.name}
+    named = [
+        msgspec.structs.replace(each, name=name)
+        for name, each in found.items()
+        if name == each.name or (each.index, each.time) not in there
+    ]
+    return sorted(named, key=lambda manifest: (manifest.index, manifest.time))
+
+
 def read_file(place: Path | Folder, name: str) -> bytes | None:
     """Read a file of a checkpoint; None if it is not there."""
     if isinstance(place, Folder):
@@ -94,9 +108,12 @@ def read_file(place: Path | Folder, name: str) -> bytes | None:
 
 
 def read_checksums(place: Path | Folder) -> dict[str, str] | None:
-    """Read the checksums of a checkpoint; None if they were not written yet."""
+    """Read the checksums of a checkpoint; None if they were not written yet.
+
+    They follow the commit without an fsync, so that a power cut may leave an empty file.
+    """
     data = read_file(place, _files.CHECKSUMS)
-    if data is None:
+    if data is None or not data.strip(b"\0"):
         return None
     try:
         sums = msgspec.json.decode(data, type=dict[str, str])

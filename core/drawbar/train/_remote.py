@@ -30,7 +30,13 @@ from drawbar.train import _faults, _files
 from drawbar.train._checkpoint import Checkpoint
 from drawbar.train._filesystem import Folder, locate, server_of
 from drawbar.train._journal import Journal, is_held, whole_lines
-from drawbar.train._manifest import Manifest, check_files, read_manifest, user_files
+from drawbar.train._manifest import (
+    Manifest,
+    check_files,
+    read_manifest,
+    under_their_names,
+    user_files,
+)
 from drawbar.train._messages import FileEntry
 from drawbar.train._retry import is_transient, told_when_slow
 from drawbar.train._staging import Part
@@ -232,12 +238,8 @@ class RemoteRunDirectory(RunDirectory):
         return self.folder / name
 
     def checkpoints(self) -> list[Manifest]:
-        found = []
-        for name in self.folder.folders():
-            manifest = read_manifest(self.folder / name)
-            if manifest is not None:
-                found.append(msgspec.structs.replace(manifest, name=name))
-        return sorted(found, key=lambda manifest: (manifest.index, manifest.time))
+        found = {name: read_manifest(self.folder / name) for name in self.folder.folders()}
+        return under_their_names({name: each for name, each in found.items() if each is not None})
 
     def damaged(self) -> list[str]:
         """List the names of committed checkpoints that have lost files.

@@ -42,6 +42,7 @@ from drawbar.train._manifest import (
     check_files,
     committed_already,
     read_manifest,
+    under_their_names,
     write_manifest,
 )
 from drawbar.train._messages import FileEntry
@@ -333,13 +334,13 @@ class RunDirectory:
 
     def checkpoints(self) -> list[Manifest]:
         """List the committed checkpoints, oldest first. Their files are not checked."""
-        found = []
+        found = {}
         for entry in os.scandir(self.path) if self.path.is_dir() else ():
             if entry.is_dir() and not entry.name.startswith("."):
                 manifest = read_manifest(Path(entry.path))
                 if manifest is not None:
-                    found.append(msgspec.structs.replace(manifest, name=entry.name))
-        return sorted(found, key=lambda manifest: (manifest.index, manifest.time))
+                    found[entry.name] = manifest
+        return under_their_names(found)
 
     def intact_checkpoints(self) -> list[Manifest]:
         """List the committed checkpoints that have every file with its size, oldest first."""

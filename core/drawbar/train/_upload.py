@@ -195,8 +195,10 @@ class Uploads:
         if checkpoint.filesystem is not None or not directory.is_dir():
             raise FileNotFoundError(
                 f"report() was given the checkpoint {checkpoint!r}, which is not a directory "
-                f"on this worker's node ({os.uname().nodename}); one that lies in the run's "
-                "storage already is reported with CheckpointUploadMode.NO_UPLOAD"
+                f"on this worker's node ({os.uname().nodename}). That of checkpoint_dir() is gone "
+                "once it is reported, and so is one that any rank has handed over, by ASYNC or "
+                "delete_local_checkpoint_after_upload=True; one that lies in the run's storage "
+                "already is reported with CheckpointUploadMode.NO_UPLOAD"
             )
         in_staging = directory.parent == self._directory.staging
         if not in_staging:
