@@ -27,6 +27,7 @@ _OWN = re.compile(
 )
 
 _COPY_THREADS = 8
+_LITTLE = 1024 * 1024  # bytes that are copied sooner than threads have started
 _CHUNK = 64 * 1024 * 1024
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY}
 
@@ -193,8 +194,11 @@ def keep_only(directory: Path, wanted: Container[str]) -> None:
 
 
 def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -> None:
-    if len(files) <= 1:
-        for file in files:
+    total = sum(file.size for file in files)
+    if len(files) <= 1 or (len(files) <= _COPY_THREADS and total <= _LITTLE):
+        for number, file in enumerate(files):
+            if number == 1:
+                _faults.reached("persist.half")
             action(file)
         return
     with ThreadPoolExecutor(min(_COPY_THREADS, len(files))) as pool:
