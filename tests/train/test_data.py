@@ -171,7 +171,7 @@ def test_workers_that_leave_no_cpu_to_the_data_are_refused(
     drivers.run(main)
 
 
-def test_a_shard_that_is_not_read_to_its_end_ends_without_a_stack(
+def test_what_hands_out_a_shard_that_is_not_read_to_its_end_ends_with_the_run(
     run_config: RunConfig, wait_until_gone: Callable[..., None]
 ) -> None:
     def function() -> Any:
