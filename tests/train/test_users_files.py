@@ -367,3 +367,23 @@ def test_a_folder_that_was_reported_already_is_said_to_be_gone(tmp_path: Path) -
 
     with pytest.raises(WorkerGroupError, match="is gone once it is reported"):
         fit(function, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["", "below"])
+@pytest.mark.parametrize("is_home", [True, False])
+def test_where_one_is_at_home_is_copied_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_home: bool
+) -> None:
+    here = tmp_path / "here"
+    (here / where).mkdir(parents=True)
+    (here / "model").write_text("m")
+    if is_home:
+        monkeypatch.setenv("HOME", str(here / where))
+    else:
+        monkeypatch.chdir(here / where)
+
+    def function() -> None:
+        train.report({}, checkpoint=here, checkpoint_upload_mode=ASYNC)
+
+    assert content(fit(function, tmp_path / "runs").checkpoint) == {"model": "m"}
+    assert (here / "model").read_text() == "m"

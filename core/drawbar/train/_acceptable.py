@@ -130,9 +130,13 @@ def check_files(directory: Path, files: Sequence[FileEntry], run: RunDirectory) 
 def may_be_given_away(directory: Path, files: Sequence[FileEntry], run: RunDirectory) -> bool:
     """Whether a directory that was handed over may be moved and deleted.
 
-    What is committed, or belongs to another run, is copied and stays.
+    What is committed, belongs to another run, or is where the process or its user is at home, is
+    copied and stays.
     """
     place = os.path.realpath(directory)
+    for home in (os.getcwd(), os.path.expanduser("~")):
+        if os.path.join(os.path.realpath(home), "").startswith(os.path.join(place, "")):
+            return False
     while place != os.path.dirname(place):
         if os.path.exists(f"{place}/{_files.MANIFEST}"):
             return False
