@@ -12,10 +12,10 @@ import cloudpickle
 import pytest
 
 from drawbar.train import Checkpoint, CheckpointError
-from drawbar.train._files import list_files
-from drawbar.train._manifest import Manifest
-from drawbar.train._staging import Part
-from drawbar.train._storage import RunDirectory
+from drawbar.train._storage.files import list_files
+from drawbar.train._storage.manifest import Manifest
+from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.staging import Part
 
 
 @pytest.fixture

@@ -54,7 +54,12 @@ WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     (RunConfig, "failure_config", {"max_failures": 1}, "must be FailureConfig, found {'max_fail"),
     (RunConfig, "checkpoint_config", 3, "must be CheckpointConfig, found 3"),
     (RunConfig, "logging_config", "INFO", "must be LoggingConfig, found 'INFO'"),
-    (RunConfig, "callbacks", UserCallback(), "must .*, found <drawbar.train._callback.UserCallb"),
+    (
+        RunConfig,
+        "callbacks",
+        UserCallback(),
+        "must .*, found <drawbar.train._settings.run_config.UserCallb",
+    ),
     (RunConfig, "callbacks", [UserCallback], "instances of drawbar.train.UserCallback, found .<cl"),
     (RunConfig, "callbacks", 5, "must .*, found 5"),
     (RunConfig, "worker_runtime_env", "env.yaml", "must be Mapping, found 'env.yaml'"),

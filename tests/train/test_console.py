@@ -13,7 +13,7 @@ import nbclient
 import nbformat
 import pytest
 
-from drawbar.train._console import Console
+from drawbar.train._console.console import Console
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._messages import Printed
 
@@ -21,7 +21,7 @@ FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="ki
 
 A_RUN = """
 import logging
-from drawbar.train._console import Console
+from drawbar.train._console.console import Console
 from drawbar.train._messages import Printed
 
 console = Console(logging.INFO, "/runs/mnist")

@@ -27,11 +27,11 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
     TrainingFailedError,
-    _data,
     collective,
 )
-from drawbar.train._dataset_shard import RowPosition
-from drawbar.train._exact_split import ExactSplits
+from drawbar.train._data import split
+from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.shard import RowPosition
 from drawbar.train.backend import keep_data_position
 from drawbar.train.testing import run_in_threads
 
@@ -162,7 +162,7 @@ class TestShards:
         seen: list[int] = []
         for workers, rows in ((2, 10), (3, 20), (3, 10), (2, ROWS)):
             nodes = [ray.get_runtime_context().get_node_id()] * workers
-            shards = _data.shard({"train": lazy()}, DataConfig(), nodes, positions, ExactSplits())
+            shards = split.shard({"train": lazy()}, DataConfig(), nodes, positions, ExactSplits())
             with ThreadPoolExecutor(workers) as pool:  # one thread for each rank
                 ranks = list(pool.map(lambda each, n=rows: take(each["train"], n), shards))
             positions = {"dataset:train": ranks[0][1]}

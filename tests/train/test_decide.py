@@ -7,17 +7,9 @@ from typing import Any
 import pytest
 
 from drawbar.train import FailureConfig, ResumeError
-from drawbar.train._decide import (
-    AttemptEnd,
-    GiveUp,
-    Restart,
-    RunState,
-    Spent,
-    after_failure,
-    changes,
-    resume_plan,
-    spent_so_far,
-)
+from drawbar.train._controller.decisions import GiveUp, Restart, Spent, after_failure, spent_so_far
+from drawbar.train._history.journal import AttemptEnd
+from drawbar.train._launch.resume import RunState, changes, resume_plan
 
 NONE, UNFINISHED, FINISHED, DAMAGED = RunState
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.train._environment import (
+from drawbar.train._group.ranks import visible_devices
+from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._settings.forwarded import forwarded
+from drawbar.train._worker.environment import (
     THREAD_VARIABLES,
     available_cores,
-    forwarded,
     thread_count,
     thread_variables,
     torchrun_variables,
-    visible_devices,
 )
-from drawbar.train._messages import Ranks, WorkerInfo
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_visible_devices(gpu_ids: list[tuple[str, ...]], expected: str) -> None:
 def test_available_cores_follow_the_affinity() -> None:
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-        "from drawbar.train._environment import available_cores; print(available_cores())"
+        "from drawbar.train._worker.environment import available_cores; print(available_cores())"
     )
     env = {"PYTHONPATH": ":".join(sys.path)}
     assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "1\n"

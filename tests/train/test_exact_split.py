@@ -24,7 +24,7 @@ from drawbar.train import (
     ScalingConfig,
     collective,
 )
-from drawbar.train._exact_split import cut_points
+from drawbar.train._data.exact_split import cut_points
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 

@@ -22,10 +22,11 @@ from drawbar.train import (
     ScalingConfig,
     collective,
 )
-from drawbar.train._progress import Sign
-from drawbar.train._quiet import Stacks, quiet_ranks
-from drawbar.train._stacks import Frame, Stack, difference
-from drawbar.train._user_code import users_lines
+from drawbar.train._controller.diagnosis import difference
+from drawbar.train._controller.progress import Sign
+from drawbar.train._controller.quiet import Stacks, quiet_ranks
+from drawbar.train._worker.stack import Frame, Stack
+from drawbar.train._worker.user_code import users_lines
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),

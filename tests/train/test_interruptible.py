@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from drawbar.train._interrupt import AttemptInterrupted, Interruptible
+from drawbar.train._worker.interrupt import AttemptInterrupted, Interruptible
 
 
 def run(code: Interruptible, started: threading.Event) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from drawbar.train import DamagedRunError, JournalLockedError
-from drawbar.train._journal import (
-    AttemptFailed,
+from drawbar.train._history.journal import (
+    AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
     CheckpointDeleted,
@@ -29,7 +29,7 @@ from drawbar.train._journal import (
     replay,
 )
 from drawbar.train._messages import Ranks, WorkerInfo
-from drawbar.train._validation import ReportedCheckpointStatus
+from drawbar.train._storage.manifest import ReportedCheckpointStatus
 
 HERE = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1, gpu_ids=("0", "1"))
 ALONE = Ranks(
@@ -55,7 +55,7 @@ ONE_OF_EACH: list[Event] = [
         seconds=0.5,
     ),
     CheckpointDeleted(time=5.0, name="c"),
-    AttemptFailed(time=6.0, attempt=0, kind="worker", failures=["rank 0: ValueError"]),
+    AttemptEnded(time=6.0, attempt=0, kind="worker", failures=["rank 0: ValueError"]),
     RunEnded(time=7.0, outcome="failed", error="rank 0: ValueError"),
 ]
 
@@ -173,7 +173,7 @@ def test_a_salvaged_journal_is_still_held(path: Path) -> None:
 
 def test_the_lock_goes_with_the_process_that_held_it(path: Path) -> None:
     code = (
-        "import os, pathlib, sys; from drawbar.train._journal import *;"
+        "import os, pathlib, sys; from drawbar.train._history.journal import *;"
         "journal = Journal(pathlib.Path(sys.argv[1])); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 9
@@ -184,7 +184,7 @@ def test_a_forked_child_does_not_keep_the_lock(path: Path) -> None:
     """As a data loader's process would that outlives the run."""
     code = """
 import os, pathlib, sys
-from drawbar.train._journal import Journal
+from drawbar.train._history.journal import Journal
 path = pathlib.Path(sys.argv[1])
 journal = Journal(path)
 child_reads, parent_writes = os.pipe()

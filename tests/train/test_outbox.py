@@ -13,7 +13,7 @@ import pytest
 from drawbar import train
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, get_context
 from drawbar.train._messages import Interrupted, Message, Reported
-from drawbar.train._outbox import Outbox
+from drawbar.train._worker.actor import Outbox
 from drawbar.train.backend import report_soon
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -28,7 +28,7 @@ def report(index: int, *, may_wait: bool) -> Message:
 
 @pytest.fixture
 def outbox(monkeypatch: pytest.MonkeyPatch) -> Outbox:
-    monkeypatch.setattr("drawbar.train._outbox.GATHER_SECONDS", LONG)
+    monkeypatch.setattr("drawbar.train._worker.actor.GATHER_SECONDS", LONG)
     return Outbox()
 
 
@@ -57,7 +57,7 @@ def test_reports_that_wait_go_when_it_has_been_long_enough(
 ) -> None:
     outbox.put(report(0, may_wait=True))
     outbox.take()
-    monkeypatch.setattr("drawbar.train._outbox.GATHER_SECONDS", 0.05)
+    monkeypatch.setattr("drawbar.train._worker.actor.GATHER_SECONDS", 0.05)
     outbox.put(report(1, may_wait=True))
     outbox.put(report(2, may_wait=True))
     assert outbox.take() == [report(1, may_wait=True), report(2, may_wait=True)]

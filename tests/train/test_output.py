@@ -15,7 +15,7 @@ import pytest
 from tqdm import tqdm
 
 from drawbar.train._messages import Printed
-from drawbar.train._output import capture_output
+from drawbar.train._worker.output import capture_output
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def test_the_other_ranks_say_errors_only(log: Path) -> None:
 
 def test_basic_config_still_has_its_effect(log: Path) -> None:
     script = (
-        "import logging, pathlib; from drawbar.train._output import capture_output\n"
+        "import logging, pathlib; from drawbar.train._worker.output import capture_output\n"
         f"log = pathlib.Path({str(log)!r})\n"
         "with capture_output(log, print, errors_only=True, redirect_fds=True):\n"
         "  logging.basicConfig(level=logging.INFO); logging.info('configured')"

@@ -5,15 +5,8 @@ import json
 import pytest
 
 from drawbar.train._errors import InsufficientResourcesError
-from drawbar.train._placement import (
-    NodeShape,
-    autoscaling,
-    check_fits,
-    matches,
-    missing,
-    names_node_types,
-    node_shapes,
-)
+from drawbar.train._group.capacity import NodeShape, check_fits, matches, missing
+from drawbar.train._group.cluster import autoscaling, names_node_types, node_shapes
 
 
 def node(name: str, labels: dict[str, str] | None = None, /, **total: float) -> NodeShape:

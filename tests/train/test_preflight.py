@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from drawbar.train._preflight import (
+from drawbar.train._launch.preflight import (
     check_config,
     check_function,
     check_function_pickles,
     check_storage_path,
-    release_of,
-    require_package,
 )
+from drawbar.train._settings.backend import release_of, require_package
 
 LOCK = threading.Lock()
 

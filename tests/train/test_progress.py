@@ -7,14 +7,9 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from drawbar.train._messages import (
-    CollectiveCalled,
-    CollectiveKind,
-    FileEntry,
-    Offer,
-    Reported,
-)
-from drawbar.train._progress import Progress, Round
+from drawbar.train._controller.progress import Progress, Round
+from drawbar.train._messages import CollectiveCalled, CollectiveKind, Offer, Reported
+from drawbar.train._storage.files import FileEntry
 
 
 def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> Reported:

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
+from drawbar.train._group.ranks import assign
 from drawbar.train._messages import Ranks, WorkerInfo
-from drawbar.train._ranks import assign
 
 
 def worker(node_id: str, *gpu_ids: str, pid: int = 1) -> WorkerInfo:

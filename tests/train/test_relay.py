@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from drawbar.train._console import Console
+from drawbar.train._console.console import Console
+from drawbar.train._handle.relay import KEPT, Position, Relay
 from drawbar.train._messages import Printed
-from drawbar.train._relay import KEPT, Position, Relay
 
 START = Position(0, 0)
 

@@ -5,10 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from drawbar.train._config import CheckpointConfig
-from drawbar.train._manifest import Manifest
-from drawbar.train._retention import ranked, score, to_delete, why_unranked
-from drawbar.train._validation import Validation
+from drawbar.train._history.ranking import ranked, score, to_delete, why_unranked
+from drawbar.train._settings.run_config import CheckpointConfig
+from drawbar.train._storage.manifest import Manifest, Validation
 
 
 def _checkpoint(name: str, index: int, metrics: dict[str, Any]) -> Manifest:

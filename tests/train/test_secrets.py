@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from drawbar.train import RunConfig
-from drawbar.train._decide import changes
-from drawbar.train._secrets import HIDDEN, without_secrets
+from drawbar.train._launch.resume import changes
+from drawbar.train._settings.secrets import HIDDEN, without_secrets
 from tests.train.local_runs import fit
 
 S = "s3cr3t-value"

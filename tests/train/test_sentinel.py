@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drawbar.train import _sentinel
-from drawbar.train._exit_status import ExitReport, read_exit_report, verdict, wait_for_report
+from drawbar.train._group.exit_status import ExitReport, read_exit_report, verdict, wait_for_report
+from drawbar.train._worker import sentinel as _sentinel
 
 
 def run_worker(code: str, report_file: Path, before_start: str = "") -> subprocess.Popen[str]:
@@ -22,7 +22,7 @@ def run_worker(code: str, report_file: Path, before_start: str = "") -> subproce
     prelude = (
         "import faulthandler, os, subprocess, sys, time\n"
         "from pathlib import Path\n"
-        "from drawbar.train import _sentinel\n"
+        "from drawbar.train._worker import sentinel as _sentinel\n"
         f"faulthandler.enable(open({str(report_file)!r} + '.fault', 'w'))\n"
         "def hold(*pids): print(*pids, flush=True); time.sleep(60)\n"
         f"{before_start}\n"

@@ -27,7 +27,7 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
 )
-from drawbar.train._environment import available_cores
+from drawbar.train._worker.environment import available_cores
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe

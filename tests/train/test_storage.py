@@ -15,10 +15,11 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
-from drawbar.train._files import CHECKSUMS, MANIFEST, METADATA, VALIDATION, list_files
-from drawbar.train._filesystem import Folder, locate
-from drawbar.train._staging import Part
-from drawbar.train._storage import RunDirectory
+from drawbar.train._history.journal import events_of
+from drawbar.train._storage.files import CHECKSUMS, MANIFEST, METADATA, VALIDATION, list_files
+from drawbar.train._storage.remote_folder import Folder, locate
+from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.staging import Part
 
 MOVED_IN = 0x80  # of inotify
 COMES_OR_GOES = 0x40 | MOVED_IN | 0x100 | 0x200  # moved out, moved in, made, deleted
@@ -386,7 +387,7 @@ def test_a_journal_that_names_what_lies_elsewhere_is_damaged(run: RunDirectory, 
     event = {"event": "checkpoint_deleted", "time": 1.0, "name": name}
     run.journal.write_text(json.dumps(event) + "\n")
     with pytest.raises(DamagedRunError, match=r"line 1 of .* is no path of a file"):
-        run.events()
+        events_of(run)
 
 
 class Lying(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types

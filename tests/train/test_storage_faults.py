@@ -37,7 +37,7 @@ from drawbar.train import (
     UserCallback,
     WorkerGroupError,
 )
-from drawbar.train import _retry as retry
+from drawbar.train._storage import retries as retry
 from drawbar.train.testing import FAULT_POINTS, check_run, kill_at
 
 if TYPE_CHECKING:

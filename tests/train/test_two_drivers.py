@@ -21,7 +21,7 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
 )
-from drawbar.train._journal import is_held
+from drawbar.train._storage.journal_file import is_held
 from drawbar.train.testing import check_run
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
-from drawbar.train._files import METADATA, list_files
+from drawbar.train._storage.files import METADATA, list_files
 from drawbar.train.testing import run_in_threads
 from tests.train.local_runs import ASYNC, fit, save
 

@@ -34,8 +34,9 @@ from drawbar.train import (
     ValidationTaskConfig,
     WorkerGroupError,
 )
-from drawbar.train._journal import CheckpointValidated, replay
-from drawbar.train._validation import Validation, asked_for
+from drawbar.train._history.journal import CheckpointValidated, replay
+from drawbar.train._settings.validation_config import asked_for
+from drawbar.train._storage.manifest import Validation
 from drawbar.train.testing import run_in_threads
 
 if TYPE_CHECKING:

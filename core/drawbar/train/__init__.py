@@ -15,27 +15,6 @@ result = train.DataParallelTrainer(
 """
 
 from drawbar.train import backend, collective
-from drawbar.train._callback import RunContext, UserCallback
-from drawbar.train._checkpoint import Checkpoint
-from drawbar.train._config import (
-    CheckpointConfig,
-    DataConfig,
-    FailureConfig,
-    LoggingConfig,
-    RunConfig,
-)
-from drawbar.train._context import (
-    ReportedCheckpoint,
-    TrainContext,
-    checkpoint_dir,
-    checkpoint_requested,
-    get_all_reported_checkpoints,
-    get_checkpoint,
-    get_context,
-    get_dataset_shard,
-    get_preemption_info,
-    report,
-)
 from drawbar.train._errors import (
     CheckpointError,
     ControllerError,
@@ -53,21 +32,41 @@ from drawbar.train._errors import (
     WorkerFailure,
     WorkerGroupError,
 )
-from drawbar.train._handle import RunHandle, attach
-from drawbar.train._manifest import Manifest
-from drawbar.train._preemption import PreemptionInfo
-from drawbar.train._result import Result
-from drawbar.train._scaling import ScalingConfig
-from drawbar.train._timeline import AttemptTimes, Timeline
-from drawbar.train._trainer import DataParallelTrainer
-from drawbar.train._upload import CheckpointUploadMode
-from drawbar.train._validation import (
-    CheckpointConsistencyMode,
-    ReportedCheckpointStatus,
+from drawbar.train._handle.handle import RunHandle, attach
+from drawbar.train._history.result import Result
+from drawbar.train._history.timeline import AttemptTimes, Timeline
+from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
+from drawbar.train._settings.data_config import DataConfig
+from drawbar.train._settings.run_config import (
+    CheckpointConfig,
+    FailureConfig,
+    LoggingConfig,
+    RunConfig,
+    RunContext,
+    UserCallback,
+)
+from drawbar.train._settings.scaling_config import ScalingConfig
+from drawbar.train._settings.validation_config import (
     ValidationConfig,
     ValidationFn,
     ValidationTaskConfig,
 )
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
+from drawbar.train._trainer import DataParallelTrainer
+from drawbar.train._worker.context import (
+    ReportedCheckpoint,
+    TrainContext,
+    checkpoint_dir,
+    checkpoint_requested,
+    get_all_reported_checkpoints,
+    get_checkpoint,
+    get_context,
+    get_dataset_shard,
+    get_preemption_info,
+    report,
+)
+from drawbar.train._worker.uploads import CheckpointUploadMode
 from drawbar.train.backend import Backend, BackendConfig
 
 __all__ = [

@@ -7,18 +7,86 @@ classes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 import msgspec
 
 from drawbar.train._carry import Carried
-from drawbar.train._checks import check_stays_inside
 from drawbar.train._errors import WorkerFailure
-from drawbar.train._validation import (
-    CheckpointConsistencyMode,
-    ReportedCheckpointStatus,
-    Validation,
-)
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.files import FileEntry, check_stays_inside
+from drawbar.train._storage.manifest import ReportedCheckpointStatus, Validation
+from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.unshared_run_directory import FileAnswer
+from drawbar.train._surroundings import Surroundings
+
+
+@dataclass(frozen=True)
+class PreemptionInfo:
+    """Nodes of this run that are about to be taken away.
+
+    Attributes:
+        deadline_ms: Until when they stay, in milliseconds since the epoch; None if it is not known.
+        preempted_node_to_ranks: The ranks on each of these nodes, by node id.
+    """
+
+    deadline_ms: int | None
+    preempted_node_to_ranks: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def preempted_node_ids(self) -> list[str]:
+        """Ids of the nodes, sorted."""
+        return sorted(self.preempted_node_to_ranks)
+
+    @property
+    def preempted_ranks(self) -> list[int]:
+        """Ranks on these nodes, sorted."""
+        return sorted(rank for ranks in self.preempted_node_to_ranks.values() for rank in ranks)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the controller wants, the same for all ranks."""
+
+    checkpoint: bool = False
+    preemption: PreemptionInfo | None = None
+
+
+class CheckpointConsistencyMode(Enum):
+    """What `get_all_reported_checkpoints` waits for.
+
+    COMMITTED: every checkpoint that this rank's reports are part of is committed. VALIDATED: the
+    validations of these, and of all earlier ones, have ended too.
+    """
+
+    COMMITTED = "COMMITTED"
+    VALIDATED = "VALIDATED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What one worker is told about its attempt.
+
+    `shards` refers to its datasets, if any. `validation` is what `validation=True` means.
+    """
+
+    run_name: str
+    run_id: str
+    directory: RunDirectory
+    attempt: int
+    first_index: int
+    ranks: Ranks
+    checkpoint: Checkpoint | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    gpu_ids: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    cpus: float | None = None
+    surroundings: Surroundings | None = None
+    shards: Any = None
+    positions: dict[str, Any] = field(default_factory=dict)
+    validation: Validation | None = None
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,20 +108,6 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int
     node_rank: int
     num_nodes: int
-
-
-class FileEntry(msgspec.Struct, frozen=True):
-    """One file of a checkpoint: its path in it, with "/" between folders, and its bytes.
-
-    Raises:
-        CheckpointError: The path leads out of the checkpoint, wherever it was read.
-    """
-
-    path: str
-    size: int
-
-    def __post_init__(self) -> None:
-        check_stays_inside(self.path)
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,10 +163,10 @@ class Persisted(msgspec.Struct, frozen=True, kw_only=True):
     checksums: dict[str, str] = {}
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+class FileSent(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a file of checkpoint `name`, from a node that does not share the storage.
 
-    Answered by `Taken` with this number.
+    Answered by `FileTaken` with this number.
     """
 
     number: int
@@ -155,8 +209,9 @@ class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
     where: str
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank asks for the committed checkpoints; answered by `Answer` with this number.
+class CheckpointsAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank asks for the committed checkpoints; answered by `CheckpointsAnswer` with this
+    number.
 
     `until` says what the answer waits for. None: nothing, not even if the same question was to wait
     before.
@@ -231,10 +286,10 @@ Message = (
     Reported
     | WaitsForCheckpoint
     | Persisted
-    | Chunk
+    | FileSent
     | FileAsked
     | CollectiveCalled
-    | Asked
+    | CheckpointsAsked
     | Discarded
     | DiagnosisAsked
     | FunctionStarted
@@ -272,7 +327,7 @@ class CollectiveDone(msgspec.Struct, frozen=True, kw_only=True):
     payloads: tuple[Carried | None, ...]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The committed checkpoints that are still kept, oldest first, as (name, metrics, status)."""
 
     number: int
@@ -286,18 +341,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True):
+class FileTaken(msgspec.Struct, frozen=True, kw_only=True):
     """The chunk of this number is written."""
 
     number: int
-
-
-class FileAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a file, or a list of files."""
-
-    number: int
-    data: bytes = b""
-    files: tuple[FileEntry, ...] = ()
 
 
 class Interrupt(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,4 +353,13 @@ class Interrupt(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Order = Persist | Committed | CollectiveDone | Answer | Diagnosis | Taken | FileAnswer | Interrupt
+Order = (
+    Persist
+    | Committed
+    | CollectiveDone
+    | CheckpointsAnswer
+    | Diagnosis
+    | FileTaken
+    | FileAnswer
+    | Interrupt
+)

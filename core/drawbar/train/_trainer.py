@@ -12,26 +12,31 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import cloudpickle
 
-from drawbar.train import _data, _environment, _preflight
-from drawbar.train._actor_run import start_in_actor
 from drawbar.train._carry import Carried, carry, keep
-from drawbar.train._checkpoint import Checkpoint
-from drawbar.train._config import DataConfig, RunConfig, fields_of
-from drawbar.train._console import Console
+from drawbar.train._console.console import Console
+from drawbar.train._data import split
 from drawbar.train._errors import DamagedRunError
-from drawbar.train._handle import FollowedRun, RunHandle
-from drawbar.train._hosting import host_function, host_workers
-from drawbar.train._launch import connect_to_ray, is_client, new_name, started_here
-from drawbar.train._remote import open_directory
-from drawbar.train._result import Result
-from drawbar.train._scaling import ScalingConfig
-from drawbar.train._secrets import without_secrets
-from drawbar.train._spec import RunSpec
+from drawbar.train._group.cluster import connect_to_ray, is_client, started_here
+from drawbar.train._group.validators import ValidationWork
+from drawbar.train._handle.handle import FollowedRun, RunHandle
+from drawbar.train._handle.hosted_run import start_in_actor
+from drawbar.train._history.result import Result
+from drawbar.train._launch import preflight
+from drawbar.train._launch.host import host_function, host_workers
+from drawbar.train._launch.opening import new_name
+from drawbar.train._launch.spec import RunSpec
+from drawbar.train._settings.backend import BackendConfig
+from drawbar.train._settings.checks import fields_of
+from drawbar.train._settings.data_config import DataConfig
+from drawbar.train._settings.forwarded import forwarded
+from drawbar.train._settings.run_config import RunConfig
+from drawbar.train._settings.scaling_config import ScalingConfig
+from drawbar.train._settings.secrets import without_secrets
+from drawbar.train._settings.validation_config import ValidationConfig
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.remote_run_directory import open_directory
 from drawbar.train._surroundings import Surroundings
-from drawbar.train._validation import ValidationConfig
-from drawbar.train._validator import ValidationWork
-from drawbar.train._worker import Payload
-from drawbar.train.backend import BackendConfig
+from drawbar.train._worker.actor import Payload
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -93,11 +98,11 @@ class DataParallelTrainer:
         self.validation_config = validation_config
         if validation_config is not None:
             _instance("validation_config", validation_config, ValidationConfig)
-        self._takes_config = _preflight.check_function(
+        self._takes_config = preflight.check_function(
             train_loop_per_worker, has_config=train_loop_config is not None
         )
-        _preflight.check_config(self._takes_config, train_loop_config)
-        _data.check_datasets(datasets, self.dataset_config)
+        preflight.check_config(self._takes_config, train_loop_config)
+        split.check_datasets(datasets, self.dataset_config)
         self.datasets = dict(datasets or {})
 
     def fit(self) -> Result:
@@ -181,12 +186,12 @@ class DataParallelTrainer:
             )
 
     def _spec(self, payload: Payload) -> RunSpec:
-        _preflight.check_pickles("train_loop_config", payload.config)
+        preflight.check_pickles("train_loop_config", payload.config)
         if self.validation_config is not None:
-            _preflight.check_pickles("validation_config.fn", self.validation_config.fn)
-        _preflight.check_function_pickles(payload.function)
+            preflight.check_pickles("validation_config.fn", self.validation_config.fn)
+        preflight.check_function_pickles(payload.function)
         name = self.run_config.name or new_name()
-        environment = _environment.forwarded(os.environ, self.run_config.forward_env)
+        environment = forwarded(os.environ, self.run_config.forward_env)
         surroundings = Surroundings.here()
         validation, defaults = None, None
         if self.validation_config is not None:

@@ -8,33 +8,6 @@ second one is refused.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
-from drawbar.train._context import current_session
+from drawbar.train._worker.context import all_gather, barrier, broadcast_from_rank_zero
 
 __all__ = ["all_gather", "barrier", "broadcast_from_rank_zero"]
-
-T = TypeVar("T")
-
-
-def barrier() -> None:
-    """Wait until every rank has called this."""
-    current_session("collective.barrier").collective("barrier")
-
-
-def broadcast_from_rank_zero(data: T) -> T:
-    """Give rank 0's `data` to every rank; what the other ranks pass is ignored.
-
-    Meant for addresses, seeds and settings; anything that pickles is taken.
-    """
-    session = current_session("collective.broadcast_from_rank_zero")
-    (value,) = session.collective("broadcast_from_rank_zero", data)
-    if session.assignment.ranks.world_rank == 0:
-        return data
-    result: T = value
-    return result
-
-
-def all_gather(data: T) -> list[Any]:
-    """Give every rank's `data` to every rank, in rank order. Anything that pickles is taken."""
-    return current_session("collective.all_gather").collective("all_gather", data)

@@ -13,24 +13,25 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from drawbar.train import _faults, collective
-from drawbar.train._audit import check_run
-from drawbar.train._config import FailureConfig, RunConfig
-from drawbar.train._context import get_checkpoint, get_context, report
+from drawbar.train import collective
 from drawbar.train._errors import WorkerGroupError
-from drawbar.train._handle import FollowedRun
-from drawbar.train._hosting import host_function
-from drawbar.train._result import Result
-from drawbar.train._scaling import ScalingConfig
-from drawbar.train._spec import RunSpec
+from drawbar.train._handle.handle import FollowedRun
+from drawbar.train._history.audit import check_run
+from drawbar.train._history.result import Result
+from drawbar.train._launch.host import host_function
+from drawbar.train._launch.spec import RunSpec
+from drawbar.train._settings.run_config import FailureConfig, RunConfig
+from drawbar.train._settings.scaling_config import ScalingConfig
+from drawbar.train._settings.validation_config import ValidationConfig
+from drawbar.train._storage import fault_points
 from drawbar.train._trainer import DataParallelTrainer, TrainFunction
-from drawbar.train._validation import ValidationConfig
-from drawbar.train._worker import Payload
+from drawbar.train._worker.actor import Payload
+from drawbar.train._worker.context import get_checkpoint, get_context, report
 from drawbar.train.backend import BackendConfig
 
 __all__ = ["FAULT_POINTS", "BackendContract", "check_run", "kill_at", "run_in_threads"]
 
-FAULT_POINTS = _faults.POINTS
+FAULT_POINTS = fault_points.POINTS
 """The steps of a checkpoint commit that `kill_at` knows, in their order."""
 
 
@@ -58,7 +59,7 @@ def kill_at(point: str, *, times: int = 1, signal_number: int = signal.SIGKILL) 
         if left == 0:
             os.kill(os.getpid(), signal_number)
 
-    _faults.armed[point] = strike
+    fault_points.armed[point] = strike
 
 
 def run_in_threads(

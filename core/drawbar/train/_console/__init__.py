@@ -1,0 +1,1 @@
+"""What a run shows to whoever watches it; never steers, never raises."""

@@ -1,0 +1,1 @@
+"""The loop: await, decide, act; what each message of an attempt means."""

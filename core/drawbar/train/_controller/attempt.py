@@ -1,0 +1,289 @@
+"""One attempt: what each thing that a rank says means.
+
+An attempt begins when every process is up and has its ranks, and ends when every function has
+returned or one has failed. It is steered by plain calls from the controller and knows no event loop
+of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from drawbar.train._carry import carry
+from drawbar.train._console.console import Console
+from drawbar.train._controller.callbacks import Callbacks
+from drawbar.train._controller.commits import Committer
+from drawbar.train._controller.failures import describe_divergence, describe_interruption
+from drawbar.train._controller.progress import Progress, Sign
+from drawbar.train._controller.validations import Validations
+from drawbar.train._errors import WorkerFailure
+from drawbar.train._history.journal import AttemptEnd, Event, ReportReceived, UserFunctionStarted
+from drawbar.train._messages import (
+    CheckpointConsistencyMode,
+    CheckpointsAnswer,
+    CheckpointsAsked,
+    CollectiveCalled,
+    CollectiveDone,
+    DiagnosisAsked,
+    Discarded,
+    Failed,
+    FileAsked,
+    FileSent,
+    Finished,
+    FunctionStarted,
+    Gone,
+    Interrupted,
+    Message,
+    Order,
+    Persisted,
+    PreemptionInfo,
+    Printed,
+    Reported,
+    WaitsForCheckpoint,
+    Wishes,
+    WorkerInfo,
+)
+from drawbar.train._storage.manifest import Manifest
+
+
+@dataclass
+class AttemptFailed(Exception):
+    """The attempt is over before its end. `cause` is set when no worker is to blame."""
+
+    end: AttemptEnd
+    failures: list[WorkerFailure] = field(default_factory=list)
+    gone: dict[int, Gone] = field(default_factory=dict)
+    cause: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A rank wants to know the checkpoints, once those before report `before` are so far."""
+
+    until: CheckpointConsistencyMode | None
+    before: int
+
+
+class Attempt:
+    """The state of one attempt.
+
+    Args:
+        number: Number of the attempt in its run.
+        first_index: Number of the first report.
+        workers: Where each rank's process is, in rank order.
+        order: Gives one rank an order.
+        log: Writes an event to the journal.
+        diagnose: Finds out where all ranks stand and tells the one that asked.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        run_id: str,
+        first_index: int,
+        workers: Sequence[WorkerInfo],
+        order: Callable[[int, Order], None],
+        log: Callable[[Event], None],
+        commits: Committer,
+        validations: Validations,
+        console: Console,
+        callbacks: Callbacks,
+        diagnose: Callable[[int, DiagnosisAsked], None],
+    ) -> None:
+        self.number = number
+        self.workers = list(workers)
+        self.values: dict[int, Finished] = {}
+        self.wishes = Wishes()
+        self._run_id = run_id
+        self._order = order
+        self._log = log
+        self._commits = commits
+        self._validations = validations
+        self._console = console
+        self._callbacks = callbacks
+        self._diagnose = diagnose
+        self._progress = Progress(len(workers), first_index, keep_all_rounds=bool(callbacks))
+        self._metrics: dict[int, list[dict[str, object]]] = {}
+        self._questions: dict[tuple[int, int], _Question] = {}
+        self._heard = dict.fromkeys(range(len(workers)), time.monotonic())
+        self._lines: dict[int, str] = {}  # of each rank's last report or collective
+
+    def receive(self, rank: int, message: Message) -> None:
+        """Take one message of one rank.
+
+        Raises:
+            AttemptFailed: The rank failed or died, or its ranks can never meet.
+        """
+        self._heard[rank] = time.monotonic()
+        match message:
+            case Reported():
+                self._reported(rank, message)
+            case Printed():
+                self._console.printed(rank, message)
+            case WaitsForCheckpoint():
+                self._progress.waits(rank, message.index)
+                self._check_divergence()
+            case Persisted():
+                self._commits.persisted(rank, message)
+            case FileSent():
+                self._order(rank, self._commits.take(rank, message))
+            case FileAsked():
+                self._order(rank, self._commits.read(message))
+            case CollectiveCalled():
+                self._called(rank, message)
+            case CheckpointsAsked():
+                reports = self._progress.ranks[rank].reports
+                self._questions[rank, message.number] = _Question(message.until, before=reports)
+                self.answer_questions()
+            case Discarded():
+                self._commits.discard(message.name)
+            case DiagnosisAsked():
+                self._diagnose(rank, message)
+            case FunctionStarted():
+                self._log(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
+            case Finished():
+                self.values[rank] = message
+                if message.value_error:
+                    self._console.notice(f"rank {rank}: {message.value_error}")
+                self._progress.finished(rank)
+                self._check_divergence()
+            case Failed():
+                raise AttemptFailed(_end_by(message.failure), [message.failure])
+            case Gone():
+                raise AttemptFailed("worker", gone={rank: message})
+            case Interrupted():
+                raise AttemptFailed("worker", [describe_interruption(rank)])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the function has returned on every rank."""
+        return len(self.values) == len(self.workers)
+
+    def preempted(self, draining: Mapping[str, int]) -> PreemptionInfo | None:
+        """Take note of nodes that go; gives what is new about this attempt's workers."""
+        ranks: dict[str, list[int]] = {}
+        for rank, worker in enumerate(self.workers):
+            if worker.node_id in draining:
+                ranks.setdefault(worker.node_id, []).append(rank)
+        deadlines = [draining[node] for node in ranks if draining[node]]
+        info = PreemptionInfo(min(deadlines, default=None), ranks)
+        if not ranks or info == self.wishes.preemption:
+            return None
+        self.wishes = Wishes(checkpoint=True, preemption=info)
+        return info
+
+    def request_checkpoint(self) -> None:
+        """Have `checkpoint_requested()` say yes."""
+        self.wishes = replace(self.wishes, checkpoint=True)
+
+    @property
+    def awaits_validation(self) -> bool:
+        """Whether a rank stands still until validations have ended."""
+        return any(
+            question.until is CheckpointConsistencyMode.VALIDATED
+            and self._validations.pending(question.before)
+            for question in self._questions.values()
+        )
+
+    def answer_questions(self) -> None:
+        """Tell the ranks that want to know what is kept, and have waited long enough for it."""
+        for (rank, number), question in list(self._questions.items()):
+            if self._is_settled(question):
+                del self._questions[rank, number]
+                self._order(
+                    rank, CheckpointsAnswer(number=number, checkpoints=self._commits.listing())
+                )
+
+    def _is_settled(self, question: _Question) -> bool:
+        before = question.before
+        if question.until is None:
+            return True
+        if self._progress.collecting(before) or self._commits.committing(before):
+            return False
+        validated = question.until is CheckpointConsistencyMode.VALIDATED
+        return not (validated and self._validations.pending(before))
+
+    def signs(self) -> dict[int, Sign]:
+        """Give the last sign of life of each rank that has not finished."""
+        now = time.monotonic()
+        return {
+            rank: self._progress.sign_of(rank, now - heard, self._lines.get(rank, ""))
+            for rank, heard in self._heard.items()
+            if rank not in self.values
+        }
+
+    def reports_of(self, rank: int) -> int:
+        """How often a rank has reported in this attempt."""
+        return self._progress.ranks[rank].reports - self._progress.first_index
+
+    def committed(self, manifest: Manifest, order: Order) -> None:
+        """Take note of a commit and tell every rank."""
+        self._progress.committed(manifest.index)
+        for rank in range(len(self.workers)):
+            if rank not in self.values:
+                self._order(rank, order)
+        self.answer_questions()
+        metrics = self._metrics.pop(manifest.index, None)
+        if metrics is not None:
+            self._callbacks.after_report(metrics, self._commits.checkpoint(manifest))
+
+    def _reported(self, rank: int, report: Reported) -> None:
+        self._log(
+            ReportReceived(
+                time=report.time,
+                attempt=self.number,
+                rank=rank,
+                index=report.index,
+                metrics=report.metrics,
+            )
+        )
+        self._lines[rank] = report.where
+        self._console.report(rank, report.index, report.metrics)
+        for complete in self._progress.reported(rank, report):
+            if conflict := complete.conflict():
+                raise AttemptFailed("divergence", [describe_divergence(conflict)])
+            if self._callbacks:
+                metrics = [complete.reports[each].metrics for each in sorted(complete.reports)]
+                if complete.offers:
+                    self._metrics[complete.index] = metrics
+                else:
+                    self._callbacks.after_report(metrics, None)
+            self._commits.begin(
+                complete,
+                run_id=self._run_id,
+                attempt=self.number,
+                world_size=len(self.workers),
+                order=self._order,
+            )
+        if report.offer is not None:
+            self._check_divergence()
+
+    def _called(self, rank: int, call: CollectiveCalled) -> None:
+        self._lines[rank] = call.where
+        calls = self._progress.called(rank, call)
+        if calls is None:
+            self._check_divergence()
+            return
+        payloads = tuple(calls[each].payload for each in sorted(calls))
+        if call.kind == "wishes":
+            payloads = (carry(self.wishes),)
+        if call.kind == "broadcast_from_rank_zero":
+            payloads = payloads[:1]
+        for each in calls:
+            self._order(each, CollectiveDone(sequence=call.sequence, payloads=payloads))
+
+    def _check_divergence(self) -> None:
+        reason = self._progress.divergence()
+        if reason is not None:
+            raise AttemptFailed("divergence", [describe_divergence(reason)])
+
+
+def _end_by(failure: WorkerFailure) -> AttemptEnd:
+    match failure.kind:
+        case "configuration" | "storage":
+            return failure.kind
+        case _:
+            return "worker"

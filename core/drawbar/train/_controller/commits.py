@@ -1,0 +1,358 @@
+"""From a complete round of reports to a committed checkpoint.
+
+Ranks whose files are not staged yet are told which to persist; when the last one has, the
+checkpoint is committed, journaled, retention is applied, and every rank is told. Commits happen one
+at a time, in order, off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from drawbar.train._controller.progress import Round
+from drawbar.train._history import ranking
+from drawbar.train._history.journal import (
+    CheckpointCommitted,
+    CheckpointDeleted,
+    CheckpointValidated,
+    Event,
+)
+from drawbar.train._messages import (
+    Committed,
+    FileAsked,
+    FileSent,
+    FileTaken,
+    Order,
+    Persist,
+    Persisted,
+)
+from drawbar.train._settings.run_config import CheckpointConfig
+from drawbar.train._storage import fault_points, starting_point
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.files import remove_tree
+from drawbar.train._storage.manifest import (
+    Manifest,
+    ReportedCheckpointStatus,
+    Validation,
+    committed_already,
+    read_manifest,
+)
+from drawbar.train._storage.run_directory import RunDirectory, default_name
+from drawbar.train._storage.staging import Part
+from drawbar.train._storage.unshared_run_directory import FileAnswer, read_piece
+
+_logger = logging.getLogger("drawbar.train")
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that ranks still persist. `awaited`: those that have not said so yet."""
+
+    index: int
+    manifest: Callable[[list[Part]], Manifest]
+    began: float
+    name: str
+    in_place: bool = False
+    stages: dict[int, Path] = field(default_factory=dict)
+    parts: dict[int, Part] = field(default_factory=dict)
+    awaited: dict[int, Any] = field(default_factory=dict)
+
+
+class Committer:
+    """Commits the checkpoints of a run, over all its attempts.
+
+    Args:
+        directory: Where the run lies.
+        config: Retention and durability.
+        metadata: The trainer's metadata, put into each checkpoint.
+        journal: Writes events.
+        committed: Called on the event loop for each commit, after the journal has it.
+        failed: Called on the event loop when a commit fails, such as on a full disk.
+        notice: Told, once, that no checkpoint has the score that they are ranked by.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: CheckpointConfig,
+        metadata: dict[str, Any],
+        journal: Callable[[Event], None],
+        committed: Callable[[Manifest, float], None],
+        failed: Callable[[Exception], None],
+        notice: Callable[[str], None],
+    ) -> None:
+        self._directory = directory
+        self._config = config
+        self._metadata = json.dumps(metadata).encode() if metadata else None
+        self._journal = journal
+        self._on_commit = committed
+        self._on_failure = failed
+        self._notice = notice
+        self._said_unranked = False
+        self._pending: dict[int, _Pending] = {}
+        self._ready: asyncio.Queue[_Pending] = asyncio.Queue()
+        self._committing: set[int] = set()
+        self._background: set[asyncio.Future[None]] = set()
+        self._later = ThreadPoolExecutor(1, "drawbar-later", initializer=_yield_to_others)
+        self._task: asyncio.Task[None] | None = None
+        self.kept = directory.intact_checkpoints()
+
+    @property
+    def newest(self) -> Manifest | None:
+        """The newest checkpoint, which a restart goes on from."""
+        return self.kept[-1] if self.kept else None
+
+    def what_loads(self) -> str:
+        """Say in one line which checkpoint a failed run has; it may have been deleted."""
+        is_local = self._directory.filesystem is None
+        for manifest in reversed(self.kept):
+            if not is_local or self._directory.is_intact(manifest.name):
+                return f"newest committed checkpoint: {self.checkpoint(manifest).path}"
+        if self.kept:
+            place = self._directory.place(self.kept[-1].name)
+            return f"no committed checkpoint is there any more in full; the newest was {place}"
+        return "no checkpoint was committed"
+
+    async def pass_over_damaged(self) -> dict[str, str]:
+        """Let go of the newest checkpoints as long as they are damaged.
+
+        Returns:
+            What is wrong with each, by its name.
+        """
+        self.kept, damage = await asyncio.to_thread(
+            starting_point.pass_over_damaged, self._directory, self.kept
+        )
+        for name in damage:
+            self._journal(CheckpointDeleted(time=time.time(), name=name))
+            await asyncio.to_thread(starting_point.set_aside, self._directory, name)
+        return damage
+
+    def begin(
+        self,
+        complete: Round,
+        *,
+        run_id: str,
+        attempt: int,
+        world_size: int,
+        order: Callable[[int, Order], None],
+    ) -> None:
+        """Make a checkpoint of what the ranks offered in this round."""
+        offers = complete.offers
+        if not offers:
+            return
+        report = complete.reports[min(offers)]
+        name = offers[min(offers)].name or default_name(complete.index)
+        if any(each.name == name for each in self.kept):
+            self._on_failure(committed_already(self._directory.place(name)))
+            return
+        validations = [complete.reports[rank].validation for rank in offers]
+
+        def manifest(parts: list[Part]) -> Manifest:
+            described = Manifest(
+                name=name,
+                index=complete.index,
+                attempt=attempt,
+                run_id=run_id,
+                world_size=world_size,
+                time=time.time(),
+                metrics=report.metrics,
+                positions=report.positions,
+                validation=next((each for each in validations if each is not None), None),
+            )
+            return described.holding(file for part in parts for file in part.files)
+
+        in_place = any(offer.in_place for offer in offers.values())
+        pending = _Pending(complete.index, manifest, time.monotonic(), name, in_place)
+        for rank, offer in offers.items():
+            share = complete.shares[rank]
+            if offer.staged:
+                pending.parts[rank] = Part(Path(offer.directory), share)
+            elif share:
+                pending.awaited[rank] = share
+                order(rank, Persist(index=complete.index, files=share, name=name))
+        self._pending[complete.index] = pending
+        self._committing.add(complete.index)
+        self._commit_if_ready(complete.index)
+
+    def persisted(self, rank: int, message: Persisted) -> None:
+        """Take note that a rank has staged its share."""
+        pending = self._pending.get(message.index)
+        if pending is not None and rank in pending.awaited:
+            share = pending.awaited.pop(rank)
+            directory = Path(message.directory) if message.directory else None
+            directory = directory or pending.stages.get(rank)
+            pending.parts[rank] = Part(directory, share, message.checksums)
+            self._commit_if_ready(message.index)
+
+    def take(self, rank: int, chunk: FileSent) -> FileTaken:
+        """Write a piece of a file that travels here from a node of its own."""
+        for pending in self._pending.values():
+            if pending.name == chunk.name:
+                if rank not in pending.stages:
+                    pending.stages[rank] = self._directory.new_stage(f"rank_{rank}")
+                target = pending.stages[rank] / chunk.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with open(target, "ab" if chunk.offset else "wb") as file:
+                    file.write(chunk.data)
+        return FileTaken(number=chunk.number)
+
+    def read(self, asked: FileAsked) -> FileAnswer:
+        """Give a piece of a committed checkpoint to a worker on a node of its own."""
+        answer = read_piece(self._directory, asked.name, asked.path, asked.offset)
+        return msgspec.structs.replace(answer, number=asked.number)
+
+    def _commit_if_ready(self, index: int) -> None:
+        if self._pending[index].awaited:
+            return
+        self._ready.put_nowait(self._pending.pop(index))
+        if self._task is None:
+            self._task = asyncio.create_task(self._commit_forever())
+
+    async def _commit_forever(self) -> None:
+        while True:
+            pending = await self._ready.get()
+            try:
+                await self._commit(pending)
+            except Exception as error:  # whatever it is, the controller must hear of it
+                self._on_failure(error)
+            finally:
+                self._committing.discard(pending.index)
+                self._ready.task_done()
+
+    async def _commit(self, pending: _Pending) -> None:
+        parts = [pending.parts[rank] for rank in sorted(pending.parts)]
+        manifest = pending.manifest(parts)
+        if pending.in_place:
+            manifest = await asyncio.to_thread(self._directory.manifest_in_place, manifest)
+        await asyncio.to_thread(
+            self._directory.commit,
+            manifest,
+            parts,
+            durable=self._config.durable,
+            metadata=self._metadata,
+            in_place=pending.in_place,
+        )
+        seconds = time.monotonic() - pending.began
+        self._journal(CheckpointCommitted.of(manifest, seconds=seconds))
+        fault_points.reached("commit.journaled")
+        self.kept.append(manifest)
+        self._committing.discard(manifest.index)
+        self._on_commit(manifest, seconds)
+        self._retain()
+        self._in_background(self._directory.write_checksums, manifest.name)
+        self._in_background(remove_tree, self._directory.uncommitted)
+        self._in_background(self._directory.publish)
+
+    async def keep_validation(self, manifest: Manifest, validation: Validation) -> None:
+        """Add what came of a checkpoint's validation to it, and rank the checkpoints anew.
+
+        Raises:
+            OSError: It cannot be written down; the checkpoint has it as long as this run goes on.
+        """
+        validated = manifest.validated(validation)
+        self.kept[self.kept.index(manifest)] = validated
+        try:
+            self._journal(CheckpointValidated.of(manifest, validation))
+            durable = self._config.durable
+            await asyncio.to_thread(self._directory.keep_validation, validated, durable=durable)
+        finally:
+            self._retain()
+        self._in_background(self._directory.publish)
+
+    def discard(self, name: str) -> None:
+        """Delete a checkpoint before retention would, unless a restart or a validation needs it."""
+        pending = ReportedCheckpointStatus.PENDING_VALIDATION
+        for manifest in self.kept[:-1]:
+            if manifest.name == name and manifest.status is not pending:
+                self._delete(manifest)
+
+    def _retain(self) -> None:
+        unranked = ranking.why_unranked(self.kept, self._config)
+        if unranked is not None and not self._said_unranked:
+            self._said_unranked = True
+            self._notice(f"{unranked} Until a checkpoint has that score, none is deleted")
+        for manifest in ranking.to_delete(self.kept, self._config):
+            self._delete(manifest)
+
+    def _delete(self, manifest: Manifest) -> None:
+        self.kept.remove(manifest)
+        self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
+        self._in_background(self._delete_files, manifest.name)
+
+    def _delete_files(self, name: str) -> None:
+        """Delete a checkpoint, unless it has this name from the user, who wants to keep it."""
+        found = read_manifest(self._directory.place(name))
+        if found is None or found.name == name:
+            self._directory.delete(name)
+
+    def _in_background(self, action: Callable[..., object], *arguments: object) -> None:
+        loop = asyncio.get_running_loop()
+        later = loop.run_in_executor(self._later, _logged, action, *arguments)
+        self._background.add(later)
+        later.add_done_callback(self._background.discard)
+
+    def checkpoint(self, manifest: Manifest) -> Checkpoint:
+        """Give the checkpoint of a manifest."""
+        return self._directory.checkpoint(manifest.name)
+
+    def listing(self) -> tuple[tuple[str, dict[str, Any], ReportedCheckpointStatus], ...]:
+        """List the checkpoints that are kept, oldest first, as (name, metrics, status)."""
+        return tuple((each.name, each.metrics, each.status) for each in self.kept)
+
+    def committing(self, before: int) -> bool:
+        """Whether a checkpoint of a complete round before this one is not committed yet."""
+        return any(index < before for index in self._committing)
+
+    def committed_order(self, manifest: Manifest) -> Committed:
+        """Give the order that tells a rank of this commit."""
+        return Committed(index=manifest.index, name=manifest.name)
+
+    async def settle(self) -> None:
+        """Finish the commits that every rank has persisted, drop the rest: the attempt is over."""
+        self._committing.difference_update(self._pending)
+        self._pending.clear()
+        await self._ready.join()
+        await asyncio.to_thread(self._directory.set_aside)
+        for stage in self._directory.stages():
+            self._in_background(remove_tree, stage)
+
+    async def close(self) -> None:
+        """Finish everything, checksums and deletions too."""
+        await self.settle()
+        if self._background:
+            await asyncio.wait(self._background)
+        self._later.shutdown()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+
+def _yield_to_others() -> None:
+    """Give this thread a low priority: hashing must not slow the commits and the training."""
+    if sys.platform != "linux":
+        return  # elsewhere it would be the whole process
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _logged(action: Callable[..., object], *arguments: object) -> None:
+    """Do something that no checkpoint depends on."""
+    try:
+        action(*arguments)
+    except Exception as error:  # fsspec's filesystems raise what their libraries do
+        _logger.warning("%s", error)

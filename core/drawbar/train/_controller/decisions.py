@@ -1,0 +1,75 @@
+"""What to do next: pure decisions from values to a value. No Ray, no files, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from drawbar.train._history.journal import AttemptEnd
+from drawbar.train._settings.run_config import FailureConfig
+
+
+@dataclass(frozen=True)
+class Spent:
+    """How much of each budget is used up."""
+
+    failures: int = 0
+    preemptions: int = 0
+    startups: int = 0
+
+    def after(self, end: AttemptEnd) -> Spent:
+        """Count one more attempt that ended so. A resize costs nothing."""
+        match end:
+            case "worker" | "hang":
+                return replace(self, failures=self.failures + 1)
+            case "preemption":
+                return replace(self, preemptions=self.preemptions + 1)
+            case "startup":
+                return replace(self, startups=self.startups + 1)
+            case _:
+                return self
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start another attempt from the newest committed checkpoint; `spent` is the new count."""
+
+    spent: Spent
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The run has failed; `reason` says which budget is spent, or why none applies."""
+
+    reason: str
+
+
+def after_failure(end: AttemptEnd, spent: Spent, config: FailureConfig) -> Restart | GiveUp:
+    """Decide whether a failed attempt is followed by another one.
+
+    What will fail again in the same way is not tried again: a mistake in the configuration, ranks
+    that diverge, a storage that refuses to take a checkpoint.
+    """
+    match end:
+        case "worker" | "hang":
+            used, name, limit = spent.failures, "max_failures", config.max_failures
+        case "preemption":
+            used, name = spent.preemptions, "max_preemption_failures"
+            limit = config.max_preemption_failures
+        case "startup":
+            used, name, limit = spent.startups, "max_startup_failures", config.max_startup_failures
+        case "resize":
+            return Restart(spent)
+        case "configuration" | "divergence" | "storage":
+            return GiveUp("it would fail again in the same way")
+    if limit < 0 or used < limit:
+        return Restart(spent.after(end))
+    return GiveUp(f"FailureConfig.{name}={limit} is used up")
+
+
+def spent_so_far(ends: Iterable[AttemptEnd]) -> Spent:
+    """Count the budgets used by attempts that ended so, for a run that goes on in a new driver."""
+    spent = Spent()
+    for end in ends:
+        spent = spent.after(end)
+    return spent

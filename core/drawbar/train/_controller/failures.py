@@ -1,0 +1,148 @@
+"""From a death, a hang or a divergence to a `WorkerFailure`; from these to the error of `fit()`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ray.exceptions import RayActorError, RuntimeEnvSetupError
+
+from drawbar.train._errors import (
+    ControllerError,
+    DivergenceError,
+    HangError,
+    InsufficientResourcesError,
+    PreemptionError,
+    TrainingFailedError,
+    WorkerFailure,
+    WorkerGroupError,
+)
+from drawbar.train._group.exit_status import verdict, wait_for_report
+from drawbar.train._history.journal import AttemptEnd
+from drawbar.train._messages import Gone, WorkerInfo
+from drawbar.train._storage.run_directory import RunDirectory
+
+EXIT_REPORT_SECONDS = 2.0
+
+
+# -- in the controller
+
+
+async def describe_death(
+    rank: int, gone: Gone, worker: WorkerInfo, directory: RunDirectory, reports: int
+) -> WorkerFailure:
+    """Describe a process that died: what killed it, as far as this system tells, and when."""
+    report = await wait_for_report(
+        directory.exit_report(worker.hostname, worker.pid), EXIT_REPORT_SECONDS
+    )
+    log = directory.log(rank)
+    cause = verdict(report, gone.detail, _tail(log))
+    if gone.preempted:
+        cause = f"its node {worker.node_id[:8]} ({worker.node_ip}) is gone or going; {cause}"
+    return WorkerFailure(
+        rank=rank,
+        kind="died",
+        type_name="worker process died",
+        message=cause,
+        hostname=worker.hostname,
+        node_id=worker.node_id,
+        pid=worker.pid,
+        time=report.time if report is not None else gone.time,
+        reports=reports,
+        log_path=str(log),
+    )
+
+
+def describe_divergence(reason: str) -> WorkerFailure:
+    """Describe ranks that can never meet."""
+    return WorkerFailure(
+        rank=-1, kind="divergence", type_name="ranks diverged", message=reason, time=time.time()
+    )
+
+
+def describe_hang(seconds: float, difference: str, folder: Path) -> WorkerFailure:
+    """Describe ranks that have not said anything for so long."""
+    return WorkerFailure(
+        rank=-1,
+        kind="hang",
+        type_name="no progress",
+        message=f"no rank made progress for {seconds:g} s\n{difference}\nstacks: {folder}",
+        time=time.time(),
+    )
+
+
+def describe_interruption(rank: int) -> WorkerFailure:
+    """Describe a rank that ended as if the controller had interrupted it, which it had not."""
+    return WorkerFailure(
+        rank=rank,
+        kind="exception",
+        type_name="AttemptInterrupted",
+        message="the training function ended by an interrupt that was not the controller's",
+        time=time.time(),
+    )
+
+
+def startup_end(error: Exception) -> AttemptEnd:
+    """Tell a start that may work next time from one that cannot."""
+    if isinstance(error, RayActorError) and "its node has died" in str(error):
+        return "preemption"
+    hopeless = (
+        RuntimeEnvSetupError,
+        ValueError,
+        TypeError,
+        ImportError,
+        InsufficientResourcesError,
+    )
+    return "configuration" if isinstance(error, hopeless) else "startup"
+
+
+def training_failed(
+    end: AttemptEnd,
+    failures: Sequence[WorkerFailure],
+    cause: Exception | None,
+    *,
+    reason: str,
+    path: str,
+    loads: str,
+) -> TrainingFailedError:
+    """Build the error that `fit()` raises: the root cause first, the rest folded under it.
+
+    `reason` says why the run ends, `loads` which checkpoint it has.
+    """
+    footer = f"\n\nThe run ends: {reason}.\nrun directory: {path}\n{loads}"
+    if isinstance(cause, InsufficientResourcesError):
+        return InsufficientResourcesError(f"{cause}{footer}", path=path)
+    if not failures:
+        message = f"the run failed in its {_PART[end]}: {type(cause).__name__}: {cause}{footer}"
+        return ControllerError(message, cause, path=path)
+    message = failures[0].describe()
+    if len(failures) > 1:
+        others = "\n".join(f"  {failure.headline()}" for failure in failures[1:])
+        message += f"\n\nafter it also failed:\n{others}"
+    if end == "preemption":
+        return PreemptionError(message + footer, path=path)
+    kinds: dict[str, type[WorkerGroupError]] = {"divergence": DivergenceError, "hang": HangError}
+    kind = kinds.get(end, WorkerGroupError)
+    return kind(message + footer, failures=failures, path=path)
+
+
+_PART = {
+    "startup": "start-up",
+    "configuration": "configuration",
+    "storage": "storage",
+    "worker": "workers",
+    "divergence": "ranks",
+    "hang": "workers",
+    "preemption": "nodes",
+    "resize": "workers",
+}
+
+
+def _tail(path: Path, nbytes: int = 20_000) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - nbytes))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,261 @@
+"""Where every rank of an attempt stands: pure bookkeeping, no Ray, no files, no clock.
+
+The k-th report of each rank belongs together: a round. A round is complete when every rank has
+reported it; if some rank offered files, a checkpoint is made of them. Since the controller knows
+for each rank how often it reported, what it waits in and whether it has finished, some waits can be
+proved never to end: `divergence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from drawbar.train._messages import CollectiveCalled, Offer, Reported
+from drawbar.train._storage.files import FileEntry
+
+
+@dataclass(frozen=True)
+class Round:
+    """The `index`-th report of every rank, complete. `shares`: which files each rank is to give."""
+
+    index: int
+    reports: Mapping[int, Reported]
+    shares: Mapping[int, tuple[FileEntry, ...]]
+
+    @property
+    def offers(self) -> dict[int, Offer]:
+        """The ranks' offers, by rank."""
+        return {
+            rank: report.offer
+            for rank, report in sorted(self.reports.items())
+            if report.offer is not None
+        }
+
+    def conflict(self) -> str | None:
+        """Say why the offers do not make one checkpoint, or return None."""
+        offers = self.offers
+        if len(offers) < 2:
+            return None
+        lowest = min(offers)
+        found: dict[str, tuple[str, int]] = {}  # of each path: whether a file or folder, and whose
+        for rank, offer in offers.items():
+            if offer.name != offers[lowest].name:
+                return (
+                    f"{self._who(lowest)} names the checkpoint {offers[lowest].name!r}, "
+                    f"{self._who(rank)} names it {offer.name!r}"
+                )
+            for path, kind in _paths(offer):
+                before, whose = found.setdefault(path, (kind, rank))
+                if kind != before:
+                    return (
+                        f"in the checkpoint {path!r} is a {before} of {self._who(whose)} "
+                        f"and a {kind} of {self._who(rank)}"
+                    )
+        return None
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} (report #{self.index} at {self.reports[rank].where})"
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The last sign of life of one rank that has not finished.
+
+    `silent` is in seconds. `waits`: where it waits inside Drawbar, "" if it does not; `waiters`:
+    who waits for it there. `last`: the line of its last report or collective.
+    """
+
+    silent: float
+    waits: str = ""
+    waiters: tuple[int, ...] = ()
+    last: str = ""
+
+
+@dataclass
+class RankProgress:
+    """One rank: reports made, collectives entered, what it waits in, whether it has finished."""
+
+    reports: int
+    collectives: int = 0
+    waits_for_report: Reported | None = None
+    waits_in_collective: CollectiveCalled | None = None
+    finished: bool = False
+
+    def stands_at(self) -> str:
+        """Say in words where the rank stands."""
+        if self.waits_in_collective is not None:
+            call = self.waits_in_collective
+            return f"waits in collective #{call.sequence} ({call.kind}) at {call.where}"
+        if self.waits_for_report is not None:
+            report = self.waits_for_report
+            return f"waits for report #{report.index} with a checkpoint at {report.where}"
+        if self.finished:
+            return f"finished after {self.reports} reports and {self.collectives} collectives"
+        return "runs"
+
+
+@dataclass
+class Progress:
+    """Where every rank stands. Feed it what ranks say, in the order of each rank."""
+
+    world_size: int
+    first_index: int
+    keep_all_rounds: bool = False
+    ranks: dict[int, RankProgress] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = {rank: RankProgress(self.first_index) for rank in range(self.world_size)}
+        self._rounds: dict[int, dict[int, Reported]] = {}
+        self._calls: dict[int, CollectiveCalled] = {}
+
+    def reported(self, rank: int, report: Reported) -> list[Round]:
+        """Take a report. Returns the rounds that it completes.
+
+        A round nobody offered files in is returned only with `keep_all_rounds`: otherwise its
+        reports are not kept, so that one rank may report for ever while others never do.
+        """
+        self.ranks[rank].reports = report.index + 1
+        if report.waits:
+            self.ranks[rank].waits_for_report = report
+        if report.offer is not None or self.keep_all_rounds:
+            self._rounds.setdefault(report.index, {})[rank] = report
+        if not self._rounds:
+            return []
+        complete = min(each.reports for each in self.ranks.values())
+        return [self._take(index) for index in sorted(self._rounds) if index < complete]
+
+    def _take(self, index: int) -> Round:
+        reports = self._rounds.pop(index)
+        return Round(index, reports, _shares(reports))
+
+    def waits(self, rank: int, index: int) -> None:
+        """Take note that a rank waits for a checkpoint that it reported earlier."""
+        report = self._rounds.get(index, {}).get(rank)
+        if report is not None:
+            self.ranks[rank].waits_for_report = report
+
+    def collecting(self, before: int) -> bool:
+        """Whether a round before this one that has files still lacks reports."""
+        return any(
+            report.offer is not None
+            for index, reports in self._rounds.items()
+            if index < before
+            for report in reports.values()
+        )
+
+    def committed(self, index: int) -> None:
+        """Take note that checkpoint `index` is committed, so nobody waits for it any more."""
+        for each in self.ranks.values():
+            if each.waits_for_report is not None and each.waits_for_report.index == index:
+                each.waits_for_report = None
+
+    def called(self, rank: int, call: CollectiveCalled) -> dict[int, CollectiveCalled] | None:
+        """Take a collective call. Returns every rank's call when this one completes it."""
+        self.ranks[rank].collectives = call.sequence + 1
+        self.ranks[rank].waits_in_collective = call
+        self._calls[rank] = call
+        same = [(c.sequence, c.kind) == (call.sequence, call.kind) for c in self._calls.values()]
+        if len(same) < self.world_size or not all(same):
+            return None
+        for each in self.ranks.values():
+            each.waits_in_collective = None
+        calls, self._calls = self._calls, {}
+        return calls
+
+    def finished(self, rank: int) -> bool:
+        """Take note that a rank's function returned. Returns whether all have."""
+        self.ranks[rank].finished = True
+        return all(each.finished for each in self.ranks.values())
+
+    def divergence(self) -> str | None:
+        """Prove that some rank waits for what can never come, or return None.
+
+        The proof is one pair of ranks: one waits in something that needs all ranks, and the other
+        one has finished without it, or waits in something else that needs the first.
+        """
+        for waiter in self._waiters():
+            for other in self.ranks:
+                reason = self._stuck(waiter, other)
+                if reason:
+                    return reason
+        return None
+
+    def waiters_for(self, rank: int) -> tuple[int, ...]:
+        """Give the ranks that stand still until this one does something."""
+        return tuple(
+            waiter
+            for waiter in self.ranks
+            if waiter != rank and self._stands_still(waiter) and self._needs(waiter, rank)
+        )
+
+    def sign_of(self, rank: int, silent: float, last: str) -> Sign:
+        """Give the last sign of life of a rank that has not finished."""
+        waits = self.ranks[rank].stands_at() if self._stands_still(rank) else ""
+        return Sign(silent, waits, self.waiters_for(rank), last)
+
+    def _waiters(self) -> list[int]:
+        offering = {rank for reports in self._rounds.values() for rank in reports}
+        return [rank for rank in self.ranks if self._stands_still(rank) or rank in offering]
+
+    def _stuck(self, waiter: int, other: int) -> str | None:
+        a, b = self.ranks[waiter], self.ranks[other]
+        if waiter == other:
+            return None
+        if self._needs(waiter, other) and b.finished:
+            return f"rank {other} {b.stands_at()}; rank {waiter} {self._wait_of(waiter)}"
+        if a.waits_in_collective is not None and b.waits_in_collective is not None:
+            mine, theirs = a.waits_in_collective, b.waits_in_collective
+            if (mine.sequence, mine.kind) != (theirs.sequence, theirs.kind):
+                return f"rank {waiter} {a.stands_at()}; rank {other} {b.stands_at()}"
+        both_stand = self._stands_still(waiter) and self._stands_still(other)
+        if both_stand and self._needs(waiter, other) and self._needs(other, waiter):
+            return f"rank {waiter} {a.stands_at()}; rank {other} {b.stands_at()}"
+        return None
+
+    def _stands_still(self, rank: int) -> bool:
+        each = self.ranks[rank]
+        return each.waits_for_report is not None or each.waits_in_collective is not None
+
+    def _needs(self, waiter: int, other: int) -> bool:
+        """Whether what `waiter` waits for needs something that `other` has not done yet."""
+        call = self.ranks[waiter].waits_in_collective
+        if call is not None:
+            return self.ranks[other].collectives <= call.sequence
+        oldest = self._oldest_offer(waiter)
+        return oldest is not None and self.ranks[other].reports <= oldest.index
+
+    def _oldest_offer(self, rank: int) -> Reported | None:
+        for index in sorted(self._rounds):
+            report = self._rounds[index].get(rank)
+            if report is not None and report.offer is not None:
+                return report
+        return None
+
+    def _wait_of(self, rank: int) -> str:
+        if self._stands_still(rank):
+            return self.ranks[rank].stands_at()
+        offer = self._oldest_offer(rank)
+        assert offer is not None  # only called for a rank that needs something
+        return f"has a checkpoint pending in report #{offer.index} from {offer.where}"
+
+
+def _paths(offer: Offer) -> Iterator[tuple[str, str]]:
+    """Give every file of an offer and every folder that they lie in."""
+    for file in offer.files:
+        yield file.path, "file"
+        for folder in PurePosixPath(file.path).parents[:-1]:
+            yield str(folder), "folder"
+
+
+def _shares(reports: Mapping[int, Reported]) -> dict[int, tuple[FileEntry, ...]]:
+    """Give each file to the lowest rank that offers it."""
+    taken: set[str] = set()
+    shares: dict[int, tuple[FileEntry, ...]] = {}
+    for rank in sorted(reports):
+        offer = reports[rank].offer
+        if offer is not None:
+            shares[rank] = tuple(file for file in offer.files if file.path not in taken)
+            taken.update(file.path for file in offer.files)
+    return shares

@@ -1,0 +1,146 @@
+"""Ranks that give no sign of life while others wait for them: found, and said once.
+
+A sign of life is any message of a rank. Of who waits inside Drawbar (a collective, a checkpoint) it
+is known for whom. Of who waits inside a library, say in an all-reduce, nothing is; so when all
+ranks are silent they are looked at twice, and only what has not moved counts: one that does not
+answer, or the odd one out. A long epoch in which all ranks compute is therefore not said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from drawbar.train._console.console import Console
+from drawbar.train._controller.attempt import Attempt
+from drawbar.train._controller.diagnosis import stand_apart
+from drawbar.train._controller.progress import Sign
+from drawbar.train._group.worker_group import WorkerGroup
+from drawbar.train._history.journal import Event, RanksQuiet
+from drawbar.train._worker.stack import Stack
+
+Stacks = Mapping[int, Stack | None]
+
+_LOOKS = 6  # how often, in the time after which a silent rank is said
+_NO_ANSWER = "it does not answer: it is frozen, or in one long call that holds the interpreter"
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """What is said of a quiet rank; said again when it begins to answer, or ceases to."""
+
+    answers: bool
+    text: str = field(compare=False)
+
+
+def is_suspicious(signs: Mapping[int, Sign], patience: float) -> bool:
+    """Whether to look where the ranks stand."""
+    return bool(_held_up(signs, patience)) or _all_silent(signs, patience)
+
+
+def quiet_ranks(
+    signs: Mapping[int, Sign], patience: float, before: Stacks, now: Stacks
+) -> dict[int, Quiet]:
+    """Give the ranks that others wait for, as two looks and the last signs of life tell."""
+    found = _held_up(signs, patience)
+    if not found and _all_silent(signs, patience):
+        still = {rank: now[rank] for rank in signs if _is_still(before.get(rank), now.get(rank))}
+        mute = [rank for rank, stack in still.items() if stack is None]
+        moving = len(still) < len(signs)
+        found = mute if mute or moving else stand_apart(still)
+    return {rank: _quiet(rank, signs, now.get(rank)) for rank in found if len(signs) > 1}
+
+
+def _held_up(signs: Mapping[int, Sign], patience: float) -> list[int]:
+    """Give the silent ranks for which silent ones wait inside Drawbar."""
+    return [
+        rank
+        for rank, sign in signs.items()
+        if not sign.waits
+        and sign.silent >= patience
+        and any(signs[waiter].silent >= patience for waiter in sign.waiters)
+    ]
+
+
+def _all_silent(signs: Mapping[int, Sign], patience: float) -> bool:
+    return all(sign.silent >= patience and not sign.waits for sign in signs.values())
+
+
+def _is_still(before: Stack | None, now: Stack | None) -> bool:
+    return (before and before.frames) == (now and now.frames)
+
+
+def _quiet(rank: int, signs: Mapping[int, Sign], stack: Stack | None) -> Quiet:
+    sign = signs[rank]
+    others = [f"rank {each} {signs[each].waits}" for each in sign.waiters if signs[each].waits]
+    while_others = f" while {others[0]}" if others else ""
+    known = f"; it was last heard of at {sign.last}" if sign.last else ""
+    place = f"it stands at {stack.place}" if stack is not None else _NO_ANSWER + known
+    text = f"rank {rank} gives no sign of life for {sign.silent:.0f} s{while_others}: {place}"
+    return Quiet(stack is not None, text)
+
+
+class QuietWatch:
+    """Looks now and then whether ranks are quiet; says it on the console and in the journal.
+
+    Args:
+        patience: How long a rank may be silent; None does not watch.
+        current: Gives the attempt, None while there is none.
+    """
+
+    def __init__(
+        self,
+        patience: timedelta | None,
+        current: Callable[[], Attempt | None],
+        group: WorkerGroup,
+        log: Callable[[Event], None],
+        console: Console,
+    ) -> None:
+        self._patience = patience.total_seconds() if patience is not None else None
+        self._current = current
+        self._group = group
+        self._log = log
+        self._console = console
+        self._quiet: dict[int, Quiet] = {}
+        self._next = 0.0  # the silence of all that is looked into: long ones ever less often
+
+    async def watch(self) -> None:
+        """Watch until cancelled."""
+        while self._patience is not None:
+            await asyncio.sleep(self._patience / _LOOKS)
+            attempt = self._current()
+            signs = attempt.signs() if attempt is not None else {}
+            shortest = min((sign.silent for sign in signs.values()), default=0.0)
+            if attempt is None or not is_suspicious(signs, self._patience):
+                self._note(attempt, {})
+                self._next = 0.0
+            elif shortest < self._patience or shortest >= self._next:
+                self._next = 2 * shortest
+                await self._look(attempt, self._patience)
+
+    async def _look(self, attempt: Attempt, patience: float) -> None:
+        before = await self._group.stacks()
+        await asyncio.sleep(patience / _LOOKS)
+        now = await self._group.stacks()
+        if attempt is self._current():
+            self._note(attempt, quiet_ranks(attempt.signs(), patience, before, now))
+
+    def _note(self, attempt: Attempt | None, quiet: dict[int, Quiet]) -> None:
+        if quiet == self._quiet:
+            return
+        self._quiet = quiet
+        if attempt is None or attempt.finished:
+            return
+        told = {rank: each.text for rank, each in quiet.items()}
+        self._log(RanksQuiet(time=time.time(), attempt=attempt.number, ranks=told))
+        for rank, text in told.items():
+            worker = attempt.workers[rank]
+            self._console.notice(
+                f"{text}. To look further: RunHandle.diagnose(), kill -USR1 of the driver, or "
+                f"py-spy dump --pid {worker.pid} on {worker.hostname}"
+            )
+        if not told:
+            self._console.notice("all ranks give signs of life again")

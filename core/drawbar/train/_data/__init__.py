@@ -1,0 +1,1 @@
+"""Ray Data datasets to shards that know their position."""

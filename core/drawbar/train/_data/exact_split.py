@@ -1,0 +1,164 @@
+"""Splits that leave no row out: consecutive parts of a dataset, the same in every attempt.
+
+A streamed split hands out equally many rows to readers who all read at the same time. Where each
+row counts, where rows belong together, or where one worker reads its part again while the others go
+on, a dataset is computed once instead, and cut by row numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from drawbar.train._settings.data_config import DataConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from ray.data import Dataset
+
+
+class ExactPart:
+    """One rank's rows of a computed dataset: its `ray.data.DataIterator`, and the blocks behind it.
+
+    Every attribute but `arrow_tables` and `in_object_store` is the iterator's.
+    """
+
+    def __init__(self, part: Dataset) -> None:
+        self._blocks = _arrow_blocks(part)
+        self._kept = ray.put(part.iterator())
+
+    @cached_property
+    def _iterator(self) -> Any:
+        """The iterator; a worker that does not ask for it need not import Ray Data."""
+        return ray.get(self._kept)
+
+    @property
+    def in_object_store(self) -> bool:
+        """Whether the tables that `arrow_tables` gives lie in Ray's object store."""
+        return self._blocks is not None
+
+    def arrow_tables(self) -> Iterator[Any]:
+        """Give the rows as Arrow tables, in a new pass.
+
+        Blocks that are Arrow tables come straight from the object store, without a copy, and
+        without Ray Data, whose import and execution would take a worker a second or two.
+        """
+        if self._blocks is None:
+            yield from self._iterator.iter_batches(batch_size=None, batch_format="pyarrow")
+            return
+        for number, block in enumerate(self._blocks):
+            ahead = self._blocks[number + 1 : number + 2]
+            if ahead:
+                ray.wait(ahead, timeout=0)  # it is on its way here while this one is used
+            yield ray.get(block)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of this object, which may just be unpickled
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
+
+
+def _arrow_blocks(part: Dataset) -> list[Any] | None:
+    """Give the blocks of a computed dataset; None if they are not Arrow tables."""
+    import pyarrow as pa
+
+    schema = part.schema()
+    is_arrow = schema is not None and isinstance(schema.base_schema, pa.Schema)
+    return part.to_arrow_refs() if is_arrow else None
+
+
+class ExactSplits:
+    """The datasets of a run that are split exactly, each computed when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._whole: dict[str, Dataset] = {}
+        self._starts: dict[str, np.ndarray[Any, Any]] = {}
+        self._parts: dict[tuple[str, int], list[ExactPart]] = {}
+
+    def parts(
+        self, name: str, dataset: Dataset, config: DataConfig, world_size: int
+    ) -> list[ExactPart]:
+        """Give each rank's part of a dataset.
+
+        Ray Data needs CPUs for it: it is done for the sizes that the group may have before the
+        workers take them, and given again after that.
+
+        Args:
+            name: Its name in the trainer's datasets.
+            dataset: What to compute, unless it has been already.
+            config: Which column keeps rows together.
+            world_size: Number of parts.
+
+        Raises:
+            ValueError: The dataset has no such column.
+        """
+        if name not in self._whole:
+            self._compute(name, dataset, config.group_column)
+        if (name, world_size) not in self._parts:
+            whole = self._whole[name]
+            cuts = cut_points(whole.count(), world_size, self._starts.get(name))
+            parts = whole.split_at_indices(cuts) if cuts else [whole]
+            for part in parts:  # each reader would show a bar for a part that is there already
+                part.context.enable_progress_bars = False
+            self._parts[name, world_size] = [ExactPart(part) for part in parts]
+        return self._parts[name, world_size]
+
+    def _compute(self, name: str, dataset: Dataset, group_column: str | None) -> None:
+        whole = dataset.materialize()
+        if group_column is not None:
+            if group_column not in (names := whole.columns() or []):
+                raise ValueError(
+                    f"DataConfig.group_column is {group_column!r}, but datasets[{name!r}] has "
+                    f"the columns {', '.join(map(repr, names)) or 'none'}"
+                )
+            starts, contiguous = _runs(whole, group_column)
+            if not contiguous:
+                whole = whole.sort(group_column).materialize()
+                starts, _ = _runs(whole, group_column)
+            self._starts[name] = starts
+        self._whole[name] = whole
+
+
+def cut_points(rows: int, world_size: int, starts: np.ndarray[Any, Any] | None = None) -> list[int]:
+    """Say at which row numbers to cut so that the parts are as equal as can be.
+
+    Args:
+        rows: Number of rows.
+        world_size: Number of parts.
+        starts: The only row numbers where a cut may be, ascending from 0, if not everywhere.
+    """
+    even = [rows * part // world_size for part in range(1, world_size)]
+    if starts is None:
+        return even
+    import numpy as np
+
+    allowed = np.append(starts, rows)
+    return [int(allowed[np.abs(allowed - cut).argmin()]) for cut in even]
+
+
+def _runs(dataset: Dataset, column: str) -> tuple[np.ndarray[Any, Any], bool]:
+    """Find where each run of equal values begins, and whether no value has two runs."""
+    import numpy as np
+
+    starts: list[np.ndarray[Any, Any]] = []
+    values: list[np.ndarray[Any, Any]] = []
+    rows = 0
+    batches = dataset.select_columns([column]).iter_batches(batch_size=None, batch_format="numpy")
+    for batch in batches:
+        here = batch[column]
+        if not len(here):
+            continue
+        new = np.flatnonzero(np.append(True, here[1:] != here[:-1]))
+        if values and here[0] == values[-1][-1]:
+            new = new[1:]
+        starts.append(new + rows)
+        if len(new):
+            values.append(here[new])
+        rows += len(here)
+    if not values:
+        return np.empty(0, dtype=np.int64), True
+    firsts = np.concatenate(values)
+    return np.concatenate(starts), len(np.unique(firsts)) == len(firsts)

@@ -1,0 +1,210 @@
+"""Ray Data datasets to one shard per rank. Ray Data is imported only where a dataset is given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.shard import DatasetShard, Read, RowPosition
+from drawbar.train._settings.data_config import DataConfig
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator, Dataset
+
+    DatasetOrFactory = Dataset | Callable[[], Dataset]
+
+STREAM_END_SECONDS = 0.5
+
+
+def check_datasets(datasets: Mapping[str, Any] | None, config: DataConfig) -> None:
+    """Check the datasets' names and types before anything starts.
+
+    Raises:
+        TypeError: Not a mapping of names to Ray datasets or functions that make them.
+        ValueError: `DataConfig` names a dataset that was not given.
+    """
+    if datasets is not None and not isinstance(datasets, Mapping):
+        raise TypeError(f"datasets must be a dict of name to ray.data.Dataset, found {datasets!r}")
+    for name, dataset in (datasets or {}).items():
+        if not callable(dataset) and not hasattr(dataset, "streaming_split"):
+            raise TypeError(
+                f"datasets[{name!r}] must be a ray.data.Dataset or a function that makes one, "
+                f"found {dataset!r}. Make one by ray.data.from_items, from_pandas, read_parquet ..."
+            )
+    named = set() if config.datasets_to_split == "all" else set(config.datasets_to_split)
+    unknown = named - set(datasets or {}) - {"train"}
+    if unknown:
+        raise ValueError(
+            f"DataConfig.datasets_to_split names {sorted(unknown)}, but datasets has "
+            f"{sorted(datasets or {})}"
+        )
+
+
+def make(datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """Call the functions that make datasets."""
+    return {name: each() if callable(each) else each for name, each in datasets.items()}
+
+
+def lazy(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
+    """Name the datasets that Ray Data computes as they are read; of those that are made already."""
+    made = {
+        name: each
+        for name, each in datasets.items()
+        if not callable(each) and not config.splits_exactly(name)
+    }
+    if not made:
+        return []
+    from ray.data.dataset import MaterializedDataset
+
+    return [name for name, each in made.items() if not isinstance(each, MaterializedDataset)]
+
+
+def shard(
+    datasets: Mapping[str, Any],
+    config: DataConfig,
+    node_ids: Sequence[str],
+    positions: Mapping[str, Any],
+    exact: ExactSplits,
+) -> list[dict[str, DatasetShard]]:
+    """Give each rank its shards, by name: an even streamed split, an exact one, or the whole.
+
+    A dataset whose recorded position is inside an epoch is read once here, to find what is left.
+
+    Args:
+        datasets: Datasets by name.
+        config: Which to split, and how Ray Data runs them.
+        node_ids: The node of each rank; its length is the world size.
+        positions: The data positions that the attempt goes on from.
+        exact: The run's exact splits.
+    """
+    shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
+    for name, given in datasets.items():
+        if config.splits_exactly(name):
+            exact_parts = exact.parts(name, given, config, len(node_ids))
+            epoch = RowPosition(RowPosition.decode(positions.get(position_name(name))).epoch)
+            for shards_of_rank, each in zip(shards, exact_parts, strict=True):
+                shards_of_rank[name] = DatasetShard(
+                    each, world_size=len(node_ids), position=epoch, ordered=False
+                )
+            continue
+        dataset = _with_options(given, _options_for(name, config))
+        ordered = dataset.context.execution_options.preserve_order
+        world_size = len(node_ids) if config.splits(name) else 1
+        hints = list(node_ids) if config.enable_shard_locality else None
+        position = RowPosition.decode(positions.get(position_name(name)))
+        if not ordered:
+            position = RowPosition(position.epoch)
+        rest, owners = _rest(dataset, position.read, world_size)
+        parts = _split(dataset, world_size, hints)
+        rows = _rows(given, world_size)
+        for rank, shards_of_rank in enumerate(shards):
+            part = rank if world_size > 1 else 0
+            shards_of_rank[name] = DatasetShard(
+                parts[part],
+                world_size=world_size,
+                position=position,
+                rest=rest[part] if rest else None,
+                rows=rows,
+                ordered=ordered,
+                owners=owners,
+            )
+    return shards
+
+
+def split_exactly(
+    datasets: Mapping[str, Any], config: DataConfig, sizes: Sequence[int], exact: ExactSplits
+) -> None:
+    """Compute what is split exactly, for each size that the group of workers may have."""
+    chosen = {name: each for name, each in datasets.items() if config.splits_exactly(name)}
+    for name, given in make(chosen).items():
+        dataset = _with_options(given, _options_for(name, config))
+        for size in sizes:
+            exact.parts(name, dataset, config, size)
+
+
+def _rows(dataset: Any, world_size: int) -> int | None:
+    """Say how many rows each part has, unless the dataset would have to be computed for that."""
+    from ray.data.dataset import MaterializedDataset
+
+    return dataset.count() // world_size if isinstance(dataset, MaterializedDataset) else None
+
+
+def position_name(dataset_name: str) -> str:
+    """Give the name under which a dataset's position is in a checkpoint."""
+    return f"dataset:{dataset_name}"
+
+
+def _split(dataset: Any, world_size: int, hints: list[str] | None = None) -> list[DataIterator]:
+    """Give the parts of a dataset, equally long."""
+    if world_size == 1:
+        return [dataset.iterator()]
+    parts: list[DataIterator] = dataset.streaming_split(
+        world_size, equal=True, locality_hints=hints
+    )
+    return parts
+
+
+def _rest(dataset: Any, read: Read, world_size: int) -> tuple[list[DataIterator], list[Any]]:
+    """Give the parts of what has not been read of a dataset, and what must live meanwhile.
+
+    Where the last readers were as many as there are now, each goes on with its own part.
+    """
+    if not read:
+        return [], []
+    owners: list[Any] = []
+    for readers, rows in read:
+        parts = _split(dataset, readers)
+        owners.append(parts)  # whose actor owns the rows
+        with ThreadPoolExecutor(readers) as pool:  # all have to be read at the same time
+            tables = list(pool.map(lambda part: part.materialize(), parts))
+        left = [table.split_at_indices([rows])[1] for table in tables]
+        dataset = _with_options(left[0].union(*left[1:]) if len(left) > 1 else left[0], None)
+    if readers == world_size:
+        return [each.iterator() for each in left], owners
+    return _split(dataset, world_size), owners
+
+
+def end_streams(shards: Iterable[Mapping[str, DatasetShard]]) -> None:
+    """End the actors of Ray Data that hand out the rows of shards which nobody reads any more.
+
+    One that Ray ends while it has rows left aborts, and the driver shows its C++ stack.
+    """
+    import ray
+
+    actors = {each for by_name in shards for shard in by_name.values() for each in shard.streams}
+    if actors:
+        stopped = [each.shutdown_executor.remote() for each in actors]
+        ray.wait(stopped, num_returns=len(stopped), timeout=STREAM_END_SECONDS)
+    for each in actors:
+        ray.kill(each)
+
+
+def fetch_shards(reference: Any) -> dict[str, DatasetShard]:
+    """Give a rank's shards: as they are, or from the object store."""
+    if reference is None:
+        return {}
+    if isinstance(reference, dict):
+        return reference
+    import ray
+
+    shards: dict[str, DatasetShard] = ray.get(reference)
+    return shards
+
+
+def _options_for(name: str, config: DataConfig) -> Any:
+    options = config.execution_options
+    return options.get(name) if isinstance(options, Mapping) else options
+
+
+def _with_options(dataset: Any, options: Any) -> Any:
+    """Give a copy of a dataset with other options; without options, one that keeps its order."""
+    copied = type(dataset).copy(dataset, _deep_copy=True)  # the context too, which is often shared
+    copied.context.execution_options = copy.deepcopy(
+        copied.context.execution_options if options is None else options
+    )
+    if options is None:
+        copied.context.execution_options.preserve_order = True
+    return copied

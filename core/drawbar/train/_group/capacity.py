@@ -1,0 +1,249 @@
+"""Can the cluster ever hold this group of workers, and what is it short of now?
+
+Ray leaves a placement group that can never be placed pending without end. So before one is asked
+for, `check_fits` looks at what the nodes have when they are empty and refuses what none of them can
+hold. It never refuses what could be placed; where the cluster can grow, it refuses nothing. Pure:
+`cluster.py` asks Ray.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from drawbar.train._errors import InsufficientResourcesError
+
+# Ray counts resources in ten-thousandths; whole numbers keep 0.3 / 0.1 from being 2.
+_UNITS = 10_000
+_UNBOUNDED = 10**9
+_INTERNAL = re.compile(r"node:|object_store_memory$|.*_group_|bundle_group")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeShape:
+    """One live node: what it has in all, what is free, and its labels. `memory` is in bytes."""
+
+    node_id: str
+    hostname: str
+    total: Mapping[str, float]
+    available: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_fits(
+    nodes: Sequence[NodeShape],
+    bundles: Sequence[Mapping[str, float]],
+    strategy: str,
+    labels: Sequence[Mapping[str, str]] = (),
+    *,
+    autoscaling: bool,
+) -> None:
+    """Refuse a group of workers that the cluster can never hold, even when it is empty.
+
+    Args:
+        nodes: The live nodes.
+        bundles: The resources of each worker; the bundles of a run are all equal.
+        strategy: Ray's placement strategy, such as "PACK".
+        labels: One label selector per worker, or none at all.
+        autoscaling: The cluster can add nodes by itself: nothing is refused.
+
+    Raises:
+        InsufficientResourcesError: It can never be placed. The message has the values that were
+            asked for and the most that the cluster can give.
+    """
+    if autoscaling or not bundles:
+        return
+    if not nodes:
+        raise InsufficientResourcesError("the Ray cluster has no live node")
+    bundle = {name: amount for name, amount in bundles[0].items() if amount}
+    _check_names(nodes, bundle)
+    selectors = list(labels) or [{}] * len(bundles)
+    distinct = {tuple(sorted(selector.items())): selector for selector in selectors}
+    for selector in distinct.values():
+        matching = _matching(nodes, [selector])
+        _check_selector(nodes, matching, selector)
+        _check_one_worker(matching, bundle)
+        _check_group(matching, bundle, strategy, selectors.count(selector), selector)
+    if len(distinct) > 1:
+        every_selector = strategy == "STRICT_PACK"  # one node must then satisfy all of them
+        matching = _matching(nodes, distinct.values(), every_selector=every_selector)
+        _check_group(matching, bundle, strategy, len(bundles))
+
+
+def check_cpus_left(
+    nodes: Sequence[NodeShape],
+    bundles: Sequence[Mapping[str, float]],
+    lazy: Sequence[str],
+    *,
+    autoscaling: bool,
+) -> None:
+    """Refuse workers that take the CPUs which their datasets are to be computed with.
+
+    Ray Data reads and transforms in tasks of one CPU each, outside the workers' placement group. If
+    the workers hold every CPU, the tasks wait for the workers to end, and they for their data.
+
+    Args:
+        nodes: The live nodes.
+        bundles: The resources of each worker.
+        lazy: Names of the datasets that are computed as they are read.
+        autoscaling: The cluster can add nodes by itself: nothing is refused.
+
+    Raises:
+        InsufficientResourcesError: Less than one CPU is left, even if all else is free.
+    """
+    total = sum(node.total.get("CPU", 0) for node in nodes)
+    left = total - sum(bundle.get("CPU", 0) for bundle in bundles)
+    if autoscaling or left >= 1:
+        return
+    names = ", ".join(f"datasets[{name!r}]" for name in lazy)
+    raise InsufficientResourcesError(
+        f"{_count(len(bundles), 'worker')} of {shown(bundles[0])} leave CPU={max(left, 0):g} of "
+        f"the cluster's CPU={total:g}, but Ray Data needs a CPU of its own to compute {names}: "
+        "workers and data would wait for each other for ever. Leave at least one CPU: lower "
+        "ScalingConfig.num_workers or resources_per_worker, or add CPUs. A dataset that fits into "
+        "memory needs none if it is materialized before fit()"
+    )
+
+
+def missing(nodes: Sequence[NodeShape], bundles: Sequence[Mapping[str, float]]) -> str:
+    """Say in one line what is lacking now.
+
+    Such as "waiting for CPU=4 (2 workers of CPU=2); free are CPU=3 on 2 nodes, room for 1 worker".
+    """
+    bundle = bundles[0] if bundles else {}
+    wanted = {name: amount * len(bundles) for name, amount in bundle.items()}
+    free = {name: sum(node.available.get(name, 0) for node in nodes) for name in bundle}
+    room = min(sum(room_for(node.available, bundle) for node in nodes), len(bundles))
+    enough = ": Ray is placing or starting them" if room == len(bundles) else ""
+    return (
+        f"waiting for {shown(wanted)} ({_count(len(bundles), 'worker')} of {shown(bundle)}); "
+        f"free are {shown(free)} on {_count(len(nodes), 'node')}, room for {_count(room, 'worker')}"
+        f"{enough}"
+    )
+
+
+def starting(up: int, count: int) -> str:
+    """Say in one line that workers which have their place are not up yet."""
+    return f"the processes of {_count(count, 'worker')} are starting, {up} of them are up"
+
+
+def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether a node's labels satisfy a Ray label selector.
+
+    A selector's value is "x", "!x", "in(x, y)" or "!in(x, y)"; a node without the label satisfies
+    the negative forms (https://docs.ray.io/en/latest/ray-core/scheduling/labels.html).
+    """
+    for key, condition in selector.items():
+        positive = condition.removeprefix("!")
+        listed = re.fullmatch(r"in\((.*)\)", positive)
+        values = [v.strip() for v in listed[1].split(",")] if listed else [positive]
+        if (labels.get(key) in values) != (positive == condition):
+            return False
+    return True
+
+
+def _check_names(nodes: Sequence[NodeShape], bundle: Mapping[str, float]) -> None:
+    known = {name for node in nodes for name, amount in node.total.items() if amount}
+    for name in bundle:
+        if name not in known:
+            listed = ", ".join(sorted(known for known in known if not _INTERNAL.match(known)))
+            raise InsufficientResourcesError(
+                f"one worker needs {shown(bundle)}, and no node of this cluster has the resource "
+                f"{name!r}; its resources are: {listed}"
+            )
+
+
+def _check_selector(
+    nodes: Sequence[NodeShape], matching: Sequence[NodeShape], selector: Mapping[str, str]
+) -> None:
+    if matching:
+        return
+    found = [
+        f"{key}: "
+        + (", ".join(sorted({n.labels[key] for n in nodes if key in n.labels})) or "none")
+        for key in selector
+    ]
+    raise InsufficientResourcesError(
+        f"ScalingConfig.label_selector={dict(selector)!r} matches none of the cluster's "
+        f"{_count(len(nodes), 'node')}; the values that exist are {'; '.join(found)}"
+    )
+
+
+def _check_one_worker(nodes: Sequence[NodeShape], bundle: Mapping[str, float]) -> None:
+    if any(room_for(node.total, bundle) for node in nodes):
+        return
+    largest = max(
+        nodes, key=lambda node: min(node.total.get(name, 0) / bundle[name] for name in bundle)
+    )
+    has = {name: largest.total.get(name, 0) for name in bundle}
+    raise InsufficientResourcesError(
+        f"one worker needs {shown(bundle)}; the largest node (host {largest.hostname}, "
+        f"of {_count(len(nodes), 'suitable node')}) has {shown(has)}. Ask for less in "
+        "ScalingConfig.resources_per_worker, or add a larger node"
+    )
+
+
+def _check_group(
+    nodes: Sequence[NodeShape],
+    bundle: Mapping[str, float],
+    strategy: str,
+    workers: int,
+    selector: Mapping[str, str] | None = None,
+) -> None:
+    room = [room_for(node.total, bundle) for node in nodes]
+    if strategy == "STRICT_PACK":
+        most, where = max(room, default=0), "on one node"
+    elif strategy == "STRICT_SPREAD":
+        most, where = sum(1 for capacity in room if capacity), "with a node for each"
+    else:
+        most, where = sum(room), "on the whole cluster"
+    if workers <= most:
+        return
+    asked = f"{_count(workers, 'worker')} of {shown(bundle)}"
+    if selector:
+        asked += f" with label_selector={dict(selector)!r}"
+    each = ", ".join(f"{node.hostname}: {n}" for node, n in list(zip(nodes, room, strict=True))[:8])
+    raise InsufficientResourcesError(
+        f"{asked} never fit with placement_strategy={strategy!r}: at most {most} do {where}, even "
+        f"if all is free (workers per host: {each or 'none'}{', ...' if len(nodes) > 8 else ''}). "
+        "Lower ScalingConfig.num_workers or resources_per_worker, or add nodes"
+    )
+
+
+def _matching(
+    nodes: Sequence[NodeShape],
+    selectors: Iterable[Mapping[str, str]],
+    *,
+    every_selector: bool = False,
+) -> list[NodeShape]:
+    decide = all if every_selector else any
+    wanted = list(selectors)
+    return [node for node in nodes if decide(matches(node.labels, s) for s in wanted)]
+
+
+def room_for(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """How many such bundles the resources hold. A fraction of a GPU never spans two of them."""
+    most = _UNBOUNDED
+    for name, amount in bundle.items():
+        need, has = round(amount * _UNITS), round(resources.get(name, 0) * _UNITS)
+        if not need:
+            continue
+        if name == "GPU" and need < _UNITS:
+            most = min(most, has // _UNITS * (_UNITS // need))
+        else:
+            most = min(most, has // need)
+    return most
+
+
+def shown(resources: Mapping[str, float]) -> str:
+    """Write resources as "CPU=4, memory=16.0 GiB"."""
+    shown = (
+        f"{name}={amount / 2**30:.1f} GiB" if name == "memory" else f"{name}={amount:g}"
+        for name, amount in resources.items()
+    )
+    return ", ".join(shown) or "no resources"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

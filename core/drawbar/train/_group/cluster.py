@@ -1,0 +1,165 @@
+"""All that asks Ray about its nodes: what they have, which are about to go, whether more can come.
+
+Ray has no public call for half of that; every use of `ray._private` is in this file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drawbar.train._errors import InsufficientResourcesError
+from drawbar.train._group.capacity import NodeShape, check_cpus_left, check_fits, room_for, shown
+from drawbar.train._settings.scaling_config import ScalingConfig
+
+
+def connect_to_ray() -> None:
+    """Stay in this process's Ray, or join the one `RAY_ADDRESS` names, or start a local one."""
+    import logging
+
+    import ray
+
+    if not ray.is_initialized():
+        starts_its_own = "RAY_ADDRESS" not in os.environ
+        options: dict[str, Any] = {"include_dashboard": False} if starts_its_own else {}
+        ray.init(logging_level=logging.WARNING, **options)
+
+
+def is_client() -> bool:
+    """Whether this process is a Ray Client (`ray.init("ray://...")`)."""
+    from ray.util.client import ray as client
+
+    return bool(client.is_connected())  # type: ignore[no-untyped-call]  # Ray has no types here
+
+
+def started_here() -> bool:
+    """Whether this process has started the Ray that it is connected to."""
+    from ray._private.worker import _global_node
+
+    return _global_node is not None and not is_client() and bool(_global_node.is_head())
+
+
+def join_cluster() -> bool:
+    """Make sure of a connection to a Ray that is running; tells whether there is one."""
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", logging_level=logging.WARNING)
+        except ConnectionError:
+            return False
+    return True
+
+
+_READ_ONLY_NODE_TYPE = re.compile(r"node_[0-9a-f]{56}")
+
+
+def check_cluster(scaling: ScalingConfig) -> None:
+    """Refuse workers that the connected Ray cluster can never hold; see `check_fits`."""
+    check_fits(
+        node_shapes(),
+        [scaling.bundle] * scaling.min_workers,
+        scaling.placement_strategy,
+        scaling.selectors[: scaling.min_workers],
+        autoscaling=autoscaling(),
+    )
+
+
+def check_data(scaling: ScalingConfig, lazy: Sequence[str]) -> None:
+    """Refuse workers that starve their datasets on the connected cluster; see `check_cpus_left`."""
+    if lazy and scaling.max_workers:
+        bundles = [scaling.bundle] * scaling.max_workers
+        check_cpus_left(node_shapes(), bundles, lazy, autoscaling=autoscaling())
+
+
+def check_validation(resources: Mapping[str, float]) -> None:
+    """Refuse validations that no node of the connected cluster can ever run."""
+    nodes = node_shapes()
+    if autoscaling() or any(room_for(node.total, resources) for node in nodes):
+        return
+    raise InsufficientResourcesError(
+        f"one validation needs {shown(resources)}, and no node of this cluster has that, even if "
+        "all is free. Ask for less in ValidationConfig.ray_remote_kwargs, or add a larger node"
+    )
+
+
+def node_shapes() -> list[NodeShape]:
+    """Ask the connected Ray for its live nodes. Ray Client cannot: it does not see what is free."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    available = available_resources_per_node()  # type: ignore[no-untyped-call]
+    return [
+        NodeShape(
+            node_id=node["NodeID"],
+            hostname=node["NodeManagerHostname"],
+            total=node["Resources"],
+            available=available.get(node["NodeID"], {}),
+            labels=node.get("Labels", {}),
+        )
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    ]
+
+
+def draining_nodes() -> dict[str, int]:
+    """Ask the connected Ray which nodes are to be taken away: id to deadline.
+
+    The deadline is in milliseconds since the epoch, 0 if none is known. There is no public call.
+    """
+    from ray._private.state import state
+
+    draining: dict[str, int] = state.get_draining_nodes()
+    return draining
+
+
+def node_is_safe(node_id: str) -> bool:
+    """Whether a node is alive and is not to be taken away.
+
+    Ray takes some 15 s to count a node as dead whose raylet vanished; so the raylet is called too.
+    """
+    import ray
+
+    nodes = {node["NodeID"]: node for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    node = nodes.get(node_id)
+    if node is None or not node["Alive"] or node_id in draining_nodes():
+        return False
+    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    try:
+        socket.create_connection(address, timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def autoscaling() -> bool:
+    """Whether the connected Ray cluster has an autoscaler that could add nodes.
+
+    There is no public call for this. It is true if the cluster's configuration has a group of nodes
+    that may grow; if autoscaler v2 runs and Ray nodes carry the node group that it gave them; or if
+    the status of autoscaler v1 names node types, where a cluster without one shows a `node_<id>`
+    for each node.
+    """
+    from ray._private.state import state
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    config = state.get_cluster_config()
+    if config is not None and any(
+        group.max_count == -1 or group.max_count > group.min_count
+        for group in config.node_group_configs
+    ):
+        return True
+    if _internal_kv_get(b"__autoscaler_v2_enabled", namespace=b"__autoscaler") == b"1":
+        return any("ray.io/node-group" in node.labels for node in node_shapes())
+    return names_node_types(_internal_kv_get(b"__autoscaling_status") or b"{}")
+
+
+def names_node_types(status: bytes) -> bool:
+    """Whether this status of autoscaler v1, JSON, names types of nodes that it can launch."""
+    node_types = json.loads(status).get("autoscaler_report", {}).get("active_nodes", {})
+    return any(not _READ_ONLY_NODE_TYPE.fullmatch(node_type) for node_type in node_types)

@@ -1,0 +1,135 @@
+"""Why a worker process ended, in one sentence, from whatever is known about it.
+
+The sources, the best first: Ray's own account when its memory monitor killed the worker; the
+report of the sentinel (`_worker/sentinel.py`), which has the exit status and whether the kernel's
+OOM killer was at work; and what faulthandler wrote while the process crashed. Any may be missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+_FATAL_ERROR = "Fatal Python error: "
+_MAX_CRASH_LINES = 40
+
+# What faulthandler calls the signals that it catches (Modules/faulthandler.c), by name.
+_FAULTS = {
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Floating point exception": "SIGFPE",
+    "Floating-point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
+
+# Ray's words when its memory monitor kills a worker, as seen in 2.60: "... due to the node running
+# low on memory. Memory on the node (IP: ...) was 22.9GB used / 23.5GB limit (0.97)"; older releases
+# go on with ", which exceeds the memory usage threshold of 0.95. Ray killed this worker ...".
+_RAY_OOM = re.compile(r"(Memory on the node .*?)(?:\. Ray killed|$)", re.MULTILINE)
+
+
+class ExitReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the sentinel saw of a worker's end.
+
+    `status` is a wait status (`os.waitpid`), None where the kernel does not tell it. `time` is in
+    seconds since the epoch. `oom_kill` says whether the OOM killer took a victim in the worker's
+    cgroup during its life, None if that is not counted. `rss` is the last known resident memory in
+    bytes, at most a second old.
+    """
+
+    pid: int
+    status: int | None
+    time: float
+    oom_kill: bool | None
+    rss: int | None
+
+
+def read_exit_report(report_file: Path) -> ExitReport | None:
+    """Read what the sentinel wrote, or None if there is no report (yet)."""
+    try:
+        return msgspec.json.decode(report_file.read_bytes(), type=ExitReport)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+async def wait_for_report(report_file: Path, timeout_s: float) -> ExitReport | None:
+    """Wait until the sentinel's report is there, normally a few milliseconds after the death.
+
+    Gives None after `timeout_s` seconds: no sentinel ran, it was killed too, or its node is gone.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (report := read_exit_report(report_file)) is None and time.monotonic() < deadline:
+        await asyncio.sleep(0.005)
+    return report
+
+
+def verdict(report: ExitReport | None, ray_detail: str, fault_log: str) -> str:
+    """Say in one sentence why a worker process ended.
+
+    Args:
+        report: The sentinel's report, if there is one.
+        ray_detail: Ray's error for the dead actor, as text.
+        fault_log: What faulthandler wrote, or "". If it tells of a crash, the sentence ends with
+            its text, the first stacks on the lines that follow.
+    """
+    out_of_memory = _RAY_OOM.search(ray_detail)
+    if out_of_memory:
+        return f"killed by Ray's memory monitor: {out_of_memory[1].strip()}"
+    crash = _crash(fault_log)
+    if report is None or report.status is None:
+        return _without_status(report, crash)
+    if os.WIFSIGNALED(report.status):
+        return _killed_by(_signal_name(os.WTERMSIG(report.status)), report, crash)
+    code = os.waitstatus_to_exitcode(report.status)
+    return f"exited with code {code} by os._exit or sys.exit"
+
+
+def _crash(fault_log: str) -> str:
+    """Cut faulthandler's account of a crash out of its log, without the list of loaded modules."""
+    _, found, account = fault_log.rpartition(_FATAL_ERROR)
+    stacks = (found + account).partition("\nExtension modules:")[0] if found else ""
+    return "\n".join(stacks.strip().splitlines()[:_MAX_CRASH_LINES])
+
+
+def _killed_by(name: str, report: ExitReport | None, crash: str) -> str:
+    if name == "SIGKILL":
+        return f"killed by SIGKILL{_who_killed(report)}"
+    return f"killed by {name}: {crash}" if crash else f"killed by {name}"
+
+
+def _without_status(report: ExitReport | None, crash: str) -> str:
+    if crash:
+        caught = crash.removeprefix(_FATAL_ERROR).splitlines()[0].strip()
+        return _killed_by(_FAULTS.get(caught, "a fatal error"), report, crash)
+    if report is not None and report.oom_kill:
+        return f"vanished, probably killed{_who_killed(report)}"
+    return "vanished without a trace: SIGKILL from outside, or os._exit"
+
+
+def _who_killed(report: ExitReport | None) -> str:
+    if report is None:
+        return ""
+    memory = f", last RSS {_size(report.rss)}" if report.rss else ""
+    if report.oom_kill:
+        return f", by the kernel's OOM killer: the cgroup's oom_kill count rose{memory}"
+    if report.oom_kill is None:
+        return f", from outside{memory}"
+    return f", from outside, not by the kernel's OOM killer (its count did not rise){memory}"
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

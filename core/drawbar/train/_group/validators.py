@@ -1,0 +1,214 @@
+"""Running one validation: in a Ray task, or in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from drawbar.train._carry import Carried, carry
+from drawbar.train._metrics import normalise
+from drawbar.train._settings.validation_config import ValidationConfig, ValidationFn
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.manifest import Validation
+from drawbar.train._surroundings import Surroundings
+from drawbar.train._worker.environment import as_before, by_runtime_env
+from drawbar.train._worker.failure import describe_validation_failure
+from drawbar.train._worker.interrupt import AttemptInterrupted, Interruptible
+
+
+class Validator(Protocol):
+    """Runs the validation function somewhere.
+
+    Attributes:
+        max_in_flight: How many at the same time.
+        resources: That each of them takes.
+    """
+
+    max_in_flight: int
+    resources: Mapping[str, float]
+
+    async def run(
+        self, checkpoint: Checkpoint, validation: Validation, started: Callable[[], None]
+    ) -> Validation:
+        """Give what came of a validation. If this is cancelled, the function is ended.
+
+        `started` is called when the function is about to run.
+        """
+        ...
+
+
+# -- where it runs
+
+
+class RayValidator:
+    """Runs each validation as a Ray task."""
+
+    def __init__(self, work: ValidationWork) -> None:
+        self.max_in_flight = work.max_in_flight
+        self.resources: Mapping[str, float] = work.resources
+        remote: Any = ray.remote  # its stub does not know streaming tasks
+        self._task = remote(num_returns="streaming", **work.options)(validate_checkpoint)
+        self._work = ray.put(work)
+
+    async def run(
+        self, checkpoint: Checkpoint, validation: Validation, started: Callable[[], None]
+    ) -> Validation:
+        """Run it as a task whose time is counted from its start."""
+        stream = self._task.remote(self._work, checkpoint, validation)
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                async for reference in stream:
+                    ended: Validation | None = await reference
+                    if ended is not None:
+                        return ended
+                    started()
+                    limit.reschedule(_deadline(validation))
+            return validation.failed("its task ended without a word")
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            return validation.failed(f"{type(cause).__name__}: {cause}")
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            ray.cancel(stream, force=True)
+            return validation.timed_out()
+        except asyncio.CancelledError:
+            ray.cancel(stream, force=True)
+            raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationWork:
+    """What every task does, and where: plain data, made in the driver.
+
+    Attributes:
+        function: The packed validation function, unpacked by tasks only.
+        options: Of the task, for `ray.remote`.
+        resources: That the task takes, by Ray's names.
+        max_in_flight: How many tasks run at the same time.
+        environment, surroundings: The driver's, as the training function gets them.
+    """
+
+    function: Carried
+    options: dict[str, Any]
+    resources: dict[str, float]
+    max_in_flight: int
+    environment: dict[str, str]
+    surroundings: Surroundings
+
+    @classmethod
+    def of(
+        cls,
+        config: ValidationConfig,
+        environment: Mapping[str, str],
+        surroundings: Surroundings,
+        runtime_env: Mapping[str, Any] | None,
+    ) -> ValidationWork:
+        """Make it of what the trainer was given; `runtime_env` is that of the workers."""
+        options: dict[str, Any] = {"num_cpus": 0, **config.options}
+        if runtime_env:
+            options.setdefault("runtime_env", dict(runtime_env))
+        return cls(
+            function=carry(config.fn, shares=True),
+            options=options,
+            resources=config.resources,
+            max_in_flight=config.max_in_flight,
+            environment=dict(environment),
+            surroundings=surroundings,
+        )
+
+    def do(self, checkpoint: Checkpoint, validation: Validation) -> Validation:
+        """Call the function as the training function is called; leave the process as it was."""
+        if checkpoint.filesystem is None and not Path(checkpoint.path).is_dir():
+            return validation.failed(
+                f"node {os.uname().nodename} does not see {checkpoint.path}. Set "
+                "RunConfig.storage_path to a folder that all nodes share, or to an object store"
+            )
+        with as_before(), self.surroundings.entered():
+            os.environ.update({**self.environment, **by_runtime_env()})
+            tries_again = bool(self.options.get("retry_exceptions"))  # Ray does, if it sees them
+            return _call(self.function.unpack, checkpoint, validation, raises=tries_again)
+
+
+def validate_checkpoint(
+    work: ValidationWork, checkpoint: Checkpoint, validation: Validation
+) -> Iterator[Any]:
+    """Say that the task runs, by None, and then what came of it."""
+    yield None
+    yield work.do(checkpoint, validation)
+
+
+class ThreadValidator:
+    """Runs each validation in a thread of this process, which ends with it."""
+
+    def __init__(self, config: ValidationConfig) -> None:
+        self.max_in_flight = config.max_in_flight
+        self.resources: Mapping[str, float] = {}
+        self._function = config.fn
+
+    async def run(
+        self, checkpoint: Checkpoint, validation: Validation, started: Callable[[], None]
+    ) -> Validation:
+        """Run it in a thread. At the end of its time that is interrupted, and not waited for."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Validation] = loop.create_future()
+
+        def tell(found: Validation) -> None:
+            if not ended.done():
+                ended.set_result(found)
+
+        user_code = Interruptible()
+
+        def work() -> None:
+            with contextlib.suppress(RuntimeError, AttemptInterrupted):  # nobody waits any more
+                user_code.begin()
+                found = _call(lambda: self._function, checkpoint, validation)
+                user_code.end()
+                loop.call_soon_threadsafe(tell, found)
+
+        threading.Thread(target=work, name="validation", daemon=True).start()
+        started()
+        try:
+            return await asyncio.wait_for(ended, validation.timeout_s)
+        except TimeoutError:
+            user_code.interrupt()
+            return validation.timed_out()
+        except asyncio.CancelledError:
+            user_code.interrupt()
+            raise
+
+
+def _call(
+    load: Callable[[], ValidationFn],
+    checkpoint: Checkpoint,
+    validation: Validation,
+    *,
+    raises: bool = False,
+) -> Validation:
+    """Call the function; gives what came of it, whatever that is."""
+    try:
+        metrics = load()(checkpoint, **copy.deepcopy(validation.fn_kwargs))
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"the validation function must return a dict, found {metrics!r}")
+        return validation.succeeded(normalise(metrics))
+    except BaseException as error:
+        if raises:
+            raise
+        return validation.failed(describe_validation_failure(error))
+
+
+def _deadline(validation: Validation) -> float | None:
+    if validation.timeout_s is None:
+        return None
+    return asyncio.get_running_loop().time() + validation.timeout_s

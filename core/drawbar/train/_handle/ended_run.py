@@ -1,0 +1,89 @@
+"""A run that is over, seen from its directory."""
+
+from __future__ import annotations
+
+import contextlib
+
+import cloudpickle
+
+from drawbar.train._controller.run import Ending, Outcome
+from drawbar.train._history.journal import events_of
+from drawbar.train._history.result import Result
+from drawbar.train._history.timeline import ENDS, Snapshot
+from drawbar.train._storage.run_directory import OUTCOME, RunDirectory
+
+
+class EndedRun:
+    """What `RunHandle` asks of a run, answered by the run's directory."""
+
+    detached = False
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._events = events_of(directory)
+        self._snapshot = Snapshot.of(self._events)
+
+    @classmethod
+    def find(cls, directory: RunDirectory) -> EndedRun | None:
+        """Give the run of a directory; None if there is none, or it has not ended."""
+        try:
+            run = cls(directory)
+        except FileNotFoundError:
+            return None
+        return run if run.snapshot().status in ENDS else None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the directory has all there is: a detached run's host tells its ending last."""
+        return not self._snapshot.detached or self._directory.read(OUTCOME) is not None
+
+    @property
+    def silence(self) -> str:
+        """Nobody needs to answer."""
+        return ""
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self._directory.name
+
+    @property
+    def path(self) -> str:
+        """Where the run lies."""
+        return self._directory.location
+
+    def join(self, timeout: float | None = None) -> bool:
+        """It is over."""
+        return True
+
+    def stop(self, *, save: bool) -> None:
+        """It is over."""
+
+    def kill(self) -> None:
+        """It is over."""
+
+    def diagnose(self) -> str:
+        """Nobody stands anywhere."""
+        return ""
+
+    def snapshot(self) -> Snapshot:
+        """Say how the run stood at its end."""
+        return self._snapshot
+
+    def log(self, rank: int) -> str:
+        """Give what a rank has written."""
+        return (self._directory.read(f"logs/rank_{rank}.log") or b"").decode(errors="replace")
+
+    def ending(self) -> Ending:
+        """Give how the run ended: with return values if it was detached.
+
+        Of any other run nothing is unpickled, whatever lies in its directory.
+        """
+        packed = self._directory.read(OUTCOME) if self._snapshot.detached else None
+        if packed is not None:
+            with contextlib.suppress(Exception):  # it needs classes that are not here
+                ending: Ending = cloudpickle.loads(packed)
+                if ending.snapshot.timeline == self._snapshot.timeline:  # of the last start
+                    return ending
+        result = Result.of(self._directory, self._events)
+        return Ending(Outcome(error=result.error), self._snapshot, result)

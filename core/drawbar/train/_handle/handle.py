@@ -1,0 +1,302 @@
+"""`RunHandle`: a run that was started, from here or from another process."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+from drawbar.train._controller.run import Ending
+from drawbar.train._errors import UserAbort
+from drawbar.train._group.cluster import join_cluster
+from drawbar.train._handle.ended_run import EndedRun
+from drawbar.train._handle.hosted_run import attached, hosted_runs
+from drawbar.train._history.result import Result
+from drawbar.train._history.timeline import Snapshot, Timeline
+from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH
+from drawbar.train._storage.journal_file import is_held
+from drawbar.train._storage.remote_run_directory import open_directory
+from drawbar.train._storage.run_directory import RunDirectory
+
+WAIT_SECONDS = 1.0  # a Ctrl-C that comes just before Python waits is seen only when the wait ends
+
+
+class FollowedRun(Protocol):
+    """A run as this process can reach it: here, in an actor, or in its directory."""
+
+    detached: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """Where the run lies."""
+        ...
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the run is over; tells whether it is."""
+        ...
+
+    def stop(self, *, save: bool) -> None:
+        """End the run in order: after its next commit, or now."""
+        ...
+
+    def kill(self) -> None:
+        """End every process of the run at once."""
+        ...
+
+    def diagnose(self) -> str:
+        """Say where every rank stands."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """Say how the run stands, or stood at its end."""
+        ...
+
+    def log(self, rank: int) -> str:
+        """Give what a rank has written so far."""
+        ...
+
+    def ending(self) -> Ending:
+        """Give how the run ended."""
+        ...
+
+    @property
+    def silence(self) -> str:
+        """Say that the process that hosts the run does not answer, "" if it does."""
+        ...
+
+
+class RunHandle:
+    """A run: wait for it, stop it, look at it.
+
+    What asks a detached run raises a `TimeoutError` when the process that hosts it has not answered
+    for ten seconds.
+
+        run = trainer.start()
+        print(run.status, run.metrics)
+        run.stop()
+        result = run.wait()
+
+    `DataParallelTrainer.start` and `attach` give one.
+    """
+
+    def __init__(self, run: FollowedRun) -> None:
+        self._run = run
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self._run.name
+
+    @property
+    def path(self) -> str:
+        """The run's directory, or its URI."""
+        return self._run.path
+
+    @property
+    def status(self) -> str:
+        """What the run is doing.
+
+        "starting", "running", "restarting"; in the end "finished", "failed" or "stopped".
+        """
+        return self._run.snapshot().status
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over: `wait` returns or raises at once."""
+        return self._run.join(0)
+
+    @property
+    def metrics(self) -> dict[str, Any] | None:
+        """What the lowest rank that has reported, usually rank 0, reported last."""
+        metrics = self.metrics_by_rank
+        return metrics[min(metrics)] if metrics else None
+
+    @property
+    def metrics_by_rank(self) -> dict[int, dict[str, Any]]:
+        """What each rank reported last."""
+        return self._run.snapshot().metrics
+
+    @property
+    def quiet_ranks(self) -> dict[int, str]:
+        """The ranks that give no sign of life while others wait for them, and where they stand.
+
+        `FailureConfig.quiet_notice` says after how long.
+        """
+        return self._run.snapshot().quiet
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where the time went so far: start-up, checkpoints and outcome of every attempt."""
+        return self._run.snapshot().timeline
+
+    def logs(self, rank: int = 0) -> str:
+        """Give all that a rank has written so far, over all attempts; "" if it has not begun.
+
+        The log of a rank on a node that does not share the storage path comes when its attempt has
+        ended.
+
+        Raises:
+            ValueError: The run has no such rank.
+        """
+        sizes = [attempt.world_size for attempt in self.timeline.attempts]
+        if rank < 0 or 0 < max(sizes, default=0) <= rank:
+            raise ValueError(f"run {self.name!r} has the ranks 0 to {max(sizes) - 1}, found {rank}")
+        return self._run.log(rank)
+
+    def diagnose(self) -> str:
+        """Write every rank's stacks to `<run>/stacks`, and say in a few lines who stands where.
+
+        Raises:
+            RuntimeError: The run is over.
+        """
+        if self.done:
+            raise RuntimeError(f"run {self.name!r} is over ({self.status}): nobody stands anywhere")
+        return self._run.diagnose()
+
+    def stop(self, *, save: bool = True) -> None:
+        """Ask the run to end; `wait` tells when it has. It can be resumed with `resume="auto"`.
+
+        Args:
+            save: `checkpoint_requested()` says yes in the function, and the run ends when the next
+                checkpoint is committed, or at once where no function is running. If False, the
+                functions are interrupted now, and what they did since their last checkpoint is
+                lost.
+        """
+        self._run.stop(save=save)
+
+    def wait(self, timeout: float | timedelta | None = None) -> Result:
+        """Wait until the run is over. A run that was stopped has a result too.
+
+        Ctrl-C stops the run in order, a second one kills it; a detached run goes on.
+
+        Args:
+            timeout: Seconds, or a timedelta; None waits without limit.
+
+        Raises:
+            TimeoutError: It is not over yet. It goes on.
+            TrainingFailedError: The run failed; its subclass and message say why.
+            UserAbort: Ctrl-C.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        interrupts = 0
+        with _diagnosis_on_signal(self._run.diagnose):
+            while True:
+                try:
+                    left = max(0.0, deadline - time.monotonic())
+                    if self._run.join(min(left, WAIT_SECONDS)):
+                        break
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError(self._not_over(seconds))
+                except KeyboardInterrupt:
+                    if self._run.detached:
+                        raise UserAbort(self._detached_by_user()) from None
+                    deadline, interrupts = math.inf, interrupts + 1
+                    if interrupts > 1:
+                        self._run.kill()
+                    else:
+                        self._run.stop(save=False)
+        if interrupts:
+            raise UserAbort(
+                f'stopped by Ctrl-C; the run lies at {self.path} and goes on with resume="auto"'
+            )
+        return self._run.ending().settle()
+
+    def _not_over(self, seconds: float | None) -> str:
+        after = f"after {seconds:g} s run {self.name!r} in {self.path} is not over"
+        return f"{after}; {self._run.silence or 'it goes on'}"
+
+    def _detached_by_user(self) -> str:
+        return (
+            f"Ctrl-C: no longer waiting for the detached run {self.name!r}, which goes on. "
+            f"drawbar.train.attach({self.name!r}) gives a handle on it, whose stop() ends it"
+        )
+
+    def __repr__(self) -> str:
+        try:
+            snapshot = self._run.snapshot()
+        except TimeoutError:
+            return f"RunHandle({self.name!r}, its host does not answer, path={self.path!r})"
+        parts = [repr(self.name), snapshot.status]
+        if snapshot.status == "running":
+            parts.append(f"world size {snapshot.timeline.attempts[-1].world_size}")
+        if snapshot.quiet:
+            parts.append(f"no sign of life of rank {', '.join(map(str, sorted(snapshot.quiet)))}")
+        if snapshot.metrics:
+            parts.append(f"metrics={snapshot.metrics[min(snapshot.metrics)]!r}")
+        return f"RunHandle({', '.join(parts)}, path={self.path!r})"
+
+
+def attach(
+    path_or_name: str | os.PathLike[str], storage_filesystem: Any | None = None
+) -> RunHandle:
+    """Give a handle on a detached run that goes on, or on any run that is over.
+
+    What a run that goes on shows from now on is shown here too.
+
+    Args:
+        path_or_name: The run's directory, its URI, or its name: that of a detached run which goes
+            on, else that of a run which is over in the default storage path.
+        storage_filesystem: The filesystem that the path lies on, as for `RunConfig`.
+
+    Raises:
+        LookupError: There is no such run; the message lists the detached runs that go on.
+        TimeoutError: The process that hosts the run does not answer; the message says where it is.
+    """
+    given = os.fspath(path_or_name)
+    is_name = "/" not in given and storage_filesystem is None
+    place = os.path.join(DEFAULT_STORAGE_PATH, given) if is_name else given
+    directory = open_directory(place, storage_filesystem)
+    ended = None if is_name else EndedRun.find(directory)
+    if ended is not None and ended.is_told:
+        return RunHandle(ended)
+    on_cluster = join_cluster()
+    path = None if is_name else directory.location
+    hosted = attached(directory.name, path) if on_cluster else None
+    run = hosted or EndedRun.find(directory)
+    if run is not None:
+        return RunHandle(run)
+    going_on = ", ".join(hosted_runs()) if on_cluster else "unknown, since no Ray is running here"
+    raise LookupError(
+        f"{_what_is_there(directory)}; detached runs that go on: {going_on or 'none'}"
+    )
+
+
+def _what_is_there(directory: RunDirectory) -> str:
+    name, location = directory.name, directory.location
+    if directory.read_journal() is None:
+        return f"no detached run {name!r} goes on, and {location} holds no run that is over"
+    if is_held(directory.journal):
+        return (
+            f"run {name!r} in {location} goes on in its driver: only that process has a handle on "
+            "it, since it is not detached"
+        )
+    return (
+        f"run {name!r} in {location} has not ended, and the process that hosted it is gone; "
+        'fit() with resume="auto" goes on from its newest checkpoint'
+    )
+
+
+@contextlib.contextmanager
+def _diagnosis_on_signal(diagnose: Callable[[], str]) -> Iterator[None]:
+    """Have `kill -USR1 <driver>` write where every rank stands, if the signal is not taken."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGUSR1, lambda number, frame: threading.Thread(target=diagnose).start())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

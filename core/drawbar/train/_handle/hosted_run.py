@@ -1,0 +1,321 @@
+"""A run that a `HostActor` hosts, as the processes have it that start, follow and find it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+import uuid
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from drawbar.train._carry import carry
+from drawbar.train._console.console import Console
+from drawbar.train._controller.run import Ending, Outcome
+from drawbar.train._errors import ControllerError, JournalLockedError
+from drawbar.train._handle.ended_run import EndedRun
+from drawbar.train._handle.host_actor import POLL_SECONDS, HostActor, News, RunFacts
+from drawbar.train._handle.relay import Position
+from drawbar.train._history.timeline import Snapshot
+from drawbar.train._launch.host import DIAGNOSIS_SECONDS, ENDS_WITH_THE_PROGRAM, EXIT_SECONDS
+from drawbar.train._launch.spec import RunSpec
+
+NAMESPACE = "drawbar"
+"""The Ray namespace in which every detached run has an actor of its name."""
+
+ANSWER_SECONDS = 10.0
+"""How long the actor may take to answer before it counts as silent."""
+
+_THREADS = 32  # a follower holds one while it waits
+
+
+class HostedRun:
+    """A run in a `HostActor`, followed from this process: what it shows is shown here.
+
+    Args:
+        actor: The actor.
+        facts: What it hosts.
+        from_the_start: Show everything from the first line on, not only what comes from now on.
+    """
+
+    def __init__(self, actor: Any, facts: RunFacts, *, from_the_start: bool) -> None:
+        self._actor = actor
+        self._directory = facts.directory
+        self._console = Console(facts.level, self.path)
+        self._seen = Position(0, 0) if from_the_start else None
+        self._ending: Ending | None = None
+        self._heard = time.monotonic()  # when the actor last answered the follower
+        self._silence_told = False
+        self._over = threading.Event()
+        self._let_go = False
+        self.detached = facts.detached
+        self._thread = threading.Thread(target=self._follow, name="drawbar-follow", daemon=True)
+        self._thread.start()
+        atexit.register(self._end_with_the_program)
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self._directory.name
+
+    @property
+    def path(self) -> str:
+        """Where the run lies."""
+        return self._directory.location
+
+    def _follow(self) -> None:
+        follower = uuid.uuid4().hex
+        try:
+            while self._ending is None and not self._let_go:
+                asked = self._actor.follow.remote(follower, self._seen)
+                while not self._let_go:
+                    if ray.wait([asked], timeout=POLL_SECONDS)[0]:
+                        self._hear(ray.get(asked))
+                        break
+                    self._tell_silence()
+        except Exception as error:
+            self._ending = self._lost(error)
+        finally:
+            with contextlib.suppress(Exception):  # the actor may be gone
+                self._actor.leave.remote(follower)
+            self._console.close()
+            atexit.unregister(self._end_with_the_program)
+            self._over.set()
+
+    def _tell_silence(self) -> None:
+        if self.silence and not self._silence_told:
+            self._silence_told = True
+            self._console.notice(self.silence)
+
+    def _hear(self, news: News) -> None:
+        self._heard = time.monotonic()
+        if self._silence_told:
+            self._silence_told = False
+            self._console.notice("the process that hosts the run answers again")
+        self._seen = news.position
+        for method, arguments in news.calls:
+            getattr(self._console, method)(*arguments)
+        if news.ending is not None:
+            self._ending = news.ending.unpack()
+
+    def _lost(self, error: Exception) -> Ending:
+        """Look into the directory of a run whose host does not answer any more."""
+        with contextlib.suppress(Exception):
+            ended = EndedRun.find(self._directory)
+            if ended is not None:
+                return ended.ending()
+        failed = ControllerError(
+            f"the process that hosts the run does not answer any more: {error}\n\nrun directory: "
+            f'{self.path}\nif it has ended, resume="auto" goes on from the newest checkpoint',
+            error,
+            path=self.path,
+        )
+        return Ending(Outcome(error=failed), Snapshot(status="failed"), None)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the run is over; tells whether it is."""
+        return self._over.wait(timeout)
+
+    def stop(self, *, save: bool) -> None:
+        """End the run in order: after its next commit, or now."""
+        self._ask("stop", save)
+
+    def kill(self) -> None:
+        """End every process of the run at once."""
+        self._ask("kill")
+
+    def diagnose(self) -> str:
+        """Say where every rank stands."""
+        return str(self._ask("diagnose", more=DIAGNOSIS_SECONDS) or "")
+
+    @property
+    def silence(self) -> str:
+        """Say that the actor has not answered for a while, "" if it has."""
+        if self._over.is_set() or time.monotonic() - self._heard < ANSWER_SECONDS:
+            return ""
+        return _silence_of(self._actor, self.name)
+
+    def snapshot(self) -> Snapshot:
+        """Say how the run stands, or stood at its end."""
+        snapshot: Snapshot | None = self._ask("snapshot")
+        return snapshot or self.ending().snapshot
+
+    def log(self, rank: int) -> str:
+        """Give what a rank has written so far."""
+        text: str | None = self._ask("log", rank)
+        return EndedRun(self._directory).log(rank) if text is None else text
+
+    def _ask(self, method: str, *arguments: Any, more: float = 0.0) -> Any:
+        """Call a method of the actor, which may take so many seconds more. None if the run is over.
+
+        Raises:
+            TimeoutError: The actor does not answer; at once if that is known.
+        """
+        if self._over.is_set():
+            return None
+        patience = POLL_SECONDS if self.silence else ANSWER_SECONDS + more
+        try:
+            asked = getattr(self._actor, method).remote(*arguments)
+            return _answer(self._actor, self.name, asked, patience)
+        except RayTaskError as error:
+            raise _unwrapped(error) from None
+        except RayError:
+            self._over.wait()  # the actor is gone, which the follower notices too
+            return None
+
+    def ending(self) -> Ending:
+        """Give how the run ended."""
+        self._over.wait()
+        assert self._ending is not None  # it is over
+        return self._ending
+
+    def _end_with_the_program(self) -> None:
+        """Stop following; a run that is not detached is stopped."""
+        if not self.detached:
+            self._console.notice(ENDS_WITH_THE_PROGRAM)
+            with contextlib.suppress(TimeoutError):
+                self.stop(save=False)
+                self._over.wait(EXIT_SECONDS)
+        self._let_go = True
+        self._thread.join(2 * POLL_SECONDS)  # Ray must not be shut down under it
+
+
+def start_in_actor(spec: RunSpec) -> HostedRun:
+    """Start a run in an actor of its own, on the node of this driver or of its Ray Client server.
+
+    Raises:
+        JournalLockedError: A run of this name goes on.
+        Exception: Whatever keeps the run from starting.
+    """
+    actor = _make_actor(spec)
+    try:
+        facts = ray.get(actor.begin.remote(carry(spec)))
+    except RayTaskError as error:
+        ray.kill(actor)
+        raise _unwrapped(error) from None
+    except BaseException:
+        ray.kill(actor)
+        raise
+    return HostedRun(actor, facts, from_the_start=True)
+
+
+def _make_actor(spec: RunSpec) -> Any:
+    detached = spec.run_config.detached
+    node = ray.get_runtime_context().get_node_id()
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "max_concurrency": _THREADS,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
+    }
+    if spec.run_config.worker_runtime_env:
+        options["runtime_env"] = dict(spec.run_config.worker_runtime_env)
+    if detached:
+        _make_way(spec.name)
+        options |= {"name": spec.name, "namespace": NAMESPACE, "lifetime": "detached"}
+    try:
+        return (
+            ray.remote(HostActor)
+            .options(**options)
+            .remote(spec.environment, spec.surroundings, detached)
+        )
+    except ValueError as error:  # another one was faster
+        raise _taken(spec.name) from error
+
+
+def _make_way(name: str) -> None:
+    """Refuse a name that a run has; wait for a host whose run is over already.
+
+    Raises:
+        JournalLockedError: The run goes on.
+        TimeoutError: Its host does not answer.
+    """
+    actor = hosted_run(name)
+    if actor is None:
+        return
+    with contextlib.suppress(RayError):
+        if not _answer(actor, name, actor.is_over.remote()):
+            raise _taken(name)
+    ray.kill(actor)
+    with contextlib.suppress(RayError):  # the name is free when the actor has ended
+        _answer(actor, name, actor.outlive.remote())
+
+
+def _taken(name: str) -> JournalLockedError:
+    return JournalLockedError(
+        f"a detached run {name!r} is going on; drawbar.train.attach({name!r}) gives a handle on "
+        "it. Give this run another RunConfig.name, or wait for the other one"
+    )
+
+
+def hosted_run(name: str) -> Any | None:
+    """Give the actor of the detached run of this name, None if there is none."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def hosted_runs() -> list[str]:
+    """List the names of the detached runs on this cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
+
+
+def attached(name: str, path: str | None = None) -> HostedRun | None:
+    """Follow the detached run of this name from now on; None if none goes on, or not at `path`.
+
+    Raises:
+        TimeoutError: Its host does not answer.
+    """
+    actor = hosted_run(name)
+    if actor is None:
+        return None
+    try:
+        _answer(actor, name, actor.is_over.remote())
+        facts: RunFacts = ray.get(actor.facts.remote())
+    except RayError:
+        return None  # it is just ending
+    if path not in (None, facts.directory.location):
+        return None
+    return HostedRun(actor, facts, from_the_start=False)
+
+
+def _answer(actor: Any, name: str, asked: Any, seconds: float = ANSWER_SECONDS) -> Any:
+    """Wait for what an actor answers, so long at the most.
+
+    Raises:
+        TimeoutError: It does not answer.
+        RayError: It has raised, or is gone.
+    """
+    try:
+        return ray.get(asked, timeout=seconds)
+    except GetTimeoutError:
+        raise TimeoutError(_silence_of(actor, name)) from None
+
+
+def _silence_of(actor: Any, name: str) -> str:
+    return (
+        f"the process that hosts run {name!r} does not answer ({_place_of(actor)}): it is stopped, "
+        "still starting, or cut off. There, `kill -CONT <pid>` lets a stopped one go on, and "
+        '`kill -9 <pid>` ends the run and its workers; fit() with resume="auto" then goes on from '
+        "its newest checkpoint"
+    )
+
+
+def _place_of(actor: Any) -> str:
+    """Say where an actor is, by what Ray has noted, which needs no answer of its process."""
+    noted: Any = {}
+    with contextlib.suppress(Exception):  # an interface of Ray's that is not public
+        noted = ray._private.state.actors(actor._actor_id.hex())
+    address = noted.get("Address", {}).get("IPAddress") or "unknown"
+    return f"pid {noted.get('Pid') or 'unknown'} on node {address}"
+
+
+def _unwrapped(error: RayTaskError) -> BaseException:
+    """Give what a method of the actor raised."""
+    return error.cause if isinstance(error.cause, BaseException) else error

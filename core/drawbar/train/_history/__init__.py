@@ -1,0 +1,1 @@
+"""What happened in a run, in order, and all that is told from that alone."""

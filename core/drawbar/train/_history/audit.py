@@ -1,0 +1,134 @@
+"""Whether a run directory keeps what Drawbar promises, whatever was killed while it was written."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from drawbar.train._errors import CheckpointError
+from drawbar.train._history.journal import (
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointDeleted,
+    Event,
+    ReportReceived,
+    WorkersStarted,
+    events_of,
+    history,
+)
+from drawbar.train._storage.remote_run_directory import open_directory
+from drawbar.train._storage.run_directory import RunDirectory
+
+
+def check_run(path: str | os.PathLike[str], storage_filesystem: Any | None = None) -> None:
+    """Check that the directory of a run is whole, also while the run goes on or after a kill.
+
+    That is: the journal can be read; attempts are numbered upwards; in each attempt the reports of
+    each rank are numbered upwards from the attempt's first, without gap or duplicate, and so is the
+    history that they make together, where the ranks of an elastic group may come and go; a
+    checkpoint was committed only when every rank had made its report; each committed checkpoint
+    that retention has not deleted is there and `verify()`s.
+
+    Args:
+        path: The run's directory, or its URI.
+        storage_filesystem: The filesystem that `path` lies on, as for `RunConfig`.
+
+    Raises:
+        AssertionError: Something of that is not so; the message says what.
+        FileNotFoundError: There is no journal at `path`.
+        DamagedRunError: It cannot be read.
+    """
+    directory = open_directory(path, storage_filesystem)
+    events = events_of(directory)
+    _check_reports(events)
+    _check_history(events)
+    for name in _kept(events):
+        _check_checkpoint(directory, name)
+
+
+def _check_reports(events: Sequence[Event]) -> None:
+    attempt, first = -1, 0
+    kept: dict[str, int] = {}
+    made: dict[int, int] = {}
+    for event in events:
+        committed = max(kept.values(), default=-1)
+        match event:
+            case AttemptStarted():
+                assert event.attempt > attempt, f"attempt {event.attempt} follows {attempt}"
+                attempt, first, made = event.attempt, event.first_index, {}
+                assert first > committed, (
+                    f"attempt {attempt} begins at report {first}, checkpoint {committed} is there"
+                )
+            case WorkersStarted():
+                made = dict.fromkeys(range(len(event.workers)), first)
+            case ReportReceived():
+                expected = made.get(event.rank)
+                assert (event.attempt, event.index) == (attempt, expected), (
+                    f"report {event.index} of rank {event.rank} in attempt {event.attempt} stands "
+                    f"where report {expected} of attempt {attempt} belongs"
+                )
+                made[event.rank] = event.index + 1
+            case CheckpointCommitted():
+                assert event.index > committed, f"checkpoint {event.index} follows {committed}"
+                behind = [rank for rank, reports in made.items() if reports <= event.index]
+                assert not behind, f"checkpoint {event.index} came before the reports of {behind}"
+                kept[event.name] = event.index
+            case CheckpointDeleted():
+                kept.pop(event.name, None)
+            case _:
+                pass
+
+
+def _check_history(events: Sequence[Event]) -> None:
+    of_rank: dict[int, list[int]] = defaultdict(list)
+    for report in history(events):
+        of_rank[report.rank].append(report.index)
+    worlds = _worlds(events)
+    for rank, indices in of_rank.items():
+        whole = _due(worlds, rank, end=indices[-1] + 1)
+        assert indices == whole, f"the history of rank {rank} has a gap or a duplicate: {indices}"
+
+
+def _worlds(events: Sequence[Event]) -> list[tuple[int, int]]:
+    """List the attempts that the history is made of: the first report of each, and its workers."""
+    worlds: list[tuple[int, int]] = []
+    for event in events:
+        if isinstance(event, AttemptStarted):
+            worlds = [each for each in worlds if each[0] < event.first_index]
+            worlds.append((event.first_index, 0))
+        elif isinstance(event, WorkersStarted):
+            worlds[-1] = (worlds[-1][0], len(event.workers))
+    return worlds
+
+
+def _due(worlds: Sequence[tuple[int, int]], rank: int, *, end: int) -> list[int]:
+    """List the reports that a rank owes, before `end`: those of the attempts that it was part of.
+
+    In an elastic group a rank may come later, go, and come again.
+    """
+    due: list[int] = []
+    for (first, workers), (following, _) in pairwise([*worlds, (end, 0)]):
+        if rank < workers:
+            due += range(first, min(following, end))
+    return due
+
+
+def _kept(events: Sequence[Event]) -> list[str]:
+    names: dict[str, None] = {}  # in the order of the commits
+    for event in events:
+        if isinstance(event, CheckpointCommitted):
+            names[event.name] = None
+        elif isinstance(event, CheckpointDeleted):
+            names.pop(event.name, None)
+    return list(names)
+
+
+def _check_checkpoint(directory: RunDirectory, name: str) -> None:
+    try:
+        directory.checkpoint(name).verify()
+    except CheckpointError as error:
+        if name in _kept(events_of(directory)):  # not deleted in the meantime
+            raise AssertionError(f"a committed checkpoint is lost: {error}") from error

@@ -1,0 +1,105 @@
+"""Which checkpoints stay, and which is best. Pure: the files are deleted elsewhere.
+
+The newest checkpoint always stays, however poor its score, since a restart begins there. One that
+is being validated stays too, and pushes no other one out: its score is not known yet. As long as no
+checkpoint has a score, all stay: the name of the score may be misspelt, or come with later reports.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from drawbar.train._metrics import flatten, metrics_there_are
+from drawbar.train._settings.run_config import CheckpointConfig
+from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
+
+
+def score(metrics: Mapping[str, Any], attribute: str) -> float | None:
+    """Look up the metric that ranks a checkpoint.
+
+    Args:
+        metrics: As reported; mappings may be nested.
+        attribute: The metric's key. A key that is there as written wins; otherwise "/" separates
+            the keys of nested mappings, so that "eval/loss" finds `{"eval": {"loss": 0.1}}`.
+
+    Returns:
+        The metric, or None if it is missing, not a real number, or NaN.
+    """
+    value = _find(metrics, attribute)
+    if not isinstance(value, Real) or math.isnan(value):
+        return None
+    return float(value)
+
+
+def ranked(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:
+    """Sort checkpoints from worst to best.
+
+    Without `checkpoint_score_attribute` newer is better. With it, a checkpoint that has no score is
+    worse than every one that has, for "max" and for "min"; of equal scores the newer is better.
+    """
+
+    def key(checkpoint: Manifest) -> tuple[bool, float, int]:
+        attribute = config.checkpoint_score_attribute
+        found = None if attribute is None else score(checkpoint.metrics, attribute)
+        if found is None:
+            return (False, 0.0, checkpoint.index)
+        higher_is_better = config.checkpoint_score_order == "max"
+        return (True, found if higher_is_better else -found, checkpoint.index)
+
+    return sorted(checkpoints, key=key)
+
+
+def to_delete(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:
+    """List what to delete, worst first.
+
+    All but the `num_to_keep` best of those that are not being validated, and the newest. None, if
+    they are ranked by a score and none of them has one.
+    """
+    settled = _settled(checkpoints)
+    if config.num_to_keep is None or not settled or not _can_rank(settled, config):
+        return []
+    newest = max(checkpoint.index for checkpoint in checkpoints)
+    surplus = ranked(settled, config)[: -config.num_to_keep]
+    return [checkpoint for checkpoint in surplus if checkpoint.index != newest]
+
+
+def why_unranked(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> str | None:
+    """Say that there are checkpoints and none has a score, and what they have instead.
+
+    None if one has a score, or may get it from a validation that goes on.
+    """
+    settled = _settled(checkpoints)
+    attribute = config.checkpoint_score_attribute
+    if not settled or attribute is None or _can_rank(settled, config):
+        return None
+    newest = max(settled, key=lambda checkpoint: checkpoint.index)
+    setting = f"CheckpointConfig(checkpoint_score_attribute={attribute!r})"
+    values = flatten(newest.metrics)
+    if attribute in values:
+        return f"{setting}: that is {values[attribute]!r} in {newest.name}, which ranks nothing."
+    there_are = metrics_there_are([newest.metrics], instead_of=attribute)
+    return f"{setting}: {newest.name} has no such metric. {there_are}"
+
+
+def _settled(checkpoints: Sequence[Manifest]) -> list[Manifest]:
+    pending = ReportedCheckpointStatus.PENDING_VALIDATION
+    return [checkpoint for checkpoint in checkpoints if checkpoint.status is not pending]
+
+
+def _can_rank(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> bool:
+    attribute = config.checkpoint_score_attribute
+    return attribute is None or any(score(c.metrics, attribute) is not None for c in checkpoints)
+
+
+def _find(metrics: Mapping[str, Any], attribute: str) -> object:
+    if attribute in metrics:
+        return metrics[attribute]
+    for key, value in metrics.items():
+        if isinstance(value, Mapping) and attribute.startswith(f"{key}/"):
+            found = _find(value, attribute.removeprefix(f"{key}/"))
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,208 @@
+"""What came of a run: built from its directory, so that it can be had again at any time."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from drawbar.train._errors import TrainingFailedError
+from drawbar.train._history.journal import (
+    Event,
+    ReportReceived,
+    RunEnded,
+    RunStarted,
+    events_of,
+    history,
+    replay,
+)
+from drawbar.train._history.ranking import ranked, score, why_unranked
+from drawbar.train._history.timeline import Timeline
+from drawbar.train._metrics import flatten, metrics_there_are
+from drawbar.train._settings.run_config import CheckpointConfig
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.remote_run_directory import open_directory
+from drawbar.train._storage.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    import pandas
+
+_logger = logging.getLogger("drawbar.train")
+
+
+@dataclass(kw_only=True, repr=False)
+class Result:
+    """The result of a run.
+
+    Attributes:
+        path: The run's directory, or its URI.
+        metrics: The last metrics of the lowest rank that reported, usually rank 0, with those of
+            the checkpoint's validation; None without reports.
+        checkpoint: The newest committed checkpoint, None if there is none.
+        best_checkpoints: The checkpoints that are kept, with their metrics, worst first and best
+            last, as `CheckpointConfig` ranks them. If none has the score, by age; a warning is
+            logged then.
+        error: Why the run failed, None if it did not. `fit()` raises it; `from_path` gives it here.
+        return_values: What the training function returned on each rank, in rank order. Empty after
+            `from_path`.
+        filesystem: The `pyarrow.fs.FileSystem` that the run lies on; None if it is a local one.
+    """
+
+    path: str
+    metrics: dict[str, Any] | None
+    checkpoint: Checkpoint | None
+    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]]
+    error: TrainingFailedError | None = None
+    return_values: list[Any] = field(default_factory=list)
+    filesystem: Any = None
+    _directory: RunDirectory | None = field(default=None, compare=False)
+    _read: list[Event] | None = field(default=None, compare=False)
+
+    @classmethod
+    def from_path(
+        cls, path: str | os.PathLike[str], storage_filesystem: Any | None = None
+    ) -> Result:
+        """Read the result of a run from its directory, also of one that failed or still goes on.
+
+        Args:
+            path: The run's directory, or its URI.
+            storage_filesystem: The filesystem that `path` lies on, as for `RunConfig`.
+
+        Raises:
+            FileNotFoundError: There is no run at `path`.
+            DamagedRunError: Its journal cannot be read.
+        """
+        directory = open_directory(path, storage_filesystem)
+        return cls.of(directory, events_of(directory))
+
+    @classmethod
+    def of(cls, directory: RunDirectory, read: list[Event] | None = None) -> Result:
+        """Read the result of a run, whose journal may have been `read` already."""
+        events = list(_events_of(directory)) if read is None else read
+        config, error = CheckpointConfig(), None
+        for event in events:
+            if isinstance(event, RunStarted):
+                config, error = _checkpoint_config(event), None
+            elif isinstance(event, RunEnded) and event.outcome == "failed":
+                error = TrainingFailedError(event.error, path=directory.location)
+        manifests = directory.intact_checkpoints()
+        if unranked := why_unranked(manifests, config):
+            _logger.warning("%s: %s best_checkpoints are by age", directory.location, unranked)
+        pairs = {m.name: (directory.checkpoint(m.name), m.metrics) for m in manifests}
+        return cls(
+            path=directory.location,
+            filesystem=directory.filesystem,
+            _directory=directory,
+            _read=read,
+            metrics=_last_metrics(history(events)),
+            checkpoint=pairs[manifests[-1].name][0] if manifests else None,
+            best_checkpoints=[pairs[m.name] for m in ranked(manifests, config)],
+            error=error,
+        )
+
+    @property
+    def return_value(self) -> Any:
+        """What the training function returned on rank 0."""
+        return self.return_values[0] if self.return_values else None
+
+    @property
+    def metrics_dataframe(self) -> pandas.DataFrame:
+        """All reports that count: a row per rank and report.
+
+        The columns are `rank`, `index` (number of the report), `attempt`, `time` (seconds since the
+        epoch), and the metrics, nested keys joined with "/"; a metric of the same name as one of
+        the four is found as `metric/<name>`. A validation's metrics are in the row of its
+        checkpoint's report on the lowest rank, in place of what has the same name there. A restart
+        leaves neither gap nor duplicate.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                'Result.metrics_dataframe needs pandas: pip install "drawbar[data]"'
+            ) from error
+        reports = history(self._events())
+        rows = [_row(r) for r in sorted(reports, key=lambda r: (r.index, r.rank))]
+        return pandas.DataFrame(rows, columns=None if rows else list(_COLUMNS))
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where the time went: start-up, checkpoints and outcome of every attempt."""
+        return Timeline.of(self._events())
+
+    def _events(self) -> Iterable[Event]:
+        if self._read is not None:
+            return self._read
+        return _events_of(self._directory or open_directory(self.path, self.filesystem))
+
+    def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
+        """Give the kept checkpoint with the lowest or highest value of a metric.
+
+        Args:
+            metric: Name of a reported metric; nested keys are joined with "/".
+            mode: "min" or "max".
+
+        Raises:
+            ValueError: `mode` is neither.
+            KeyError: No kept checkpoint has that metric; the message lists those there are.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f'mode must be "min" or "max", found {mode!r}')
+        if not self.best_checkpoints:
+            return None
+        scored = [(score(metrics, metric), c) for c, metrics in self.best_checkpoints]
+        usable = [(value, checkpoint) for value, checkpoint in scored if value is not None]
+        if not usable:
+            reported = [metrics for _, metrics in self.best_checkpoints]
+            there_are = metrics_there_are(reported, instead_of=metric)
+            raise KeyError(f"no checkpoint has the metric {metric!r}. {there_are}")
+        choose = max if mode == "max" else min
+        return choose(reversed(usable), key=lambda pair: pair[0])[1]  # of equals the newest
+
+    def __repr__(self) -> str:
+        lines = [
+            f"path={self.path!r}",
+            f"metrics={self.metrics!r}",
+            f"checkpoint={self.checkpoint!r}",
+        ]
+        if self.error is not None:
+            lines.append(f"error={self.error!r}")
+        return "Result(\n  " + ",\n  ".join(lines) + ",\n)"
+
+
+_COLUMNS = ("rank", "index", "attempt", "time")
+
+
+def _row(report: ReportReceived) -> dict[str, Any]:
+    row = {name: getattr(report, name) for name in _COLUMNS}
+    for name, value in flatten(report.metrics).items():
+        row[f"metric/{name}" if name in _COLUMNS else name] = value
+    return row
+
+
+def _events_of(directory: RunDirectory) -> Iterable[Event]:
+    """Read the journal here if it is; a remote run that is over has its own in the storage only."""
+    return replay(directory.journal) if directory.journal.exists() else events_of(directory)
+
+
+def _last_metrics(reports: list[ReportReceived]) -> dict[str, Any] | None:
+    if not reports:
+        return None
+    lowest = min(report.rank for report in reports)
+    return next(report.metrics for report in reversed(reports) if report.rank == lowest)
+
+
+def _checkpoint_config(event: RunStarted) -> CheckpointConfig:
+    """Give how a start ranked checkpoints, as far as this version knows its settings."""
+    journaled = event.config.get("checkpoint_config")
+    known = {item.name for item in dataclasses.fields(CheckpointConfig)}
+    try:
+        return CheckpointConfig(**{k: v for k, v in dict(journaled or {}).items() if k in known})
+    except (TypeError, ValueError):
+        return CheckpointConfig()

@@ -1,0 +1,1 @@
+"""From a checked configuration to a controller that runs in this process."""

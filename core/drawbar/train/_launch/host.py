@@ -1,0 +1,352 @@
+"""A run in the process of its controller: the controller's event loop has a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import copy
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import ray
+
+from drawbar.train._console.console import Console
+from drawbar.train._controller.callbacks import Callbacks
+from drawbar.train._controller.controller import Controller
+from drawbar.train._controller.run import Ending, Outcome, Run
+from drawbar.train._data import split
+from drawbar.train._errors import ControllerError
+from drawbar.train._group.cluster import check_cluster, check_data, check_validation
+from drawbar.train._group.ranks import local_gpu_ids
+from drawbar.train._group.ray_group import RayWorkerGroup
+from drawbar.train._group.thread_group import ThreadWorkerGroup
+from drawbar.train._group.validators import RayValidator, ThreadValidator, Validator
+from drawbar.train._group.worker_group import WorkerGroup
+from drawbar.train._history.journal import Event
+from drawbar.train._history.result import Result
+from drawbar.train._history.timeline import Snapshot
+from drawbar.train._launch.assignments import SpecPlan
+from drawbar.train._launch.opening import directory_of, open_run
+from drawbar.train._launch.spec import RunSpec
+from drawbar.train._settings.run_config import RunContext
+from drawbar.train._settings.validation_config import ValidationConfig
+from drawbar.train._storage.files import take_mode_of_folder, write_atomically
+from drawbar.train._worker.actor import Payload
+
+DIAGNOSIS_SECONDS = 10.0
+EXIT_SECONDS = 3.0
+ENDS_WITH_THE_PROGRAM = "the program ends without wait(): the run is stopped, and can be resumed"
+
+_logger = logging.getLogger("drawbar.train")
+
+Job = Callable[[], None]
+Spawn = Callable[[Job], None]
+
+
+class Host:
+    """Opens a run and follows it to its end.
+
+    Args:
+        spec: What is to run.
+        make_group: Makes its workers. Gets the run's local path, and a function that runs a job in
+            a thread: `num_workers=0` has no other process for its training function.
+        make_console: Makes what shows the run. Gets the run's location.
+        validator: Runs its validations, if it has any.
+        jobs_wait: Jobs, and the start of the controller itself, wait for a thread that calls
+            `join`, so that the function runs where `pdb` works and Ctrl-C arrives. Otherwise each
+            has a new thread.
+
+    Raises:
+        ResumeError, JournalLockedError, OSError, CheckpointError: The run cannot be opened.
+    """
+
+    detached = False
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        make_group: Callable[[str, Spawn], WorkerGroup],
+        make_console: Callable[[str], Console],
+        validator: Validator | None,
+        *,
+        jobs_wait: bool = False,
+    ) -> None:
+        self._spec = spec
+        self._make_group = make_group
+        self._validator = validator
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._spawn: Spawn = self._jobs.put if jobs_wait else _in_a_thread
+        self._controller: Controller | None = None
+        self._orders: list[Callable[[Controller], object]] = []  # given before there is one
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._outcome = Outcome()
+        self._opened = open_run(directory_of(spec.run_config), spec.run_config, spec.settings)
+        self.directory = self._opened.directory
+        self._snapshot = self._opened.snapshot
+        self._console = make_console(self.path)
+        context = RunContext(
+            name=self.name,
+            run_id=self._opened.run_id,
+            path=self.path,
+            scaling_config=spec.scaling_config,
+            run_config=spec.run_config,
+        )
+        self._callbacks = Callbacks(spec.run_config.callbacks, context)
+        try:
+            directory = self.directory
+            write_atomically(directory.trainer, spec.trainer, by_way_of=directory.staging)
+            take_mode_of_folder(directory.trainer)
+            self.directory.publish(everything=True)
+            if self._opened.warning:
+                self._console.notice(self._opened.warning)
+            self._require_checkpoint()
+            self._plan = SpecPlan(spec, self._opened)
+        except BaseException:
+            self._close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="drawbar-controller", daemon=True)
+        if jobs_wait:
+            self._jobs.put(self._thread.start)
+        else:
+            self._thread.start()
+
+    @property
+    def silence(self) -> str:
+        """It is in this very process."""
+        return ""
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self._spec.name
+
+    @property
+    def path(self) -> str:
+        """Where the run lies."""
+        return self.directory.location
+
+    def _require_checkpoint(self) -> None:
+        start_from = self._spec.resume_from_checkpoint
+        if start_from is not None and not self.directory.intact_checkpoints():
+            start_from.require()
+
+    # -- in the controller's thread
+
+    def _run(self) -> None:
+        atexit.register(self._end_with_the_program)
+        try:
+            self._outcome = asyncio.run(self._control())
+        except BaseException as error:
+            self._outcome = Outcome(error=_controller_failed(error))
+            self._snapshot.status = "failed"
+        try:
+            self._close()
+        except Exception:
+            _logger.exception("the run is over, but not all of %s could be closed", self.path)
+        finally:
+            atexit.unregister(self._end_with_the_program)
+            self._let_go()
+            self._over.set()
+            self._jobs.put(None)
+
+    async def _control(self) -> Outcome:
+        spec, opened = self._spec, self._opened
+        start_from = spec.resume_from_checkpoint
+        run = Run(
+            run_id=opened.run_id,
+            directory=opened.directory,
+            config=spec.run_config,
+            backend_config=spec.backend_config,
+            metadata=spec.metadata,
+            first_attempt=opened.first_attempt,
+            checkpoint=start_from.path if start_from else None,
+            spent=opened.spent,
+            validator=self._validator,
+        )
+        group = self._make_group(str(opened.directory.path), self._spawn)
+        controller = Controller(run, self._plan, group, self._log, self._console, self._callbacks)
+        with self._lock:
+            self._controller = controller
+        for order in self._orders:
+            order(controller)
+        try:
+            return await controller.run()
+        finally:
+            await asyncio.to_thread(self._plan.close)
+
+    def _let_go(self) -> None:
+        """Hold nothing of the user's any longer, even where this is held on to."""
+        self._spec.let_go()
+        self._validator = None
+        del self._make_group
+        with self._lock:
+            self._controller = None
+
+    def _log(self, event: Event) -> None:
+        self._opened.journal.append(event)
+        with self._lock:
+            self._snapshot.note(event)
+
+    def _close(self) -> None:
+        with contextlib.ExitStack() as last_to_first:  # each of them, whatever another one raises
+            last_to_first.callback(self._console.close)
+            last_to_first.callback(self._opened.journal.close)
+            last_to_first.callback(self._publish_and_leave)
+            last_to_first.callback(self._callbacks.close)
+
+    def _publish_and_leave(self) -> None:
+        """Put everything where others find it; the journal's lock keeps them away until then."""
+        if self.directory.publish(everything=True):
+            self.directory.leave()
+
+    # -- from any thread
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the run is over, doing jobs meanwhile; tells whether it is."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._over.is_set():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                job = self._jobs.get(timeout=left)
+            except queue.Empty:
+                return False
+            if job is None:
+                self._jobs.put(None)  # for whoever waits besides
+            else:
+                job()
+        self._thread.join()
+        return True
+
+    def stop(self, *, save: bool) -> None:
+        """End the run in order: after its next commit, or now."""
+        self._order(Controller.stop_after_checkpoint if save else Controller.stop)
+
+    def kill(self) -> None:
+        """End every process of the run at once."""
+        self.stop(save=False)
+        self._order(Controller.kill)
+
+    def _order(self, order: Callable[[Controller], object]) -> None:
+        with self._lock:
+            controller = self._controller
+            if controller is None:
+                self._orders.append(order)
+                return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+            order(controller)
+
+    def diagnose(self) -> str:
+        """Say where every rank stands."""
+        controller = self._controller
+        if controller is None or self._over.is_set():
+            return ""
+        return controller.write_diagnosis().result(DIAGNOSIS_SECONDS)
+
+    def snapshot(self) -> Snapshot:
+        """Say how the run stands."""
+        with self._lock:
+            return copy.deepcopy(self._snapshot)
+
+    def log(self, rank: int) -> str:
+        """Give what a rank has written so far."""
+        path = self.directory.log(rank)
+        if path.exists():
+            return path.read_text(errors="replace")
+        return (self.directory.read(f"logs/{path.name}") or b"").decode(errors="replace")
+
+    def ending(self) -> Ending:
+        """Give how the run ended."""
+        result = None if self._outcome.error else Result.of(self.directory)
+        return Ending(self._outcome, self.snapshot(), result)
+
+    def _end_with_the_program(self) -> None:
+        """Stop the run: the program ends, and with it the run's workers would."""
+        if self._spec.scaling_config.max_workers and not ray.is_initialized():
+            return  # they are gone already, with the connection to Ray
+        self._console.notice(ENDS_WITH_THE_PROGRAM)
+        self.stop(save=False)
+        if not self._over.wait(EXIT_SECONDS):
+            self.kill()
+            self._over.wait(EXIT_SECONDS)
+
+
+def _in_a_thread(job: Job) -> None:
+    threading.Thread(target=job, name="drawbar-function", daemon=True).start()
+
+
+def _controller_failed(error: BaseException) -> ControllerError:
+    message = f"the run's controller failed: {type(error).__name__}: {error}"
+    failed = ControllerError(message, error if isinstance(error, Exception) else None)
+    failed.__cause__ = error
+    return failed
+
+
+def host_workers(
+    spec: RunSpec, make_console: Callable[[str], Console], *, jobs_wait: bool = False
+) -> Host:
+    """Check that the cluster has room for a run, and host it in this process.
+
+    Args:
+        spec: What is to run; it has workers.
+        make_console: As for `Host`.
+        jobs_wait: As for `Host`.
+
+    Raises:
+        ValueError: The cluster cannot hold what the run needs.
+        Exception: Whatever keeps a `Host` from starting.
+    """
+    check_cluster(spec.scaling_config)
+    lazy = split.lazy(spec.datasets, spec.dataset_config)
+    check_data(spec.scaling_config, lazy)
+    if spec.validation is not None:
+        check_validation(spec.validation.resources)
+
+    payload = ray.put(spec.payload)  # before the caller can go on, and change an array
+
+    def make_group(path: str, spawn: Spawn) -> WorkerGroup:
+        runtime_env = spec.run_config.worker_runtime_env
+        setup = spec.backend_config.process_setup
+        return RayWorkerGroup(spec.scaling_config, path, payload, runtime_env, setup)
+
+    validator = RayValidator(spec.validation) if spec.validation is not None else None
+    return Host(spec, make_group, make_console, validator, jobs_wait=jobs_wait)
+
+
+def host_function(
+    spec: RunSpec,
+    payload: Payload,
+    validation_config: ValidationConfig | None,
+    make_console: Callable[[str], Console],
+    *,
+    jobs_wait: bool,
+    threads: int | None = None,
+) -> Host:
+    """Host a run whose function runs in this very process.
+
+    Args:
+        spec: What is to run.
+        payload: The function itself; nothing is pickled.
+        validation_config: How its checkpoints are validated, in threads.
+        make_console: As for `Host`.
+        jobs_wait: As for `Host`.
+        threads: How many ranks there are, each in a thread of its own. None is `num_workers=0`: one
+            rank, as a job of the host.
+
+    Raises:
+        Exception: Whatever keeps a `Host` from starting.
+    """
+    gpu_ids = local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker))
+
+    def make_group(path: str, spawn: Spawn) -> WorkerGroup:
+        if threads is None:
+            return ThreadWorkerGroup(payload, spawn=spawn, gpu_ids=gpu_ids)
+        return ThreadWorkerGroup(payload, threads)
+
+    validator = ThreadValidator(validation_config) if validation_config is not None else None
+    return Host(spec, make_group, make_console, validator, jobs_wait=jobs_wait)

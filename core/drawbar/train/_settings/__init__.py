@@ -1,0 +1,1 @@
+"""What the user sets: frozen, checks itself on the line that makes it."""

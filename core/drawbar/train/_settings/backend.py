@@ -1,0 +1,136 @@
+"""How the workers of one framework meet: what an integration implements."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+from drawbar.train._settings.scaling_config import ScalingConfig
+
+R = TypeVar("R")
+
+
+class WorkerGroupView(Protocol):
+    """The started workers, as a `Backend` sees them. Results come in rank order."""
+
+    def __len__(self) -> int:
+        """Give the number of workers."""
+        ...
+
+    def execute(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> list[R]:
+        """Run a function on every worker and wait for all results."""
+        ...
+
+    def execute_async(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a function on every worker; gives object references."""
+        ...
+
+    def execute_single(self, rank: int, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Run a function on one worker and wait for its result."""
+        ...
+
+    def execute_single_async(
+        self, rank: int, function: Callable[..., R], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a function on one worker; gives an object reference."""
+        ...
+
+
+class Backend:
+    """What the controller does for a framework. All hooks do nothing unless overridden.
+
+    A hook that raises fails the start of the workers; `on_shutdown` runs also after a failure, and
+    what it raises is logged.
+    """
+
+    share_cuda_visible_devices: bool = False
+    """Whether each worker sees all GPUs that this run has on its node, rather than its own only."""
+
+    reentrant: bool = False
+    """Whether a process whose attempt has ended can be set up again, with another world size."""
+
+    def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        """Run when all workers are up and have their ranks, before anything of the user's runs."""
+
+    def on_training_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        """Run right after `on_start`, when its work is done on every worker."""
+
+    def on_shutdown(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+        """Run when the attempt is over, while the workers that did not fail still live."""
+
+
+class BackendConfig:
+    """What the user sets for a framework. Subclass it as a frozen dataclass."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The class with the controller's part."""
+        return _PlainBackend
+
+    @property
+    def process_setup(self) -> Callable[[], object] | None:
+        """What each worker's process does as soon as it is up, such as an import that takes long.
+
+        It is pickled and knows nothing of the other workers, who need not be up yet. A process that
+        is kept for another attempt does not do it again; one whose threads are the workers does not
+        do it at all. What it raises fails the start of the workers. Default: None, nothing.
+        """
+        return None
+
+    def preflight(self, scaling_config: ScalingConfig) -> None:
+        """Check packages and arguments in the driver, before a process starts.
+
+        Raises:
+            ImportError, ValueError, TypeError: The run cannot work as configured.
+        """
+
+    def train_func_context(self) -> AbstractContextManager[None]:
+        """Wrap the training function on each worker: set the framework up, take it down.
+
+        `get_context()`, the environment and `drawbar.train.collective` work inside. It is left also
+        when the function raised or was interrupted, and must not wait for other ranks then.
+        """
+        return nullcontext()
+
+
+class _PlainBackend(Backend):
+    """No framework: the function alone."""
+
+    reentrant = True
+
+
+def require_package(module: str, extra: str, at_least: str | None = None) -> None:
+    """Check that a framework is installed, and not too old, without importing it.
+
+    Args:
+        module: Top-level module, such as "torch". If `at_least` is given, the package has this name
+            too.
+        extra: The extra of Drawbar that installs it.
+        at_least: The oldest version that works. Default: any.
+
+    Raises:
+        ModuleNotFoundError: It is not installed; the message has the command that installs it.
+        ImportError: It is too old.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ModuleNotFoundError(
+            f'{module} is not installed here; run: pip install "drawbar[{extra}]"', name=module
+        )
+    if at_least is None:
+        return
+    found = importlib.metadata.version(module)
+    if release_of(found) < release_of(at_least):
+        raise ImportError(
+            f"{module} {found} is installed here, but {at_least} or newer is needed; "
+            f'run: pip install --upgrade "drawbar[{extra}]"',
+            name=module,
+        )
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Give the numbers of a version: those before anything like "rc1", ".dev0" or "+cpu"."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()

@@ -1,0 +1,106 @@
+"""What every config shares: a repr of what was set, and checks whose errors say what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Sequence, Set
+from pathlib import PurePath
+from typing import Any
+
+from drawbar.train._settings.secrets import cleaned
+
+
+class ShowsWhatWasSet:
+    """A repr of the fields that differ from their defaults: one short line in a notebook."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            default = item.default
+            if item.default_factory is not dataclasses.MISSING:
+                default = item.default_factory()
+            value = getattr(self, item.name)
+            if value != default:
+                shown.append(f"{item.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def check_run_name(name: str) -> None:
+    require_type("RunConfig.name", name, str)
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(
+            f"RunConfig.name={name!r} would leave the storage path; "
+            "give a plain name, and the folder as storage_path"
+        )
+    if not name.strip() or name in (".", "./") or re.search(r"[\x00-\x1f]", name):
+        raise ValueError(f"RunConfig.name={name!r} is not a usable folder name")
+    if len(path.parts) != 1:
+        raise ValueError(
+            f"RunConfig.name={name!r} has folders in it; give the folder as storage_path"
+        )
+
+
+def require_type(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        expected = " or ".join(k.__name__ for k in kinds)
+        raise TypeError(f"{name} must be {expected}, found {value!r} ({type(value).__name__})")
+
+
+def is_list_of(kind: type, value: Any) -> bool:
+    is_list = isinstance(value, Sequence | Set) and not isinstance(value, str)
+    return is_list and all(isinstance(item, kind) for item in value)
+
+
+def require_int(name: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, found {value!r} ({type(value).__name__})")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, found {value}")
+
+
+def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {listed}, found {value!r}")
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """Give a config's fields as JSON-able values without secrets, for the journal."""
+    plain = (str, int, float, bool, type(None))
+    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    return {name: v if isinstance(v, plain) else cleaned(repr(v)) for name, v in values.items()}
+
+
+def check_runs_when_called(what: str, function: object) -> None:
+    """Check that a function runs when it is called; `what` names it.
+
+    Raises:
+        TypeError: It is not callable, or is a coroutine or generator function.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"the {what} must be callable, found {function!r} ({type(function).__name__}); "
+            "pass the function itself, not what it returns"
+        )
+    never_run = (
+        inspect.iscoroutinefunction,
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+    )
+    for call in (function, type(function).__call__):
+        if any(is_kind(call) for is_kind in never_run):
+            raise TypeError(
+                f"{name_of(function)} is an async or a generator function, so that calling it runs "
+                f"none of it; a {what} is a plain function"
+            )
+
+
+def name_of(function: object) -> str:
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -1,0 +1,262 @@
+"""How a run is configured. Every class here is frozen, checks itself, and touches nothing outside.
+
+A mistake in a config is a `ValueError` or `TypeError` at the line that makes it, before a process
+starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from drawbar.train._settings.checks import (
+    ShowsWhatWasSet,
+    check_run_name,
+    is_list_of,
+    require_choice,
+    require_int,
+    require_type,
+)
+
+if TYPE_CHECKING:
+    from drawbar.train._messages import PreemptionInfo
+    from drawbar.train._settings.scaling_config import ScalingConfig
+    from drawbar.train._storage.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """Which run a callback watches."""
+
+    name: str
+    run_id: str
+    path: str
+    scaling_config: ScalingConfig
+    run_config: RunConfig
+
+
+class UserCallback:
+    """Subclass it and pass instances as `RunConfig(callbacks=[...])`.
+
+    The methods are called in the process of the controller, one after the other in the order of
+    events, on a thread of their own: a slow one delays later calls, never the training.
+    """
+
+    def after_report(
+        self,
+        run_context: RunContext,
+        metrics: list[dict[str, Any]],
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Run when every rank has made its k-th report and its checkpoint, if any, is committed.
+
+        `metrics` has one entry per rank, in rank order.
+        """
+
+    def on_preemption(self, run_context: RunContext, info: PreemptionInfo) -> None:
+        """Run when nodes of this run are about to be taken away."""
+
+    def after_exception(
+        self, run_context: RunContext, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        """Run when an attempt has failed, also if another one follows. Maps rank to exception."""
+
+
+Resume = Literal["auto", "never", "must"]
+ScoreOrder = Literal["max", "min"]
+
+DEFAULT_STORAGE_PATH = "~/drawbar_results"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FailureConfig(ShowsWhatWasSet):
+    """What to do when workers fail. Mistakes in the configuration are never retried.
+
+    Args:
+        max_failures: How often the group may restart from the newest committed checkpoint after a
+            worker failed; 0 never, -1 without limit.
+        max_preemption_failures: How often workers may be lost with their nodes, counted apart; -1
+            without limit.
+        max_startup_failures: How often starting the workers may fail before the run does; -1
+            without limit.
+        keep_survivors: Keep the processes of the workers that did not fail, with their imports and
+            `get_context().cache`, when their backend allows it and they stop within a second.
+        hang_timeout: When no rank has said anything (report, collective, output) for so long, in
+            seconds or as a timedelta, every rank's stacks are written to `<run>/stacks`, and the
+            attempt fails with a `HangError` that names the odd rank out. It counts in
+            `max_failures`. None waits without limit.
+        quiet_notice: When a rank has given no sign of life for so long while others wait for it, in
+            seconds or as a timedelta, the console and `RunHandle.quiet_ranks` say so: which rank,
+            where it stands, how to look further. The run goes on. None says nothing.
+    """
+
+    max_failures: int = 0
+    max_preemption_failures: int = -1
+    max_startup_failures: int = 2
+    keep_survivors: bool = True
+    hang_timeout: float | timedelta | None = None
+    quiet_notice: float | timedelta | None = timedelta(seconds=30)
+
+    def __post_init__(self) -> None:
+        for name in ("max_failures", "max_preemption_failures", "max_startup_failures"):
+            require_int(f"FailureConfig.{name}", getattr(self, name), at_least=-1)
+        self._check_duration("hang_timeout", none_means="waits without limit")
+        self._check_duration("quiet_notice", none_means="says nothing")
+        require_type("FailureConfig.keep_survivors", self.keep_survivors, bool)
+
+    def _check_duration(self, field_name: str, none_means: str) -> None:
+        name, timeout = f"FailureConfig.{field_name}", getattr(self, field_name)
+        if timeout is None:
+            return
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float | timedelta):
+            raise TypeError(
+                f"{name} must be a timedelta, seconds or None, "
+                f"found {timeout!r} ({type(timeout).__name__})"
+            )
+        if isinstance(timeout, int | float):
+            if not math.isfinite(timeout):
+                raise ValueError(f"{name} must be finite, found {timeout}; None {none_means}")
+            timeout = timedelta(seconds=timeout)
+            object.__setattr__(self, field_name, timeout)
+        if timeout <= timedelta(0):
+            raise ValueError(f"{name} must be positive, found {timeout}")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CheckpointConfig(ShowsWhatWasSet):
+    """Which checkpoints stay, and how safe a committed one is.
+
+    Args:
+        num_to_keep: Keep this many of the best; None keeps all. The newest always stays too, since
+            a restart begins there.
+        checkpoint_score_attribute: The reported metric that ranks checkpoints; nested keys are
+            joined with "/". None ranks by age, newest best. A checkpoint without the metric, or
+            with NaN, ranks last; as long as none has it, the console says so and none is deleted.
+        checkpoint_score_order: "max" if a higher score is better, "min" if a lower one is.
+        durable: Also survive a power cut, by fsync of each file and folder before the commit.
+            Without it a committed checkpoint survives the death of any process.
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str | None = None
+    checkpoint_score_order: ScoreOrder = "max"
+    durable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_to_keep is not None:
+            require_int("CheckpointConfig.num_to_keep", self.num_to_keep, at_least=1)
+        if self.checkpoint_score_attribute is not None:
+            name = "CheckpointConfig.checkpoint_score_attribute"
+            require_type(name, self.checkpoint_score_attribute, str)
+        require_choice(
+            "CheckpointConfig.checkpoint_score_order",
+            self.checkpoint_score_order,
+            get_args(ScoreOrder),
+        )
+        require_type("CheckpointConfig.durable", self.durable, bool)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LoggingConfig(ShowsWhatWasSet):
+    """What a run shows on the driver's console. The files under `<run>/logs` always get everything.
+
+    Args:
+        log_level: "INFO" shows the run's progress, rank 0's output and all errors; "WARNING" leaves
+            the progress out; "ERROR" leaves rank 0's output out too.
+    """
+
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        require_type("LoggingConfig.log_level", self.log_level, str)
+        levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+        require_choice("LoggingConfig.log_level", self.log_level.upper(), levels)
+
+    @property
+    def level(self) -> int:
+        """The level as the number that `logging` uses."""
+        return logging.getLevelNamesMapping()[self.log_level.upper()]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RunConfig(ShowsWhatWasSet):
+    """Where a run lies and how it is kept going.
+
+    Args:
+        name: Name of the run's directory. Default: the date, time and six random hex digits.
+        storage_path: Where runs lie: a local or shared path, or a URI that pyarrow or fsspec knows,
+            such as `s3://bucket/folder`. Default `~/drawbar_results`.
+        storage_filesystem: A `pyarrow.fs.FileSystem`, or one of fsspec, that `storage_path` lies
+            on; the path then needs no scheme.
+        failure_config: Restarts; see `FailureConfig`.
+        checkpoint_config: Retention and durability; see `CheckpointConfig`.
+        callbacks: Observers of the run; see `UserCallback`.
+        worker_runtime_env: Ray runtime environment of the worker processes.
+        logging_config: What the console shows; see `LoggingConfig`.
+        forward_env: Names of environment variables, or patterns such as "MY_*", that the workers
+            get from the driver besides the documented default set.
+        resume: What to do if the run's directory already holds a run. "auto": go on from its newest
+            checkpoint. "never": fail. "must": fail if there is nothing to go on from.
+        detached: The run outlives the driver: it is hosted in an actor, and `drawbar.train.attach`
+            finds it by its name from any process on the cluster. Callbacks then run in that actor.
+        secrets: Names of keys in `train_loop_config`, at any depth, whose values are not written to
+            the journal nor shown, besides those that look like secrets, as `hf_token` does.
+    """
+
+    name: str | None = None
+    storage_path: str | os.PathLike[str] | None = None
+    storage_filesystem: Any | None = None
+    failure_config: FailureConfig = field(default_factory=FailureConfig)
+    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
+    callbacks: Sequence[UserCallback] = ()
+    worker_runtime_env: Mapping[str, Any] | None = None
+    logging_config: LoggingConfig = field(default_factory=LoggingConfig)
+    forward_env: Sequence[str] = ()
+    resume: Resume = "auto"
+    detached: bool = False
+    secrets: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("failure_config", FailureConfig),
+            ("checkpoint_config", CheckpointConfig),
+            ("logging_config", LoggingConfig),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, kind())
+            require_type(f"RunConfig.{name}", getattr(self, name), kind)
+        if self.name is not None:
+            check_run_name(self.name)
+        if self.storage_path is not None:
+            require_type("RunConfig.storage_path", self.storage_path, (str, os.PathLike))
+            if not os.fspath(self.storage_path):
+                raise ValueError("RunConfig.storage_path must not be empty; None is the default")
+        require_choice("RunConfig.resume", self.resume, get_args(Resume))
+        require_type("RunConfig.detached", self.detached, bool)
+        if not is_list_of(str, self.secrets):
+            raise TypeError(
+                "RunConfig.secrets must be a list of keys of train_loop_config such as "
+                f"['license'], found {self.secrets!r}"
+            )
+        if not is_list_of(str, self.forward_env):
+            raise TypeError(
+                "RunConfig.forward_env must be a list of names or patterns such as ['MY_*'], "
+                f"found {self.forward_env!r}"
+            )
+        if self.worker_runtime_env is not None:
+            require_type("RunConfig.worker_runtime_env", self.worker_runtime_env, Mapping)
+        self._check_callbacks()
+
+    def _check_callbacks(self) -> None:
+        callbacks = () if self.callbacks is None else self.callbacks
+        if not is_list_of(UserCallback, callbacks):
+            raise TypeError(
+                "RunConfig.callbacks must be a list of instances of drawbar.train.UserCallback, "
+                f"found {callbacks!r}"
+            )
+        object.__setattr__(self, "callbacks", tuple(callbacks))

@@ -1,0 +1,164 @@
+"""`ScalingConfig`: how many workers, on what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from drawbar.train._settings.checks import (
+    ShowsWhatWasSet,
+    require_choice,
+    require_int,
+    require_type,
+)
+
+PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ScalingConfig(ShowsWhatWasSet):
+    """How many workers, on what.
+
+    Args:
+        num_workers: Number of worker processes, each on its own Ray actor. 0 runs the function in
+            this very process, where `pdb` works, with the same reports, checkpoints and `Result`.
+            (low, high) is elastic: the run starts with what there is room for, goes on with fewer
+            when workers are lost, and takes in new ones when a checkpoint is committed.
+        use_gpu: One GPU per worker, unless `resources_per_worker` says how many.
+        resources_per_worker: Ray resources of one worker, such as `{"CPU": 4, "GPU": 1}`; `memory`
+            is in bytes, any other key is a custom resource. Default `{"CPU": 1}`, with `use_gpu`
+            `{"GPU": 1}`.
+        placement_strategy: Ray's placement group strategy: "PACK" (as few nodes as possible),
+            "SPREAD", "STRICT_PACK" (one node or fail), "STRICT_SPREAD" (a node each or fail).
+        accelerator_type: Only nodes with this accelerator, such as "A100"
+            (`ray.util.accelerators`).
+        label_selector: Ray node labels that a worker's node must have: one mapping for all workers,
+            or a list with one mapping per worker.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range; the message says which.
+    """
+
+    num_workers: int | tuple[int, int] = 1
+    use_gpu: bool = False
+    resources_per_worker: Mapping[str, float] | None = None
+    placement_strategy: PlacementStrategy = "PACK"
+    accelerator_type: str | None = None
+    label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_num_workers()
+        require_type("ScalingConfig.use_gpu", self.use_gpu, bool)
+        require_choice(
+            "ScalingConfig.placement_strategy", self.placement_strategy, get_args(PlacementStrategy)
+        )
+        if self.accelerator_type is not None:
+            require_type("ScalingConfig.accelerator_type", self.accelerator_type, str)
+        self._check_resources()
+        self._check_labels()
+
+    def _check_num_workers(self) -> None:
+        if not isinstance(self.num_workers, tuple | list):
+            require_int("ScalingConfig.num_workers", self.num_workers, at_least=0)
+            return
+        if len(self.num_workers) != 2:
+            raise ValueError(
+                "ScalingConfig.num_workers must be an int, or (low, high) for an elastic group, "
+                f"found {self.num_workers!r}"
+            )
+        low, high = self.num_workers
+        require_int("ScalingConfig.num_workers[0]", low, at_least=1)
+        require_int("ScalingConfig.num_workers[1]", high, at_least=low)
+        object.__setattr__(self, "num_workers", (low, high))
+
+    def _check_resources(self) -> None:
+        resources = self.resources_per_worker
+        if resources is None:
+            return
+        require_type("ScalingConfig.resources_per_worker", resources, Mapping)
+        for key, amount in resources.items():
+            require_type("ScalingConfig.resources_per_worker: a key", key, str)
+            name = f"ScalingConfig.resources_per_worker[{key!r}]"
+            if isinstance(amount, bool) or not isinstance(amount, int | float):
+                raise TypeError(f"{name} must be a number, found {amount!r}")
+            if not 0 <= amount < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, found {amount!r}")
+        gpus = resources.get("GPU", 0)
+        if self.use_gpu and "GPU" in resources and not gpus:
+            raise ValueError(
+                "ScalingConfig has use_gpu=True and resources_per_worker['GPU']=0; "
+                "set use_gpu=False or ask for a GPU"
+            )
+        if gpus and not self.use_gpu:
+            raise ValueError(
+                f"ScalingConfig has resources_per_worker['GPU']={gpus} and use_gpu=False; "
+                "set use_gpu=True so that the workers use their GPUs"
+            )
+
+    def _check_labels(self) -> None:
+        selector = self.label_selector
+        if selector is None or isinstance(selector, Mapping):
+            return
+        is_list = isinstance(selector, Sequence) and not isinstance(selector, str)
+        if not is_list or not all(isinstance(each, Mapping) for each in selector):
+            raise TypeError(
+                "ScalingConfig.label_selector must be a mapping, or a list with one mapping per "
+                f"worker, found {selector!r}"
+            )
+        if len(selector) != self.max_workers:
+            raise ValueError(
+                f"ScalingConfig.label_selector lists {len(selector)} selectors for "
+                f"num_workers={self.num_workers}; give one per worker, or one mapping for all"
+            )
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Resources of one worker, defaults filled in and zero entries dropped."""
+        resources = dict(self.resources_per_worker or {})
+        if self.use_gpu:
+            resources.setdefault("GPU", 1)
+        elif self.resources_per_worker is None:
+            resources["CPU"] = 1
+        if self.accelerator_type:
+            resources[f"accelerator_type:{self.accelerator_type}"] = 0.001
+        return {key: float(amount) for key, amount in resources.items() if amount}
+
+    @property
+    def total_resources(self) -> dict[str, float]:
+        """Resources of all workers together, at the largest number of them."""
+        return {key: amount * max(self.max_workers, 1) for key, amount in self.bundle.items()}
+
+    @property
+    def elasticity_enabled(self) -> bool:
+        """Whether the number of workers may change while the run goes on."""
+        return isinstance(self.num_workers, tuple)
+
+    @property
+    def min_workers(self) -> int:
+        """The smallest number of workers that the run goes on with."""
+        return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def max_workers(self) -> int:
+        """The largest number of workers."""
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def selectors(self) -> list[dict[str, str]]:
+        """The label selector of each worker; empty if there is none."""
+        selector = self.label_selector
+        if isinstance(selector, Mapping):
+            return [dict(selector)] * self.max_workers
+        return [dict(each) for each in selector or ()]
+
+    @property
+    def num_cpus_per_worker(self) -> float:
+        """CPUs of one worker."""
+        return self.bundle.get("CPU", 0.0)
+
+    @property
+    def num_gpus_per_worker(self) -> float:
+        """GPUs of one worker."""
+        return self.bundle.get("GPU", 0.0)

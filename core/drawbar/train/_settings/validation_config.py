@@ -1,0 +1,224 @@
+"""Validating checkpoints beside the training: what is asked for, and what came of it.
+
+A validation is asked for by `report(..., validation=...)` and belongs to its checkpoint: the
+manifest says that it was asked for, from the commit on, and a second file beside the manifest what
+came of it. So no kill loses one, and none touches what is committed. `_controller/validations.py`
+has them run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from drawbar.train._settings.checks import (
+    ShowsWhatWasSet,
+    check_runs_when_called,
+    fields_of,
+    require_int,
+    require_type,
+)
+from drawbar.train._storage.manifest import Validation
+
+if TYPE_CHECKING:
+    from drawbar.train._storage.checkpoint import Checkpoint
+
+
+class ValidationFn(Protocol):
+    """A function that validates: called with the checkpoint and `fn_kwargs`, it returns metrics."""
+
+    def __call__(
+        self, checkpoint: Checkpoint, /, *args: Any, **kwargs: Any
+    ) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, repr=False)
+class ValidationTaskConfig(ShowsWhatWasSet):
+    """How to validate one checkpoint.
+
+    Args:
+        fn_kwargs: Keyword arguments for the validation function: a JSON-able dict, since it is kept
+            with the checkpoint. The function gets it as JSON gives it back: tuples are lists.
+        timeout_s: How many seconds the function may take, waiting for resources not counted. None
+            sets no limit.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range; the message says which.
+    """
+
+    fn_kwargs: dict[str, Any] | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fn_kwargs", _as_json(self.fn_kwargs))
+        timeout = self.timeout_s
+        if timeout is None:
+            return
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(
+                "ValidationTaskConfig.timeout_s must be seconds or None, "
+                f"found {timeout!r} ({type(timeout).__name__})"
+            )
+        if not 0 < timeout < math.inf:
+            raise ValueError(
+                f"ValidationTaskConfig.timeout_s must be positive and finite, found {timeout}; "
+                "None sets no limit"
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class ValidationConfig(ShowsWhatWasSet):
+    """How a run validates its checkpoints, beside the training.
+
+    Args:
+        fn: Called as `fn(checkpoint, **fn_kwargs)`, in a Ray task of its own; with `num_workers=0`
+            in a thread. It returns a dict of metrics, of what `report` takes. They are added to
+            those of the checkpoint, in place of what has the same name.
+        task_config: The `fn_kwargs` and the `timeout_s` of a validation, unless a report has its
+            own: its `fn_kwargs` are added to these, its `timeout_s` takes the place of this one.
+        ray_remote_kwargs: Options of the task, as for `ray.remote`: resources such as
+            `{"num_gpus": 1}`, `max_retries`, `runtime_env`. By default it reserves no CPU, so that
+            it starts at once; a task whose process or node dies is tried three times more, and its
+            `runtime_env` is that of the workers.
+        max_in_flight: How many validations run at the same time. The others wait for their turn,
+            the oldest checkpoint first.
+
+    Raises:
+        TypeError, ValueError: An argument cannot be used; the message says which and why.
+    """
+
+    fn: ValidationFn
+    task_config: ValidationTaskConfig | None = None
+    ray_remote_kwargs: Mapping[str, Any] | None = None
+    max_in_flight: int = field(default=2, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_runs_when_called("validation function", self.fn)
+        if self.task_config is None:
+            object.__setattr__(self, "task_config", ValidationTaskConfig())
+        require_type("ValidationConfig.task_config", self.task_config, ValidationTaskConfig)
+        require_int("ValidationConfig.max_in_flight", self.max_in_flight, at_least=1)
+        self._check_arguments()
+        object.__setattr__(self, "ray_remote_kwargs", dict(self.ray_remote_kwargs or {}))
+        self._check_options()
+
+    def _check_arguments(self) -> None:
+        try:
+            signature = inspect.signature(self.fn)
+        except ValueError:
+            return  # some functions written in C have none
+        try:
+            signature.bind_partial(None, **self.defaults.fn_kwargs)
+        except TypeError as error:
+            names = ", ".join(["checkpoint", *self.defaults.fn_kwargs])
+            raise TypeError(
+                f"the validation function takes {signature} and would be called with {names}: "
+                f"{error}"
+            ) from None
+
+    def _check_options(self) -> None:
+        import ray
+
+        options = self.options
+        if "num_returns" in options:
+            raise ValueError(
+                "ValidationConfig.ray_remote_kwargs must leave num_returns out: the validation "
+                "function returns one dict"
+            )
+        try:
+            ray.remote(**{"num_cpus": 0, **options})(_any_task)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"ValidationConfig.ray_remote_kwargs={options!r}: {error}") from None
+
+    def as_settings(self) -> dict[str, Any]:
+        """Give what a resumed run compares with the last start."""
+        return {**fields_of(self), "fn": getattr(self.fn, "__qualname__", repr(self.fn))}
+
+    @property
+    def defaults(self) -> Validation:
+        """The validation that is asked for if a report says no more than that it wants one."""
+        assert self.task_config is not None  # __post_init__ makes one
+        return _with_config(Validation(), self.task_config)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the Ray task is told beyond the defaults."""
+        return dict(self.ray_remote_kwargs or {})
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """The Ray resources that one validation takes."""
+        options = self.options
+        named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+        resources = {name: options.get(option) or 0 for name, option in named.items()}
+        resources.update(options.get("resources") or {})
+        return {name: float(amount) for name, amount in resources.items() if amount}
+
+
+def asked_for(
+    validation: object, defaults: Validation | None, *, has_checkpoint: bool
+) -> Validation | None:
+    """Give the validation that a report asks for, None if it asks for none.
+
+    Args:
+        validation: What `report` was given.
+        defaults: What the trainer's `validation_config` says; None if it has none.
+        has_checkpoint: Whether the report has a checkpoint.
+
+    Raises:
+        TypeError: `validation` is neither a bool nor a `ValidationTaskConfig`.
+        ValueError: There is nothing to validate, or nothing to validate with.
+    """
+    if not isinstance(validation, bool | ValidationTaskConfig):
+        raise TypeError(
+            "report(validation=...) takes True, False or a ValidationTaskConfig, "
+            f"found {validation!r}"
+        )
+    if validation is False:
+        return None
+    if not has_checkpoint:
+        raise ValueError("report(validation=...) needs a checkpoint to validate; give checkpoint=")
+    if defaults is None:
+        raise ValueError(
+            "report(validation=...) needs the trainer to know how; give the trainer "
+            "validation_config=ValidationConfig(fn)"
+        )
+    return defaults if validation is True else _with_config(defaults, validation)
+
+
+def _with_config(validation: Validation, config: ValidationTaskConfig) -> Validation:
+    """Give the validation with what a config says."""
+    return msgspec.structs.replace(
+        validation,
+        fn_kwargs={**validation.fn_kwargs, **(config.fn_kwargs or {})},
+        timeout_s=validation.timeout_s if config.timeout_s is None else config.timeout_s,
+    )
+
+
+def _as_json(fn_kwargs: object) -> dict[str, Any]:
+    """Give keyword arguments as JSON gives them back."""
+    name = "ValidationTaskConfig.fn_kwargs"
+    if fn_kwargs is None:
+        return {}
+    require_type(name, fn_kwargs, Mapping)
+    assert isinstance(fn_kwargs, Mapping)
+    for key in fn_kwargs:
+        require_type(f"{name}: a key", key, str)
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(fn_kwargs), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must be JSON-able, since it is kept with the checkpoint: {error}; "
+            f"found {fn_kwargs!r}"
+        ) from None
+    return plain
+
+
+def _any_task() -> None:
+    """Stand for the task while its options are checked."""

@@ -1,0 +1,1 @@
+"""Where a run and its checkpoints lie, on any filesystem, and what makes a checkpoint whole."""

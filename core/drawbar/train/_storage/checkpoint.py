@@ -1,0 +1,201 @@
+"""A checkpoint: a directory at a location. What is in it belongs to the user and their framework.
+
+A committed checkpoint carries files of Drawbar's beside the user's: the manifest (`.drawbar.json`),
+written as part of the commit and never again, the checksums, which follow a little later, and what
+came of its validation, if there was one. A framework's own loader opens the directory as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from drawbar.train._errors import CheckpointError
+from drawbar.train._storage.files import (
+    MANIFEST,
+    METADATA,
+    checksum,
+    copy_files,
+    list_files,
+    write_atomically,
+)
+from drawbar.train._storage.manifest import (
+    Manifest,
+    check_files,
+    read_checksums,
+    read_file,
+    read_manifest,
+    user_files,
+)
+from drawbar.train._storage.remote_folder import Folder, locate, same_filesystem
+from drawbar.train._storage.shared_copy import shared_copy
+
+
+class Checkpoint:
+    """A directory with whatever the training function saved.
+
+    Args:
+        path: The directory: a local or mounted path, or a URI such as `s3://bucket/folder`.
+        filesystem: A `pyarrow.fs.FileSystem`, or one of fsspec, that `path` lies on. Default: the
+            one that the URI names.
+
+    Attributes:
+        path: The directory's path on its filesystem, without a scheme.
+        filesystem: The `pyarrow.fs.FileSystem`; None for a local path.
+
+    A checkpoint is equal to another one at the same place. `os.fspath(checkpoint)` gives its path
+    if it is a local one, so that it can be handed to anything that opens a path.
+
+    Raises:
+        ImportError, ValueError, TypeError: `path` and `filesystem` name no storage that can be used
+            here.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], filesystem: Any | None = None) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"Checkpoint takes the path of a directory, found {path!r}")
+        self._place = locate(path, filesystem)
+        self.path = self._place.path if isinstance(self._place, Folder) else str(self._place)
+        self.filesystem: Any = getattr(self._place, "filesystem", None)
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Refer to a local directory. Nothing is copied or checked until the checkpoint is used."""
+        return cls(path)
+
+    @classmethod
+    def at(cls, place: Path | Folder) -> Checkpoint:
+        """Refer to a place that is known already."""
+        if isinstance(place, Path):
+            return cls(place)
+        checkpoint = cls(place.path, place.filesystem)
+        checkpoint._place = place
+        return checkpoint
+
+    @contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """Give a local path to read from. A local checkpoint is not copied; do not write to it.
+
+        Any other is downloaded, once for all processes of a node that read it at the same time; the
+        copy is removed when the last of them leaves the block.
+
+        Raises:
+            CheckpointError: The directory is not there.
+        """
+        self.require()
+        if isinstance(self._place, Path):
+            yield self.path
+            return
+        with shared_copy(self._place) as path:
+            yield str(path)
+
+    def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Copy the files to a directory of your own and return its path.
+
+        Args:
+            path: Where to. Default: a new temporary directory, which is yours to delete.
+
+        Raises:
+            CheckpointError: The checkpoint is not there.
+            ValueError: `path` is the checkpoint itself.
+        """
+        self.require()
+        target = Path(path) if path is not None else Path(tempfile.mkdtemp(prefix="checkpoint_"))
+        target.mkdir(parents=True, exist_ok=True)
+        if isinstance(self._place, Path):
+            if target.samefile(self._place):
+                raise ValueError(f"to_directory() was given the checkpoint's own path, {target}")
+            copy_files(self._place, target, list_files(self._place))
+        else:
+            self._place.download(target, user_files(self._place))
+        return str(target)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Give the metadata set for this checkpoint, with the trainer's `metadata` in it."""
+        data = read_file(self._place, METADATA)
+        found: dict[str, Any] = json.loads(data) if data is not None else {}
+        return found
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Replace the metadata: any JSON-able mapping."""
+        data = json.dumps(dict(metadata)).encode()
+        if isinstance(self._place, Path):
+            committed = (self._place / MANIFEST).exists()
+            by_way_of = self._place.parent if committed else None
+            write_atomically(self._place / METADATA, data, by_way_of=by_way_of)
+        else:
+            self._place.write(METADATA, data)
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Add to the metadata; keys that are there already are replaced."""
+        self.set_metadata({**self.get_metadata(), **metadata})
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """What the commit wrote down: files, sizes, metrics. None if it is not committed."""
+        return read_manifest(self._place)
+
+    def verify(self) -> None:
+        """Check that the checkpoint is committed and unaltered: every file, its size, its checksum.
+
+        Checksums are computed after the commit; where the process died before that, sizes alone are
+        checked. A checkpoint that is not local is read in whole.
+
+        Raises:
+            CheckpointError: Something is missing or differs; the message names the file.
+        """
+        self.require()
+        manifest = self.manifest
+        if manifest is None:
+            written = read_file(self._place, MANIFEST) is not None
+            why = "its manifest cannot be read" if written else "it was never committed"
+            raise CheckpointError(f"{self._place} holds no manifest: {why}")
+        check_files(self._place, manifest)
+        sums = read_checksums(self._place)
+        if sums is None:
+            return
+        with self.as_directory() as folder:
+            for name, expected in sums.items():
+                try:
+                    found = checksum(Path(folder) / name)
+                except FileNotFoundError as gone:  # deleted in this very moment, as by retention
+                    raise CheckpointError(f"{self._place}/{name} is missing") from gone
+                if found != expected:
+                    raise CheckpointError(
+                        f"{self._place}/{name} was altered after the commit: its xxh3 is {found}, "
+                        f"the commit has {expected}"
+                    )
+
+    def require(self) -> None:
+        """Check that the directory is there. Raises `CheckpointError` if it is not."""
+        there = self._place.is_dir() if isinstance(self._place, Path) else self._place.exists()
+        if not there:
+            raise CheckpointError(f"there is no checkpoint at {self._place}: not a directory")
+
+    def __fspath__(self) -> str:
+        if self.filesystem is not None:
+            raise TypeError(
+                f"{self!r} is not on a local path; open it by "
+                "`with checkpoint.as_directory() as path:`"
+            )
+        return self.path
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Checkpoint) or self.path != other.path:
+            return False
+        if self.filesystem is None or other.filesystem is None:
+            return self.filesystem is other.filesystem
+        return same_filesystem(self.filesystem, other.filesystem)
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __repr__(self) -> str:
+        if self.filesystem is None:
+            return f"Checkpoint({self.path!r})"
+        return f"Checkpoint({str(self._place)!r}, filesystem={self.filesystem.type_name!r})"

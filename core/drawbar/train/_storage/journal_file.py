@@ -1,0 +1,139 @@
+"""The journal as a file: its lock, whole lines, catching up with a copy. Bytes only."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from drawbar.train._errors import JournalLockedError
+from drawbar.train._storage.files import is_open_at, write_atomically
+from drawbar.train._storage.retries import explained, in_bytes
+
+PROBE_S = 1.0  # `is_held` takes the lock for a moment, and flock() knows no timeout
+RETRY_S = 0.01
+
+
+class JournalFile:
+    """A run's journal, open. One process at a time holds it; the lock goes with the process.
+
+    Args:
+        path: Its file, which is made if it is not there.
+
+    Raises:
+        JournalLockedError: Another process holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = _open_locked(path)
+        self._drop_torn_line()
+
+    def _drop_torn_line(self) -> None:
+        data = self._path.read_bytes()
+        whole = whole_lines(data)
+        if whole != data:
+            os.truncate(self._path, len(whole))
+
+    def catch_up(self, other: bytes | None) -> None:
+        """Take over the journal of another place, unless this one only goes on from that.
+
+        None: there is none in that place, so this one becomes empty. Its last line may be torn.
+        """
+        there = None if other is None else whole_lines(other)
+        if there is None or not self._path.read_bytes().startswith(there):
+            self.replace(there or b"")
+
+    def replace(self, data: bytes) -> None:
+        """Put other lines in place of all, in one step."""
+        write_atomically(self._path, data)
+        replaced, self._file = self._file, _open_locked(self._path)
+        replaced.close()
+
+    def write(self, line: bytes) -> None:
+        """Write a line. It survives this process's death when this returns."""
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(end)  # no torn line stays in the middle
+            raise explained(error, f"writing {in_bytes(len(line))} to {self._file.name}") from error
+
+    def close(self) -> None:
+        """Release the lock, also where a forked child has inherited the file, and close it."""
+        if not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+
+
+def _open_locked(path: Path) -> IO[bytes]:
+    """Open the journal and take its lock; if it was replaced meanwhile, take the new one's.
+
+    Its folder may be gone: who ends a run on a remote storage removes its work folder.
+    """
+    deadline = time.monotonic() + PROBE_S
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            if time.monotonic() < deadline:
+                time.sleep(RETRY_S)
+                continue
+            raise JournalLockedError(
+                f"{path.parent} is the directory of a run that is going on in another process; "
+                "give this run another RunConfig.name, or wait for the other one"
+            ) from None
+        if is_open_at(path, file.fileno()):
+            return file
+        file.close()
+
+
+def whole_lines(data: bytes) -> bytes:
+    """Give what was read of a journal, perhaps while it was written, without a torn last line."""
+    return data[: data.rfind(b"\n") + 1]
+
+
+def is_held(path: Path) -> bool:
+    """Whether some process, on a node that shares this file, is writing the journal."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+class _Line(msgspec.Struct):
+    """What `committed_names` wants of a line."""
+
+    event: str
+    name: str = ""
+
+
+_line_decoder = msgspec.json.Decoder(_Line)
+
+
+def committed_names(journal: bytes) -> set[str]:
+    """Give the names of all checkpoints that a journal knows of, as far as it can be read."""
+    names = set()
+    for line in whole_lines(journal).splitlines():
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            found = _line_decoder.decode(line)
+            if found.event == "checkpoint":
+                names.add(found.name)
+    return names

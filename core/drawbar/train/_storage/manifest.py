@@ -1,0 +1,255 @@
+"""The manifest of a checkpoint: what it consists of, and whether all of that is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from drawbar.train._errors import CheckpointError
+from drawbar.train._metrics import from_json, to_json
+from drawbar.train._storage.files import (
+    CHECKSUMS,
+    MANIFEST,
+    METADATA,
+    VALIDATION,
+    FileEntry,
+    check_stays_inside,
+    is_own,
+    sync,
+    sync_tree,
+    write_atomically,
+)
+from drawbar.train._storage.remote_folder import Folder
+
+
+class ReportedCheckpointStatus(Enum):
+    """How far a reported checkpoint is.
+
+    COMMITTED: it is saved, and no validation was asked for. The others are saved too.
+    PENDING_VALIDATION: its validation has not ended. VALIDATED: the validation's metrics are among
+    its own. VALIDATION_TIMEOUT: the validation took longer than its `timeout_s`. VALIDATION_FAILED:
+    the validation raised, or its process died.
+    """
+
+    COMMITTED = "COMMITTED"
+    PENDING_VALIDATION = "PENDING_VALIDATION"
+    VALIDATED = "VALIDATED"
+    VALIDATION_TIMEOUT = "VALIDATION_TIMEOUT"
+    VALIDATION_FAILED = "VALIDATION_FAILED"
+
+
+class Validation(msgspec.Struct, frozen=True, kw_only=True):
+    """A validation of one checkpoint: what it is called with, and what came of it.
+
+    `metrics` are those that the function returned, `error` is why there are none, and `seconds` is
+    how long it took, the waiting for resources included.
+    """
+
+    fn_kwargs: dict[str, Any] = {}
+    timeout_s: float | None = None
+    status: ReportedCheckpointStatus = ReportedCheckpointStatus.PENDING_VALIDATION
+    metrics: dict[str, Any] = {}
+    error: str = ""
+    seconds: float = 0.0
+
+    def succeeded(self, metrics: dict[str, Any]) -> Validation:
+        """Give the validation as it has ended well."""
+        status = ReportedCheckpointStatus.VALIDATED
+        return msgspec.structs.replace(self, status=status, metrics=metrics)
+
+    def failed(self, error: str) -> Validation:
+        """Give the validation as it has failed."""
+        status = ReportedCheckpointStatus.VALIDATION_FAILED
+        return msgspec.structs.replace(self, status=status, error=error)
+
+    def timed_out(self) -> Validation:
+        """Give the validation as its time, which is limited, is over."""
+        return msgspec.structs.replace(
+            self,
+            status=ReportedCheckpointStatus.VALIDATION_TIMEOUT,
+            error=f"it took longer than timeout_s={self.timeout_s}",
+        )
+
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, CheckpointError)
+"""What decoding raises for data that is damaged, or names what it must not."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint consists of. It is the commit: without it there is no checkpoint.
+
+    `validation` is None if none was asked for. One that has ended is read from a file of its own;
+    its metrics are among `metrics` then.
+    """
+
+    name: str
+    index: int
+    attempt: int
+    world_size: int
+    time: float
+    files: tuple[FileEntry, ...] = ()
+    metrics: dict[str, Any]
+    positions: dict[str, Any] = {}
+    run_id: str = ""
+    validation: Validation | None = None
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        check_stays_inside(self.name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def status(self) -> ReportedCheckpointStatus:
+        """How far the checkpoint is."""
+        if self.validation is None:
+            return ReportedCheckpointStatus.COMMITTED
+        return self.validation.status
+
+    def holding(self, files: Iterable[FileEntry]) -> Manifest:
+        """Give the manifest with these files, less the user's metadata file, which may change."""
+        kept = (file for file in files if file.path != METADATA)
+        ordered = sorted(kept, key=lambda file: file.path)
+        return msgspec.structs.replace(self, files=tuple(ordered))
+
+    def as_stored(self, directory: Path) -> Manifest:
+        """Give the manifest the files' sizes as they are: a log may have grown since `report`."""
+        sizes = {file.path: os.stat(directory / file.path).st_size for file in self.files}
+        files = tuple(FileEntry(path, size) for path, size in sizes.items())
+        return msgspec.structs.replace(self, files=files)
+
+    def validated(self, validation: Validation) -> Manifest:
+        """Give the manifest with what came of the validation."""
+        metrics = {**self.metrics, **validation.metrics}
+        return msgspec.structs.replace(self, metrics=metrics, validation=validation)
+
+    def encode(self) -> bytes:
+        """Give the manifest as JSON."""
+        plain = to_json(msgspec.to_builtins(self))
+        return msgspec.json.format(msgspec.json.encode(plain), indent=1)
+
+    @staticmethod
+    def decode(data: bytes) -> Manifest:
+        """Read a manifest. Raises `msgspec.MsgspecError` or `CheckpointError` if it is damaged."""
+        return msgspec.convert(from_json(msgspec.json.decode(data)), Manifest)
+
+
+def under_their_names(found: Mapping[str, Manifest]) -> list[Manifest]:
+    """Give the manifests of a run's folders, oldest first, each named as its folder is.
+
+    What the user has copied beside a checkpoint is left out: it would count twice.
+    """
+    there = {(each.index, each.time) for name, each in found.items() if name == each.name}
+    named = [
+        msgspec.structs.replace(each, name=name)
+        for name, each in found.items()
+        if name == each.name or (each.index, each.time) not in there
+    ]
+    return sorted(named, key=lambda manifest: (manifest.index, manifest.time))
+
+
+def read_file(place: Path | Folder, name: str) -> bytes | None:
+    """Read a file of a checkpoint; None if it is not there."""
+    if isinstance(place, Folder):
+        return place.read_if_there(name)
+    try:
+        return (place / name).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def read_checksums(place: Path | Folder) -> dict[str, str] | None:
+    """Read the checksums of a checkpoint; None if they were not written yet.
+
+    They follow the commit without an fsync, so that a power cut may leave an empty file.
+    """
+    data = read_file(place, CHECKSUMS)
+    if data is None or not data.strip(b"\0"):
+        return None
+    try:
+        sums = msgspec.json.decode(data, type=dict[str, str])
+        return {check_stays_inside(path): value for path, value in sums.items()}
+    except UNREADABLE as error:
+        raise CheckpointError(f"{place}/{CHECKSUMS} cannot be read: {error}") from error
+
+
+def user_files(place: Folder) -> tuple[FileEntry, ...]:
+    """List what the user saved, as `files.list_files` does for a local directory."""
+    return tuple(file for file in place.list_files() if not is_own(file.path))
+
+
+def read_manifest(place: Path | Folder) -> Manifest | None:
+    """Read the manifest of a checkpoint directory; None if there is none that can be read.
+
+    It says what came of the checkpoint's validation, if that has ended.
+    """
+    manifest = _read_manifest(place, MANIFEST)
+    if manifest is None or manifest.validation is None:
+        return manifest
+    validated = _read_manifest(place, VALIDATION)
+    if validated is None or validated.time != manifest.time:  # not that of an earlier commit here
+        return manifest
+    return validated
+
+
+def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:
+    """Write the manifest into a local directory, with which it is a checkpoint."""
+    path = directory / MANIFEST
+    if durable:
+        sync_tree(directory)
+    write_atomically(path, manifest.encode(), durable=durable)
+    if durable:
+        sync(directory)
+
+
+def _read_manifest(place: Path | Folder, name: str) -> Manifest | None:
+    data = read_file(place, name)
+    if data is None:
+        return None
+    try:
+        return Manifest.decode(data)
+    except UNREADABLE:
+        return None
+
+
+def check_files(place: Path | Folder, manifest: Manifest) -> None:
+    """Check that each file of the manifest is there with its size.
+
+    Raises:
+        CheckpointError: A file is missing or has another size.
+    """
+    if isinstance(place, Folder):
+        sizes: dict[str, int | None] = {file.path: file.size for file in place.list_files()}
+    else:
+        sizes = {file.path: _size(place / file.path) for file in manifest.files}
+    for file in manifest.files:
+        size = sizes.get(file.path)
+        if size is None:
+            raise CheckpointError(f"{place}/{file.path} is missing")
+        if size != file.size:
+            raise CheckpointError(
+                f"{place}/{file.path} has {size} bytes, the commit has {file.size}"
+            )
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def committed_already(place: Path | Folder) -> FileExistsError:
+    """Say that a name is taken."""
+    return FileExistsError(
+        f"{place} is a committed checkpoint already; give each checkpoint its own "
+        "checkpoint_dir_name"
+    )

@@ -1,0 +1,373 @@
+"""Places that are not mounted: a folder on any `pyarrow.fs.FileSystem`, and how a path names one.
+
+pyarrow and fsspec are imported here only, and only for a path that needs them. What an object store
+cannot do, such as renaming or appending, is not used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from drawbar.train._storage import fault_points
+from drawbar.train._storage.files import FileEntry, check_stays_inside
+from drawbar.train._storage.retries import in_bytes, retrying
+
+T = TypeVar("T")
+
+_THREADS = 8
+_CHUNK = 16 * 1024 * 1024
+_WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
+_ADDRESSES = (  # settings that say where a filesystem is, by pyarrow's names and fsspec's
+    "account_name",
+    "blob_storage_authority",
+    "endpoint_override",
+    "endpoint_url",
+    "host",
+    "port",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Folder:
+    """A folder on a filesystem that is not mounted here. It may not exist.
+
+    Attributes:
+        path: Its path on the filesystem, without a scheme.
+        filesystem: The `pyarrow.fs.FileSystem`.
+        uri: How the user named it, for messages; the path if they did not use a URI.
+    """
+
+    path: str
+    filesystem: Any
+    uri: str = ""
+
+    def __str__(self) -> str:
+        return self.uri or self.path
+
+    def __truediv__(self, name: str) -> Folder:
+        base, mark, query = self.uri.partition("?")
+        uri = f"{base.rstrip('/')}/{name}{mark}{query}" if self.uri else ""
+        return Folder(f"{self.path.rstrip('/')}/{name}", self.filesystem, uri)
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> Folder:
+        """The folder that this one lies in."""
+        base, mark, query = self.uri.partition("?")
+        uri = f"{base.rstrip('/').rpartition('/')[0]}{mark}{query}" if self.uri else ""
+        return Folder(self.path.rstrip("/").rpartition("/")[0], self.filesystem, uri)
+
+    @property
+    def local(self) -> Path | None:
+        """Where it lies on this node; None if its filesystem is no other way to this node's."""
+        wrapped = getattr(getattr(self.filesystem, "handler", None), "fs", None)
+        protocols = getattr(wrapped, "protocol", ())
+        return Path(self.path) if "file" in protocols and "local" in protocols else None
+
+    def same_as(self, other: Folder) -> bool:
+        """Whether both are one place."""
+        return self.path == other.path and same_filesystem(self.filesystem, other.filesystem)
+
+    # -- looking
+
+    def list_files(self) -> tuple[FileEntry, ...]:
+        """List every file below, sorted by path; none if the folder does not exist.
+
+        Raises:
+            CheckpointError: The storage lists what does not lie in it.
+        """
+        found = [
+            FileEntry(self._relative(info.path), info.size)
+            for info in self._infos(recursive=True)
+            if info.is_file
+        ]
+        return tuple(sorted(found, key=lambda file: file.path))
+
+    def folders(self) -> list[str]:
+        """List the names of the folders directly in this one.
+
+        Raises:
+            CheckpointError: The storage lists what does not lie in it.
+        """
+        found = (each for each in self._infos(recursive=False) if not each.is_file)
+        return sorted(check_stays_inside(self._relative(info.path)) for info in found)
+
+    def _infos(self, *, recursive: bool) -> Iterable[Any]:
+        from pyarrow.fs import FileSelector
+
+        selector = FileSelector(self.path, recursive=recursive, allow_not_found=True)
+        infos: list[Any] = retrying(
+            lambda: self.filesystem.get_file_info(selector), f"listing {self}"
+        )
+        return infos
+
+    def _relative(self, path: str) -> str:
+        return path.strip("/").removeprefix(self.path.strip("/")).strip("/")
+
+    def exists(self) -> bool:
+        """Whether anything lies at this path."""
+        info = retrying(
+            lambda: self.filesystem.get_file_info([self.path])[0], f"looking for {self}"
+        )
+        return bool(info.type.value)
+
+    # -- single files
+
+    def read(self, name: str) -> bytes:
+        """Read a whole file.
+
+        Raises:
+            FileNotFoundError: It is not there.
+        """
+
+        def read() -> bytes:
+            with self.filesystem.open_input_stream(f"{self.path}/{name}") as stream:
+                data: bytes = stream.read()
+            return data
+
+        return retrying(read, f"reading {self / name}")
+
+    def read_if_there(self, name: str) -> bytes | None:
+        """Read a whole file; None if it is not there."""
+        try:
+            return self.read(name)
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a whole file."""
+
+        def write() -> None:
+            with self._open(name) as stream:
+                stream.write(data)
+
+        retrying(write, f"writing {in_bytes(len(data))} to {self / name}")
+
+    def _open(self, name: str) -> Any:
+        path = f"{self.path}/{name}"
+        if self.filesystem.type_name not in _WITHOUT_FOLDERS:
+            self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+        return self.filesystem.open_output_stream(path)
+
+    # -- many files
+
+    def upload(self, source: Path, files: Sequence[FileEntry]) -> dict[str, str]:
+        """Copy these files of a local directory here, several at a time.
+
+        Returns:
+            The xxh3 (64 bit) of each file that was written, as 16 hex digits, by its path.
+        """
+        fault_points.reached("persist.start")
+        sums = _for_each(files, lambda file: self.upload_file(source / file.path, file))
+        return {file.path: each for file, each in zip(files, sums, strict=True)}
+
+    def upload_file(self, source: Path, file: FileEntry) -> str:
+        """Copy one local file here as `file`; gives its xxh3."""
+        import xxhash
+
+        def upload() -> str:
+            digest = xxhash.xxh3_64()
+            with open(source, "rb") as reader, self._open(file.path) as writer:
+                while chunk := reader.read(_CHUNK):
+                    writer.write(chunk)
+                    digest.update(chunk)
+            return str(digest.hexdigest())
+
+        return retrying(upload, f"writing {in_bytes(file.size)} to {self / file.path}")
+
+    def download(self, target: Path, files: Sequence[FileEntry]) -> None:
+        """Copy these files into a local directory, several at a time."""
+        _for_each(files, lambda file: self._download_file(target / file.path, file))
+
+    def _download_file(self, target: Path, file: FileEntry) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+
+        def download() -> None:
+            source = f"{self.path}/{file.path}"
+            with self.filesystem.open_input_stream(source) as reader, open(target, "wb") as writer:
+                while chunk := reader.read(_CHUNK):
+                    writer.write(chunk)
+
+        retrying(download, f"reading {in_bytes(file.size)} from {self / file.path}")
+
+    # -- deleting
+
+    def delete_file(self, name: str) -> None:
+        """Delete a file. A missing one is no error."""
+        try:
+            retrying(
+                lambda: self.filesystem.delete_file(f"{self.path}/{name}"),
+                f"deleting {self / name}",
+            )
+        except FileNotFoundError:
+            return
+        except OSError:
+            if any(file.path == name for file in self.list_files()):
+                raise
+
+    def delete(self) -> None:
+        """Delete everything. A missing folder is no error."""
+        try:
+            retrying(lambda: self.filesystem.delete_dir(self.path), f"deleting {self}")
+        except FileNotFoundError:
+            return
+
+
+def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], T]) -> list[T]:
+    done: list[T] = []
+    with ThreadPoolExecutor(min(_THREADS, max(len(files), 1))) as pool:
+        for each in pool.map(action, files):
+            if not done:
+                fault_points.reached("persist.half")
+            done.append(each)
+    return done
+
+
+def locate(path: str | os.PathLike[str], filesystem: Any | None = None) -> Path | Folder:
+    """Say which place a path means: a local one, or a folder on another filesystem.
+
+    Args:
+        path: A local path, `file://...`, or a URI that pyarrow or fsspec knows.
+        filesystem: A `pyarrow.fs.FileSystem`, or an fsspec one; a scheme in `path` is then left
+            out.
+
+    Raises:
+        ImportError: The package for this kind of path is not installed; the message names it.
+        ValueError: Nothing here knows the scheme, or the path is empty.
+        TypeError: `filesystem` is no filesystem.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise ValueError("the path of a directory must not be empty")
+    if filesystem is not None:
+        plain = text.partition("://")[2] if "://" in text else text
+        return _folder(plain, as_pyarrow(filesystem), "")
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if not scheme:
+        return Path(text).expanduser().absolute()
+    if scheme in ("file", "local"):
+        return Path(unquote(urlsplit(text).path)).absolute()
+    return _from_uri(text)
+
+
+def _folder(path: str, filesystem: Any, uri: str) -> Path | Folder:
+    if filesystem.type_name == "local":
+        return Path(path).expanduser().absolute()
+    return Folder(path.rstrip("/"), filesystem, uri)
+
+
+def same_filesystem(one: Any, other: Any) -> bool:
+    """Whether two pyarrow filesystems are the same one.
+
+    fsspec's are equal only if the same thread has made them, so what they were made with is
+    compared.
+    """
+    return bool(one.equals(other)) or _made_with(one) == _made_with(other) is not None
+
+
+def _made_with(filesystem: Any) -> tuple[Any, ...] | None:
+    wrapped: Any = getattr(getattr(filesystem, "handler", None), "fs", None)
+    if not hasattr(wrapped, "storage_options"):
+        return None
+    return type(wrapped), wrapped.storage_args, wrapped.storage_options
+
+
+def server_of(filesystem: Any) -> str:
+    """Say which server, account or subtree a filesystem shows; "" if its kind has just one.
+
+    It is the same in every process, and with other credentials, which change from day to day.
+    """
+    shown = getattr(getattr(filesystem, "handler", None), "fs", filesystem)
+    for inner, path in (("base_fs", "base_path"), ("fs", "path")):
+        if hasattr(shown, inner):
+            return f"{server_of(getattr(shown, inner))} {getattr(shown, path, '')}".strip()
+    return " ".join(sorted(_addresses(_settings_of(shown))))
+
+
+def _settings_of(filesystem: Any) -> dict[str, Any]:
+    if hasattr(filesystem, "storage_options"):
+        return dict(filesystem.storage_options)
+    try:
+        (settings,) = filesystem.__reduce__()[1]
+        return dict(settings)
+    except (TypeError, ValueError):  # it cannot be in another process, or has no settings
+        return {}
+
+
+def _addresses(settings: dict[str, Any]) -> Iterator[str]:
+    for name, value in settings.items():
+        if name == "client_kwargs":  # s3fs takes the endpoint there too
+            yield from _addresses(value or {})
+        elif name in _ADDRESSES and value:
+            yield f"{name}={value}"
+
+
+def as_pyarrow(filesystem: Any) -> Any:
+    """Give a filesystem as a `pyarrow.fs.FileSystem`; one of fsspec is wrapped."""
+    arrow = _pyarrow_fs()
+    if isinstance(filesystem, arrow.FileSystem):
+        return filesystem
+    try:
+        return arrow.PyFileSystem(arrow.FSSpecHandler(_require_fsspec(filesystem)))
+    except ImportError:
+        raise _not_a_filesystem(filesystem) from None
+
+
+def _require_fsspec(filesystem: Any) -> Any:
+    import fsspec
+
+    if not isinstance(filesystem, fsspec.AbstractFileSystem):
+        raise _not_a_filesystem(filesystem)
+    return filesystem
+
+
+def _not_a_filesystem(filesystem: Any) -> TypeError:
+    return TypeError(
+        "the filesystem must be a pyarrow.fs.FileSystem or an fsspec.AbstractFileSystem, "
+        f"found {filesystem!r} ({type(filesystem).__name__})"
+    )
+
+
+def _from_uri(uri: str) -> Path | Folder:
+    arrow = _pyarrow_fs()
+    try:
+        filesystem, path = arrow.FileSystem.from_uri(uri)
+    except (ValueError, NotImplementedError) as unknown:  # pyarrow's ArrowInvalid is a ValueError
+        filesystem, path = _from_fsspec(uri, unknown)
+    return _folder(path, filesystem, uri)
+
+
+def _from_fsspec(uri: str, unknown: Exception) -> tuple[Any, str]:
+    scheme = urlsplit(uri).scheme
+    try:
+        import fsspec
+
+        filesystem, path = fsspec.url_to_fs(uri)
+    except ImportError as error:
+        raise ImportError(f"{uri!r} needs a package for {scheme}://: {error}") from error
+    except ValueError:
+        raise ValueError(
+            f"{uri!r} names no storage: neither pyarrow nor fsspec knows {scheme}:// ({unknown}); "
+            "give a local path, a URI they know, or a filesystem"
+        ) from None
+    return as_pyarrow(filesystem), path
+
+
+def _pyarrow_fs() -> Any:
+    try:
+        import pyarrow.fs
+    except ImportError as error:
+        raise ImportError(
+            'storage that is not a local path needs pyarrow: pip install "drawbar[data]"'
+        ) from error
+    return pyarrow.fs

@@ -1,0 +1,65 @@
+"""What a start goes on from: the newest checkpoint that is whole, with damaged newer ones aside."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from drawbar.train._errors import CheckpointError
+from drawbar.train._storage.manifest import Manifest, check_files
+from drawbar.train._storage.run_directory import RunDirectory
+
+HASHED_BYTES = 1_000_000_000
+"""Up to this size checksums are compared too: that takes less than loading does."""
+
+
+def pass_over_damaged(
+    directory: RunDirectory, committed: Sequence[Manifest]
+) -> tuple[list[Manifest], dict[str, str]]:
+    """Leave out the newest checkpoints as long as they are damaged.
+
+    Returns:
+        Those up to the newest that is whole, and what is wrong with each newer one, by its name.
+    """
+    kept, damage = list(committed), dict[str, str]()
+    while kept and (found := _damage_of(directory, kept[-1])):
+        damage[kept.pop().name] = found
+    return kept, damage
+
+
+def set_aside(directory: RunDirectory, name: str) -> None:
+    """Move a damaged checkpoint into the run's folder `broken`, where it takes nobody's name.
+
+    On an object store, which cannot rename, it stays until another one of its name is committed.
+    """
+    place = directory.place(name)
+    if isinstance(place, Path):
+        target = place.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
+        target.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # nothing is left of it
+            os.rename(place, target)
+
+
+def _damage_of(directory: RunDirectory, manifest: Manifest) -> str:
+    """Say what is wrong with a checkpoint; "" if nothing is.
+
+    Each file must have its size. Checksums, if they were written, are compared where that reads no
+    more than `HASHED_BYTES`, and nothing over a network that the workers will not read again.
+    """
+    place = directory.place(manifest.name)
+    try:
+        if isinstance(place, Path) and manifest.nbytes <= HASHED_BYTES:
+            directory.checkpoint(manifest.name).verify()
+        else:
+            check_files(place, manifest)
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        if error.errno != errno.EIO:  # a disk that has lost what was written
+            raise
+        return str(error)
+    return ""

@@ -1,0 +1,126 @@
+"""A worker on a node that does not share the run's directory: its files travel to the driver's.
+
+They go in chunks through the worker's stream, each one acknowledged, so that no more than one is
+ever in memory. That suits checkpoints of up to a gigabyte; for larger ones a shared folder or an
+object store is the right storage, and the worker says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.files import CHECKSUMS, MANIFEST, FileEntry, list_files, remove_tree
+from drawbar.train._storage.manifest import read_file
+from drawbar.train._storage.retries import in_bytes
+from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.staging import Part, one_at_a_time
+
+
+class FileAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a file, or a list of files."""
+
+    number: int
+    data: bytes = b""
+    files: tuple[FileEntry, ...] = ()
+
+
+CHUNK = 8 * 1024 * 1024
+LIMIT = 1_000_000_000
+"""Bytes of one rank's share of a checkpoint that may travel."""
+
+Send = Callable[[str, str, int, bytes], None]
+"""Sends a piece of a file: name of the checkpoint, path in it, offset, bytes."""
+
+Ask = Callable[[str, str, int], FileAnswer]
+"""Asks for a piece of a file in the same way; with an empty path for the list of files."""
+
+
+@dataclass(frozen=True)
+class UnsharedRunDirectory(RunDirectory):
+    """A run directory of the same path as the driver's, on a node that does not share it."""
+
+    send: Send = field(kw_only=True)
+    ask: Ask = field(kw_only=True)
+
+    def is_staged(self, path: Path) -> bool:
+        """Nothing that is here lies where a commit can take it."""
+        return False
+
+    def persist(
+        self, source: Path, files: Sequence[FileEntry], *, label: str, name: str, move: bool
+    ) -> Part:
+        """Send these files to the driver's node.
+
+        Raises:
+            OSError: They are too large for that.
+        """
+        total = sum(file.size for file in files)
+        if total > LIMIT:
+            raise OSError(
+                f"{label} on node {os.uname().nodename} has {in_bytes(total)} for checkpoint "
+                f"{name}, and this node does not share {self.path} with the driver's node; no more "
+                f"than {in_bytes(LIMIT)} travel. Set RunConfig.storage_path to a folder that all "
+                "nodes share, or to an object store"
+            )
+        for file in files:
+            self._send_file(source, name, file)
+        return Part(None, tuple(files))
+
+    def _send_file(self, source: Path, name: str, file: FileEntry) -> None:
+        offset = 0
+        with open(source / file.path, "rb") as reader:
+            while (data := reader.read(CHUNK)) or not offset:
+                self.send(name, file.path, offset, data)
+                offset += len(data)
+                if not data:
+                    break
+
+    def bring(self, checkpoint: Checkpoint) -> None:
+        """Copy a checkpoint of the run from the driver's node to the same path here.
+
+        One of this node's ranks does it while the others wait. A directory that is there counts
+        only if it has the same manifest: it may be that of an earlier run.
+        """
+        name = self.name_of(checkpoint)
+        if name is None:
+            return
+        with one_at_a_time(self.path / ".bring.lock"):
+            listed = {file.path: file for file in self.ask(name, "", 0).files}
+            manifest = b"".join(self._pieces(name, listed[MANIFEST]))
+            if read_file(self.path / name, MANIFEST) != manifest:
+                remove_tree(self.path / name)
+                os.rename(self._download(name, listed.values()), self.path / name)
+
+    def _download(self, name: str, files: Iterable[FileEntry]) -> Path:
+        stage = self.new_stage("brought")
+        for file in files:
+            target = stage / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(target, "wb") as writer:
+                writer.writelines(self._pieces(name, file))
+        return stage
+
+    def _pieces(self, name: str, file: FileEntry) -> Iterator[bytes]:
+        offset = 0
+        while offset < file.size:
+            data = self.ask(name, file.path, offset).data
+            offset += len(data)
+            yield data
+
+
+def read_piece(directory: RunDirectory, name: str, path: str, offset: int) -> FileAnswer:
+    """Answer the question of such a worker, on the driver's node."""
+    folder = directory.path / name
+    if not path:
+        names = (MANIFEST, CHECKSUMS)
+        own = [FileEntry(n, (folder / n).stat().st_size) for n in names if (folder / n).exists()]
+        return FileAnswer(number=0, files=(*list_files(folder), *own))
+    with open(folder / path, "rb") as reader:
+        reader.seek(offset)
+        return FileAnswer(number=0, data=reader.read(CHUNK))

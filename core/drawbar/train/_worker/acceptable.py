@@ -1,0 +1,158 @@
+"""What `report()` takes as a checkpoint: where it may lie, and what names it may have in it.
+
+All of this is looked at on the rank that reports, before its files are touched or anything is said.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drawbar.train._storage.files import MANIFEST, FileEntry, is_own
+from drawbar.train._storage.manifest import read_manifest
+from drawbar.train._storage.remote_folder import Folder
+from drawbar.train._storage.run_directory import OWN_NAMES, RunDirectory
+
+_LONGEST_NAME = 255  # bytes, on the usual filesystems
+_LONGEST_PATH = 4095
+_OF_A_STAGE = 200  # bytes that the names of the folders above take, in staging
+
+
+def check_name(name: str) -> None:
+    """Check the name that a checkpoint is to have in the run.
+
+    Raises:
+        ValueError: It is not that of a folder, or the run has something of that name.
+    """
+    plain = name == Path(name).name and name[:1] not in (".", "") and name not in OWN_NAMES
+    if not plain or "\0" in name or not _is_text(name) or len(name.encode()) > _LONGEST_NAME:
+        raise ValueError(
+            f"checkpoint_dir_name={name!r} must be a plain folder name without a leading '.', "
+            f"of no more than {_LONGEST_NAME} bytes of UTF-8, and none of {', '.join(OWN_NAMES)}"
+        )
+
+
+@dataclass(frozen=True)
+class Grounds:
+    """Where a run lies on this node, looked up once, since each checkpoint is held against it.
+
+    Attributes:
+        around: The run's directory, its staging area, and all that they lie in.
+        inside: The run's own folders, which may come later.
+    """
+
+    around: dict[tuple[int, int], str]
+    inside: tuple[str, ...]
+
+    @staticmethod
+    def of(run: RunDirectory) -> Grounds:
+        """Look up where a run lies."""
+        roots = [RunDirectory(Path(os.path.realpath(place))) for place in run.local_places()]
+        around = [str(own) for run in roots for own in (run.path, *run.path.parents, run.staging)]
+        kept = ("logs", "stacks", ".workers", ".uncommitted")
+        return Grounds(
+            {found: own for own in around if (found := _identity(own)) is not None},
+            tuple(f"{run.path}/{name}" for run in roots for name in kept),
+        )
+
+
+def check_place(directory: Path, grounds: Grounds) -> None:
+    """Check that a directory is not the run's own one, nor one around it.
+
+    Raises:
+        ValueError: It is the storage path, the run's directory, one that they lie in, or one of the
+            run's own folders.
+    """
+    status = os.stat(directory)
+    found = status.st_dev, status.st_ino
+    if found in grounds.around:
+        raise _refused(directory, grounds.around[found])
+    real = f"{os.path.realpath(directory)}/"
+    for own in grounds.inside:
+        if real.startswith(f"{own}/") or _identity(own) == found:
+            raise _refused(directory, own)
+
+
+def check_folder(folder: Folder) -> None:
+    """Check that a folder that is not mounted, directly in the run, is not one of the run's own.
+
+    Raises:
+        ValueError: It is.
+    """
+    if folder.name in OWN_NAMES:
+        raise _refused(folder, folder)
+
+
+def _identity(place: str | Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(place)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _refused(directory: Path | Folder, own: str | Folder) -> ValueError:
+    return ValueError(
+        f"report() was given {directory} as a checkpoint, but {own} holds what Drawbar "
+        "keeps of the run, so it is neither copied nor moved; save into a folder of the "
+        "checkpoint's own, such as checkpoint_dir() gives"
+    )
+
+
+def check_files(directory: Path, files: Sequence[FileEntry], run: RunDirectory) -> None:
+    """Check the names of a checkpoint's files.
+
+    Raises:
+        ValueError: One is reserved, or cannot be written down, or not below the run; the message
+            has the path.
+    """
+    room = _LONGEST_PATH - _OF_A_STAGE - len(os.fsencode(run.path))
+    for file in files:
+        if not file.path.isascii() and not _is_text(file.path):
+            found = os.fsencode(directory / file.path)
+            raise ValueError(f"no checkpoint can hold {found!r}: its name is not UTF-8; rename it")
+        if len(file.path) * 4 > room and len(file.path.encode()) > room:
+            raise ValueError(
+                f"no checkpoint of the run in {run.path} can hold {directory / file.path}: "
+                f"its path there would be longer than {_LONGEST_PATH} bytes"
+            )
+    own = sorted(name for name in os.listdir(directory) if is_own(name))
+    if own and read_manifest(directory) is None:  # with it, this is a copy of a checkpoint
+        raise ValueError(
+            f"the name of {directory / own[0]} is reserved: Drawbar keeps a file of its own by "
+            "that name in each checkpoint; rename it"
+        )
+
+
+def may_be_given_away(directory: Path, files: Sequence[FileEntry], run: RunDirectory) -> bool:
+    """Whether a directory that was handed over may be moved and deleted.
+
+    What is committed, belongs to another run, or is where the process or its user is at home, is
+    copied and stays.
+    """
+    place = os.path.realpath(directory)
+    for home in (os.getcwd(), os.path.expanduser("~")):
+        if os.path.join(os.path.realpath(home), "").startswith(os.path.join(place, "")):
+            return False
+    while place != os.path.dirname(place):
+        if os.path.exists(f"{place}/{MANIFEST}"):
+            return False
+        if _holds_run(place):
+            return os.path.samefile(place, run.path)
+        place = os.path.dirname(place)
+    held = (file.path for file in files if file.path.endswith(f"/{run.journal.name}"))
+    return not any(_holds_run(str((directory / path).parent)) for path in held)
+
+
+def _holds_run(place: str) -> bool:
+    return os.path.exists(f"{place}/journal.jsonl") and RunDirectory(Path(place)).staging.is_dir()
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

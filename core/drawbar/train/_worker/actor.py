@@ -1,0 +1,301 @@
+"""One worker: runs the training function in a thread of its own and streams what it says.
+
+`Worker.run` is a streaming generator: reports, prints, collective calls, the return value and the
+error as data are one ordered stream that the controller awaits. The control group takes the
+controller's few orders meanwhile. The same `perform` runs the function in this process for
+`num_workers=0`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from drawbar.train._carry import Carried, carry
+from drawbar.train._messages import (
+    Assignment,
+    Failed,
+    Finished,
+    FunctionStarted,
+    Interrupted,
+    Message,
+    Order,
+    Printed,
+    Reported,
+    WorkerInfo,
+)
+from drawbar.train._settings.backend import BackendConfig
+from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._worker import sentinel
+from drawbar.train._worker.context import in_session
+from drawbar.train._worker.environment import (
+    available_cores,
+    by_runtime_env,
+    thread_count,
+    thread_variables,
+    torchrun_variables,
+)
+from drawbar.train._worker.failure import describe_exception
+from drawbar.train._worker.interrupt import AttemptInterrupted
+from drawbar.train._worker.output import capture_output
+from drawbar.train._worker.session import Session
+from drawbar.train._worker.stack import Stack, take_stack
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+GATHER_SECONDS = 0.25
+"""How long after the last item a report that may wait is kept for the next one, at the most."""
+
+
+class Outbox:
+    """Keeps a worker's messages, in order, until they are taken."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._urgent = threading.Event()
+        self._last = -GATHER_SECONDS
+
+    def put(self, message: Message) -> None:
+        """Keep a message; called from any thread."""
+        self._messages.put(message)
+        may_wait = isinstance(message, Reported) and message.may_wait
+        if not may_wait and not self._urgent.is_set():
+            self._urgent.set()
+
+    def take(self) -> list[Message]:
+        """Give all messages, once there is one; if none is urgent, not too soon after the last."""
+        batch = [self._messages.get()]
+        self._urgent.wait(max(self._last + GATHER_SECONDS - time.monotonic(), 0))
+        self._urgent.clear()  # before the queue is emptied, so that none is overlooked
+        with contextlib.suppress(queue.Empty):
+            while True:
+                batch.append(self._messages.get_nowait())
+        self._last = time.monotonic()
+        return batch
+
+
+FLUSH_SECONDS = 2.0
+"""How long checkpoints in flight may hold up the news that the function has raised."""
+
+_TERMINAL = (Finished, Failed, Interrupted)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What every rank runs. Packed once in the driver; unpacked only where it runs."""
+
+    function: Callable[..., Any]
+    takes_config: bool
+    config: dict[str, Any]
+    backend_config: BackendConfig
+
+    def call(self) -> Any:
+        """Run the training function inside its backend's context."""
+        return self.function(self.config) if self.takes_config else self.function()
+
+
+class Worker:
+    """The actor. One per rank; it can run one attempt after another."""
+
+    def __init__(self, run_path: str) -> None:
+        self._cache: dict[Any, Any] = {}
+        self._session: Session | None = None
+        self._thread: threading.Thread | None = None
+        report = RunDirectory(Path(run_path)).exit_report(os.uname().nodename, os.getpid())
+        report.parent.mkdir(parents=True, exist_ok=True)
+        self._sentinel = threading.Thread(target=sentinel.start, args=(report,), daemon=True)
+        self._sentinel.start()
+
+    def set_up(self, process_setup: Callable[[], object] | None) -> WorkerInfo:
+        """Do what a backend wants done in every process, and say where this worker landed."""
+        if process_setup is not None:
+            process_setup()
+        context = ray.get_runtime_context()
+        return WorkerInfo(
+            node_id=context.get_node_id(),
+            node_ip=_node_ip(),
+            hostname=os.uname().nodename,
+            pid=os.getpid(),
+            gpu_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
+        )
+
+    def execute(self, call: Carried) -> Any:
+        """Run a packed (function, args, kwargs) for a backend."""
+        function, args, kwargs = call.unpack()
+        return function(*args, **kwargs)
+
+    def run(
+        self, assignment: Assignment, payload: Sequence[ObjectRef[Carried]]
+    ) -> Iterator[list[Message]]:
+        """Run the training function; yields everything it says, all that has gathered at a time.
+
+        `payload` has the one reference to a packed `Payload`, which Ray does not follow in a list.
+        """
+        self._sentinel.join()  # before user code can start a process that must not outlive this one
+        outbox = Outbox()
+        session = Session(assignment, outbox.put, self._cache)
+        self._session = session
+        self._thread = threading.Thread(
+            target=_perform_in_process, args=(session, payload[0], outbox.put), name="training"
+        )
+        self._thread.start()
+        while True:
+            batch = outbox.take()
+            yield batch
+            if isinstance(batch[-1], _TERMINAL):
+                self._thread.join()
+                session.uploads.join()  # a process is kept only if its stream ends in time
+                return
+
+    def obey(self, attempt: int, order: Order) -> None:
+        """Take an order (control group). One for an attempt that is over here comes too late."""
+        if self._session is not None and self._session.assignment.attempt == attempt:
+            self._session.obey(order)
+
+    def stack(self) -> Stack:
+        """Say where the threads of this process stand (control group)."""
+        return take_stack(self._thread)
+
+    def leave(self) -> None:
+        """Run the exit handlers of this process, which the caller kills next."""
+        atexit.unregister(ray.shutdown)  # it would cut off the answer to this call
+        atexit._run_exitfuncs()
+
+
+def _node_ip() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types here
+
+
+def _perform_in_process(
+    session: Session, payload: ObjectRef[Carried], say: Callable[[Message], None]
+) -> None:
+    """Run an attempt in a worker process and say how it ended, whatever happens."""
+    ending: Message
+    try:
+        ending = _perform_as_the_run(session, payload, say)
+    except AttemptInterrupted:
+        ending = Interrupted()  # a second one, while the first was being dealt with
+    except BaseException as error:
+        failure = describe_exception(error, session.assignment, session.reports_made)
+        ending = Failed(failure=failure)
+    say(ending)
+
+
+def _perform_as_the_run(
+    session: Session, payload: ObjectRef[Carried], say: Callable[[Message], None]
+) -> Finished | Failed | Interrupted:
+    """Run an attempt while the streams, environment and folder of this process are the run's."""
+    assignment = session.assignment
+    rank = assignment.ranks.world_rank
+    log = session.directory.log(rank)
+    elsewhere = not session.directory.is_on_this_node(assignment.run_id)
+    if elsewhere:
+        session.directory.create()
+    if elsewhere and session.directory.filesystem is None:
+        say(Printed(text=_not_shared(assignment), stream="stderr"))
+        session.use_unshared()
+    try:
+        with capture_output(log, say, errors_only=rank != 0, redirect_fds=True):
+            assert assignment.surroundings is not None  # a worker process gets its driver's
+            with assignment.surroundings.entered():
+                return perform(session, payload, say, whole_process=True)
+    finally:
+        if elsewhere:
+            _publish_log(session.directory, rank, say)
+
+
+def _publish_log(directory: RunDirectory, rank: int, say: Callable[[Message], None]) -> None:
+    try:
+        directory.publish_log(rank)
+    except Exception as error:  # whatever the storage raises, it is not how the function ended
+        text = f"the log of rank {rank} stays on node {os.uname().nodename}: {error}"
+        say(Printed(text=text, stream="stderr"))
+
+
+def _not_shared(assignment: Assignment) -> str:
+    return (
+        f"node {os.uname().nodename} of rank {assignment.ranks.world_rank} does not share "
+        f"{assignment.directory.path} with the driver's node: its checkpoints travel there, which "
+        "is slow, and its log stays. Better set RunConfig.storage_path to a folder that all nodes "
+        "share, or to an object store"
+    )
+
+
+def perform(
+    session: Session,
+    payload: ObjectRef[Carried] | Payload,
+    say: Callable[[Message], None],
+    *,
+    whole_process: bool,
+) -> Finished | Failed | Interrupted:
+    """Run the training function and give how it ended, whatever happens.
+
+    `payload` is a reference in a worker process, which will end before its value is looked at.
+    """
+    try:
+        session.user_code.begin()
+        with in_session(session, whole_process=whole_process):
+            if whole_process:
+                os.environ.update(environment_of(session.assignment))
+            work = payload if isinstance(payload, Payload) else ray.get(payload).unpack()
+            with work.backend_config.train_func_context():
+                say(FunctionStarted(time=time.time()))
+                session.callers.let_any_thread_speak()
+                value = work.call()
+                session.callers.let_any_thread_speak()
+                session.uploads.flush()
+        session.user_code.end()
+        return _finished(value, leaves=not isinstance(payload, Payload))
+    except AttemptInterrupted:
+        session.user_code.end()
+        session.end(0.0)
+        return Interrupted()
+    except BaseException as error:
+        try:  # noqa: SIM105  # suppress() itself could be hit
+            session.user_code.end()
+        except AttemptInterrupted:
+            pass  # too late: the function has failed by itself
+        if isinstance(error, KeyboardInterrupt) and _in_main_thread():
+            raise  # Ctrl-C in the user's own process, with num_workers=0
+        failure = describe_exception(error, session.assignment, session.reports_made)
+        session.end(FLUSH_SECONDS)
+        return Failed(failure=failure)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def environment_of(assignment: Assignment) -> dict[str, str]:
+    """Give the variables that this worker's process gets before user code."""
+    ranks = assignment.ranks
+    threads = thread_count(
+        cpus_per_worker=assignment.cpus,
+        local_world_size=ranks.local_world_size,
+        cores=available_cores(),
+    )
+    chosen = {**assignment.environment, **by_runtime_env()}
+    return {
+        **chosen,
+        **thread_variables(threads, os.environ, chosen),
+        **torchrun_variables(ranks),
+    }
+
+
+def _finished(value: Any, *, leaves: bool) -> Finished:
+    try:
+        return Finished(time=time.time(), value=carry(value, leaves=leaves))
+    except Exception as error:
+        reason = f"the return value, a {type(value).__qualname__}, does not pickle: {error}"
+        return Finished(time=time.time(), value_error=reason)

@@ -1,0 +1,339 @@
+"""What a training function calls: `report`, `get_context`, `get_checkpoint` and their companions.
+
+Each function finds the session of the attempt it runs in. A worker process has one, for all its
+threads; the threads of `drawbar.train.testing` have one each. In a forked child only
+`get_context()` works, for those who ask their rank there, such as a DataLoader's `worker_init_fn`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
+from drawbar.train._settings.validation_config import ValidationTaskConfig
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.manifest import ReportedCheckpointStatus
+from drawbar.train._worker.session import Session
+from drawbar.train._worker.uploads import CheckpointUploadFn, CheckpointUploadMode
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator
+
+
+class _OfThread(threading.local):
+    session: Session | None = None
+
+
+_process_sessions: list[Session] = []
+_thread = _OfThread()
+
+
+@contextmanager
+def in_session(session: Session, *, whole_process: bool) -> Iterator[None]:
+    """Make a session that of the calling thread; of threads that have none too, if it is whole.
+
+    Runs with `num_workers=0` in several threads begin and end in any order.
+    """
+    session.callers.begin()
+    previous, _thread.session = _thread.session, session
+    if whole_process:
+        _process_sessions.append(session)
+    try:
+        yield
+    finally:
+        _thread.session = previous
+        if whole_process:
+            _process_sessions.remove(session)
+
+
+def current_session(caller: str) -> Session:
+    """Give the session of this thread or process, to speak for its rank.
+
+    Raises:
+        RuntimeError: The caller is not inside a training function, or is in a process that was
+            forked from there, or in a thread of an earlier attempt.
+    """
+    session = _session_here(caller)
+    session.callers.check(caller)
+    return session
+
+
+def _session_here(caller: str) -> Session:
+    session = _thread.session or next(reversed(_process_sessions), None)
+    if session is None:
+        raise RuntimeError(
+            f"{caller}() works inside a training function that a Drawbar trainer runs, while it "
+            "runs. This is the driver, another process, a thread that goes on after the function, "
+            "or, with drawbar.train.testing, any other thread. Call it from train_loop_per_worker"
+        )
+    return session
+
+
+class TrainContext:
+    """Who this worker is and which run it belongs to. Get it by `get_context()`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._assignment = session.assignment
+
+    def get_experiment_name(self) -> str:
+        """Name of the run: `RunConfig.name`."""
+        return self._assignment.run_name
+
+    def get_run_id(self) -> str:
+        """Identity of the run, 32 hex digits; the same over restarts and resumes."""
+        return self._assignment.run_id
+
+    def get_attempt(self) -> int:
+        """Number of this attempt: 0 at first, one more for every restart and resume."""
+        return self._assignment.attempt
+
+    def get_world_size(self) -> int:
+        """Number of workers."""
+        return self._assignment.ranks.world_size
+
+    def get_world_rank(self) -> int:
+        """This worker's number among all, from 0."""
+        return self._assignment.ranks.world_rank
+
+    def get_local_rank(self) -> int:
+        """This worker's number among those on its node, from 0."""
+        return self._assignment.ranks.local_rank
+
+    def get_local_world_size(self) -> int:
+        """Number of workers on this node."""
+        return self._assignment.ranks.local_world_size
+
+    def get_node_rank(self) -> int:
+        """Number of this node among those with workers, from 0."""
+        return self._assignment.ranks.node_rank
+
+    def get_accelerator_ids(self) -> tuple[str, ...]:
+        """Ids of the GPUs that Ray gave to this worker, as Ray names them.
+
+        With `num_workers=0`: of the first ones that this process sees, as many as were asked for.
+        """
+        return self._assignment.gpu_ids
+
+    def get_storage(self) -> Path:
+        """The run's directory. Files put there are yours; names with a leading "." are not.
+
+        If the run's storage is not a mounted filesystem, it is the work folder on this node.
+        """
+        return self._session.directory.path
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The trainer's `metadata`."""
+        return dict(self._assignment.metadata)
+
+    def diagnose(self) -> str:
+        """Write every rank's stacks to `<run>/stacks`, and say in words which ranks stand where."""
+        return current_session("get_context().diagnose").diagnose()
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """A dict that lives as long as this process: a restart finds again what is put there.
+
+        Use it for what is expensive to load and does not change: a dataset, a tokenizer, a compiled
+        model.
+        """
+        return self._session.cache
+
+    def __repr__(self) -> str:
+        ranks = self._assignment.ranks
+        return (
+            f"TrainContext({self.get_experiment_name()!r}, rank {ranks.world_rank} of "
+            f"{ranks.world_size}, attempt {self.get_attempt()})"
+        )
+
+
+def get_context() -> TrainContext:
+    """Give this worker's context: ranks, names, cache. Works in forked children too.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+    """
+    return TrainContext(_session_here("get_context"))
+
+
+def report(
+    metrics: Mapping[str, Any],
+    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    checkpoint_dir_name: str | None = None,
+    checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    delete_local_checkpoint_after_upload: bool | None = None,
+    checkpoint_upload_fn: CheckpointUploadFn | None = None,
+    validation: bool | ValidationTaskConfig = False,
+) -> None:
+    """Report metrics, and with them perhaps a checkpoint.
+
+    Without a checkpoint this never blocks and needs no other rank. Every rank's metrics are kept.
+
+    With a checkpoint, the k-th report of each rank belongs together. Ranks that give files are
+    merged into one checkpoint; a file that several ranks give is stored once, from the lowest rank;
+    a rank whose k-th report has no checkpoint gives no files and does not wait. So `if rank == 0`
+    may decide who saves, while all ranks report. The checkpoint carries the metrics of the lowest
+    rank that gave files.
+
+    Any thread of the function may report. With several workers it must be one and the same, that
+    calls the collectives too, since between threads it is chance which report is the k-th.
+
+    Args:
+        metrics: Numbers, strings, booleans, None, lists and dicts of them, NumPy scalars, tensors
+            of one element. NaN and infinity are kept as they are.
+        checkpoint: A directory, as a `Checkpoint` or a path. One made by `checkpoint_dir()` is
+            committed by a rename; any other is copied.
+        checkpoint_dir_name: Name of the checkpoint's directory in the run. Default: `checkpoint_`
+            and the report's number in six digits.
+        checkpoint_upload_mode: SYNC returns when the checkpoint is committed; ASYNC as soon as the
+            files may be overwritten; NO_UPLOAD commits a directory that lies directly in the run's
+            directory already, where it is.
+        delete_local_checkpoint_after_upload: Hand the local directory over: it is moved, not
+            copied. Default: False for SYNC, True for ASYNC.
+        checkpoint_upload_fn: Called as `function(checkpoint, name)` instead of Drawbar's own
+            upload, on each rank that has files of its own; puts them into the run's storage under
+            that name and returns the `Checkpoint` there.
+        validation: Have the checkpoint validated by the trainer's `validation_config` once it is
+            committed; a `ValidationTaskConfig` adds to what that says. This does not wait for it.
+            Of several ranks that give files the lowest that asks for it counts.
+
+    Raises:
+        RuntimeError: Called outside a training function, or in a process that was forked there, or
+            by a second thread where only one may.
+        TypeError, ValueError: A metric cannot be kept; the message names its key. Or the checkpoint
+            does not lie where its mode wants it, or there is none to validate, or no
+            `validation_config`.
+        StorageError: The storage, full or read-only, refuses the files; the message has the path
+            and the bytes. If it is let through, the run ends without another attempt.
+        OSError: The storage did not take the files after six tries; as for any other exception, the
+            run may be restarted.
+        FileNotFoundError: `checkpoint` is not a directory here.
+    """
+    current_session("report").report(
+        metrics,
+        checkpoint,
+        name=checkpoint_dir_name,
+        mode=checkpoint_upload_mode,
+        delete_local=delete_local_checkpoint_after_upload,
+        upload_fn=checkpoint_upload_fn,
+        validation=validation,
+    )
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Give the newest committed checkpoint of the run, None if there is none yet.
+
+    At the start of an attempt that is the one to go on from; after a report with a checkpoint, that
+    one.
+    """
+    return current_session("get_checkpoint").newest_checkpoint()
+
+
+def get_preemption_info() -> PreemptionInfo | None:
+    """Tell whether nodes of this run are about to be taken away, and until when they stay.
+
+    A collective: every rank must call it equally often, and all get the same answer. When there is
+    one, save a checkpoint: once it is committed, the run moves to other nodes by itself.
+    """
+    return current_session("get_preemption_info").wishes().preemption
+
+
+def checkpoint_requested() -> bool:
+    """Tell whether the run wants a checkpoint now: nodes are to be taken away, or it is to stop.
+
+    A collective, like `get_preemption_info`. Call it once in a while, at a step where all ranks
+    could save.
+    """
+    return current_session("checkpoint_requested").wishes().checkpoint
+
+
+def checkpoint_dir() -> AbstractContextManager[Path]:
+    """Give a new directory that already lies where the checkpoint will.
+
+    Save into it and report it: on a local filesystem the commit is a rename and no byte is copied.
+    Report inside the `with` block or after it. If the block raises, the directory is removed.
+
+        with train.checkpoint_dir() as path:
+            torch.save(model.state_dict(), path / "model.pt")
+            train.report({"loss": loss}, checkpoint=path)
+    """
+    return current_session("checkpoint_dir").checkpoint_dir()
+
+
+class ReportedCheckpoint(NamedTuple):
+    """A committed checkpoint, its metrics with those of its validation, and how far that is."""
+
+    checkpoint: Checkpoint
+    metrics: dict[str, Any]
+    status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
+
+
+def get_all_reported_checkpoints(
+    consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED,
+    timeout_s: float | None = None,
+) -> list[ReportedCheckpoint]:
+    """List the committed checkpoints that are still kept, oldest first.
+
+    A rank that gave no files to a checkpoint knows of it when another rank has reported them; after
+    a `collective.barrier()` all ranks get the same list.
+
+    Args:
+        consistency_mode: COMMITTED waits for the commits of this rank's reports, VALIDATED for the
+            validations too.
+        timeout_s: How long to wait, in seconds; then the list is given as it is, with validations
+            that are still pending. None waits without limit.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+        TypeError: `consistency_mode` is not a `CheckpointConsistencyMode`.
+    """
+    if not isinstance(consistency_mode, CheckpointConsistencyMode):
+        raise TypeError(
+            "consistency_mode must be a CheckpointConsistencyMode, "
+            f"found {consistency_mode!r}; write CheckpointConsistencyMode.COMMITTED"
+        )
+    session = current_session("get_all_reported_checkpoints")
+    return [
+        ReportedCheckpoint(*each) for each in session.all_checkpoints(consistency_mode, timeout_s)
+    ]
+
+
+def get_dataset_shard(dataset_name: str = "train") -> DataIterator:
+    """Give this worker's shard of one of the trainer's datasets, or the whole if it is not split.
+
+    Raises:
+        KeyError: The trainer was given no dataset of this name; the message lists the names.
+    """
+    shard: DataIterator = current_session("get_dataset_shard").dataset_shard(dataset_name)
+    return shard
+
+
+T = TypeVar("T")
+
+
+def barrier() -> None:
+    """Wait until every rank has called this."""
+    current_session("collective.barrier").collective("barrier")
+
+
+def broadcast_from_rank_zero(data: T) -> T:
+    """Give rank 0's `data` to every rank; what the other ranks pass is ignored.
+
+    Meant for addresses, seeds and settings; anything that pickles is taken.
+    """
+    session = current_session("collective.broadcast_from_rank_zero")
+    (value,) = session.collective("broadcast_from_rank_zero", data)
+    if session.assignment.ranks.world_rank == 0:
+        return data
+    result: T = value
+    return result
+
+
+def all_gather(data: T) -> list[Any]:
+    """Give every rank's `data` to every rank, in rank order. Anything that pickles is taken."""
+    return current_session("collective.all_gather").collective("all_gather", data)

@@ -1,0 +1,106 @@
+"""From an exception to a `WorkerFailure`: an error as data."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from traceback import StackSummary, TracebackException
+
+from drawbar.train._carry import keep
+from drawbar.train._errors import FailureKind, StorageError, WorkerFailure
+from drawbar.train._messages import Assignment
+from drawbar.train._worker.user_code import is_drawbars, users_lines
+
+_MAX_PICKLED = 1_000_000
+
+
+def describe_exception(error: BaseException, assignment: Assignment, reports: int) -> WorkerFailure:
+    """Describe what a training function, or the set-up before it, raised."""
+    now = time.time()  # the earliest counts as the cause: what follows takes its time
+    told, where = _account_of(error)
+    return WorkerFailure(
+        rank=assignment.ranks.world_rank,
+        kind=_kind_of(error),
+        type_name=type(error).__name__,
+        message=_message_of(error),
+        traceback=told,
+        where=where,
+        hostname=os.uname().nodename,
+        pid=os.getpid(),
+        time=now,
+        reports=reports,
+        log_path=str(assignment.directory.log(assignment.ranks.world_rank)),
+        pickled=_pickled(error),
+    )
+
+
+def describe_validation_failure(error: BaseException) -> str:
+    """Describe in words what a validation function raised."""
+    told, where = _account_of(error)
+    failure = WorkerFailure(
+        rank=-1,
+        kind="exception",
+        type_name=type(error).__name__,
+        message=_message_of(error),
+        traceback=told,
+        where=where,
+    )
+    return failure.describe()
+
+
+def _kind_of(error: BaseException) -> FailureKind:
+    return "storage" if isinstance(error, StorageError) else "exception"
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<its __str__ raised {type(broken).__name__}>"
+
+
+def _account_of(error: BaseException) -> tuple[str, str]:
+    """Give the traceback without Drawbar's frames, and the user's innermost line in it."""
+    told = TracebackException.from_exception(error)
+    for cause in _causes_of(told):
+        cause.stack = _without_own(cause.stack)
+    if not _is_own_bug(told.stack):
+        told.stack = _without_own(told.stack) or told.stack
+    return "".join(told.format()), _user_line(told.stack)
+
+
+def _causes_of(told: TracebackException) -> Iterator[TracebackException]:
+    """Give the exceptions that one came of, or consists of."""
+    for each in (told.__cause__, told.__context__, *(told.exceptions or ())):
+        if each is not None:
+            yield each
+            yield from _causes_of(each)
+
+
+def _is_own_bug(stack: StackSummary) -> bool:
+    """Whether Drawbar has failed, and not refused something: its frames say where."""
+    innermost = stack[-1] if stack else None
+    if innermost is None or not is_drawbars(innermost.filename):
+        return False
+    return not (innermost.line or "").startswith("raise")
+
+
+def _without_own(stack: StackSummary) -> StackSummary:
+    return StackSummary.from_list([each for each in stack if not is_drawbars(each.filename)])
+
+
+def _user_line(stack: StackSummary) -> str:
+    """Give the innermost line that is neither a library's nor Python's own."""
+    if not stack:
+        return ""
+    frame = stack[(users_lines([each.filename for each in stack]) or [-1])[-1]]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        data = keep(error)
+    except Exception:
+        return None
+    return data if len(data) <= _MAX_PICKLED else None

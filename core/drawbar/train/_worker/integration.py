@@ -1,0 +1,88 @@
+"""What an integration may do inside the training function besides what its user may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from drawbar.train._worker.context import all_gather, current_session, report
+
+
+def keep_data_position(name: str, position: Callable[[], Any], *, numbered: bool = False) -> Any:
+    """Put how far a source of data has been consumed into every checkpoint of this worker.
+
+    For data loaders and shards, inside the training function. The checkpoint gets the position of
+    the lowest rank that gives files, so it should be told independently of the world size: samples
+    consumed by all ranks together, not by this one.
+
+    Args:
+        name: Name of the source, the same on every rank and in every attempt. A second source of
+            the same name replaces the first.
+        position: Gives the position as a small JSON-able value, or None for a source that is gone;
+            called at each report with a checkpoint.
+        numbered: Add the source's number among those of this name, in the order of the calls.
+
+    Returns:
+        The position in the checkpoint that this attempt goes on from. None if it has none, or has
+        been given out in this attempt already.
+    """
+    session = current_session("keep_data_position")
+    return session.keep_data_position(name, position, numbered=numbered)
+
+
+def retire_process() -> None:
+    """Have this worker's process not run another attempt, which gets a new one instead.
+
+    For frameworks that keep state in the process and have no way to drop it. Inside the training
+    function, or around it in `train_func_context`.
+    """
+    current_session("retire_process").retire()
+
+
+def report_soon(metrics: Mapping[str, Any]) -> None:
+    """Report metrics that come often, such as those of every round, without a checkpoint.
+
+    As `drawbar.train.report(metrics)`, but if this worker has said anything within the last quarter
+    of a second, the report may reach the driver that much later, along with those that follow. It
+    keeps its place among all reports. So a training that fills all cores is held up four times a
+    second, however often it reports.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+        TypeError, ValueError: A metric cannot be kept; the message names its key.
+    """
+    current_session("report_soon").report_metrics(metrics, may_wait=True)
+
+
+def align_reports() -> None:
+    """Have every rank made equally many reports, so that each rank's next one belongs together.
+
+    A collective. A rank that has reported less often than another makes up for it by reports
+    without metrics. For integrations that report a checkpoint from all ranks in a function whose
+    ranks may have reported differently before, such as by a logger that only rank 0 has.
+    """
+    session = current_session("align_reports")
+    made = all_gather(session.reports_made)
+    for _ in range(max(made) - session.reports_made):
+        report({})
+
+
+def collectives_called() -> int:
+    """Give how often this rank has met the others in this attempt, by Drawbar's own collectives.
+
+    For integrations that look at what a function has done together with other ranks.
+    """
+    return current_session("collectives_called").collectives_called
+
+
+def discard_checkpoint(name: str) -> None:
+    """Delete a committed checkpoint of this run before retention would.
+
+    For frameworks that decide themselves which checkpoints to keep. Returns at once. The newest
+    checkpoint stays, since a restart begins there, and one that is being validated; a name that is
+    not there is no error.
+
+    Args:
+        name: The checkpoint's directory in the run. One rank's call is enough.
+    """
+    current_session("discard_checkpoint").discard_checkpoint(name)

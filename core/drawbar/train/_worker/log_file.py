@@ -1,0 +1,116 @@
+"""The log of a rank whose output is shown, and what others than Python have written to it.
+
+The descriptors 1 and 2 of the process point at the file, so that all arrives there whatever dies.
+Python's text goes there by a descriptor of its own, whose position tells where it has landed. What
+lies between was written by C code or a child process. It is handed on before the next text of
+Python's, or a quarter of a second later.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from drawbar.train._worker import forks
+
+LOOK_SECONDS = 0.25
+MOST_BYTES = 16 * 1024
+"""How much of what others have written is handed on between two looks; the log has the rest."""
+
+
+class LogFile:
+    """Appends Python's text to a log, and hands on what others have written there.
+
+    A context manager: a thread looks after it until the end, and hands on what is there by then.
+
+    Args:
+        path: The log, which others append to.
+        feed: Takes the others' text, in pieces.
+    """
+
+    def __init__(self, path: Path, feed: Callable[[str], None]) -> None:
+        self._path = path
+        self._feed = feed
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        self._forks = forks.count
+        self._seen = os.fstat(self._fd).st_size  # what lies before is known
+        self._lock = threading.RLock()  # a signal handler may print while this prints
+        self._decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode
+        self._left = MOST_BYTES
+        self._skipped = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look_often, name="drawbar-log", daemon=True)
+
+    def __enter__(self) -> LogFile:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if forks.count != self._forks:
+            return
+        self._ended.set()
+        self._thread.join()
+        self._look()
+        with self._lock:
+            os.close(self._fd)
+            self._fd = -1
+
+    def write(self, text: str) -> bool:
+        """Append Python's text; first hand on what others have written before it.
+
+        Gives False in a forked child, which is one of the others, and after the end.
+        """
+        if forks.count != self._forks:
+            return False
+        data = text.encode("utf-8", "backslashreplace")
+        with self._lock:
+            if self._fd < 0:
+                return False
+            written = os.write(self._fd, data)
+            end = os.lseek(self._fd, 0, os.SEEK_CUR)
+            if end - written != self._seen:
+                self._hand_on(end - written)
+            self._seen = end
+        return True
+
+    def _look_often(self) -> None:
+        while not self._ended.wait(LOOK_SECONDS):
+            flush_c_stdout()
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            size = os.fstat(self._fd).st_size
+            if size != self._seen:
+                self._hand_on(size)
+                self._seen = size
+            if self._skipped:
+                self._feed(f"\n({self._skipped} bytes more are in {self._path})\n")
+            self._left, self._skipped = MOST_BYTES, 0
+
+    def _hand_on(self, end: int) -> None:
+        """Hand on what lies between what was seen and `end`; less than nothing if it was cut."""
+        length = max(end - self._seen, 0)
+        shown = min(length, self._left)
+        self._left -= shown
+        self._skipped += length - shown
+        if shown:
+            self._feed(self._decode(os.pread(self._fd, shown, self._seen)))
+
+
+def flush_c_stdout() -> None:
+    """Have what C code has printed written: to a file, the C library writes whole blocks only."""
+    libc = ctypes.CDLL(None)
+    with suppress(ValueError):  # a C library that calls it otherwise
+        libc.fflush(ctypes.c_void_p.in_dll(libc, "stdout"))

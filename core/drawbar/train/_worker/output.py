@@ -1,0 +1,298 @@
+"""Where the output of a worker goes: all of it to a file, and what is worth showing to the driver.
+
+The file has the truth: what this process and its children write, C++ libraries included, byte for
+byte. The driver gets lines, those of the children and libraries on its stderr (see `log_file`). A
+progress bar that is redrawn in place (tqdm) would be thousands of them, so its states are said a
+few times per second, marked as transient. Of the ranks that nobody watches, only errors are said:
+log records of level ERROR and above, which are said of every rank.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, TextIO, cast
+
+from drawbar.train._messages import Printed
+from drawbar.train._worker import forks
+from drawbar.train._worker.log_file import LogFile, flush_c_stdout
+
+Say = Callable[[Printed], None]
+StreamName = Literal["stdout", "stderr"]
+
+_FILENO: dict[StreamName, int] = {"stdout": 1, "stderr": 2}
+_REDRAW_S = 0.25
+_CURSOR_UP = "\x1b[A"
+
+
+@contextmanager
+def capture_output(
+    log_path: Path, say: Say | None, *, errors_only: bool, redirect_fds: bool
+) -> Iterator[None]:
+    """Write everything this process prints to a file, and say what the driver should show.
+
+    Args:
+        log_path: The file, appended to; its folder is made.
+        say: Takes each line for the driver's console; called in the printing thread, or, with what
+            C code and children wrote, in one of its own; never in a forked child. None says
+            nothing.
+        errors_only: Say no printed line. Log records of level ERROR and above are said in any case,
+            marked as such, since the console may show them instead of what is printed.
+        redirect_fds: Point file descriptors 1 and 2 at the file, so that children and C++ libraries
+            write there too. If False, `sys.stdout` and `sys.stderr` write to the file besides where
+            they wrote before, and `pdb` and `input()` work as ever.
+
+    Streams, descriptors and the log record factory are restored at the end, also after an
+    exception; an unfinished last line is said then.
+
+    Raises:
+        OSError: The file cannot be made.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as undo:
+        log = undo.enter_context(open(log_path, "ab", buffering=0))
+        watched = None
+        if redirect_fds and say and not errors_only:
+            watched = undo.enter_context(_watched(log_path, say))
+        for name in _FILENO:
+            lines = _Lines(name, say) if say and not errors_only else None
+            if redirect_fds:
+                _redirect(_FILENO[name], log.fileno(), getattr(sys, name), undo)
+                stream: _FileStream | _Tee = _FileStream(name, lines, watched)
+            else:
+                stream = _Tee(name, getattr(sys, name), log, lines)
+            undo.callback(setattr, sys, name, getattr(sys, name))
+            undo.callback(stream.retire)
+            setattr(sys, name, stream)
+        if say:
+            undo.enter_context(_error_records(say))
+        yield
+
+
+@contextmanager
+def _watched(path: Path, say: Say) -> Iterator[LogFile]:
+    """Have what others than Python write to the log said, line by line."""
+    lines = _Lines("stderr", say)
+    with LogFile(path, lines.feed) as log:
+        yield log
+    lines.finish()
+
+
+def _redirect(fd: int, log: int, stream: TextIO, undo: ExitStack) -> None:
+    """Point `fd` at the log, with what `stream` still buffers on the right side of the change."""
+    stream.flush()
+    flush_c_stdout()
+    before = os.dup(fd)
+    undo.callback(os.close, before)
+    undo.callback(os.dup2, before, fd)
+    undo.callback(stream.flush)
+    undo.callback(flush_c_stdout)
+    os.dup2(log, fd)
+
+
+class _FileStream(io.TextIOWrapper):
+    """A text stream on descriptor 1 or 2, unbuffered, that also hands its text to `_Lines`.
+
+    A library's logging handler may hold it longer than the capture lasts; then it passes the text
+    on to whatever `sys.stdout` or `sys.stderr` is by that time, such as the next capture's stream.
+    """
+
+    def __init__(self, name: StreamName, lines: _Lines | None, log: LogFile | None) -> None:
+        raw = io.FileIO(_FILENO[name], "wb", closefd=False)
+        super().__init__(
+            cast(io.BufferedWriter, raw),
+            encoding="utf-8",
+            errors="backslashreplace",
+            write_through=True,
+        )
+        self._stream_name = name
+        self._lines = lines
+        self._log = log
+        self._retired = False
+
+    def write(self, text: str, /) -> int:
+        """Write to the file at once; in the process that made this stream, say it too."""
+        if self._retired and (current := getattr(sys, self._stream_name)) is not self:
+            return cast(int, current.write(text))
+        log = self._log
+        if log is None or not log.write(text):
+            return super().write(text)
+        if self._lines:
+            self._lines.feed(text)
+        return len(text)
+
+    def close(self) -> None:
+        """Do nothing: like the standard streams, it lasts as long as the process."""
+
+    def retire(self) -> None:
+        self._retired, self._log = True, None
+        if self._lines:
+            self._lines.finish()
+
+
+class _Tee:
+    """The user's own stream, which also writes to the log. In all else it is the user's stream."""
+
+    def __init__(
+        self, name: StreamName, original: TextIO, log: io.FileIO, lines: _Lines | None
+    ) -> None:
+        self._stream_name = name
+        self._original = original
+        self._log: io.FileIO | None = log
+        self._lines = lines
+
+    def write(self, text: str) -> int:
+        current = getattr(sys, self._stream_name)
+        if self._log is None and current is not self:
+            return cast(int, current.write(text))
+        written = self._original.write(text)
+        if self._log is not None:
+            with suppress(ValueError):  # closed: the capture ended in this moment
+                self._log.write(text.encode("utf-8", "backslashreplace"))
+        if self._lines:
+            self._lines.feed(text)
+        return written
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def retire(self) -> None:
+        self._log = None
+        if self._lines:
+            self._lines.finish()
+
+
+class _Lines:
+    """Cuts printed text into lines for the driver, as a terminal would show them.
+
+    A carriage return redraws the line, so the last state counts. While a line is being redrawn, its
+    states are said as transient, at most every 0.25 s. Nested progress bars move down with a
+    newline and up again with an escape sequence: once that was seen, a newline does not finish a
+    redrawn line. Its last state is held, and said before the next plain line or at the end.
+    """
+
+    def __init__(self, stream: StreamName, say: Say) -> None:
+        self._stream = stream
+        self._say = say
+        self._forks = forks.count
+        self._lock = threading.RLock()  # a signal handler may print while this prints
+        self._parts: list[str] = []  # of the unfinished line
+        self._redrawn = False  # the unfinished line
+        self._nested = False  # bars
+        self._held = ""
+        self._shown_at = 0.0
+
+    def feed(self, text: str) -> None:
+        """Take printed text. In a forked child do nothing, not even take the lock."""
+        if forks.count != self._forks:
+            return
+        with self._lock:
+            if text.isprintable() and not self._redrawn:
+                self._parts.append(text)  # a piece of a line, as `print()` writes many
+            else:
+                self._feed(text)
+
+    def _feed(self, text: str) -> None:
+        if _CURSOR_UP in text:
+            self._nested = True
+            text = text.replace(_CURSOR_UP, "\r")
+        *ends, rest = text.split("\n")
+        for end in ends:
+            self._append(end)
+            self._end_line()
+        self._append(rest)
+        if self._redrawn:
+            self._say_transient(_last_state(self._parts[0]))
+
+    def _append(self, text: str) -> None:
+        """Add to the unfinished line; of a redrawn one keep its last state only."""
+        if text:
+            self._parts.append(text)
+        if "\r" in text or (text and self._redrawn):
+            line = "".join(self._parts)
+            self._redrawn = True
+            tail = "\r" if line.endswith("\r") else ""
+            self._parts = [_last_state(line) + tail]
+
+    def _end_line(self) -> None:
+        line = _last_state("".join(self._parts))
+        redrawn = self._redrawn
+        self._parts, self._redrawn = [], False
+        if redrawn and self._nested:
+            self._held = line
+            self._say_transient(line)
+            return
+        self._say_held()
+        self._say(Printed(text=line, stream=self._stream))
+
+    def _say_held(self) -> None:
+        if self._held:
+            self._say(Printed(text=self._held, stream=self._stream))
+            self._held = ""
+
+    def _say_transient(self, state: str) -> None:
+        now = time.monotonic()
+        if state and now - self._shown_at >= _REDRAW_S:
+            self._shown_at = now
+            self._say(Printed(text=state, stream=self._stream, transient=True))
+
+    def finish(self) -> None:
+        """Say the line that was never ended."""
+        if forks.count != self._forks:
+            return
+        with self._lock:
+            self._say_held()
+            self._redrawn = False
+            if _last_state("".join(self._parts)):
+                self._end_line()
+
+
+def _last_state(line: str) -> str:
+    return next((state for state in reversed(line.split("\r")) if state), "")
+
+
+@contextmanager
+def _error_records(say: Say) -> Iterator[None]:
+    """Say each log record of level ERROR and above, whichever logger it comes from.
+
+    The records are taken where they are made (`logging.setLogRecordFactory`). A handler on the root
+    logger would miss the loggers that do not propagate (Transformers, Lightning), and would turn
+    the user's `logging.basicConfig()` into a call without effect.
+    """
+    make = logging.getLogRecordFactory()
+    format_error = logging.Formatter("%(levelname)s %(name)s: %(message)s").format
+    pid = os.getpid()
+
+    def make_and_say(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        level = record.levelno or 0  # logging.makeLogRecord() begins without one
+        if level >= logging.ERROR and os.getpid() == pid and not ended:
+            for line in _formatted(record).split("\n"):
+                say(Printed(text=line, stream="stderr", record=True))
+        return record
+
+    def _formatted(record: logging.LogRecord) -> str:
+        try:
+            return format_error(record)
+        except Exception:  # the arguments do not fit the message: logging says so on stderr
+            return f"{record.levelname} {record.name}: {record.msg}"
+
+    ended = False
+    logging.setLogRecordFactory(make_and_say)
+    try:
+        yield
+    finally:
+        ended = True  # for a factory of the user's that wraps this one
+        if logging.getLogRecordFactory() is make_and_say:
+            logging.setLogRecordFactory(make)

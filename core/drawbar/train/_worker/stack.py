@@ -1,0 +1,60 @@
+"""Where this worker stands: the stacks of its process, as data."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from drawbar.train._worker.user_code import users_lines
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class Stack(msgspec.Struct, frozen=True, kw_only=True):
+    """The training thread's frames, outermost first, and the text of all threads' stacks."""
+
+    frames: tuple[Frame, ...]
+    text: str
+
+    @property
+    def place(self) -> str:
+        """The user's innermost line, and what it called if it stands in there."""
+        if not self.frames:
+            return "not in the training function"
+        users = users_lines([frame.file for frame in self.frames])
+        innermost = self.frames[-1]
+        users_innermost = self.frames[users[-1]] if users else innermost
+        if users_innermost == innermost:
+            return str(innermost)
+        return f"{users_innermost}, inside {innermost.function} ({_short(innermost.file)})"
+
+
+def take_stack(thread: threading.Thread | None) -> Stack:
+    """Take the stacks of this process; `thread` is the one that runs the training function."""
+    frames = sys._current_frames()
+    names = {each.ident: each.name for each in threading.enumerate()}
+    texts = []
+    training: tuple[Frame, ...] = ()
+    for ident, frame in frames.items():
+        summary = traceback.extract_stack(frame)
+        if thread is not None and ident == thread.ident:
+            training = tuple(Frame(f.filename, f.lineno or 0, f.name) for f in summary)
+        texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(summary.format()))
+    return Stack(frames=training, text="\n".join(texts))
+
+
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-3:])

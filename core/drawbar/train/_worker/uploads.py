@@ -1,0 +1,305 @@
+"""How a checkpoint gets from a worker into the run's storage, while the function waits or goes on.
+
+`Uploads` is the worker's half of the commit protocol: it offers files, persists them when the
+controller says which, and waits for the commit. What persisting means is the run directory's
+matter.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from drawbar.train._errors import StorageError
+from drawbar.train._messages import (
+    Committed,
+    Message,
+    Offer,
+    Order,
+    Persist,
+    Persisted,
+    WaitsForCheckpoint,
+)
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.files import list_files, remove_tree
+from drawbar.train._storage.manifest import user_files
+from drawbar.train._storage.remote_folder import Folder
+from drawbar.train._storage.retries import is_transient
+from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.staging import Part
+from drawbar.train._worker.acceptable import (
+    Grounds,
+    check_files,
+    check_folder,
+    check_place,
+    may_be_given_away,
+)
+
+MAX_CHECKPOINTS_IN_FLIGHT = 2
+
+CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
+"""Puts a checkpoint into the run's storage under a name, and gives it as it lies there."""
+
+
+class CheckpointUploadMode(Enum):
+    """Whether `report()` waits for the commit.
+
+    SYNC: it returns when the checkpoint is committed. ASYNC: it returns as soon as the files may be
+    overwritten, and the commit follows; at most two are in flight, then `report()` waits for the
+    oldest. The end of the training function waits for all of them. NO_UPLOAD: the directory lies in
+    the run's storage already, directly in the run's directory; it is committed as it is.
+    """
+
+    SYNC = "sync"
+    ASYNC = "async"
+    NO_UPLOAD = "no_upload"
+
+    def default_delete_local_checkpoint_after_upload(self) -> bool:
+        """Whether `report()` takes over the local directory if the caller does not say."""
+        return self is CheckpointUploadMode.ASYNC
+
+
+def check_mode(mode: object) -> None:
+    """Check how `report()` was told to keep a checkpoint.
+
+    Raises:
+        TypeError: `mode` is not a `CheckpointUploadMode`.
+    """
+    if not isinstance(mode, CheckpointUploadMode):
+        raise TypeError(
+            f"checkpoint_upload_mode must be a CheckpointUploadMode, found {mode!r}; "
+            "write CheckpointUploadMode.ASYNC"
+        )
+
+
+@contextmanager
+def _told_as_storage_error() -> Iterator[None]:
+    """Tell a refusal of the storage from what may pass, and from files that are not there."""
+    try:
+        yield
+    except OSError as error:
+        if is_transient(error) or isinstance(error, FileNotFoundError):
+            raise
+        raise StorageError(*error.args) from error
+
+
+class Wait(Protocol):
+    """Waits for one of several orders."""
+
+    def __call__(self, *keys: tuple[type[Order], int]) -> Order:
+        """Give the first of these orders that is there."""
+        ...
+
+
+class Uploads:
+    """The checkpoints that one rank has offered and that are not committed yet.
+
+    Args:
+        directory: Of the run.
+        label: Names the rank in the staging area.
+        say: Tells the controller something.
+        wait: Waits for an order.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, label: str, say: Callable[[Message], None], wait: Wait
+    ) -> None:
+        self._directory = directory
+        self._label = label
+        self._say = say
+        self._wait = wait
+        self._functions: dict[str, CheckpointUploadFn] = {}
+        self._following = threading.Lock()  # threads that report checkpoints in the background
+        self._background: ThreadPoolExecutor | None = None
+        self._in_flight: list[tuple[int, Future[None]]] = []
+
+    @cached_property
+    def _grounds(self) -> Grounds:
+        return Grounds.of(self._directory)
+
+    # -- offering
+
+    def offer(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        name: str,
+        mode: CheckpointUploadMode,
+        upload_fn: CheckpointUploadFn | None,
+        handed_over: bool,
+    ) -> Offer:
+        """Take stock of a checkpoint's files; an asynchronous one is put out of reach.
+
+        Raises:
+            FileNotFoundError: It is not a directory here.
+            ValueError: It does not lie where its mode wants it.
+        """
+        if mode is CheckpointUploadMode.NO_UPLOAD:
+            if handed_over:
+                raise ValueError(
+                    "report() with NO_UPLOAD commits the directory where it lies; "
+                    "delete_local_checkpoint_after_upload=True would delete the checkpoint"
+                )
+            return self._offer_in_place(checkpoint)
+        if upload_fn is not None:
+            self._functions[name] = upload_fn
+            return msgspec.structs.replace(
+                self._offer_local(checkpoint, name, handed_over=handed_over),
+                staged=False,
+                in_place=True,
+            )
+        offer = self._offer_local(checkpoint, name, handed_over=handed_over)
+        if handed_over and self._directory.name_of(checkpoint) is not None:
+            raise ValueError(
+                f"report() was given {checkpoint!r}, which lies in the run already, to be moved or "
+                "deleted; set delete_local_checkpoint_after_upload=False to have it copied"
+            )
+        if mode is CheckpointUploadMode.SYNC or self._is_own(offer):
+            return offer
+        return self._snapshot(offer, name)
+
+    def _offer_in_place(self, checkpoint: Checkpoint) -> Offer:
+        name = self._directory.name_of(checkpoint)
+        if name is None:
+            raise ValueError(
+                "report() with NO_UPLOAD takes a directory directly in the run's directory "
+                f"{self._directory.location}, found {checkpoint!r}"
+            )
+        place = self._directory.place(name)
+        if isinstance(place, Folder):
+            check_folder(place)
+            files = user_files(place)
+        else:
+            files = self._offer_local(checkpoint, name, handed_over=False).files
+            if place.is_symlink():
+                raise ValueError(
+                    f"report() with NO_UPLOAD: {place} is a symbolic link to "
+                    f"{os.path.realpath(place)}; report that directory with another mode, which "
+                    "copies it"
+                )
+        if not files:
+            raise FileNotFoundError(f"report() with NO_UPLOAD: there are no files in {place}")
+        return Offer(directory=checkpoint.path, files=files, staged=True, name=name, in_place=True)
+
+    def _offer_local(self, checkpoint: Checkpoint, name: str, *, handed_over: bool) -> Offer:
+        directory = Path(checkpoint.path)
+        if checkpoint.filesystem is not None or not directory.is_dir():
+            raise FileNotFoundError(
+                f"report() was given the checkpoint {checkpoint!r}, which is not a directory "
+                f"on this worker's node ({os.uname().nodename}). That of checkpoint_dir() is gone "
+                "once it is reported, and so is one that any rank has handed over, by ASYNC or "
+                "delete_local_checkpoint_after_upload=True; one that lies in the run's storage "
+                "already is reported with CheckpointUploadMode.NO_UPLOAD"
+            )
+        in_staging = directory.parent == self._directory.staging
+        if not in_staging:
+            check_place(directory, self._grounds)
+        files = list_files(directory)
+        check_files(directory, files, self._directory)
+        if in_staging:
+            with _told_as_storage_error():
+                self._directory.replace_links(directory)
+        return Offer(
+            directory=str(directory),
+            files=files,
+            staged=self._directory.is_staged(directory),
+            name=name,
+            handed_over=handed_over
+            and not in_staging
+            and may_be_given_away(directory, files, self._directory),
+        )
+
+    def _snapshot(self, offer: Offer, name: str) -> Offer:
+        source = Path(offer.directory)
+        with _told_as_storage_error():
+            stage = self._directory.stage(
+                source, offer.files, label=self._label, name=name, move=offer.handed_over
+            )
+        if offer.handed_over:
+            remove_tree(source)
+        staged = self._directory.is_staged(stage)
+        return msgspec.structs.replace(offer, directory=str(stage), staged=staged)
+
+    # -- following
+
+    def follow(self, index: int, offer: Offer) -> None:
+        """See one checkpoint through: persist this rank's share, wait for the commit."""
+        order = self._wait((Persist, index), (Committed, index))
+        if isinstance(order, Persist):
+            part = self._persist(offer, order)
+            directory = "" if part.directory is None else str(part.directory)
+            self._say(Persisted(index=index, directory=directory, checksums=part.checksums))
+            self._wait((Committed, index))
+        if self._is_own(offer) or offer.handed_over:
+            remove_tree(Path(offer.directory))
+
+    def _is_own(self, offer: Offer) -> bool:
+        return Path(offer.directory).parent == self._directory.staging
+
+    def _persist(self, offer: Offer, order: Persist) -> Part:
+        source = Path(offer.directory)
+        upload_fn = self._functions.pop(order.name, None)
+        if upload_fn is None:
+            with _told_as_storage_error():
+                return self._directory.persist(
+                    source,
+                    order.files,
+                    label=self._label,
+                    name=order.name,
+                    move=offer.handed_over,
+                )
+        uploaded = upload_fn(Checkpoint(source), order.name)
+        if not isinstance(uploaded, Checkpoint):
+            raise TypeError(f"checkpoint_upload_fn must return a Checkpoint, found {uploaded!r}")
+        if uploaded != self._directory.checkpoint(order.name):
+            raise ValueError(
+                f"checkpoint_upload_fn must put the checkpoint at "
+                f"{self._directory.place(order.name)}, found {uploaded!r}"
+            )
+        return Part(None, order.files)
+
+    def follow_in_background(self, index: int, offer: Offer) -> None:
+        """Do the same in another thread; waits for the oldest if too many are in flight."""
+        with self._following:
+            if self._background is None:
+                self._background = ThreadPoolExecutor(1, thread_name_prefix="drawbar-checkpoint")
+            while sum(not each.done() for _, each in self._in_flight) >= MAX_CHECKPOINTS_IN_FLIGHT:
+                self._wait_for_oldest()
+            follow = self._background.submit(self.follow, index, offer)
+            self._in_flight.append((index, follow))
+
+    def _wait_for_oldest(self) -> None:
+        index, oldest = self._in_flight.pop(0)
+        if not oldest.done():
+            self._say(WaitsForCheckpoint(index=index))
+        oldest.result()
+
+    # -- the end
+
+    def flush(self) -> None:
+        """Wait until every asynchronous checkpoint is committed; raise what went wrong with one."""
+        while self._in_flight:
+            self._wait_for_oldest()
+        if self._background is not None:
+            self._background.shutdown()
+
+    def flush_for(self, seconds: float) -> None:
+        """Give what is in flight so long to be committed; what comes of it does not matter."""
+        if self._in_flight and seconds:
+            wait([each for _, each in self._in_flight], timeout=seconds)
+        if self._background is not None:
+            self._background.shutdown(wait=False, cancel_futures=True)
+
+    def join(self) -> None:
+        """Wait until nothing is written any more: the next attempt gives the same names."""
+        if self._background is not None:
+            self._background.shutdown()
