@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 from drawbar.accelerate import launch, load_state, prepare_accelerator
-from drawbar.torch._accelerate import accelerate_anew
+from drawbar.torch._accelerate_state import accelerate_anew
 from drawbar.torch._undo import undone_at_end
 from drawbar.train import RunConfig, ScalingConfig, WorkerGroupError
 

@@ -140,7 +140,7 @@ def test_a_function_that_does_without_scikit_learn_has_pandas_unless_told(
 def test_a_process_that_has_scikit_learn_keeps_it(library: str) -> None:
     script = f"""
 import sys, sklearn
-from drawbar.boosting._backend import import_without
+from drawbar._boosting._backend import import_without
 import_without(["sklearn"], "{library}")
 import {library}.compat
 assert {library}.compat.SKLEARN_INSTALLED and sys.modules["sklearn"] is sklearn

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drawbar.boosting import Columns
+from drawbar._boosting import Columns
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from drawbar.boosting import Block, Columns, Shard, load
+from drawbar._boosting import Block, Columns, Shard, load
 from drawbar.train import (
     FailureConfig,
     Result,
@@ -112,7 +112,7 @@ def test_a_worker_without_rows_gets_one_that_counts_nothing(run_config: RunConfi
 def test_blocks_have_one_size_and_hold_whole_queries(
     run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_disk: bool
 ) -> None:
-    monkeypatch.setattr("drawbar.boosting._read.BLOCK_BYTES", 4 * 10)  # of one feature: ten rows
+    monkeypatch.setattr("drawbar._boosting._read.BLOCK_BYTES", 4 * 10)  # of one feature: ten rows
     group = np.repeat(np.arange(12), 4) + 100
     rows = {"y": np.zeros(48), "a": np.arange(48.0), "g": group}
     tables = [{name: values[i : i + 7] for name, values in rows.items()} for i in range(0, 48, 7)]

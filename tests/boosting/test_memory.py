@@ -13,7 +13,7 @@ import pytest
 SCRIPT = """
 import sys, threading
 import numpy as np, pyarrow as pa
-from drawbar.boosting import Columns, load
+from drawbar._boosting import Columns, load
 from drawbar.train.testing import run_in_threads
 from drawbar.train import RunConfig
 
@@ -26,7 +26,7 @@ if library == "xgboost":
     objective = "binary:logistic"
 else:
     from drawbar.lightgbm import LightGBMConfig as Config
-    from drawbar.lightgbm._loop import LightGBMFit as Fit
+    from drawbar.lightgbm._fit import LightGBMFit as Fit
     objective = "binary"
 
 def private():

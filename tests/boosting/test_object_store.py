@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import ray.data
 
-from drawbar.boosting import Columns, load
+from drawbar._boosting import Columns, load
 from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests

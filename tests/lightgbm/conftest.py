@@ -15,9 +15,9 @@ import pyarrow as pa
 import pytest
 import ray
 
-from drawbar.boosting import load
+from drawbar._boosting import load
 from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer
-from drawbar.lightgbm._loop import LightGBMFit
+from drawbar.lightgbm._fit import LightGBMFit
 from drawbar.train import (
     FailureConfig,
     Result,

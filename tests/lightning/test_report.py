@@ -30,7 +30,7 @@ def steps_saved(result: Result) -> list[int]:
         ({"every_n_train_steps": 0}, "every_n_train_steps must be a whole number from 1"),
         ({"every_n_epochs": 1.5}, "every_n_epochs must be a whole number from 1"),
         ({"every_n_epochs": None}, "are both None"),
-        ({"upload_mode": CheckpointUploadMode.NO_UPLOAD}, "SYNC or ASYNC"),
+        ({"checkpoint_upload_mode": CheckpointUploadMode.NO_UPLOAD}, "SYNC or ASYNC"),
         ({"checkpoint": False, "validation": True}, "needs checkpoint=True"),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_report_by_steps_and_one_at_the_end_of_each_epoch(tmp_path: Path) -> N
 def test_every_other_epoch_without_waiting(tmp_path: Path) -> None:
     def callbacks(pl: Any) -> list[Any]:
         asynchronous = CheckpointUploadMode.ASYNC
-        return [RayTrainReportCallback(every_n_epochs=2, upload_mode=asynchronous)]
+        return [RayTrainReportCallback(every_n_epochs=2, checkpoint_upload_mode=asynchronous)]
 
     result = fit(tmp_path, callbacks, num_workers=0, max_epochs=4)
     assert steps_saved(result) == [2 * STEPS, 4 * STEPS]
@@ -91,7 +91,10 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Result:
     def callbacks(pl: Any) -> list[Any]:
         mine = type("Mine", (OnRankZeroAlone, pl.Callback), {})
         asynchronous = CheckpointUploadMode.ASYNC
-        return [mine(), RayTrainReportCallback(upload_mode=asynchronous, validation=True)]
+        return [
+            mine(),
+            RayTrainReportCallback(checkpoint_upload_mode=asynchronous, validation=True),
+        ]
 
     return fit(tmp_path_factory.mktemp("run"), callbacks, max_epochs=2, validation=read_step)
 

@@ -21,7 +21,7 @@ from drawbar.lightning import (
     RayModelParallelStrategy,
     prepare_trainer,
 )
-from drawbar.lightning._model_parallel import mesh_shape
+from drawbar.lightning._strategies.model_parallel import mesh_shape
 from drawbar.torch import TorchTrainer
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from xgboost import Booster
 
-from drawbar.boosting import Columns, load
+from drawbar._boosting import Columns, load
 from drawbar.train import CheckpointConfig, FailureConfig, Result, RunConfig, get_context
 from drawbar.train.testing import run_in_threads
 from drawbar.xgboost import XGBoostConfig, XGBoostTrainer

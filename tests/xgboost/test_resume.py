@@ -11,7 +11,7 @@ from sklearn.datasets import load_diabetes
 from xgboost import DMatrix
 from xgboost.callback import EarlyStopping, LearningRateScheduler, TrainingCallback
 
-from drawbar.boosting import Columns
+from drawbar._boosting import Columns
 from drawbar.train import Result, get_context
 from drawbar.xgboost import RayTrainReportCallback
 

@@ -15,7 +15,7 @@ import xgboost
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from xgboost import DMatrix, QuantileDMatrix
 
-from drawbar.boosting import Columns
+from drawbar._boosting import Columns
 from drawbar.xgboost import allreduce_metric
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ An `Accelerator()` made in the function of a `drawbar.torch.TorchTrainer` has it
 and the process group from Drawbar, without any of what is here.
 """
 
-from drawbar.accelerate._launch import launch
 from drawbar.accelerate._loop import load_state, prepare_accelerator
 from drawbar.accelerate._report import report_state
+from drawbar.accelerate._trainer import launch
 
 __all__ = ["launch", "load_state", "prepare_accelerator", "report_state"]

@@ -1,6 +1,6 @@
 """LightGBM on a group of Ray actors: training functions, training without one, estimators."""
 
-from drawbar.boosting import allreduce_metric
+from drawbar._boosting import allreduce_metric
 from drawbar.lightgbm._backend import LightGBMConfig, get_network_params
 from drawbar.lightgbm._estimators import RayLGBMClassifier, RayLGBMRanker, RayLGBMRegressor
 from drawbar.lightgbm._evaluation import GlobalEvaluation

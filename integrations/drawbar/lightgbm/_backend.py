@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import ray
 
-from drawbar.boosting import BoostingConfig, worker_threads
+from drawbar._boosting import BoostingConfig, worker_threads
 from drawbar.train import ScalingConfig, collective, get_context
 
 try:
@@ -28,8 +28,8 @@ except ImportError as missing:
     ) from missing
 
 from drawbar.lightgbm import _native
-from drawbar.lightgbm._ports import reserved_port
-from drawbar.lightgbm._sockets import reset_unless_it_returns
+from drawbar.lightgbm._network.ports import reserved_port
+from drawbar.lightgbm._network.sockets import reset_unless_it_returns
 
 OLDEST = (4, 5)
 """The oldest LightGBM that this package works with."""

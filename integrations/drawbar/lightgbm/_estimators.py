@@ -13,10 +13,10 @@ from typing import Any
 from lightgbm import Booster, LGBMClassifier, LGBMModel, LGBMRanker, LGBMRegressor
 from lightgbm.sklearn import _EvalFunctionWrapper
 
-from drawbar.boosting import Progress
-from drawbar.boosting._estimator import RayEstimator, takes_plain_arguments, without_own
-from drawbar.boosting._rows import (
+from drawbar._boosting import (
     Labelled,
+    Progress,
+    RayEstimator,
     Rows,
     alike,
     classes_of,
@@ -24,6 +24,8 @@ from drawbar.boosting._rows import (
     has_names,
     is_ray_dataset,
     rows_of,
+    takes_plain_arguments,
+    without_own,
 )
 from drawbar.lightgbm._parameters import name_of, value_of
 from drawbar.lightgbm._predict import predict_rows

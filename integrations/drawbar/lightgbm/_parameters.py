@@ -7,7 +7,7 @@ from typing import Any
 
 from lightgbm.basic import _ConfigAliases
 
-from drawbar.boosting import Shard, check_label, warn_of_threads
+from drawbar._boosting import Shard, check_label, warn_of_threads
 from drawbar.train import ScalingConfig
 
 OURS = ("machines", "num_machines", "local_listen_port", "machine_list_filename", "pre_partition")

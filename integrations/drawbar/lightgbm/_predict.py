@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightgbm import Booster
 
-from drawbar import boosting
-from drawbar.boosting._estimator import predicting
-from drawbar.boosting._predict import Predictor
+from drawbar import _boosting
+from drawbar._boosting import Predictor, predicting
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -46,7 +45,7 @@ def predict(
         booster.best_iteration,
         {"num_threads": 1, **(predict_options or {})},
     )
-    return boosting.predict(
+    return _boosting.predict(
         dataset,
         make,
         features=_features(booster, dataset),
@@ -60,7 +59,7 @@ def predict_rows(estimator: Any, method: str, dataset: Dataset, options: dict[st
     """Predict the rows of a Ray Dataset with a method of an estimator, and options of that."""
     make = predicting(estimator, method, _prepared, options)
     features = _features(estimator.booster_, dataset)
-    return boosting.predict(
+    return _boosting.predict(
         dataset, make, features=features, keep_columns=None, output_column="prediction"
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from lightgbm import Booster
 from lightgbm.callback import CallbackEnv
 
-from drawbar.boosting import History, Metrics, Progress, RoundReports
+from drawbar._boosting import History, Metrics, Progress, RoundReports
 from drawbar.lightgbm._backend import at_end
 from drawbar.lightgbm._evaluation import GlobalEvaluation
 from drawbar.train import Checkpoint, ValidationTaskConfig

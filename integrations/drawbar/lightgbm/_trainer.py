@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightgbm import Booster
 
-from drawbar.boosting import BoostingTrainer
+from drawbar._boosting import BoostingTrainer
 from drawbar.lightgbm._backend import LightGBMConfig
-from drawbar.lightgbm._loop import LightGBMFit
+from drawbar.lightgbm._fit import LightGBMFit
 from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 

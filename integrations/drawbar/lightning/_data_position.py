@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from drawbar.torch._sampler import EpochSampler, Position, share_length
+from drawbar.torch.sampling import EpochSampler, Position, share_length
 from drawbar.train import Checkpoint
 from drawbar.train.backend import keep_data_position
 

@@ -20,7 +20,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from drawbar.lightning._trainer import prepare_trainer
+from drawbar.lightning._loop import prepare_trainer
 from drawbar.torch import TorchConfig, TorchTrainer
 from drawbar.train import RunConfig, ScalingConfig, UserAbort
 

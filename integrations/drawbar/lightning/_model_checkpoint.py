@@ -11,7 +11,7 @@ import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from drawbar.lightning._checkpoints import CHECKPOINT_NAME
+from drawbar.lightning._checkpoints.commits import CHECKPOINT_NAME
 from drawbar.lightning._package import Package, lightning_class
 from drawbar.lightning._report import RayTrainReportCallback
 from drawbar.train import get_context

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from drawbar import train
-from drawbar.lightning._checkpoints import (
+from drawbar.lightning._checkpoints.commits import (
     CHECKPOINT_NAME,
     common_checkpoint_dir,
     metrics_of,
@@ -33,8 +33,9 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
             None: not by epochs. A step that is the last of such an epoch is left to its end.
         checkpoint: Whether reports have a checkpoint. If not, and the Trainer has a
             `ModelCheckpoint`, that one decides when to save.
-        upload_mode: SYNC waits until a checkpoint is committed; ASYNC trains on meanwhile.
-        validation: Have each checkpoint validated by the trainer's `validation_config`; see
+        checkpoint_upload_mode: SYNC waits until a checkpoint is committed; ASYNC trains on
+        meanwhile. validation: Have each checkpoint validated by the trainer's `validation_config`;
+        see
             `drawbar.train.report`.
 
     Raises:
@@ -48,7 +49,7 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = 1,
         checkpoint: bool = True,
-        upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+        checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
         validation: bool | ValidationTaskConfig = False,
     ) -> None:
         for name, value in (
@@ -59,17 +60,17 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
                 raise ValueError(f"{name} must be a whole number from 1, or None, found {value!r}")
         if every_n_train_steps is None and every_n_epochs is None:
             raise ValueError("every_n_train_steps and every_n_epochs are both None: give one")
-        if upload_mode not in (CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC):
+        if checkpoint_upload_mode not in (CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC):
             raise ValueError(
-                "upload_mode must be CheckpointUploadMode.SYNC or ASYNC, "
-                f"found {upload_mode!r}: the checkpoints are written by this callback"
+                "checkpoint_upload_mode must be CheckpointUploadMode.SYNC or ASYNC, "
+                f"found {checkpoint_upload_mode!r}: the checkpoints are written by this callback"
             )
         if validation and not checkpoint:
             raise ValueError("validation= needs checkpoint=True: there is nothing else to validate")
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.checkpoint = checkpoint
-        self.upload_mode = upload_mode
+        self.checkpoint_upload_mode = checkpoint_upload_mode
         self.validation = validation
         self._reported_step = 0
 
@@ -103,6 +104,6 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
             report_together(
                 metrics_of(trainer),
                 path,
-                checkpoint_upload_mode=self.upload_mode,
+                checkpoint_upload_mode=self.checkpoint_upload_mode,
                 validation=self.validation,
             )

@@ -20,7 +20,7 @@ try:
 except ImportError as missing:
     raise ImportError('drawbar.torch needs PyTorch; run: pip install "drawbar[torch]"') from missing
 
-from drawbar.torch._accelerate import accelerate_anew
+from drawbar.torch._accelerate_state import accelerate_anew
 from drawbar.torch._apart import said_if_apart
 from drawbar.torch._devices import get_device
 from drawbar.torch._process_group import process_group

@@ -18,7 +18,7 @@ except ImportError as missing:
         'pip install --upgrade "drawbar[transformers]"'
     ) from missing
 
-from drawbar.accelerate._loop import check_ranks, plugins_kept_on_cpus
+from drawbar.accelerate.integration import check_ranks, plugins_kept_on_cpus
 from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_checkpoint, get_context
 from drawbar.train.backend import require_package
 from drawbar.transformers._data import EpochOfSteps, ShardDataset, is_batches, is_shard

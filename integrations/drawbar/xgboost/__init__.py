@@ -1,6 +1,6 @@
 """XGBoost on a group of Ray actors: declared, or with a training function of one's own."""
 
-from drawbar.boosting import allreduce_metric
+from drawbar._boosting import allreduce_metric
 from drawbar.xgboost._backend import XGBoostBackend, XGBoostConfig
 from drawbar.xgboost._estimators import RayXGBClassifier, RayXGBRanker, RayXGBRegressor
 from drawbar.xgboost._loop import train

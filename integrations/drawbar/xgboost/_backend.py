@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import ray
 
-from drawbar.boosting import BoostingConfig
+from drawbar._boosting import BoostingConfig
 from drawbar.train import ScalingConfig, get_context
 from drawbar.train.backend import Backend, WorkerGroupView
 

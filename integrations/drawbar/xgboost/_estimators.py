@@ -12,14 +12,16 @@ import numpy as np
 from xgboost import Booster, XGBClassifier, XGBModel, XGBRanker, XGBRegressor
 from xgboost.sklearn import _get_qid, _objective_decorator
 
-from drawbar.boosting import Progress
-from drawbar.boosting._estimator import RayEstimator, takes_plain_arguments, without_own
-from drawbar.boosting._rows import (
+from drawbar._boosting import (
+    Progress,
+    RayEstimator,
     Rows,
     alike,
     classes_of,
     has_names,
     is_ray_dataset,
+    takes_plain_arguments,
+    without_own,
 )
 from drawbar.train import Checkpoint
 from drawbar.xgboost._predict import predict_rows

@@ -9,10 +9,10 @@ from typing import Any
 
 from xgboost import DMatrix
 
-from drawbar.boosting import Fit, Shard, check_label, warn_of_threads, worker_threads
+from drawbar._boosting import Fit, Shard, check_label, warn_of_threads, worker_threads
 from drawbar.train import ScalingConfig
+from drawbar.xgboost._data import quantile_matrix
 from drawbar.xgboost._loop import train
-from drawbar.xgboost._matrix import quantile_matrix
 
 _LABELS: dict[str, dict[str, Any]] = {
     "binary:logistic": {"low": 0, "high": 1},

@@ -14,7 +14,7 @@ from xgboost.callback import (
     TrainingCallback,
 )
 
-from drawbar.boosting import History, Progress
+from drawbar._boosting import History, Progress
 from drawbar.train import get_checkpoint
 from drawbar.xgboost._report import RayTrainReportCallback
 

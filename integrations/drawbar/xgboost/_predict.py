@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from xgboost import Booster, DMatrix
 
-from drawbar import boosting
-from drawbar.boosting._estimator import predicting
-from drawbar.boosting._predict import Predictor
+from drawbar import _boosting
+from drawbar._boosting import Predictor, predicting
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -43,7 +42,7 @@ def predict(
     best = booster.attr("best_iteration")
     rounds = {} if best is None else {"iteration_range": (0, int(best) + 1)}
     make = partial(_predictor, bytes(booster.save_raw()), {**rounds, **(predict_options or {})})
-    return boosting.predict(
+    return _boosting.predict(
         dataset,
         make,
         features=_features(booster),
@@ -57,7 +56,7 @@ def predict_rows(estimator: Any, method: str, dataset: Dataset, options: dict[st
     """Predict the rows of a Ray Dataset with a method of an estimator, and options of that."""
     make = predicting(estimator, method, _prepared, options)
     features = _features(estimator.get_booster())
-    return boosting.predict(
+    return _boosting.predict(
         dataset, make, features=features, keep_columns=None, output_column="prediction"
     )
 

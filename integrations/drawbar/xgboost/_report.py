@@ -9,7 +9,7 @@ from typing import Any
 from xgboost import Booster
 from xgboost.callback import TrainingCallback
 
-from drawbar.boosting import History, Metrics, Progress, RoundReports
+from drawbar._boosting import History, Metrics, Progress, RoundReports
 from drawbar.train import Checkpoint, ValidationTaskConfig
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from xgboost import Booster
 from xgboost.callback import TrainingCallback
 
-from drawbar.boosting import BoostingTrainer
+from drawbar._boosting import BoostingTrainer
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 from drawbar.xgboost._backend import XGBoostConfig
 from drawbar.xgboost._fit import XGBoostFit

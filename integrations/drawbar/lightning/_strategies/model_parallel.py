@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from drawbar.lightning._strategy import RayStrategy, Weights
+from drawbar.lightning._strategies.strategy import RayStrategy, Weights
 from drawbar.train import get_context
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drawbar.boosting._columns import Columns
-from drawbar.boosting._load import load
-from drawbar.boosting._read import LabelRange, Reading
-from drawbar.boosting._shard import Shard
+from drawbar._boosting._columns import Columns
+from drawbar._boosting._load import load
+from drawbar._boosting._read import LabelRange, Reading
+from drawbar._boosting._shard import Shard
 from drawbar.train import ScalingConfig
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from drawbar.lightning._strategy import RayStrategy, Weights
+from drawbar.lightning._strategies.strategy import RayStrategy, Weights
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import FSDPStrategy

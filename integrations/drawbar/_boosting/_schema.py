@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from drawbar.boosting._block import Array, Block
-from drawbar.boosting._read import LabelRange, Summary
+from drawbar._boosting._block import Array, Block
+from drawbar._boosting._read import LabelRange, Summary
 
 
 @dataclass(frozen=True)

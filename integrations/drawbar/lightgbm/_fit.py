@@ -17,10 +17,10 @@ import lightgbm
 from lightgbm import Booster
 from lightgbm.callback import CallbackEnv, EarlyStopException
 
-from drawbar.boosting import Fit, History, Progress, Reading, Shard
+from drawbar._boosting import Fit, History, Progress, Reading, Shard
 from drawbar.lightgbm import _native
 from drawbar.lightgbm._backend import get_network_params
-from drawbar.lightgbm._dataset import agree_on_bins, make_dataset
+from drawbar.lightgbm._data import agree_on_bins, make_dataset
 from drawbar.lightgbm._evaluation import Evaluation, make_evaluation
 from drawbar.lightgbm._parameters import (
     check_labels,

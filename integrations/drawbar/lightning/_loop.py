@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from drawbar.lightning._checkpoints.resume import go_on_from_newest_checkpoint
 from drawbar.lightning._environment import RayLightningEnvironment
 from drawbar.lightning._model_checkpoint import decide_who_saves
 from drawbar.lightning._package import OfUsersPackage
-from drawbar.lightning._resume import go_on_from_newest_checkpoint
 
 TrainerT = TypeVar("TrainerT")
 

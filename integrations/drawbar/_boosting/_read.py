@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as is_type
 
-from drawbar.boosting._block import Array, Block, Store, joined, rows_of
-from drawbar.boosting._columns import Columns
+from drawbar._boosting._block import Array, Block, Store, joined, rows_of
+from drawbar._boosting._columns import Columns
 
 BLOCK_BYTES = 4 << 20
 """How large the features of a block are, at the most about: small beside a shard, large beside the

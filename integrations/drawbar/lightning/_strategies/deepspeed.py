@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drawbar.lightning._package import lightning_class
-from drawbar.lightning._strategy import RayStrategy, Weights, on_cpu
-from drawbar.lightning._universal_checkpoint import for_any_number_of_workers
+from drawbar.lightning._strategies.strategy import RayStrategy, Weights, on_cpu
+from drawbar.lightning._strategies.universal_checkpoint import for_any_number_of_workers
 from drawbar.torch import at_end, get_device
 from drawbar.train.backend import require_package
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from lightgbm import Booster, Dataset
 
-from drawbar.boosting import Block, Shard, worker_threads
+from drawbar._boosting import Block, Shard, worker_threads
 from drawbar.lightgbm import _native
 from drawbar.lightgbm._backend import own_address
 from drawbar.lightgbm._parameters import name_of, value_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drawbar.boosting._progress import History
+from drawbar._boosting._progress import History
 from drawbar.train import ValidationTaskConfig, checkpoint_dir, get_context, report
 from drawbar.train.backend import report_soon
 

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drawbar.lightning._checkpoints import CHECKPOINT_NAME, path_of
+from drawbar.lightning._checkpoints.commits import CHECKPOINT_NAME, path_of
 from drawbar.lightning._package import OfUsersPackage, Package, with_base
 from drawbar.train import Checkpoint, get_checkpoint
 

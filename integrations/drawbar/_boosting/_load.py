@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from drawbar.boosting._block import Disk, Memory, Store
-from drawbar.boosting._columns import Columns
-from drawbar.boosting._read import Reading, Summary, read
-from drawbar.boosting._schema import agree
-from drawbar.boosting._shard import Shard
+from drawbar._boosting._block import Disk, Memory, Store
+from drawbar._boosting._columns import Columns
+from drawbar._boosting._read import Reading, Summary, read
+from drawbar._boosting._schema import agree
+from drawbar._boosting._shard import Shard
 from drawbar.train import collective, get_context, get_dataset_shard
 
 Source = Callable[[str], Iterable[Any]]
@@ -46,7 +46,7 @@ def load(
     """
     context = get_context()
     rank = context.get_world_rank()
-    key = ("drawbar.boosting", context.get_run_id(), context.get_world_size(), rank)
+    key = ("drawbar._boosting", context.get_run_id(), context.get_world_size(), rank)
     loaded = context.cache.get(key)
     if loaded is None:
         stores = {name: Disk(folder) if on_disk else Memory() for name in datasets}

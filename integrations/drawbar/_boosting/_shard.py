@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from drawbar.boosting._block import Block, Store
-from drawbar.boosting._columns import Columns
-from drawbar.boosting._read import LabelRange, Summary
-from drawbar.boosting._schema import Schema, label_range
+from drawbar._boosting._block import Block, Store
+from drawbar._boosting._columns import Columns
+from drawbar._boosting._read import LabelRange, Summary
+from drawbar._boosting._schema import Schema, label_range
 
 
 class Shard:

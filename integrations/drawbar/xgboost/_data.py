@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from xgboost import DataIter, DMatrix, ExtMemQuantileDMatrix, QuantileDMatrix
 
-from drawbar.boosting import Block, Shard
+from drawbar._boosting import Block, Shard
 
 
 def quantile_matrix(

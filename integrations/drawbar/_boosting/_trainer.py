@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from drawbar.boosting._backend import BoostingConfig
-from drawbar.boosting._columns import Columns
-from drawbar.boosting._fit import Fit
+from drawbar._boosting._backend import BoostingConfig
+from drawbar._boosting._columns import Columns
+from drawbar._boosting._fit import Fit
 from drawbar.train import (
     Checkpoint,
     DataConfig,

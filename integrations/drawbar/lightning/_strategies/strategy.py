@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from drawbar.lightning._accelerator import set_for_workers
-from drawbar.lightning._checkpoints import CommitsCheckpoints
+from drawbar.lightning._checkpoints.commits import CommitsCheckpoints
 from drawbar.lightning._environment import RayLightningEnvironment, in_training_function
 from drawbar.lightning._launcher import Launch, RayLauncher
 from drawbar.lightning._package import OfUsersPackage, lightning_class, with_base
+from drawbar.lightning._strategies.accelerator import set_for_workers
 from drawbar.torch import get_device
 from drawbar.train import RunConfig, ScalingConfig, get_context
 

@@ -1,0 +1,1 @@
+"""Lightning's checkpoints are Drawbar's: how they are committed, found again and gone on from."""

@@ -1,0 +1,1 @@
+"""Lightning's strategies on the workers of a run, one file each, and what they need."""
