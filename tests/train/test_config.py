@@ -58,7 +58,7 @@ WRONG_TYPES: list[tuple[type, str, Any, str]] = [
         RunConfig,
         "callbacks",
         UserCallback(),
-        "must .*, found <drawbar.train._settings.run_config.UserCallb",
+        "must .*, found <drawbar.train.UserCallb",
     ),
     (RunConfig, "callbacks", [UserCallback], "instances of drawbar.train.UserCallback, found .<cl"),
     (RunConfig, "callbacks", 5, "must .*, found 5"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import pkgutil
+import typing
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -98,3 +101,22 @@ def test_public_names_of_the_package_come_from_the_package() -> None:
     for name in drawbar.train.__all__:
         value = getattr(drawbar.train, name)
         assert inspect.ismodule(value) or is_own(drawbar.train, value), name
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), NAMES, ids=lambda each: getattr(each, "__name__", each)
+)
+def test_every_public_class_and_function_pickles_by_a_public_path(
+    module: ModuleType, name: str
+) -> None:
+    value = getattr(module, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert "._" not in value.__module__
+        assert pickle.loads(pickle.dumps(value)) is value
+
+
+def test_annotations_of_public_classes_are_what_they_say() -> None:
+    hints = typing.get_type_hints(drawbar.train.RunConfig)
+    assert hints["failure_config"] is drawbar.train.FailureConfig
+    assert hints["callbacks"] == Sequence[drawbar.train.UserCallback]
+    assert typing.get_type_hints(drawbar.train.ReportedCheckpoint)["metrics"] == dict[str, Any]

@@ -123,3 +123,5 @@ __all__ = [
     "get_preemption_info",
     "report",
 ]
+
+backend.as_public(globals())

@@ -125,14 +125,14 @@ class TrainingFailedError(RuntimeError):
         self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return self._rebuild, (type(self), self.args, self.__dict__)
 
-
-def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+    @staticmethod
+    def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+        error = cls.__new__(cls, *args)
+        error.args = args
+        error.__dict__.update(state)
+        return error
 
 
 class WorkerGroupError(TrainingFailedError):

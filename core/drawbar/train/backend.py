@@ -9,6 +9,7 @@ as a tracker.
 
 from __future__ import annotations
 
+from drawbar.train._public import as_public
 from drawbar.train._settings.backend import Backend, BackendConfig, WorkerGroupView, require_package
 from drawbar.train._worker.integration import (
     align_reports,
@@ -24,6 +25,7 @@ __all__ = [
     "BackendConfig",
     "WorkerGroupView",
     "align_reports",
+    "as_public",
     "collectives_called",
     "discard_checkpoint",
     "keep_data_position",
@@ -31,3 +33,5 @@ __all__ = [
     "require_package",
     "retire_process",
 ]
+
+as_public(globals())

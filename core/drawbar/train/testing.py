@@ -20,6 +20,7 @@ from drawbar.train._history.audit import check_run
 from drawbar.train._history.result import Result
 from drawbar.train._launch.host import host_function
 from drawbar.train._launch.spec import RunSpec
+from drawbar.train._public import as_public
 from drawbar.train._settings.run_config import FailureConfig, RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._settings.validation_config import ValidationConfig
@@ -183,3 +184,6 @@ def _die_once_on_rank_1() -> tuple[int, list[int], bool]:
         collective.barrier()
     assert get_checkpoint() is None
     return context.get_attempt(), _gather_ranks(), cached
+
+
+as_public(globals())

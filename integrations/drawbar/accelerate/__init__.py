@@ -7,5 +7,8 @@ and the process group from Drawbar, without any of what is here.
 from drawbar.accelerate._loop import load_state, prepare_accelerator
 from drawbar.accelerate._report import report_state
 from drawbar.accelerate._trainer import launch
+from drawbar.train.backend import as_public
 
 __all__ = ["launch", "load_state", "prepare_accelerator", "report_state"]
+
+as_public(globals())

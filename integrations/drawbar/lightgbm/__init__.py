@@ -7,6 +7,7 @@ from drawbar.lightgbm._evaluation import GlobalEvaluation
 from drawbar.lightgbm._predict import predict
 from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.lightgbm._trainer import LightGBMTrainer
+from drawbar.train.backend import as_public
 
 __all__ = [
     "GlobalEvaluation",
@@ -20,3 +21,5 @@ __all__ = [
     "get_network_params",
     "predict",
 ]
+
+as_public(globals())

@@ -9,6 +9,7 @@ from drawbar.lightning._strategies.deepspeed import RayDeepSpeedStrategy
 from drawbar.lightning._strategies.fsdp import RayFSDPStrategy
 from drawbar.lightning._strategies.model_parallel import RayModelParallelStrategy
 from drawbar.lightning._strategies.strategy import RayDDPStrategy, RayStrategy
+from drawbar.train.backend import as_public
 
 __all__ = [
     "JournalLogger",
@@ -22,3 +23,5 @@ __all__ = [
     "prepare_trainer",
     "use_package",
 ]
+
+as_public(globals())

@@ -9,6 +9,7 @@ from drawbar.torch._reproducibility import enable_reproducibility
 from drawbar.torch._trainer import TorchTrainer
 from drawbar.torch._undo import at_end
 from drawbar.torch._xla import TorchXLAConfig
+from drawbar.train.backend import as_public
 
 __all__ = [
     "TorchBackend",
@@ -25,3 +26,5 @@ __all__ = [
     "prepare_model",
     "prepare_optimizer",
 ]
+
+as_public(globals())

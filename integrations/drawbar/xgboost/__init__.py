@@ -1,6 +1,7 @@
 """XGBoost on a group of Ray actors: declared, or with a training function of one's own."""
 
 from drawbar._boosting import allreduce_metric
+from drawbar.train.backend import as_public
 from drawbar.xgboost._backend import XGBoostBackend, XGBoostConfig
 from drawbar.xgboost._estimators import RayXGBClassifier, RayXGBRanker, RayXGBRegressor
 from drawbar.xgboost._loop import train
@@ -20,3 +21,5 @@ __all__ = [
     "predict",
     "train",
 ]
+
+as_public(globals())
