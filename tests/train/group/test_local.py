@@ -206,6 +206,39 @@ def test_environment_and_folder_are_given_back(tmp_path: Path, fails: bool) -> N
     assert (dict(os.environ), os.getcwd(), sys.stdout, sys.stderr) == before
 
 
+def test_only_variables_that_differ_are_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native threads read the environment without a lock, while its table may move."""
+    touched: list[str] = []
+    put, unset = os.putenv, os.unsetenv
+
+    def note_put(name: bytes, value: bytes) -> None:
+        touched.append(os.fsdecode(name))
+        put(name, value)
+
+    def note_unset(name: bytes) -> None:
+        touched.append(os.fsdecode(name))
+        unset(name)
+
+    monkeypatch.setenv("HF_FORWARDED", "1")
+    monkeypatch.setattr(os, "putenv", note_put)
+    monkeypatch.setattr(os, "unsetenv", note_unset)
+
+    def function() -> set[str]:
+        os.environ["PATH"] += ":/mine"
+        started_with = set(touched)
+        touched.clear()
+        return started_with
+
+    before = dict(os.environ)
+    started_with = fit(function, tmp_path).return_value
+    assert {"RANK", "PATH"} <= started_with
+    assert not (started_with - {"PATH"}) & before.keys()
+    assert sorted(touched) == sorted(started_with)
+    assert dict(os.environ) == before
+
+
 def test_no_thread_is_left(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     fit(lambda: save_asynchronously("abcde"), tmp_path)

@@ -41,6 +41,7 @@ from drawbar.train._worker.context import in_session
 from drawbar.train._worker.environment import (
     available_cores,
     by_runtime_env,
+    set_variables,
     thread_count,
     thread_variables,
     torchrun_variables,
@@ -247,7 +248,7 @@ def perform(
         session.user_code.begin()
         with in_session(session, whole_process=whole_process):
             if whole_process:
-                os.environ.update(environment_of(session.assignment))
+                set_variables(environment_of(session.assignment))
             work = payload if isinstance(payload, Payload) else ray.get(payload).unpack()
             with work.backend_config.train_func_context():
                 say(FunctionStarted(time=time.time()))

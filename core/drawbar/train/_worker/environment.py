@@ -40,6 +40,17 @@ def by_runtime_env() -> dict[str, str]:
     return {name: os.environ[name] for name in named if name in os.environ and not why_never(name)}
 
 
+def set_variables(wanted: Mapping[str, str]) -> None:
+    """Set variables of this process, those that have another value.
+
+    A new one makes the C library move its table, which native threads, such as those of an S3
+    client, read without a lock: what is there already must not be set again, let alone cleared.
+    """
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 def torchrun_variables(ranks: Ranks) -> dict[str, str]:
     """Give a worker's ranks by the variables that torchrun sets, for code that knows torchrun.
 
@@ -135,6 +146,7 @@ def as_before() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(environment)
+        for name in os.environ.keys() - environment.keys():
+            os.environ.pop(name, None)
+        set_variables(environment)
         os.chdir(folder)
