@@ -2,8 +2,9 @@
 
 `Controller.run` starts the workers, follows one attempt after another, and ends when the function
 has returned on every rank or no attempt is left. It is a plain class: a `Host` runs it on an event
-loop in a thread, of the driver or of an actor. Nothing in it polls; every wait ends by an event
-that a worker, the storage or the user causes.
+loop in a thread, of the driver or of an actor. A wait ends by an event that a worker, the storage
+or the user causes. Only two tasks look now and then: for nodes that are about to go, of which Ray
+says nothing by itself, and for ranks that are quiet.
 """
 
 from __future__ import annotations
