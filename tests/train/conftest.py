@@ -42,8 +42,7 @@ class Drivers:
         """
         self._count += 1
         program = self._folder / f"main_{self._count}.pkl"
-        cloudpickle.register_pickle_by_value(sys.modules[main.__module__])
-        program.write_bytes(cloudpickle.dumps(main))
+        program.write_bytes(_pickled_by_value(main))
         if ray.is_initialized():
             environ = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **environ}
         settings = {**os.environ, **environ}
@@ -69,6 +68,18 @@ class Drivers:
             out, err = process.communicate()
         assert process.returncode == 0, err
         return out, err
+
+
+def _pickled_by_value(main: Callable[[], Any]) -> bytes:
+    """Pickle a function with what it uses of its module, which other processes cannot import."""
+    module = sys.modules[main.__module__]
+    if module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        return bytes(cloudpickle.dumps(main))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(main))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _unread(stream: IO[str] | None) -> str:

@@ -138,6 +138,7 @@ def test_the_first_error_in_time_is_told_first_and_once(run_config: RunConfig) -
     ("end", "told"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "SIGTERM"),
         (lambda: ctypes.string_at(0), "SIGSEGV"),
         (lambda: os._exit(137), "code 137"),
     ],

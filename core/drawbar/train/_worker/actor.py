@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -117,6 +119,7 @@ class Worker:
         report.parent.mkdir(parents=True, exist_ok=True)
         self._sentinel = threading.Thread(target=sentinel.start, args=(report,), daemon=True)
         self._sentinel.start()
+        _end_by_sigterm()
 
     def set_up(self, process_setup: Callable[[], object] | None) -> WorkerInfo:
         """Do what a backend wants done in every process, and say where this worker landed."""
@@ -172,6 +175,16 @@ class Worker:
         """Run the exit handlers of this process, which the caller kills next."""
         atexit.unregister(ray.shutdown)  # it would cut off the answer to this call
         atexit._run_exitfuncs()
+
+
+def _end_by_sigterm() -> None:
+    """Have SIGTERM end this process, as it ends any other.
+
+    Ray's handler asks Python's main thread to exit, which an actor with concurrency groups never
+    gives the time to: the process would live on, and its peers wait for it. `signal.signal` is
+    refused outside that thread, the C library's is not.
+    """
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(None))
 
 
 def _node_ip() -> str:
