@@ -157,6 +157,7 @@ def test_two_runs_at_the_same_time_each_hear_their_own_function(tmp_path: Path) 
         assert first.result(60) == {"from": "first"}
         _first_has_ended.set()
         assert second.result(60) == {"from": "second"}
+    assert "RANK" not in os.environ
     with pytest.raises(RuntimeError, match="works inside a training function"):
         train.report({})
 

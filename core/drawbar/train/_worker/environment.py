@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -137,16 +139,43 @@ def _cgroup_quotas(root: Path, membership: Path) -> list[float]:
     return quotas
 
 
+@dataclass(eq=False)
+class _Found:
+    """What a run in this process has found, and gives back."""
+
+    environment: dict[str, str]
+    folder: str
+
+
+_in_use: list[_Found] = []
+_changing = threading.Lock()
+
+
 @contextlib.contextmanager
 def as_before() -> Iterator[None]:
-    """Give this process its environment and folder back, and `breakpoint()` to pdb inside."""
-    environment, folder = dict(os.environ), os.getcwd()
-    if environment.get("PYTHONBREAKPOINT", "").startswith("ray."):
+    """Give this process its environment and folder back, and `breakpoint()` to pdb inside.
+
+    Of several that overlap, the last to end gives back what the first has found.
+    """
+    with _changing:
+        found = _Found(dict(os.environ), os.getcwd())
+        _in_use.append(found)
+    if found.environment.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del os.environ["PYTHONBREAKPOINT"]  # Ray's own debugger is for its workers
     try:
         yield
     finally:
-        for name in os.environ.keys() - environment.keys():
-            os.environ.pop(name, None)
-        set_variables(environment)
-        os.chdir(folder)
+        with _changing:
+            _give_back(found)
+
+
+def _give_back(found: _Found) -> None:
+    later = _in_use[_in_use.index(found) + 1 :]
+    _in_use.remove(found)
+    if later:
+        later[0].environment, later[0].folder = found.environment, found.folder
+        return
+    for name in os.environ.keys() - found.environment.keys():
+        os.environ.pop(name, None)
+    set_variables(found.environment)
+    os.chdir(found.folder)
