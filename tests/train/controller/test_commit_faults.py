@@ -184,7 +184,7 @@ def sentinels_of(workers: set[str]) -> list[int]:
         found = {
             pid: line & workers
             for pid, line in lines.items()
-            if any(part.endswith("_sentinel.py") for part in line) and line & workers
+            if any(part.endswith("/sentinel.py") for part in line) and line & workers
         }
         if set().union(*found.values()) == workers:
             return list(found)

@@ -16,7 +16,14 @@ from fsspec.implementations.local import LocalFileSystem
 
 from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
 from drawbar.train._history.journal import events_of
-from drawbar.train._storage.files import CHECKSUMS, MANIFEST, METADATA, VALIDATION, list_files
+from drawbar.train._storage.files import (
+    CHECKSUMS,
+    MANIFEST,
+    METADATA,
+    VALIDATION,
+    list_files,
+    remove_tree,
+)
 from drawbar.train._storage.remote_folder import Folder, locate
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Part
@@ -425,3 +432,12 @@ def test_what_a_link_leads_to_is_not_deleted_with_the_link(
     assert run.checkpoints() == []
     assert list(run.staging.iterdir()) == []
     assert read(tmp_path / "on another disk") == {"a": "a"}
+
+
+def test_what_is_set_aside_after_a_commit_is_not_deleted_for_it(run: RunDirectory) -> None:
+    (run.uncommitted / "before").mkdir(parents=True)
+    grave = run.give_up_uncommitted()
+    (run.uncommitted / "after").mkdir(parents=True)
+    remove_tree(grave)
+    assert [path.name for path in run.uncommitted.iterdir()] == ["after"]
+    assert not grave.exists()

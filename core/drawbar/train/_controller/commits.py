@@ -254,7 +254,7 @@ class Committer:
         self._on_commit(manifest, seconds)
         self._retain()
         self._in_background(self._directory.write_checksums, manifest.name)
-        self._in_background(remove_tree, self._directory.uncommitted)
+        self._in_background(remove_tree, self._directory.give_up_uncommitted())
         self._in_background(self._directory.publish)
 
     async def keep_validation(self, manifest: Manifest, validation: Validation) -> None:

@@ -22,6 +22,7 @@ object stores, where this directory is the work folder on the driver's node.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Sequence
@@ -240,6 +241,16 @@ class RunDirectory:
         stages = staging.handed_over(self.staging)
         names = [each.name for each in self.checkpoints()] if stages else []
         staging.set_aside(stages, self.uncommitted, names)
+
+    def give_up_uncommitted(self) -> Path:
+        """Take away what was set aside, at once: what is set aside from now on stays.
+
+        Gives the folder where it is to be deleted, if there was any.
+        """
+        grave = self.staging / f"deleted-{uuid.uuid4().hex[:12]}"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.uncommitted, grave)
+        return grave
 
     def checkpoint(self, name: str) -> Checkpoint:
         """Give the checkpoint of this name."""
