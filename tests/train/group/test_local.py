@@ -223,6 +223,7 @@ def test_only_variables_that_differ_are_touched(
         unset(name)
 
     monkeypatch.setenv("HF_FORWARDED", "1")
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # set by Ray, gone inside
     monkeypatch.setattr(os, "putenv", note_put)
     monkeypatch.setattr(os, "unsetenv", note_unset)
 
