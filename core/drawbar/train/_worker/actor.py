@@ -257,6 +257,7 @@ def perform(
 
     `payload` is a reference in a worker process, which will end before its value is looked at.
     """
+    raised_at: float | None = None
     try:
         session.user_code.begin()
         with in_session(session, whole_process=whole_process):
@@ -266,7 +267,11 @@ def perform(
             with work.backend_config.train_func_context():
                 say(FunctionStarted(time=time.time()))
                 session.callers.let_any_thread_speak()
-                value = work.call()
+                try:
+                    value = work.call()
+                except BaseException:
+                    raised_at = time.time()  # peers fail as soon as the backend lets go of them
+                    raise
                 session.callers.let_any_thread_speak()
                 session.uploads.flush()
         session.user_code.end()
@@ -282,7 +287,8 @@ def perform(
             pass  # too late: the function has failed by itself
         if isinstance(error, KeyboardInterrupt) and _in_main_thread():
             raise  # Ctrl-C in the user's own process, with num_workers=0
-        failure = describe_exception(error, session.assignment, session.reports_made)
+        made = session.reports_made
+        failure = describe_exception(error, session.assignment, made, raised_at)
         session.end(FLUSH_SECONDS)
         return Failed(failure=failure)
 

@@ -15,9 +15,11 @@ from drawbar.train._worker.user_code import is_drawbars, users_lines
 _MAX_PICKLED = 1_000_000
 
 
-def describe_exception(error: BaseException, assignment: Assignment, reports: int) -> WorkerFailure:
-    """Describe what a training function, or the set-up before it, raised."""
-    now = time.time()  # the earliest counts as the cause: what follows takes its time
+def describe_exception(
+    error: BaseException, assignment: Assignment, reports: int, raised_at: float | None = None
+) -> WorkerFailure:
+    """Describe what a training function, or the set-up before it, raised: now, if not said when."""
+    now = raised_at or time.time()  # the earliest counts as the cause: what follows takes its time
     told, where = _account_of(error)
     return WorkerFailure(
         rank=assignment.ranks.world_rank,
