@@ -20,7 +20,7 @@ MODULES = [
     *(
         importlib.import_module(f"drawbar.train.{found.name}")
         for found in pkgutil.iter_modules(drawbar.train.__path__)
-        if not found.name.startswith("_")
+        if not found.name.startswith("_") and found.name not in drawbar.train._INTEGRATIONS
     ),
 ]
 NAMES = [(module, name) for module in MODULES for name in module.__all__]

@@ -14,6 +14,10 @@ result = train.DataParallelTrainer(
 ).fit()
 """
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from drawbar.train import backend, collective
 from drawbar.train._errors import (
     CheckpointError,
@@ -69,6 +73,13 @@ from drawbar.train._worker.context import (
 from drawbar.train._worker.uploads import CheckpointUploadMode
 from drawbar.train.backend import Backend, BackendConfig
 
+if TYPE_CHECKING:  # __getattr__ gives them where the program runs
+    from drawbar.train import huggingface as huggingface
+    from drawbar.train import lightgbm as lightgbm
+    from drawbar.train import lightning as lightning
+    from drawbar.train import torch as torch
+    from drawbar.train import xgboost as xgboost
+
 __all__ = [
     "AttemptTimes",
     "Backend",
@@ -123,5 +134,19 @@ __all__ = [
     "get_preemption_info",
     "report",
 ]
+
+_INTEGRATIONS = ("huggingface", "lightgbm", "lightning", "torch", "xgboost")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import an integration where it is used first, as `train.torch`."""
+    if name in _INTEGRATIONS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_INTEGRATIONS})
+
 
 backend.as_public(globals())

@@ -1,0 +1,3 @@
+"""`drawbar.torch`, under the path that it has in Ray Train."""
+
+from drawbar.torch import *

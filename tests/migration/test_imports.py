@@ -1,0 +1,61 @@
+"""`ray.train` becomes `drawbar.train` by one sed, whichever way a script imports it."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import drawbar.lightgbm
+import drawbar.lightning
+import drawbar.torch
+import drawbar.transformers
+import drawbar.xgboost
+from drawbar import train
+
+WINDOWS = {
+    "torch": drawbar.torch,
+    "lightning": drawbar.lightning,
+    "huggingface.transformers": drawbar.transformers,
+    "xgboost": drawbar.xgboost,
+    "lightgbm": drawbar.lightgbm,
+}
+
+LAZY = """
+import sys
+from drawbar import train
+assert {"torch", "xgboost"} <= set(dir(train))
+assert not {"torch", "xgboost", "drawbar.torch"} & set(sys.modules)
+train.xgboost.RayTrainReportCallback
+assert "drawbar.xgboost" in sys.modules and "drawbar.torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(("path", "integration"), WINDOWS.items(), ids=WINDOWS)
+def test_an_integration_is_found_under_the_path_of_ray_train(
+    path: str, integration: ModuleType
+) -> None:
+    window = importlib.import_module(f"drawbar.train.{path}")
+    for name in integration.__all__:
+        value = getattr(window, name)
+        assert value is getattr(integration, name)
+        assert pickle.loads(pickle.dumps(value)) is value
+
+
+def test_integrations_are_attributes_of_the_package() -> None:
+    assert train.torch.TorchTrainer is drawbar.torch.TorchTrainer
+    callback = train.huggingface.transformers.RayTrainReportCallback
+    assert callback is drawbar.transformers.RayTrainReportCallback
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    subprocess.run([sys.executable, "-c", LAZY], check=True)
+
+
+def test_an_attribute_that_is_not_there_is_the_usual_error() -> None:
+    with pytest.raises(AttributeError, match=r"'drawbar.train' has no attribute 'torhc'"):
+        getattr(train, "torhc")  # noqa: B009  # mypy knows that it is not there
