@@ -19,7 +19,7 @@ from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.files import FileEntry, check_stays_inside
 from drawbar.train._storage.manifest import ReportedCheckpointStatus, Validation
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.unshared_run_directory import FileAnswer
+from drawbar.train._storage.unshared_node import FileAnswer
 from drawbar.train._surroundings import Surroundings
 
 

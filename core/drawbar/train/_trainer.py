@@ -34,7 +34,7 @@ from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._settings.secrets import without_secrets
 from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.remote_run_directory import open_directory
+from drawbar.train._storage.run_directory import open_directory
 from drawbar.train._surroundings import Surroundings
 from drawbar.train._worker.actor import Payload
 
@@ -287,7 +287,7 @@ class DataParallelTrainer:
         packed = directory.read(directory.trainer.name)
         if packed is None or not directory.holds_run():
             raise FileNotFoundError(f"{directory.location} holds no run that can be restored")
-        place = directory.place(directory.trainer.name)
+        place = directory.home / directory.trainer.name
         state = _unpacked_state(packed, place, but=changed) | changed
         config = dataclasses.replace(
             run_config or RunConfig(),

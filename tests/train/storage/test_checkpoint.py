@@ -12,6 +12,7 @@ import cloudpickle
 import pytest
 
 from drawbar.train import Checkpoint, CheckpointError
+from drawbar.train._storage.checkpoint_store import Draft
 from drawbar.train._storage.files import list_files
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.run_directory import RunDirectory
@@ -23,7 +24,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     """A committed one, with checksums."""
     run = RunDirectory(tmp_path / "run")
     run.create()
-    staged = run.new_stage("rank_0")
+    staged = run.staging.new("rank_0")
     (staged / "deep").mkdir()
     (staged / "model.pt").write_text("weights")
     (staged / "deep" / "state").write_text("state")
@@ -37,9 +38,9 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
         time=time.time(),
         metrics={"loss": 0.5},
     ).holding(parts[0].files)
-    run.commit(described, parts, durable=False)
-    run.write_checksums("c")
-    return run.checkpoint("c")
+    run.checkpoints.commit(Draft(manifest=described, parts=parts, durable=False))
+    run.checkpoints.write_checksums("c")
+    return run.checkpoints.checkpoint("c")
 
 
 def files_in(path: str | os.PathLike[str]) -> dict[str, str]:

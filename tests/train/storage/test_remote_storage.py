@@ -24,7 +24,7 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train._storage.remote_run_directory import open_directory
+from drawbar.train._storage.run_directory import open_directory
 from drawbar.train.testing import run_in_threads
 
 

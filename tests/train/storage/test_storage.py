@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
 from drawbar.train._history.journal import events_of
+from drawbar.train._storage.checkpoint_store import Draft
 from drawbar.train._storage.files import (
     CHECKSUMS,
     MANIFEST,
@@ -40,7 +41,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def stage(run: RunDirectory, files: dict[str, str], label: str = "rank_0") -> Path:
-    path = run.new_stage(label)
+    path = run.staging.new(label)
     write(path, files)
     return path
 
@@ -73,8 +74,17 @@ def manifest(*parts: Part, name: str = "c", index: int = 0, **metrics: Any) -> M
     return described.holding(file for part in parts for file in part.files)
 
 
-def commit(run: RunDirectory, *parts: Part, durable: bool = False, **fields: Any) -> Path:
-    return run.path / run.commit(manifest(*parts, **fields), parts, durable=durable).name
+def commit(
+    run: RunDirectory,
+    *parts: Part,
+    durable: bool = False,
+    metadata: bytes | None = None,
+    **fields: Any,
+) -> Path:
+    draft = Draft(
+        manifest=manifest(*parts, **fields), parts=parts, durable=durable, metadata=metadata
+    )
+    return run.path / run.checkpoints.commit(draft).name
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -86,7 +96,7 @@ def test_one_part_becomes_the_checkpoint_without_moving_a_byte(
     path = commit(run, part(staged), durable=durable, loss=float("nan"))
     assert read(path) == {"model.pt": "weights", "deep/er/state": "s"}
     assert (path / "model.pt").stat().st_ino == inode
-    assert list(run.staging.iterdir()) == []
+    assert list(run.staging.path.iterdir()) == []
     Checkpoint(path).verify()
 
 
@@ -97,7 +107,7 @@ def test_the_parts_of_several_ranks_are_merged_by_renames(run: RunDirectory) -> 
     path = commit(run, part(first), part(second, "shard_1", "sub/x"))
     assert read(path) == {"shard_0": "a", "both": "from 0", "shard_1": "b", "sub/x": "x"}
     assert (path / "shard_1").stat().st_ino == inode
-    assert list(run.staging.iterdir()) == []
+    assert list(run.staging.path.iterdir()) == []
 
 
 def test_a_file_that_came_from_another_rank_is_dropped_from_the_first_part(
@@ -120,7 +130,7 @@ def test_a_directory_shared_by_all_but_the_first_rank_is_kept_until_both_are_mer
     first, shared = stage(run, {"a": "0"}), stage(run, {"b": "1", "c": "2"}, label="rank_1")
     path = commit(run, part(first), part(shared, "b"), part(shared, "c"))
     assert read(path) == {"a": "0", "b": "1", "c": "2"}
-    assert list(run.staging.iterdir()) == []
+    assert list(run.staging.path.iterdir()) == []
 
 
 def test_a_checkpoint_may_be_without_files(run: RunDirectory) -> None:
@@ -132,8 +142,7 @@ def test_a_checkpoint_may_be_without_files(run: RunDirectory) -> None:
 def test_the_trainers_metadata_is_put_in_unless_the_user_saved_one(run: RunDirectory) -> None:
     plain, own = stage(run, {"a": "a"}), stage(run, {"a": "a", METADATA: '{"mine": 1}'})
     for name, staged in (("plain", plain), ("own", own)):
-        parts = [part(staged)]
-        run.commit(manifest(*parts, name=name), parts, durable=False, metadata=b'{"trainer": 1}')
+        commit(run, part(staged), name=name, metadata=b'{"trainer": 1}')
     assert Checkpoint(run.path / "plain").get_metadata() == {"trainer": 1}
     assert Checkpoint(run.path / "own").get_metadata() == {"mine": 1}
     Checkpoint(run.path / "own").verify()
@@ -172,7 +181,7 @@ def test_a_share_that_vanished_is_not_committed(run: RunDirectory) -> None:
     (staged / "b").unlink()
     with pytest.raises(FileNotFoundError, match="/b'"):
         commit(run, offered)
-    assert run.checkpoints() == []
+    assert run.checkpoints.committed() == []
 
 
 def test_a_file_that_grew_after_the_report_is_committed_as_it_is(run: RunDirectory) -> None:
@@ -223,7 +232,7 @@ def test_what_is_not_committed_is_swept(run: RunDirectory) -> None:
     stage(run, {"half": "written"})
     run.exit_report("h", 1).write_text("{}")
     run.sweep()
-    assert list(run.staging.iterdir()) == []
+    assert list(run.staging.path.iterdir()) == []
     assert not run.exit_report("h", 1).exists()
     assert read(path) == {"a": "a"}
 
@@ -231,9 +240,9 @@ def test_what_is_not_committed_is_swept(run: RunDirectory) -> None:
 def test_a_deleted_checkpoint_is_gone_and_deleting_it_again_is_no_error(run: RunDirectory) -> None:
     commit(run, part(stage(run, {"a": "a", "b/c": "c"})))
     for _ in range(2):
-        run.delete("c")
-        assert run.checkpoints() == []
-        assert list(run.staging.iterdir()) == []
+        run.checkpoints.delete("c")
+        assert run.checkpoints.committed() == []
+        assert list(run.staging.path.iterdir()) == []
 
 
 def test_checkpoints_are_listed_by_index_and_under_the_name_they_have(run: RunDirectory) -> None:
@@ -241,14 +250,14 @@ def test_checkpoints_are_listed_by_index_and_under_the_name_they_have(run: RunDi
         commit(run, part(stage(run, {"x": name})), name=name, index=index)
     (run.path / "b").rename(run.path / "renamed")
     (run.path / "the user's folder").mkdir()
-    assert [each.name for each in run.checkpoints()] == ["c", "renamed", "a"]
-    assert run.damaged() == []
+    assert [each.name for each in run.checkpoints.committed()] == ["c", "renamed", "a"]
+    assert run.checkpoints.damaged() == []
 
 
 def test_nothing_in_staging_is_a_checkpoint(run: RunDirectory) -> None:
     path = commit(run, part(stage(run, {"a": "a"})))
-    path.rename(run.staging / "deleted-1")
-    assert run.checkpoints() == []
+    path.rename(run.staging.path / "deleted-1")
+    assert run.checkpoints.committed() == []
 
 
 def remove_file(path: Path) -> None:
@@ -292,13 +301,13 @@ def test_a_damaged_checkpoint_is_told_from_an_intact_one(run: RunDirectory, dama
     commit(run, part(stage(run, {"a": "a"})), name="checkpoint_000001", index=1)
     hurt = commit(run, part(stage(run, {"sub/a": "12345"})), name="checkpoint_000002", index=2)
     damage(hurt)
-    assert [each.name for each in run.intact_checkpoints()] == ["checkpoint_000001"]
-    assert run.damaged() == [hurt.name]
+    assert [each.name for each in run.checkpoints.intact()] == ["checkpoint_000001"]
+    assert run.checkpoints.damaged() == [hurt.name]
 
 
 def test_checksums_are_written_for_every_file_of_the_manifest(run: RunDirectory) -> None:
     path = commit(run, part(stage(run, {"a": "a", "b/c": "", METADATA: "{}"})))
-    run.write_checksums("c")
+    run.checkpoints.write_checksums("c")
     text = (path / CHECKSUMS).read_text()
     assert '"a":' in text
     assert '"b/c":' in text
@@ -308,17 +317,17 @@ def test_checksums_are_written_for_every_file_of_the_manifest(run: RunDirectory)
 
 def test_checksums_of_a_deleted_checkpoint_are_no_error(run: RunDirectory) -> None:
     commit(run, part(stage(run, {"a": "a"})))
-    run.delete("c")
-    run.write_checksums("c")
-    assert run.checkpoints() == []
+    run.checkpoints.delete("c")
+    run.checkpoints.write_checksums("c")
+    assert run.checkpoints.committed() == []
 
 
 def test_a_stage_lies_where_committing_moves_no_byte(run: RunDirectory, tmp_path: Path) -> None:
-    staged = run.new_stage("rank_0")
-    assert run.is_staged(staged)
-    assert not run.is_staged(staged / "sub")
-    assert not run.is_staged(tmp_path)
-    assert run.new_stage("rank_0") != staged
+    staged = run.staging.new("rank_0")
+    assert run.checkpoints.is_staged(staged)
+    assert not run.checkpoints.is_staged(staged / "sub")
+    assert not run.checkpoints.is_staged(tmp_path)
+    assert run.staging.new("rank_0") != staged
 
 
 @pytest.mark.parametrize(
@@ -357,8 +366,8 @@ def test_what_is_added_to_a_committed_checkpoint_is_made_elsewhere(run: RunDirec
     happened = what_happens_in(
         path,
         [
-            lambda: run.write_checksums("c"),
-            lambda: run.keep_validation(manifest(offered), durable=True),
+            lambda: run.checkpoints.write_checksums("c"),
+            lambda: run.checkpoints.keep_validation(manifest(offered), durable=True),
             lambda: Checkpoint(path).set_metadata({"by": "ann"}),
         ],
     )
@@ -375,8 +384,8 @@ def test_a_manifest_that_names_what_lies_elsewhere_is_damage(run: RunDirectory, 
     place = commit(run, part(stage(run, {"file": "1"})), name="checkpoint_000001")
     text = (place / MANIFEST).read_text()
     (place / MANIFEST).write_text(text.replace('"file"', json.dumps(path)))
-    assert run.intact_checkpoints() == []
-    assert run.damaged() == ["checkpoint_000001"]
+    assert run.checkpoints.intact() == []
+    assert run.checkpoints.damaged() == ["checkpoint_000001"]
     with pytest.raises(CheckpointError, match="its manifest cannot be read"):
         Checkpoint(place).verify()
 
@@ -427,17 +436,17 @@ def test_what_a_link_leads_to_is_not_deleted_with_the_link(
     path = commit(run, part(stage(run, {"a": "a"})))
     path.rename(tmp_path / "on another disk")
     path.symlink_to(tmp_path / "on another disk")
-    assert [each.name for each in run.intact_checkpoints()] == ["c"]
-    run.delete("c")
-    assert run.checkpoints() == []
-    assert list(run.staging.iterdir()) == []
+    assert [each.name for each in run.checkpoints.intact()] == ["c"]
+    run.checkpoints.delete("c")
+    assert run.checkpoints.committed() == []
+    assert list(run.staging.path.iterdir()) == []
     assert read(tmp_path / "on another disk") == {"a": "a"}
 
 
 def test_what_is_set_aside_after_a_commit_is_not_deleted_for_it(run: RunDirectory) -> None:
-    (run.uncommitted / "before").mkdir(parents=True)
-    grave = run.give_up_uncommitted()
-    (run.uncommitted / "after").mkdir(parents=True)
+    (run.staging.uncommitted / "before").mkdir(parents=True)
+    grave = run.staging.bury(run.staging.uncommitted)
+    (run.staging.uncommitted / "after").mkdir(parents=True)
     remove_tree(grave)
-    assert [path.name for path in run.uncommitted.iterdir()] == ["after"]
+    assert [path.name for path in run.staging.uncommitted.iterdir()] == ["after"]
     assert not grave.exists()

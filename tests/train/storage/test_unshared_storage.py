@@ -29,7 +29,7 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train._storage.unshared_run_directory import LIMIT
+from drawbar.train._storage.unshared_node import LIMIT
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers

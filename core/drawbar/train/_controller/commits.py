@@ -43,6 +43,7 @@ from drawbar.train._messages import (
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage import fault_points, starting_point
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.checkpoint_store import Draft, default_name
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import (
     Manifest,
@@ -51,9 +52,9 @@ from drawbar.train._storage.manifest import (
     committed_already,
     read_manifest,
 )
-from drawbar.train._storage.run_directory import RunDirectory, default_name
+from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Part
-from drawbar.train._storage.unshared_run_directory import FileAnswer, read_piece
+from drawbar.train._storage.unshared_node import FileAnswer, read_piece
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -96,6 +97,8 @@ class Committer:
         notice: Callable[[str], None],
     ) -> None:
         self._directory = directory
+        self._checkpoints = directory.checkpoints
+        self._staging = directory.staging
         self._config = config
         self._metadata = json.dumps(metadata).encode() if metadata else None
         self._journal = journal
@@ -109,7 +112,7 @@ class Committer:
         self._background: set[asyncio.Future[None]] = set()
         self._later = ThreadPoolExecutor(1, "drawbar-later", initializer=_yield_to_others)
         self._task: asyncio.Task[None] | None = None
-        self.kept = directory.intact_checkpoints()
+        self.kept = self._checkpoints.intact()
 
     @property
     def newest(self) -> Manifest | None:
@@ -120,10 +123,10 @@ class Committer:
         """Say in one line which checkpoint a failed run has; it may have been deleted."""
         is_local = self._directory.filesystem is None
         for manifest in reversed(self.kept):
-            if not is_local or self._directory.is_intact(manifest.name):
+            if not is_local or self._checkpoints.is_intact(manifest.name):
                 return f"newest committed checkpoint: {self.checkpoint(manifest).path}"
         if self.kept:
-            place = self._directory.place(self.kept[-1].name)
+            place = self._checkpoints.place(self.kept[-1].name)
             return f"no committed checkpoint is there any more in full; the newest was {place}"
         return "no checkpoint was committed"
 
@@ -134,11 +137,11 @@ class Committer:
             What is wrong with each, by its name.
         """
         self.kept, damage = await asyncio.to_thread(
-            starting_point.pass_over_damaged, self._directory, self.kept
+            starting_point.pass_over_damaged, self._checkpoints, self.kept
         )
         for name in damage:
             self._journal(CheckpointDeleted(time=time.time(), name=name))
-            await asyncio.to_thread(starting_point.set_aside, self._directory, name)
+            await asyncio.to_thread(starting_point.set_aside, self._checkpoints, name)
         return damage
 
     def begin(
@@ -157,7 +160,7 @@ class Committer:
         report = complete.reports[min(offers)]
         name = offers[min(offers)].name or default_name(complete.index)
         if any(each.name == name for each in self.kept):
-            self._on_failure(committed_already(self._directory.place(name)))
+            self._on_failure(committed_already(self._checkpoints.place(name)))
             return
         validations = [complete.reports[rank].validation for rank in offers]
 
@@ -203,7 +206,7 @@ class Committer:
         for pending in self._pending.values():
             if pending.name == chunk.name:
                 if rank not in pending.stages:
-                    pending.stages[rank] = self._directory.new_stage(f"rank_{rank}")
+                    pending.stages[rank] = self._staging.new(f"rank_{rank}")
                 target = pending.stages[rank] / chunk.path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with open(target, "ab" if chunk.offset else "wb") as file:
@@ -235,17 +238,14 @@ class Committer:
 
     async def _commit(self, pending: _Pending) -> None:
         parts = [pending.parts[rank] for rank in sorted(pending.parts)]
-        manifest = pending.manifest(parts)
-        if pending.in_place:
-            manifest = await asyncio.to_thread(self._directory.manifest_in_place, manifest)
-        await asyncio.to_thread(
-            self._directory.commit,
-            manifest,
-            parts,
+        draft = Draft(
+            manifest=pending.manifest(parts),
+            parts=parts,
             durable=self._config.durable,
             metadata=self._metadata,
             in_place=pending.in_place,
         )
+        manifest = await asyncio.to_thread(self._checkpoints.commit, draft)
         seconds = time.monotonic() - pending.began
         self._journal(CheckpointCommitted.of(manifest, seconds=seconds))
         fault_points.reached("commit.journaled")
@@ -253,8 +253,8 @@ class Committer:
         self._committing.discard(manifest.index)
         self._on_commit(manifest, seconds)
         self._retain()
-        self._in_background(self._directory.write_checksums, manifest.name)
-        self._in_background(remove_tree, self._directory.give_up_uncommitted())
+        self._in_background(self._checkpoints.write_checksums, manifest.name)
+        self._in_background(remove_tree, self._staging.bury(self._staging.uncommitted))
         self._in_background(self._directory.publish)
 
     async def keep_validation(self, manifest: Manifest, validation: Validation) -> None:
@@ -268,7 +268,7 @@ class Committer:
         try:
             self._journal(CheckpointValidated.of(manifest, validation))
             durable = self._config.durable
-            await asyncio.to_thread(self._directory.keep_validation, validated, durable=durable)
+            await asyncio.to_thread(self._checkpoints.keep_validation, validated, durable=durable)
         finally:
             self._retain()
         self._in_background(self._directory.publish)
@@ -295,9 +295,9 @@ class Committer:
 
     def _delete_files(self, name: str) -> None:
         """Delete a checkpoint, unless it has this name from the user, who wants to keep it."""
-        found = read_manifest(self._directory.place(name))
+        found = read_manifest(self._checkpoints.place(name))
         if found is None or found.name == name:
-            self._directory.delete(name)
+            self._checkpoints.delete(name)
 
     def _in_background(self, action: Callable[..., object], *arguments: object) -> None:
         loop = asyncio.get_running_loop()
@@ -307,7 +307,7 @@ class Committer:
 
     def checkpoint(self, manifest: Manifest) -> Checkpoint:
         """Give the checkpoint of a manifest."""
-        return self._directory.checkpoint(manifest.name)
+        return self._checkpoints.checkpoint(manifest.name)
 
     def listing(self) -> tuple[tuple[str, dict[str, Any], ReportedCheckpointStatus], ...]:
         """List the checkpoints that are kept, oldest first, as (name, metrics, status)."""
@@ -327,7 +327,7 @@ class Committer:
         self._pending.clear()
         await self._ready.join()
         await asyncio.to_thread(self._directory.set_aside)
-        for stage in self._directory.stages():
+        for stage in self._staging.stages():
             self._in_background(remove_tree, stage)
 
     async def close(self) -> None:

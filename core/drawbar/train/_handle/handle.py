@@ -21,8 +21,7 @@ from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import Snapshot, Timeline
 from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._storage.journal_file import is_held
-from drawbar.train._storage.remote_run_directory import open_directory
-from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
 WAIT_SECONDS = 1.0  # a Ctrl-C that comes just before Python waits is seen only when the wait ends
 

@@ -19,8 +19,7 @@ from drawbar.train._history.journal import (
     events_of,
     history,
 )
-from drawbar.train._storage.remote_run_directory import open_directory
-from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
 
 def check_run(path: str | os.PathLike[str], storage_filesystem: Any | None = None) -> None:
@@ -128,7 +127,7 @@ def _kept(events: Sequence[Event]) -> list[str]:
 
 def _check_checkpoint(directory: RunDirectory, name: str) -> None:
     try:
-        directory.checkpoint(name).verify()
+        directory.checkpoints.checkpoint(name).verify()
     except CheckpointError as error:
         if name in _kept(events_of(directory)):  # not deleted in the meantime
             raise AssertionError(f"a committed checkpoint is lost: {error}") from error

@@ -279,9 +279,9 @@ def events_of(directory: RunDirectory) -> list[Event]:
         FileNotFoundError: There is no run.
         DamagedRunError: Its journal cannot be read, or is lost beside its checkpoints.
     """
-    data, place = directory.read_journal(), directory.place(directory.journal.name)
+    data, place = directory.read_journal(), directory.home / directory.journal.name
     events = list(events_in(io.BytesIO(data or b""), place))
-    if not events and (found := directory.checkpoints()):
+    if not events and (found := directory.checkpoints.committed()):
         raise journal_lost(place, found[-1].name)
     if data is None:
         raise FileNotFoundError(

@@ -24,8 +24,7 @@ from drawbar.train._history.timeline import Timeline
 from drawbar.train._metrics import flatten, metrics_there_are
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.remote_run_directory import open_directory
-from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
 if TYPE_CHECKING:
     import pandas
@@ -88,10 +87,10 @@ class Result:
                 config, error = _checkpoint_config(event), None
             elif isinstance(event, RunEnded) and event.outcome == "failed":
                 error = TrainingFailedError(event.error, path=directory.location)
-        manifests = directory.intact_checkpoints()
+        manifests = directory.checkpoints.intact()
         if unranked := why_unranked(manifests, config):
             _logger.warning("%s: %s best_checkpoints are by age", directory.location, unranked)
-        pairs = {m.name: (directory.checkpoint(m.name), m.metrics) for m in manifests}
+        pairs = {m.name: (directory.checkpoints.checkpoint(m.name), m.metrics) for m in manifests}
         return cls(
             path=directory.location,
             filesystem=directory.filesystem,

@@ -76,7 +76,7 @@ class SpecPlan:
         began_with = self._spec.resume_from_checkpoint
         if began_with is not None and began_with.path == start.checkpoint:
             return began_with
-        return self._opened.directory.checkpoint(PurePath(start.checkpoint).name)
+        return self._opened.directory.checkpoints.checkpoint(PurePath(start.checkpoint).name)
 
     def _environment_of(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> dict[str, str]:
         environment = self._spec.environment

@@ -100,7 +100,7 @@ class Host:
         self._callbacks = Callbacks(spec.run_config.callbacks, context)
         try:
             directory = self.directory
-            write_atomically(directory.trainer, spec.trainer, by_way_of=directory.staging)
+            write_atomically(directory.trainer, spec.trainer, by_way_of=directory.staging.path)
             take_mode_of_folder(directory.trainer)
             self.directory.publish(everything=True)
             if self._opened.warning:
@@ -133,7 +133,7 @@ class Host:
 
     def _require_checkpoint(self) -> None:
         start_from = self._spec.resume_from_checkpoint
-        if start_from is not None and not self.directory.intact_checkpoints():
+        if start_from is not None and not self.directory.checkpoints.intact():
             start_from.require()
 
     # -- in the controller's thread

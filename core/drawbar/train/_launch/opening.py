@@ -28,8 +28,7 @@ from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH, RunConfig
 from drawbar.train._storage.files import take_mode_of_folder
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.remote_folder import locate
-from drawbar.train._storage.remote_run_directory import directory_at
-from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.run_directory import RunDirectory, directory_at
 from drawbar.train._storage.starting_point import pass_over_damaged, set_aside
 
 
@@ -75,6 +74,7 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
     """
     if not directory.holds_run():  # an error leaves no trace
         resume_plan(RunState.NONE, config.resume, path=directory.location, newest=None)
+    checkpoints = directory.checkpoints
     is_new = not directory.path.exists()
     check_storage_path(directory.path)
     if is_new:
@@ -83,8 +83,8 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
     try:  # from here on nobody else writes to the run, or removes its folders
         directory.catch_up(journal)
         state, events, damage = _look(directory, journal)
-        found, altered = pass_over_damaged(directory, directory.checkpoints())
-        intact = [each for each in found if directory.is_intact(each.name)]
+        found, altered = pass_over_damaged(checkpoints, checkpoints.committed())
+        intact = [each for each in found if checkpoints.is_intact(each.name)]
         if altered:
             others = [part for part in damage if part not in altered]
             state, damage = RunState.DAMAGED, [*others, *altered.values()]
@@ -98,7 +98,7 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
         directory.sweep()
         take_mode_of_folder(directory.journal)
         for name in altered:
-            set_aside(directory, name)
+            set_aside(checkpoints, name)
     except BaseException:
         journal.close()
         raise
@@ -166,9 +166,9 @@ def _look(directory: RunDirectory, journal: Journal) -> tuple[RunState, list[Eve
     """Say what the directory holds, and name what is damaged there."""
     events, whole = journal.salvage()
     damage = [] if whole else ["its journal, whose unreadable lines are now in journal.damaged"]
-    damage += directory.damaged()
+    damage += directory.checkpoints.damaged()
     if not events and whole:
-        if not directory.checkpoints() and not damage:
+        if not directory.checkpoints.committed() and not damage:
             return RunState.NONE, events, damage
         damage.insert(0, "its journal, which is empty or gone, so that its history begins anew")
     if damage:

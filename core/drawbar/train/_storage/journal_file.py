@@ -16,6 +16,8 @@ from drawbar.train._errors import JournalLockedError
 from drawbar.train._storage.files import is_open_at, write_atomically
 from drawbar.train._storage.retries import explained, in_bytes
 
+JOURNAL = "journal.jsonl"
+
 PROBE_S = 1.0  # `is_held` takes the lock for a moment, and flock() knows no timeout
 RETRY_S = 0.01
 

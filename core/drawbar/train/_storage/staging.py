@@ -1,4 +1,4 @@
-"""Folders of the staging area: how they are filled, merged, and emptied of links.
+"""The staging area: its folders are filled, merged, and emptied of links.
 
 A folder of the staging area is Drawbar's and goes when its attempt is over, unless it holds what
 the user has handed over: that is set aside then, since nobody else has those files any more.
@@ -6,6 +6,7 @@ the user has handed over: that is set aside then, since nobody else has those fi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from drawbar.train._storage import files as _files
 from drawbar.train._storage.files import FileEntry
+from drawbar.train._storage.retries import explained, in_bytes
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -35,32 +37,129 @@ class Part:
     checksums: dict[str, str] = field(default_factory=dict)
 
 
-def new_stage(staging: Path, label: str) -> Path:
-    """Make a new empty folder in the staging area."""
-    path = staging / f"{label}-{uuid.uuid4().hex[:12]}"
-    path.mkdir(parents=True)
-    return path
+@dataclass(frozen=True)
+class Share:
+    """What one rank gives to a checkpoint, as it lies on the rank's node.
+
+    Attributes:
+        source: The directory that the files are in.
+        files: Which.
+        label: Of the rank, for the name of the stage.
+        name: Of the checkpoint.
+        move: The source is given up.
+    """
+
+    source: Path
+    files: Sequence[FileEntry]
+    label: str
+    name: str
+    move: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.size for file in self.files)
 
 
-def label_of_handed_over(label: str, name: str) -> str:
-    """Give the label of a stage that holds what a rank has handed over for a checkpoint."""
-    return f"{_HANDED_OVER}{_kept_as(label, name)}"
+@dataclass(frozen=True)
+class StagingArea:
+    """The run's folder of everything that is not committed, on this node."""
+
+    path: Path
+
+    @property
+    def uncommitted(self) -> Path:
+        """Folder of what was handed over by `report()` and not committed before its attempt ended.
+
+        The next commit empties it.
+        """
+        return self.path.parent / ".uncommitted"
+
+    def new(self, label: str) -> Path:
+        """Make a new empty folder in the staging area, where a commit moves no byte."""
+        path = self.path / f"{label}-{uuid.uuid4().hex[:12]}"
+        path.mkdir(parents=True)
+        return path
+
+    def holds(self, path: Path) -> bool:
+        """Whether `path` lies directly in the staging area."""
+        return path.parent == self.path
+
+    def stages(self) -> list[Path]:
+        """List what lies in the staging area."""
+        return list(self.path.glob("*"))
+
+    def put(self, share: Share) -> Path:
+        """Copy or move a rank's share into a new folder; if that fails the folder is gone.
+
+        Raises:
+            OSError: They cannot be written; the message has the path and the bytes.
+        """
+        kept_as = f"{_HANDED_OVER}{_kept_as(share.label, share.name)}"
+        target = self.new(kept_as if share.move else share.label)
+        act = _files.move_files if share.move else _files.copy_files
+        try:
+            act(share.source, target, share.files)
+        except BaseException as error:
+            _files.remove_tree(target)
+            if not isinstance(error, OSError):
+                raise
+            what = f"writing {in_bytes(share.nbytes)} of checkpoint {share.name}"
+            raise explained(error, f"{what} to {self.path.parent}") from error
+        return target
+
+    def replace_links(self, directory: Path) -> None:
+        """Put copies in the place of a folder's links; what they lead to stays as it is.
+
+        Ranks that save into one folder do so one after another.
+
+        Raises:
+            OSError: One leads nowhere, or back; or there is no room.
+        """
+        if not _files.find_links(directory):
+            return
+        with one_at_a_time(self.path / "links.lock"):
+            spare = self.new("links")
+            try:
+                _files.replace_links(directory, spare)
+            finally:
+                _files.remove_tree(spare)
+
+    def bury(self, path: Path) -> Path:
+        """Take a folder of the run away in one step. Gives where it is to be deleted, if it was."""
+        grave = self.path / f"deleted-{uuid.uuid4().hex[:12]}"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, grave)
+        return grave
+
+    def handed_over(self) -> list[Path]:
+        """List the stages that hold what was handed over."""
+        return list(self.path.glob(f"{_HANDED_OVER}*"))
+
+    def set_aside(self, committed: Collection[str]) -> None:
+        """Move what was handed over into `uncommitted`, and say where it lies now.
+
+        It takes the place of the same rank's for a checkpoint of this name. `committed` are the
+        names of checkpoints that are, so that nothing is kept for them.
+        """
+        for stage in self.handed_over():
+            label = stage.name.removeprefix(_HANDED_OVER).rpartition("-")[0]
+            if any(label == _kept_as(label.partition(".")[0], name) for name in committed):
+                continue
+            kept = self.uncommitted / label
+            self.uncommitted.mkdir(exist_ok=True)
+            _files.remove_tree(kept)
+            os.rename(stage, kept)
+            _logger.warning(
+                "a checkpoint that was handed over is not committed; its files lie in %s until the "
+                "next one is",
+                kept,
+            )
 
 
 def _kept_as(label: str, name: str) -> str:
-    return (
-        f"{label}.{os.fsencode(name)[:100].decode(errors='ignore')}"  # a folder's name has limits
-    )
-
-
-def fill(stage: Path, source: Path, files: Sequence[FileEntry], *, move: bool) -> None:
-    """Copy or move these files into a new stage; if that fails the stage is gone."""
-    act = _files.move_files if move else _files.copy_files
-    try:
-        act(source, stage, files)
-    except BaseException:
-        _files.remove_tree(stage)
-        raise
+    """Name what a rank has handed over for a checkpoint; the name of a folder has limits."""
+    return f"{label}.{os.fsencode(name)[:100].decode(errors='ignore')}"
 
 
 def merge(parts: Sequence[Part]) -> Path | None:
@@ -81,51 +180,9 @@ def merge(parts: Sequence[Part]) -> Path | None:
     return merged
 
 
-def replace_links(directory: Path, staging: Path) -> None:
-    """Put copies in the place of a folder's links; what they lead to stays as it is.
-
-    Ranks that save into one folder do so one after another.
-    """
-    if not _files.find_links(directory):
-        return
-    with one_at_a_time(staging / "links.lock"):
-        spare = new_stage(staging, "links")
-        try:
-            _files.replace_links(directory, spare)
-        finally:
-            _files.remove_tree(spare)
-
-
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
     """Hold a lock file among all processes and threads."""
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def handed_over(staging: Path) -> list[Path]:
-    """List the stages that hold what was handed over."""
-    return list(staging.glob(f"{_HANDED_OVER}*"))
-
-
-def set_aside(stages: Sequence[Path], target: Path, committed: Collection[str]) -> None:
-    """Move what was handed over out of the staging area, and say where it lies now.
-
-    Args:
-        stages: As `handed_over` lists them.
-        target: The folder that they come into, in the place of the same rank's for a checkpoint.
-        committed: Names of checkpoints that are, so that nothing is kept for them.
-    """
-    for stage in stages:
-        label = stage.name.removeprefix(_HANDED_OVER).rpartition("-")[0]
-        if any(label == _kept_as(label.partition(".")[0], name) for name in committed):
-            continue
-        target.mkdir(exist_ok=True)
-        _files.remove_tree(target / label)
-        os.rename(stage, target / label)
-        _logger.warning(
-            "a checkpoint that was handed over is not committed; its files lie in %s until the "
-            "next one is",
-            target / label,
-        )

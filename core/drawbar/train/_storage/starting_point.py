@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drawbar.train._errors import CheckpointError
+from drawbar.train._storage.checkpoint_store import CheckpointStore
 from drawbar.train._storage.manifest import Manifest, check_files
-from drawbar.train._storage.run_directory import RunDirectory
 
 HASHED_BYTES = 1_000_000_000
 """Up to this size checksums are compared too: that takes less than loading does."""
 
 
 def pass_over_damaged(
-    directory: RunDirectory, committed: Sequence[Manifest]
+    checkpoints: CheckpointStore, committed: Sequence[Manifest]
 ) -> tuple[list[Manifest], dict[str, str]]:
     """Leave out the newest checkpoints as long as they are damaged.
 
@@ -26,17 +26,17 @@ def pass_over_damaged(
         Those up to the newest that is whole, and what is wrong with each newer one, by its name.
     """
     kept, damage = list(committed), dict[str, str]()
-    while kept and (found := _damage_of(directory, kept[-1])):
+    while kept and (found := _damage_of(checkpoints, kept[-1])):
         damage[kept.pop().name] = found
     return kept, damage
 
 
-def set_aside(directory: RunDirectory, name: str) -> None:
+def set_aside(checkpoints: CheckpointStore, name: str) -> None:
     """Move a damaged checkpoint into the run's folder `broken`, where it takes nobody's name.
 
     On an object store, which cannot rename, it stays until another one of its name is committed.
     """
-    place = directory.place(name)
+    place = checkpoints.place(name)
     if isinstance(place, Path):
         target = place.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
         target.parent.mkdir(exist_ok=True)
@@ -44,16 +44,16 @@ def set_aside(directory: RunDirectory, name: str) -> None:
             os.rename(place, target)
 
 
-def _damage_of(directory: RunDirectory, manifest: Manifest) -> str:
+def _damage_of(checkpoints: CheckpointStore, manifest: Manifest) -> str:
     """Say what is wrong with a checkpoint; "" if nothing is.
 
     Each file must have its size. Checksums, if they were written, are compared where that reads no
     more than `HASHED_BYTES`, and nothing over a network that the workers will not read again.
     """
-    place = directory.place(manifest.name)
+    place = checkpoints.place(manifest.name)
     try:
         if isinstance(place, Path) and manifest.nbytes <= HASHED_BYTES:
-            directory.checkpoint(manifest.name).verify()
+            checkpoints.checkpoint(manifest.name).verify()
         else:
             check_files(place, manifest)
     except CheckpointError as error:

@@ -50,7 +50,9 @@ class Grounds:
     def of(run: RunDirectory) -> Grounds:
         """Look up where a run lies."""
         roots = [RunDirectory(Path(os.path.realpath(place))) for place in run.local_places()]
-        around = [str(own) for run in roots for own in (run.path, *run.path.parents, run.staging)]
+        around = [
+            str(own) for run in roots for own in (run.path, *run.path.parents, run.staging.path)
+        ]
         kept = ("logs", "stacks", ".workers", ".uncommitted")
         return Grounds(
             {found: own for own in around if (found := _identity(own)) is not None},
@@ -147,7 +149,9 @@ def may_be_given_away(directory: Path, files: Sequence[FileEntry], run: RunDirec
 
 
 def _holds_run(place: str) -> bool:
-    return os.path.exists(f"{place}/journal.jsonl") and RunDirectory(Path(place)).staging.is_dir()
+    return (
+        os.path.exists(f"{place}/journal.jsonl") and RunDirectory(Path(place)).staging.path.is_dir()
+    )
 
 
 def _is_text(name: str) -> bool:

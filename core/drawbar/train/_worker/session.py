@@ -49,10 +49,10 @@ from drawbar.train._messages import (
 from drawbar.train._metrics import normalise
 from drawbar.train._settings.validation_config import asked_for
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.checkpoint_store import default_name
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._storage.run_directory import default_name
-from drawbar.train._storage.unshared_run_directory import FileAnswer, UnsharedRunDirectory
+from drawbar.train._storage.unshared_node import FileAnswer, UnsharedNode
 from drawbar.train._worker.acceptable import check_name
 from drawbar.train._worker.callers import Callers
 from drawbar.train._worker.interrupt import AttemptInterrupted, Interruptible
@@ -74,9 +74,10 @@ class Session:
         self.cache = cache
         self.directory = assignment.directory
         self.checkpoint = assignment.checkpoint
-        self._brought: Checkpoint | None = None
+        self._unshared: UnsharedNode | None = None
         self._label = f"rank_{assignment.ranks.world_rank}"
-        self.uploads = Uploads(self.directory, self._label, say, self._wait_for_any)
+        sink = self.directory.checkpoints
+        self.uploads = Uploads(self.directory, sink, self._label, say, self._wait_for_any)
         self._say = say
         self.callers = Callers(assignment.ranks)
         self._order = threading.RLock()  # one number after the other, said in that order
@@ -140,7 +141,7 @@ class Session:
             checkpoint = Checkpoint(checkpoint)
         if delete_local is None:
             taken_over = mode.default_delete_local_checkpoint_after_upload()
-            delete_local = taken_over and self.directory.name_of(checkpoint) is None
+            delete_local = taken_over and self.directory.checkpoints.name_of(checkpoint) is None
         waits = mode is not CheckpointUploadMode.ASYNC
         where = caller_line()
         with self._order:
@@ -172,9 +173,8 @@ class Session:
 
     def use_unshared(self) -> None:
         """Have checkpoints travel: this node does not share the run's directory."""
-        path = self.directory.path
-        self.directory = UnsharedRunDirectory(path, send=self._send, ask=self._ask)
-        self.uploads = Uploads(self.directory, self._label, self._say, self._wait_for_any)
+        sink = self._unshared = UnsharedNode(self.directory, self._send, self._ask)
+        self.uploads = Uploads(self.directory, sink, self._label, self._say, self._wait_for_any)
 
     def _send(self, name: str, path: str, offset: int, data: bytes) -> None:
         number = next(self._questions)
@@ -191,9 +191,8 @@ class Session:
     def newest_checkpoint(self) -> Checkpoint | None:
         """Do what `drawbar.train.get_checkpoint` says."""
         newest = self.checkpoint
-        if isinstance(self.directory, UnsharedRunDirectory) and newest not in (None, self._brought):
-            self.directory.bring(newest)
-            self._brought = newest
+        if self._unshared is not None and newest is not None:
+            self._unshared.bring(newest)
         return newest
 
     def retire(self) -> None:
@@ -210,7 +209,7 @@ class Session:
     @contextmanager
     def checkpoint_dir(self) -> Iterator[Path]:
         """Do what `drawbar.train.checkpoint_dir` says."""
-        path = self.directory.new_stage(self._label)
+        path = self.directory.staging.new(self._label)
         try:
             yield path
         except BaseException:
@@ -231,7 +230,7 @@ class Session:
             answer = self._wait_for_any((CheckpointsAnswer, number))
         assert isinstance(answer, CheckpointsAnswer)
         return [
-            (self.directory.checkpoint(name), metrics, status)
+            (self.directory.checkpoints.checkpoint(name), metrics, status)
             for name, metrics, status in answer.checkpoints
         ]
 
@@ -332,7 +331,7 @@ class Session:
                 case Persist():
                     self._orders[type(order), order.index] = order
                 case Committed():
-                    self.checkpoint = self.directory.checkpoint(order.name)
+                    self.checkpoint = self.directory.checkpoints.checkpoint(order.name)
                     if self._offers.pop(order.index, None) is not None:
                         self._orders[type(order), order.index] = order
             self._changed.notify_all()

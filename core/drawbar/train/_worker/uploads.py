@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from enum import Enum
@@ -30,12 +30,13 @@ from drawbar.train._messages import (
     WaitsForCheckpoint,
 )
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.files import list_files, remove_tree
+from drawbar.train._storage.checkpoint_store import ShareSink
+from drawbar.train._storage.files import FileEntry, list_files, remove_tree
 from drawbar.train._storage.manifest import user_files
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.retries import is_transient
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import Part
+from drawbar.train._storage.staging import Part, Share
 from drawbar.train._worker.acceptable import (
     Grounds,
     check_files,
@@ -105,15 +106,24 @@ class Uploads:
 
     Args:
         directory: Of the run.
+        sink: Takes this rank's shares.
         label: Names the rank in the staging area.
         say: Tells the controller something.
         wait: Waits for an order.
     """
 
     def __init__(
-        self, directory: RunDirectory, label: str, say: Callable[[Message], None], wait: Wait
+        self,
+        directory: RunDirectory,
+        sink: ShareSink,
+        label: str,
+        say: Callable[[Message], None],
+        wait: Wait,
     ) -> None:
         self._directory = directory
+        self._checkpoints = directory.checkpoints
+        self._staging = directory.staging
+        self._sink = sink
         self._label = label
         self._say = say
         self._wait = wait
@@ -158,7 +168,7 @@ class Uploads:
                 in_place=True,
             )
         offer = self._offer_local(checkpoint, name, handed_over=handed_over)
-        if handed_over and self._directory.name_of(checkpoint) is not None:
+        if handed_over and self._checkpoints.name_of(checkpoint) is not None:
             raise ValueError(
                 f"report() was given {checkpoint!r}, which lies in the run already, to be moved or "
                 "deleted; set delete_local_checkpoint_after_upload=False to have it copied"
@@ -168,13 +178,13 @@ class Uploads:
         return self._snapshot(offer, name)
 
     def _offer_in_place(self, checkpoint: Checkpoint) -> Offer:
-        name = self._directory.name_of(checkpoint)
+        name = self._checkpoints.name_of(checkpoint)
         if name is None:
             raise ValueError(
                 "report() with NO_UPLOAD takes a directory directly in the run's directory "
                 f"{self._directory.location}, found {checkpoint!r}"
             )
-        place = self._directory.place(name)
+        place = self._checkpoints.place(name)
         if isinstance(place, Folder):
             check_folder(place)
             files = user_files(place)
@@ -200,18 +210,18 @@ class Uploads:
                 "delete_local_checkpoint_after_upload=True; one that lies in the run's storage "
                 "already is reported with CheckpointUploadMode.NO_UPLOAD"
             )
-        in_staging = directory.parent == self._directory.staging
+        in_staging = self._staging.holds(directory)
         if not in_staging:
             check_place(directory, self._grounds)
         files = list_files(directory)
         check_files(directory, files, self._directory)
         if in_staging:
             with _told_as_storage_error():
-                self._directory.replace_links(directory)
+                self._staging.replace_links(directory)
         return Offer(
             directory=str(directory),
             files=files,
-            staged=self._directory.is_staged(directory),
+            staged=self._sink.is_staged(directory),
             name=name,
             handed_over=handed_over
             and not in_staging
@@ -221,13 +231,14 @@ class Uploads:
     def _snapshot(self, offer: Offer, name: str) -> Offer:
         source = Path(offer.directory)
         with _told_as_storage_error():
-            stage = self._directory.stage(
-                source, offer.files, label=self._label, name=name, move=offer.handed_over
-            )
+            stage = self._staging.put(self._share(offer, offer.files, name))
         if offer.handed_over:
             remove_tree(source)
-        staged = self._directory.is_staged(stage)
+        staged = self._sink.is_staged(stage)
         return msgspec.structs.replace(offer, directory=str(stage), staged=staged)
+
+    def _share(self, offer: Offer, files: Sequence[FileEntry], name: str) -> Share:
+        return Share(Path(offer.directory), files, self._label, name, move=offer.handed_over)
 
     # -- following
 
@@ -243,27 +254,21 @@ class Uploads:
             remove_tree(Path(offer.directory))
 
     def _is_own(self, offer: Offer) -> bool:
-        return Path(offer.directory).parent == self._directory.staging
+        return self._staging.holds(Path(offer.directory))
 
     def _persist(self, offer: Offer, order: Persist) -> Part:
         source = Path(offer.directory)
         upload_fn = self._functions.pop(order.name, None)
         if upload_fn is None:
             with _told_as_storage_error():
-                return self._directory.persist(
-                    source,
-                    order.files,
-                    label=self._label,
-                    name=order.name,
-                    move=offer.handed_over,
-                )
+                return self._sink.persist(self._share(offer, order.files, order.name))
         uploaded = upload_fn(Checkpoint(source), order.name)
         if not isinstance(uploaded, Checkpoint):
             raise TypeError(f"checkpoint_upload_fn must return a Checkpoint, found {uploaded!r}")
-        if uploaded != self._directory.checkpoint(order.name):
+        if uploaded != self._checkpoints.checkpoint(order.name):
             raise ValueError(
                 f"checkpoint_upload_fn must put the checkpoint at "
-                f"{self._directory.place(order.name)}, found {uploaded!r}"
+                f"{self._checkpoints.place(order.name)}, found {uploaded!r}"
             )
         return Part(None, order.files)
 

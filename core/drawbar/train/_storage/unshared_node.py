@@ -8,18 +8,18 @@ object store is the right storage, and the worker says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.checkpoint_store import ShareSink
 from drawbar.train._storage.files import CHECKSUMS, MANIFEST, FileEntry, list_files, remove_tree
 from drawbar.train._storage.manifest import read_file
 from drawbar.train._storage.retries import in_bytes
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import Part, one_at_a_time
+from drawbar.train._storage.staging import Part, Share, one_at_a_time
 
 
 class FileAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,42 +41,47 @@ Ask = Callable[[str, str, int], FileAnswer]
 """Asks for a piece of a file in the same way; with an empty path for the list of files."""
 
 
-@dataclass(frozen=True)
-class UnsharedRunDirectory(RunDirectory):
-    """A run directory of the same path as the driver's, on a node that does not share it."""
+class UnsharedNode(ShareSink):
+    """A node that has a folder of the run's path, but not the one that the driver's node has.
 
-    send: Send = field(kw_only=True)
-    ask: Ask = field(kw_only=True)
+    Args:
+        directory: The run's directory on this node.
+        send: Takes pieces to the driver's node.
+        ask: Brings pieces from there.
+    """
+
+    def __init__(self, directory: RunDirectory, send: Send, ask: Ask) -> None:
+        self._directory = directory
+        self._send = send
+        self._ask = ask
+        self._brought: Checkpoint | None = None
 
     def is_staged(self, path: Path) -> bool:
         """Nothing that is here lies where a commit can take it."""
         return False
 
-    def persist(
-        self, source: Path, files: Sequence[FileEntry], *, label: str, name: str, move: bool
-    ) -> Part:
+    def persist(self, share: Share) -> Part:
         """Send these files to the driver's node.
 
         Raises:
             OSError: They are too large for that.
         """
-        total = sum(file.size for file in files)
-        if total > LIMIT:
+        if share.nbytes > LIMIT:
             raise OSError(
-                f"{label} on node {os.uname().nodename} has {in_bytes(total)} for checkpoint "
-                f"{name}, and this node does not share {self.path} with the driver's node; no more "
-                f"than {in_bytes(LIMIT)} travel. Set RunConfig.storage_path to a folder that all "
-                "nodes share, or to an object store"
+                f"{share.label} on node {os.uname().nodename} has {in_bytes(share.nbytes)} for "
+                f"checkpoint {share.name}, and this node does not share {self._directory.path} "
+                f"with the driver's node; no more than {in_bytes(LIMIT)} travel. Set "
+                "RunConfig.storage_path to a folder that all nodes share, or to an object store"
             )
-        for file in files:
-            self._send_file(source, name, file)
-        return Part(None, tuple(files))
+        for file in share.files:
+            self._send_file(share.source, share.name, file)
+        return Part(None, tuple(share.files))
 
     def _send_file(self, source: Path, name: str, file: FileEntry) -> None:
         offset = 0
         with open(source / file.path, "rb") as reader:
             while (data := reader.read(CHUNK)) or not offset:
-                self.send(name, file.path, offset, data)
+                self._send(name, file.path, offset, data)
                 offset += len(data)
                 if not data:
                     break
@@ -87,18 +92,20 @@ class UnsharedRunDirectory(RunDirectory):
         One of this node's ranks does it while the others wait. A directory that is there counts
         only if it has the same manifest: it may be that of an earlier run.
         """
-        name = self.name_of(checkpoint)
-        if name is None:
+        name = self._directory.checkpoints.name_of(checkpoint)
+        if name is None or checkpoint == self._brought:
             return
-        with one_at_a_time(self.path / ".bring.lock"):
-            listed = {file.path: file for file in self.ask(name, "", 0).files}
+        path = self._directory.path / name
+        with one_at_a_time(self._directory.path / ".bring.lock"):
+            listed = {file.path: file for file in self._ask(name, "", 0).files}
             manifest = b"".join(self._pieces(name, listed[MANIFEST]))
-            if read_file(self.path / name, MANIFEST) != manifest:
-                remove_tree(self.path / name)
-                os.rename(self._download(name, listed.values()), self.path / name)
+            if read_file(path, MANIFEST) != manifest:
+                remove_tree(path)
+                os.rename(self._download(name, listed.values()), path)
+        self._brought = checkpoint
 
     def _download(self, name: str, files: Iterable[FileEntry]) -> Path:
-        stage = self.new_stage("brought")
+        stage = self._directory.staging.new("brought")
         for file in files:
             target = stage / file.path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +116,7 @@ class UnsharedRunDirectory(RunDirectory):
     def _pieces(self, name: str, file: FileEntry) -> Iterator[bytes]:
         offset = 0
         while offset < file.size:
-            data = self.ask(name, file.path, offset).data
+            data = self._ask(name, file.path, offset).data
             offset += len(data)
             yield data
 

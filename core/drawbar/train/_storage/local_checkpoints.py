@@ -1,0 +1,125 @@
+"""The commit protocol of a local or mounted filesystem: a rename makes a checkpoint.
+
+Ranks put their files below `.staging`; when the last rank has, the controller merges them into one
+directory by renames, writes the manifest into it, and renames that directory to its final name: one
+step that either happened or did not. Deleting goes the same way back.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from drawbar.train._storage import fault_points
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.checkpoint_store import CheckpointStore, Draft, taken
+from drawbar.train._storage.files import (
+    CHECKSUMS,
+    METADATA,
+    VALIDATION,
+    checksum,
+    holds_own,
+    is_same,
+    list_files,
+    remove_tree,
+    sync,
+    write_atomically,
+)
+from drawbar.train._storage.journal_file import JOURNAL, committed_names
+from drawbar.train._storage.manifest import Manifest, read_file, read_manifest, write_manifest
+from drawbar.train._storage.staging import Part, Share, StagingArea, merge
+
+
+@dataclass(frozen=True)
+class LocalCheckpoints(CheckpointStore):
+    """The checkpoints of a run in a directory that is mounted here."""
+
+    run: Path
+    staging: StagingArea
+
+    def place(self, name: str) -> Path:
+        return self.run / name
+
+    def name_of(self, checkpoint: Checkpoint) -> str | None:
+        path = Path(checkpoint.path)
+        inside = checkpoint.filesystem is None and is_same(path.parent, self.run)
+        return path.name if inside and not path.name.startswith(".") else None
+
+    def is_staged(self, path: Path) -> bool:
+        return self.staging.holds(path)
+
+    def persist(self, share: Share) -> Part:
+        return Part(self.staging.put(share), tuple(share.files))
+
+    def commit(self, draft: Draft) -> Manifest:
+        fault_points.reached("commit.start")
+        target = self.place(draft.manifest.name)
+        if draft.in_place:
+            self._refuse_committed(target.name)
+            self.staging.replace_links(target)
+            merged, manifest = target, draft.manifest.holding(list_files(target))
+        else:
+            self._make_way(target)
+            merged = merge(draft.parts) or self.staging.new("empty")
+            manifest = draft.manifest.as_stored(merged)
+        if draft.metadata is not None and not (merged / METADATA).exists():
+            (merged / METADATA).write_bytes(draft.metadata)
+        fault_points.reached("commit.merged")
+        write_manifest(merged, manifest, durable=draft.durable)
+        fault_points.reached("commit.manifest")
+        if not draft.in_place:
+            os.rename(merged, target)
+        if draft.durable:
+            sync(self.run)
+        fault_points.reached("commit.renamed")
+        return manifest
+
+    def _make_way(self, target: Path) -> None:
+        if not target.exists():
+            return
+        self._refuse_committed(target.name)
+        if target.name not in self.damaged():
+            raise taken(target)
+        self.staging.bury(target)
+
+    def delete(self, name: str) -> None:
+        remove_tree(self.staging.bury(self.place(name)))
+
+    def write_checksums(self, name: str) -> None:
+        directory = self.place(name)
+        manifest = read_manifest(directory)
+        if manifest is None:
+            return
+        try:
+            sums = {file.path: checksum(directory / file.path) for file in manifest.files}
+            self._add(directory / CHECKSUMS, msgspec.json.encode(sums))
+        except FileNotFoundError:
+            return  # retention deleted the checkpoint in the meantime
+
+    def keep_validation(self, manifest: Manifest, *, durable: bool) -> None:
+        self._add(self.place(manifest.name) / VALIDATION, manifest.encode(), durable=durable)
+
+    def _add(self, path: Path, data: bytes, *, durable: bool = False) -> None:
+        write_atomically(path, data, durable=durable, by_way_of=self.staging.path)
+
+    def damaged(self) -> list[str]:
+        return [
+            entry.name
+            for entry in os.scandir(self.run)
+            if entry.is_dir() and self._was_made(entry.name) and not self.is_intact(entry.name)
+        ]
+
+    def _was_made(self, name: str) -> bool:
+        """Whether Drawbar has made a checkpoint of this name: else it is a folder of the user's."""
+        if holds_own(self.place(name)):
+            return True
+        if not name.startswith("checkpoint_"):
+            return False
+        return name in committed_names(read_file(self.run, JOURNAL) or b"")
+
+    def _folders(self) -> list[str]:
+        found = os.scandir(self.run) if self.run.is_dir() else ()
+        return [each.name for each in found if each.is_dir() and not each.name.startswith(".")]

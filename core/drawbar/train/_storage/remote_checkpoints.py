@@ -1,0 +1,137 @@
+"""The commit protocol of an object store, or of anything pyarrow can open: the manifest comes last.
+
+There is no rename, so the manifest is the commit: ranks write their files under the checkpoint's
+name, and when the last one has, the controller checks what is there and writes the manifest.
+Deleting removes the manifest first. A directory without one that was marked as Drawbar's is a
+leftover, swept at the next start. docs/decisions/0005-remote-storage.md says why it is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from drawbar.train._storage import fault_points
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.checkpoint_store import CheckpointStore, Draft, taken
+from drawbar.train._storage.files import (
+    CHECKSUMS,
+    MANIFEST,
+    METADATA,
+    PENDING,
+    VALIDATION,
+    is_own,
+)
+from drawbar.train._storage.manifest import Manifest, check_files, read_manifest, user_files
+from drawbar.train._storage.remote_folder import Folder
+from drawbar.train._storage.retries import told_when_slow
+from drawbar.train._storage.staging import Part, Share
+
+
+@dataclass(frozen=True)
+class RemoteCheckpoints(CheckpointStore):
+    """The checkpoints of a run in a folder that is not mounted."""
+
+    run: Folder
+
+    def place(self, name: str) -> Folder:
+        return self.run / name
+
+    def name_of(self, checkpoint: Checkpoint) -> str | None:
+        if checkpoint.filesystem is None:
+            return None
+        folder = Folder(checkpoint.path, checkpoint.filesystem)
+        return folder.name if folder.parent.same_as(self.run) else None
+
+    def is_staged(self, path: Path) -> bool:
+        """Nothing that is local lies where a commit can take it."""
+        return False
+
+    def persist(self, share: Share) -> Part:
+        """Write these files under the checkpoint's name. Without the manifest nobody sees them."""
+        folder = self.place(share.name)
+        _claim(folder)
+        with told_when_slow(f"writing checkpoint {share.name} of {share.label} to {self.run}"):
+            checksums = folder.upload(share.source, share.files)
+        return Part(None, tuple(share.files), checksums)
+
+    def commit(self, draft: Draft) -> Manifest:
+        """Check that all ranks' files are there, remove what is not theirs, write the manifest."""
+        fault_points.reached("commit.start")
+        manifest = draft.manifest
+        folder = self.place(manifest.name)
+        self._refuse_committed(manifest.name)
+        if draft.in_place:
+            manifest = manifest.holding(user_files(folder))
+        else:
+            _remove_leftovers(folder, draft.parts)
+        if draft.metadata is not None and folder.read_if_there(METADATA) is None:
+            folder.write(METADATA, draft.metadata)
+        sums = {path: value for part in draft.parts for path, value in part.checksums.items()}
+        if sums:
+            folder.write(CHECKSUMS, msgspec.json.encode(sums))
+        fault_points.reached("commit.merged")
+        check_files(folder, manifest)
+        folder.write(MANIFEST, manifest.encode())
+        fault_points.reached("commit.manifest")
+        fault_points.reached("commit.renamed")
+        return manifest
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint: gone with its manifest, its other files follow."""
+        folder = self.place(name)
+        folder.write(PENDING, b"")  # what a kill leaves of it is Drawbar's to sweep
+        folder.delete_file(MANIFEST)
+        folder.delete()
+
+    def write_checksums(self, name: str) -> None:
+        """There is nothing left to do: the commit wrote them."""
+
+    def keep_validation(self, manifest: Manifest, *, durable: bool) -> None:
+        self.place(manifest.name).write(VALIDATION, manifest.encode())
+
+    def damaged(self) -> list[str]:
+        """List the names of committed checkpoints that have lost files.
+
+        A directory without a manifest is no damage here: that is how a kill leaves one.
+        """
+        return [each.name for each in self.committed() if not self.is_intact(each.name)]
+
+    def sweep(self) -> None:
+        """Remove what earlier processes left uncommitted or half deleted."""
+        for folder in map(self.place, self._folders()):
+            if _is_leftover(folder):
+                folder.delete()
+
+    def _folders(self) -> list[str]:
+        return self.run.folders()
+
+
+def _claim(folder: Folder) -> None:
+    """Mark a folder as one that a checkpoint is written into, unless it is the user's.
+
+    Raises:
+        FileExistsError: It is.
+    """
+    found = [file.path for file in folder.list_files()]
+    if found and not any(map(is_own, found)):
+        raise taken(folder)
+    if PENDING not in found:
+        folder.write(PENDING, b"")
+
+
+def _remove_leftovers(folder: Folder, parts: Sequence[Part]) -> None:
+    wanted = {file.path for part in parts for file in part.files}
+    found = [file.path for file in folder.list_files() if file.path not in wanted]
+    for path in sorted(found, key=lambda path: path != MANIFEST):
+        folder.delete_file(path)
+
+
+def _is_leftover(folder: Folder) -> bool:
+    """Whether Drawbar has written into a folder that is no checkpoint."""
+    if read_manifest(folder) is not None:
+        return False
+    return any(is_own(file.path) for file in folder.list_files())
