@@ -253,9 +253,14 @@ class Committer:
         self._committing.discard(manifest.index)
         self._on_commit(manifest, seconds)
         self._retain()
-        self._in_background(self._checkpoints.write_checksums, manifest.name)
-        self._in_background(remove_tree, self._staging.bury(self._staging.uncommitted))
-        self._in_background(self._directory.publish)
+        given_up = self._staging.bury(self._staging.uncommitted)
+        self._in_background(self._after_commit, manifest.name, given_up)
+
+    def _after_commit(self, name: str, given_up: Path) -> None:
+        """Do what no checkpoint depends on in one go: each change of threads holds training up."""
+        _logged(self._checkpoints.write_checksums, name)
+        remove_tree(given_up)
+        self._directory.publish()
 
     async def keep_validation(self, manifest: Manifest, validation: Validation) -> None:
         """Add what came of a checkpoint's validation to it, and rank the checkpoints anew.

@@ -10,6 +10,7 @@ import shutil
 import stat
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -65,8 +66,28 @@ _CHUNK = 64 * 1024 * 1024
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY}
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What lies below a directory.
+
+    Attributes:
+        files: Every file but Drawbar's own, sorted by path.
+        links: The symbolic links that lead there, as paths; "" if the directory is one itself.
+        own: What has the name of one of Drawbar's own files, directly in it.
+    """
+
+    files: tuple[FileEntry, ...]
+    links: frozenset[str]
+    own: tuple[str, ...]
+
+
 def list_files(directory: Path) -> tuple[FileEntry, ...]:
-    """List every file below `directory`, sorted by path, without Drawbar's own.
+    """List every file below `directory`; see `look_into`."""
+    return look_into(directory).files
+
+
+def look_into(directory: Path) -> Contents:
+    """Look at everything below `directory`, once.
 
     Symbolic links are followed. Empty folders are not listed.
 
@@ -74,34 +95,40 @@ def list_files(directory: Path) -> tuple[FileEntry, ...]:
         FileNotFoundError, NotADirectoryError: `directory` is not there, or is a file.
         OSError: Something in it is neither a file nor a folder, leads nowhere, or leads back.
     """
-    found = []
-    stack: list[tuple[str, tuple[str, ...]]] = [("", (os.path.realpath(directory),))]
+    files, own = [], []
+    links = {""} if os.path.islink(directory) else set()
+    stack: list[tuple[str, tuple[str, ...]]] = [("", (f"{directory}",))]
     while stack:
         folder, leads_through = stack.pop()
-        with os.scandir(directory / folder) as entries:
+        with os.scandir(leads_through[-1]) as entries:
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.is_dir():
-                    stack.append((path, (*leads_through, _way_into(entry, leads_through))))
+                is_link = entry.is_symlink()
+                if is_link:
+                    links.add(path)
+                if is_own(path):
+                    own.append(path)
+                elif entry.is_dir():
+                    if is_link:
+                        _check_leads_on(entry.path, leads_through)
+                    stack.append((path, (*leads_through, entry.path)))
                 elif not entry.is_file():
                     raise OSError(
                         errno.EINVAL,
                         "it is no file, no folder and no link to one, so it cannot be saved",
                         entry.path,
                     )
-                elif not is_own(path):
-                    found.append(FileEntry(path, entry.stat().st_size))
-    return tuple(sorted(found, key=lambda file: file.path))
+                else:
+                    files.append(FileEntry(path, entry.stat().st_size))
+    files.sort(key=lambda file: file.path)
+    return Contents(tuple(files), frozenset(links), tuple(sorted(own)))
 
 
-def _way_into(entry: os.DirEntry[str], leads_through: tuple[str, ...]) -> str:
-    """Give the real path of a folder, which must not be one of those that have led to it."""
-    if not entry.is_symlink():
-        return f"{leads_through[-1]}/{entry.name}"
-    real = os.path.realpath(entry.path)
-    if real in leads_through:
-        raise OSError(errno.ELOOP, f"it is a symbolic link back to {real}", entry.path)
-    return real
+def _check_leads_on(link: str, leads_through: tuple[str, ...]) -> None:
+    """Check that a link to a folder leads to none of those that have led to it."""
+    real = os.path.realpath(link)
+    if any(os.path.realpath(folder) == real for folder in leads_through):
+        raise OSError(errno.ELOOP, f"it is a symbolic link back to {real}", link)
 
 
 def is_own(path: str) -> bool:
@@ -121,13 +148,14 @@ def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     """
     fault_points.reached("persist.start")
     _make_folders(target, files)
-    _for_each(files, lambda file: _copy_file(source / file.path, target / file.path))
+    _for_each(files, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}"))
 
 
 def _make_folders(target: Path, files: Sequence[FileEntry]) -> None:
     """Make the folders that these files are to lie in, each once."""
-    for folder in {file.path.rpartition("/")[0] for file in files}:
-        os.makedirs(target / folder, exist_ok=True)
+    for folder in {os.path.dirname(f"{target}/{file.path}") for file in files}:
+        if not os.path.isdir(folder):
+            os.makedirs(folder, exist_ok=True)
 
 
 def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
@@ -140,7 +168,7 @@ def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     links = find_links(source)
     linked = [file for file in files if _leads_through(file.path, links)] if links else []
     _make_folders(target, files)
-    _for_each(linked, lambda file: _copy_file(source / file.path, target / file.path))
+    _for_each(linked, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}"))
     behind = {file.path for file in linked}
     own = [file for file in files if file.path not in behind]
     moved = []
@@ -148,7 +176,7 @@ def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
         for number, file in enumerate(own):
             if number == (len(own) + 1) // 2:
                 fault_points.reached("persist.half")
-            if _rename_or_copy(source / file.path, target / file.path):
+            if _rename_or_copy(f"{source}/{file.path}", f"{target}/{file.path}"):
                 moved.append(file)
     except OSError:
         for file in moved:
@@ -156,7 +184,7 @@ def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
         raise
 
 
-def _rename_or_copy(source: Path, target: Path) -> bool:
+def _rename_or_copy(source: str, target: str) -> bool:
     """Put a file elsewhere; says whether that was a rename, after which the source is gone."""
     try:
         os.rename(source, target)
@@ -183,7 +211,7 @@ def _entries(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
     stack = [""]
     while stack:
         folder = stack.pop()
-        with os.scandir(directory / folder) as entries:
+        with os.scandir(f"{directory}/{folder}") as entries:
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir(follow_symlinks=False):
@@ -208,7 +236,7 @@ def replace_links(directory: Path, spare: Path) -> None:
     links = find_links(directory)
     linked = [file for file in list_files(directory) if _leads_through(file.path, links)]
     _make_folders(spare, linked)
-    _for_each(linked, lambda file: _copy_file(directory / file.path, spare / file.path))
+    _for_each(linked, lambda file: _copy_file(f"{directory}/{file.path}", f"{spare}/{file.path}"))
     for link in links:
         if (spare / link).is_dir():
             os.unlink(directory / link)
@@ -240,16 +268,17 @@ def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -
                 fault_points.reached("persist.half")
 
 
-def _copy_file(source: Path, target: Path) -> None:
+def _copy_file(source: str, target: str) -> None:
     try:
         with open(source, "rb") as reader, open(target, "wb") as writer:
             if not _copy_in_kernel(reader.fileno(), writer.fileno()):
                 reader.seek(0)
                 writer.seek(0)
                 shutil.copyfileobj(reader, writer, _CHUNK)
-        shutil.copymode(source, target)
+            os.fchmod(writer.fileno(), stat.S_IMODE(os.fstat(reader.fileno()).st_mode))
     except OSError:
-        target.unlink(missing_ok=True)  # on a full disk, half a file takes the journal's room
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(target)  # on a full disk, half a file takes the journal's room
         raise
 
 
@@ -358,9 +387,8 @@ def remove_tree(path: Path) -> None:
     Of a link, or a file, that is what is deleted: nothing behind a link is touched.
     """
     try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    except OSError:
+        os.unlink(path)
+    except FileNotFoundError:
         return
+    except OSError:  # it is a directory
+        shutil.rmtree(path, ignore_errors=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.train._storage.files import MANIFEST, FileEntry, is_own
+from drawbar.train._storage.files import MANIFEST, Contents, FileEntry
 from drawbar.train._storage.manifest import read_manifest
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.run_directory import OWN_NAMES, RunDirectory
@@ -39,11 +39,11 @@ class Grounds:
     """Where a run lies on this node, looked up once, since each checkpoint is held against it.
 
     Attributes:
-        around: The run's directory, its staging area, and all that they lie in.
+        forbidden: The run's directory, its own folders in it, and all that they lie in.
         inside: The run's own folders, which may come later.
     """
 
-    around: dict[tuple[int, int], str]
+    forbidden: dict[tuple[int, int], str]
     inside: tuple[str, ...]
 
     @staticmethod
@@ -54,9 +54,10 @@ class Grounds:
             str(own) for run in roots for own in (run.path, *run.path.parents, run.staging.path)
         ]
         kept = ("logs", "stacks", ".workers", ".uncommitted")
+        inside = [f"{run.path}/{name}" for run in roots for name in kept]
         return Grounds(
-            {found: own for own in around if (found := _identity(own)) is not None},
-            tuple(f"{run.path}/{name}" for run in roots for name in kept),
+            {found: own for own in (*inside, *around) if (found := _identity(own)) is not None},
+            tuple(inside),
         )
 
 
@@ -67,13 +68,12 @@ def check_place(directory: Path, grounds: Grounds) -> None:
         ValueError: It is the storage path, the run's directory, one that they lie in, or one of the
             run's own folders.
     """
-    status = os.stat(directory)
-    found = status.st_dev, status.st_ino
-    if found in grounds.around:
-        raise _refused(directory, grounds.around[found])
+    found = _identity(directory)
+    if found in grounds.forbidden:
+        raise _refused(directory, grounds.forbidden[found])
     real = f"{os.path.realpath(directory)}/"
     for own in grounds.inside:
-        if real.startswith(f"{own}/") or _identity(own) == found:
+        if real.startswith(f"{own}/"):
             raise _refused(directory, own)
 
 
@@ -103,7 +103,7 @@ def _refused(directory: Path | Folder, own: str | Folder) -> ValueError:
     )
 
 
-def check_files(directory: Path, files: Sequence[FileEntry], run: RunDirectory) -> None:
+def check_files(directory: Path, contents: Contents, run: RunDirectory) -> None:
     """Check the names of a checkpoint's files.
 
     Raises:
@@ -111,7 +111,7 @@ def check_files(directory: Path, files: Sequence[FileEntry], run: RunDirectory) 
             has the path.
     """
     room = _LONGEST_PATH - _OF_A_STAGE - len(os.fsencode(run.path))
-    for file in files:
+    for file in contents.files:
         if not file.path.isascii() and not _is_text(file.path):
             found = os.fsencode(directory / file.path)
             raise ValueError(f"no checkpoint can hold {found!r}: its name is not UTF-8; rename it")
@@ -120,11 +120,11 @@ def check_files(directory: Path, files: Sequence[FileEntry], run: RunDirectory) 
                 f"no checkpoint of the run in {run.path} can hold {directory / file.path}: "
                 f"its path there would be longer than {_LONGEST_PATH} bytes"
             )
-    own = sorted(name for name in os.listdir(directory) if is_own(name))
-    if own and read_manifest(directory) is None:  # with it, this is a copy of a checkpoint
+    if contents.own and read_manifest(directory) is None:  # with it, a copy of a checkpoint
+        reserved = directory / contents.own[0]
         raise ValueError(
-            f"the name of {directory / own[0]} is reserved: Drawbar keeps a file of its own by "
-            "that name in each checkpoint; rename it"
+            f"the name of {reserved} is reserved: Drawbar keeps a file of its own by that name in "
+            "each checkpoint; rename it"
         )
 
 
@@ -135,8 +135,8 @@ def may_be_given_away(directory: Path, files: Sequence[FileEntry], run: RunDirec
     copied and stays.
     """
     place = os.path.realpath(directory)
-    for home in (os.getcwd(), os.path.expanduser("~")):
-        if os.path.join(os.path.realpath(home), "").startswith(os.path.join(place, "")):
+    for home in (os.getcwd(), os.path.realpath(os.path.expanduser("~"))):
+        if f"{home}/".startswith(f"{place.rstrip('/')}/"):
             return False
     while place != os.path.dirname(place):
         if os.path.exists(f"{place}/{MANIFEST}"):

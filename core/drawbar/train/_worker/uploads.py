@@ -31,7 +31,7 @@ from drawbar.train._messages import (
 )
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink
-from drawbar.train._storage.files import FileEntry, list_files, remove_tree
+from drawbar.train._storage.files import FileEntry, look_into, remove_tree
 from drawbar.train._storage.manifest import user_files
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.retries import is_transient
@@ -213,19 +213,19 @@ class Uploads:
         in_staging = self._staging.holds(directory)
         if not in_staging:
             check_place(directory, self._grounds)
-        files = list_files(directory)
-        check_files(directory, files, self._directory)
-        if in_staging:
+        contents = look_into(directory)
+        check_files(directory, contents, self._directory)
+        if in_staging and contents.links:
             with _told_as_storage_error():
                 self._staging.replace_links(directory)
         return Offer(
             directory=str(directory),
-            files=files,
+            files=contents.files,
             staged=self._sink.is_staged(directory),
             name=name,
             handed_over=handed_over
             and not in_staging
-            and may_be_given_away(directory, files, self._directory),
+            and may_be_given_away(directory, contents.files, self._directory),
         )
 
     def _snapshot(self, offer: Offer, name: str) -> Offer:
