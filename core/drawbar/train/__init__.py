@@ -15,8 +15,7 @@ result = train.DataParallelTrainer(
 """
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drawbar.train import backend, collective
 from drawbar.train._errors import (
@@ -40,7 +39,7 @@ from drawbar.train._handle.handle import RunHandle, attach
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import AttemptTimes, Timeline
 from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
-from drawbar.train._settings.data_config import DataConfig
+from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig
 from drawbar.train._settings.run_config import (
     CheckpointConfig,
     FailureConfig,
@@ -81,6 +80,7 @@ if TYPE_CHECKING:  # __getattr__ gives them where the program runs
     from drawbar.train import xgboost as xgboost
 
 __all__ = [
+    "TRAIN_DATASET_KEY",
     "AttemptTimes",
     "Backend",
     "BackendConfig",
@@ -136,13 +136,22 @@ __all__ = [
 ]
 
 _INTEGRATIONS = ("huggingface", "lightgbm", "lightning", "torch", "xgboost")
+_REPLACED = {
+    "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",
+    "SyncConfig": "leave it out: report() uploads checkpoints, the run its journal and logs",
+    "horovod": "use drawbar.train.torch.TorchTrainer and torch.distributed",
+}
+"""What Ray Train has and this has not, and what to write."""
 
+if not TYPE_CHECKING:  # else type checkers would take any name
 
-def __getattr__(name: str) -> ModuleType:
-    """Import an integration where it is used first, as `train.torch`."""
-    if name in _INTEGRATIONS:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Import an integration where it is used first, as `train.torch`."""
+        if name in _INTEGRATIONS:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name in _REPLACED:  # "from drawbar.train import" hides the text of an AttributeError
+            raise ImportError(f"drawbar.train has no {name}: {_REPLACED[name]}", name=__name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -25,6 +25,7 @@ from drawbar.train._launch import preflight
 from drawbar.train._launch.host import host_function, host_workers
 from drawbar.train._launch.opening import new_name
 from drawbar.train._launch.spec import RunSpec
+from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.backend import BackendConfig
 from drawbar.train._settings.checks import fields_of
 from drawbar.train._settings.data_config import DataConfig
@@ -46,7 +47,7 @@ T = TypeVar("T")
 TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
 
 
-class DataParallelTrainer:
+class DataParallelTrainer(ExplainsItsArguments):
     """Runs a training function on a group of Ray actors.
 
     Args:

@@ -2,8 +2,10 @@
 
 from drawbar._boosting import allreduce_metric
 from drawbar.lightgbm._backend import LightGBMConfig, get_network_params
+from drawbar.lightgbm._checkpoint import LightGBMCheckpoint
 from drawbar.lightgbm._estimators import RayLGBMClassifier, RayLGBMRanker, RayLGBMRegressor
 from drawbar.lightgbm._evaluation import GlobalEvaluation
+from drawbar.lightgbm._frames import normalize_pandas_for_lightgbm
 from drawbar.lightgbm._predict import predict
 from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.lightgbm._trainer import LightGBMTrainer
@@ -11,6 +13,7 @@ from drawbar.train.backend import as_public
 
 __all__ = [
     "GlobalEvaluation",
+    "LightGBMCheckpoint",
     "LightGBMConfig",
     "LightGBMTrainer",
     "RayLGBMClassifier",
@@ -19,6 +22,7 @@ __all__ = [
     "RayTrainReportCallback",
     "allreduce_metric",
     "get_network_params",
+    "normalize_pandas_for_lightgbm",
     "predict",
 ]
 

@@ -28,15 +28,15 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
     and DeepSpeed strategies, a directory of shards that each rank writes.
 
     Args:
+        checkpoint_upload_mode: SYNC, the default, waits until a checkpoint is committed; ASYNC
+            trains on meanwhile.
+        validation: Have each checkpoint validated by the trainer's `validation_config`; see
+            `drawbar.train.report`.
         every_n_train_steps: Report when so many optimizer steps are done. Default: not by steps.
         every_n_epochs: Report at the end of each so-manieth training epoch, after its validation.
             None: not by epochs. A step that is the last of such an epoch is left to its end.
         checkpoint: Whether reports have a checkpoint. If not, and the Trainer has a
             `ModelCheckpoint`, that one decides when to save.
-        checkpoint_upload_mode: SYNC waits until a checkpoint is committed; ASYNC trains on
-        meanwhile. validation: Have each checkpoint validated by the trainer's `validation_config`;
-        see
-            `drawbar.train.report`.
 
     Raises:
         ValueError: An argument is out of range, or there is no checkpoint to validate.
@@ -46,12 +46,14 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
 
     def __init__(
         self,
+        checkpoint_upload_mode: CheckpointUploadMode | None = None,
+        validation: bool | ValidationTaskConfig = False,
+        *,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = 1,
         checkpoint: bool = True,
-        checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
-        validation: bool | ValidationTaskConfig = False,
     ) -> None:
+        checkpoint_upload_mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
         for name, value in (
             ("every_n_train_steps", every_n_train_steps),
             ("every_n_epochs", every_n_epochs),

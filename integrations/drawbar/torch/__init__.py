@@ -1,6 +1,7 @@
 """PyTorch training functions on a group of Ray actors, and helpers to use inside them."""
 
 from drawbar.torch._backend import TorchBackend, TorchConfig
+from drawbar.torch._checkpoint import TorchCheckpoint
 from drawbar.torch._data_loader import prepare_data_loader
 from drawbar.torch._devices import get_device, get_devices
 from drawbar.torch._loop import prepare_model
@@ -13,6 +14,7 @@ from drawbar.train.backend import as_public
 
 __all__ = [
     "TorchBackend",
+    "TorchCheckpoint",
     "TorchConfig",
     "TorchTrainer",
     "TorchXLAConfig",

@@ -34,6 +34,9 @@ class RayTrainReportCallback(TrainerCallback):
         validation: Have each checkpoint validated, as for `drawbar.train.report`.
     """
 
+    CHECKPOINT_NAME = ""
+    """Where in a checkpoint the Trainer's files lie: `os.path.join(path, CHECKPOINT_NAME)`."""
+
     def __init__(self, validation: bool | ValidationTaskConfig = False) -> None:
         self._validation = validation
         self.prepared = False

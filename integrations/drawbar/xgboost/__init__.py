@@ -3,6 +3,7 @@
 from drawbar._boosting import allreduce_metric
 from drawbar.train.backend import as_public
 from drawbar.xgboost._backend import XGBoostBackend, XGBoostConfig
+from drawbar.xgboost._checkpoint import XGBoostCheckpoint
 from drawbar.xgboost._estimators import RayXGBClassifier, RayXGBRanker, RayXGBRegressor
 from drawbar.xgboost._loop import train
 from drawbar.xgboost._predict import predict
@@ -15,6 +16,7 @@ __all__ = [
     "RayXGBRanker",
     "RayXGBRegressor",
     "XGBoostBackend",
+    "XGBoostCheckpoint",
     "XGBoostConfig",
     "XGBoostTrainer",
     "allreduce_metric",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
+from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.scaling_config import ScalingConfig
 
 R = TypeVar("R")
@@ -62,7 +63,7 @@ class Backend:
         """Run when the attempt is over, while the workers that did not fail still live."""
 
 
-class BackendConfig:
+class BackendConfig(ExplainsItsArguments):
     """What the user sets for a framework. Subclass it as a frozen dataclass."""
 
     @property

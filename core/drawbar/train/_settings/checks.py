@@ -10,10 +10,11 @@ from collections.abc import Sequence, Set
 from pathlib import PurePath
 from typing import Any
 
+from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.secrets import cleaned
 
 
-class ShowsWhatWasSet:
+class ShowsWhatWasSet(ExplainsItsArguments):
     """A repr of the fields that differ from their defaults: one short line in a notebook."""
 
     def __repr__(self) -> str:

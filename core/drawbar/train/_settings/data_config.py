@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from drawbar.train._settings.checks import ShowsWhatWasSet, is_list_of, require_type
 
+TRAIN_DATASET_KEY = "train"
+"""The name of the dataset that is trained on."""
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+
+@dataclass(frozen=True, repr=False)
 class DataConfig(ShowsWhatWasSet):
     """Which datasets are split between the workers, and how Ray Data runs them.
 
@@ -30,9 +33,10 @@ class DataConfig(ShowsWhatWasSet):
             dataset whose groups lie apart is sorted first. Needs `equal=False`.
     """
 
-    datasets_to_split: Literal["all"] | Sequence[str] = ("train",)
+    datasets_to_split: Literal["all"] | Sequence[str] = (TRAIN_DATASET_KEY,)
     execution_options: Any | None = None
     enable_shard_locality: bool = True
+    _: KW_ONLY
     equal: bool = True
     group_column: str | None = None
 

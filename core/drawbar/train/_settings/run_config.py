@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from drawbar.train._settings.checks import (
     ShowsWhatWasSet,
@@ -73,7 +74,7 @@ ScoreOrder = Literal["max", "min"]
 DEFAULT_STORAGE_PATH = "~/drawbar_results"
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class FailureConfig(ShowsWhatWasSet):
     """What to do when workers fail. Mistakes in the configuration are never retried.
 
@@ -93,16 +94,41 @@ class FailureConfig(ShowsWhatWasSet):
         quiet_notice: When a rank has given no sign of life for so long while others wait for it, in
             seconds or as a timedelta, the console and `RunHandle.quiet_ranks` say so: which rank,
             where it stands, how to look further. The run goes on. None says nothing.
+        controller_failure_limit: Ray Train's name of `max_startup_failures`.
+        relax_collectives_on_preemption: Of Ray Train; changes nothing here, and says so.
+        preemption_grace_s: Of Ray Train; changes nothing here, and says so.
     """
 
+    _replaced: ClassVar[Mapping[str, str]] = {
+        "fail_fast": "max_failures=0, the default, ends the run with its first failure"
+    }
+
     max_failures: int = 0
+    _: KW_ONLY
     max_preemption_failures: int = -1
     max_startup_failures: int = 2
     keep_survivors: bool = True
     hang_timeout: float | timedelta | None = None
     quiet_notice: float | timedelta | None = timedelta(seconds=30)
+    controller_failure_limit: InitVar[int | None] = None
+    relax_collectives_on_preemption: InitVar[bool] = False
+    preemption_grace_s: InitVar[float] = 0.0
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        controller_failure_limit: int | None,
+        relax_collectives_on_preemption: bool,
+        preemption_grace_s: float,
+    ) -> None:
+        if controller_failure_limit is not None:
+            object.__setattr__(self, "max_startup_failures", controller_failure_limit)
+        if relax_collectives_on_preemption or preemption_grace_s:
+            warnings.warn(
+                "FailureConfig(relax_collectives_on_preemption=, preemption_grace_s=) change "
+                "nothing: ranks whose nodes are taken away are waited for while they live; the run "
+                "goes on elsewhere once a checkpoint is committed, or they are gone",
+                stacklevel=3,
+            )
         for name in ("max_failures", "max_preemption_failures", "max_startup_failures"):
             require_int(f"FailureConfig.{name}", getattr(self, name), at_least=-1)
         self._check_duration("hang_timeout", none_means="waits without limit")
@@ -127,7 +153,13 @@ class FailureConfig(ShowsWhatWasSet):
             raise ValueError(f"{name} must be positive, found {timeout}")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+_FUNCTION_SAVES = (
+    "a checkpoint is made whenever the function calls report(checkpoint=...); the report callbacks "
+    "of the integrations have their own options, such as RayTrainReportCallback(frequency=10)"
+)
+
+
+@dataclass(frozen=True, repr=False)
 class CheckpointConfig(ShowsWhatWasSet):
     """Which checkpoints stay, and how safe a committed one is.
 
@@ -142,9 +174,15 @@ class CheckpointConfig(ShowsWhatWasSet):
             Without it a committed checkpoint survives the death of any process.
     """
 
+    _replaced: ClassVar[Mapping[str, str]] = {
+        "checkpoint_frequency": _FUNCTION_SAVES,
+        "checkpoint_at_end": _FUNCTION_SAVES,
+    }
+
     num_to_keep: int | None = None
     checkpoint_score_attribute: str | None = None
     checkpoint_score_order: ScoreOrder = "max"
+    _: KW_ONLY
     durable: bool = False
 
     def __post_init__(self) -> None:
@@ -161,7 +199,7 @@ class CheckpointConfig(ShowsWhatWasSet):
         require_type("CheckpointConfig.durable", self.durable, bool)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class LoggingConfig(ShowsWhatWasSet):
     """What a run shows on the driver's console. The files under `<run>/logs` always get everything.
 
@@ -183,7 +221,7 @@ class LoggingConfig(ShowsWhatWasSet):
         return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class RunConfig(ShowsWhatWasSet):
     """Where a run lies and how it is kept going.
 
@@ -208,6 +246,16 @@ class RunConfig(ShowsWhatWasSet):
             the journal nor shown, besides those that look like secrets, as `hf_token` does.
     """
 
+    _replaced: ClassVar[Mapping[str, str]] = {
+        "verbose": 'logging_config=LoggingConfig("WARNING") shows less, "ERROR" less still',
+        "log_to_file": "leave it out: the output of every rank is in <run>/logs",
+        "progress_reporter": "leave it out: the console shows the progress, and callbacks=[...] "
+        "hear of every report",
+        "stop": "return from the training function when it is time, or call RunHandle.stop()",
+        "sync_config": "leave it out: report() uploads checkpoints, the run its journal and logs",
+        "local_dir": "write storage_path=",
+    }
+
     name: str | None = None
     storage_path: str | os.PathLike[str] | None = None
     storage_filesystem: Any | None = None
@@ -216,6 +264,7 @@ class RunConfig(ShowsWhatWasSet):
     callbacks: Sequence[UserCallback] = ()
     worker_runtime_env: Mapping[str, Any] | None = None
     logging_config: LoggingConfig = field(default_factory=LoggingConfig)
+    _: KW_ONLY
     forward_env: Sequence[str] = ()
     resume: Resume = "auto"
     detached: bool = False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Literal, get_args
 
 from drawbar.train._settings.checks import (
@@ -16,12 +17,15 @@ from drawbar.train._settings.checks import (
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
+_RAYS_OWN = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU", "memory": "memory"}
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+
+@dataclass(frozen=True, repr=False)
 class ScalingConfig(ShowsWhatWasSet):
     """How many workers, on what.
 
     Args:
+        trainer_resources: Of Ray Train, which takes None only, as here: a run is its workers.
         num_workers: Number of worker processes, each on its own Ray actor. 0 runs the function in
             this very process, where `pdb` works, with the same reports, checkpoints and `Result`.
             (low, high) is elastic: the run starts with what there is room for, goes on with fewer
@@ -36,21 +40,40 @@ class ScalingConfig(ShowsWhatWasSet):
             (`ray.util.accelerators`).
         label_selector: Ray node labels that a worker's node must have: one mapping for all workers,
             or a list with one mapping per worker.
+        use_tpu: One TPU per worker, unless `resources_per_worker` says how many.
+        topology: Of Ray Train, for slices of TPUs as a whole; refused, see `label_selector`.
+        elastic_resize_monitor_interval_s: Of Ray Train; changes nothing here, and says so: a group
+            is resized when a checkpoint is committed.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range; the message says which.
     """
 
+    trainer_resources: InitVar[None] = None
     num_workers: int | tuple[int, int] = 1
     use_gpu: bool = False
     resources_per_worker: Mapping[str, float] | None = None
     placement_strategy: PlacementStrategy = "PACK"
     accelerator_type: str | None = None
     label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
+    use_tpu: bool = False
+    topology: InitVar[str | None] = None
+    elastic_resize_monitor_interval_s: InitVar[float | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        trainer_resources: None,
+        topology: str | None,
+        elastic_resize_monitor_interval_s: float | None,
+    ) -> None:
+        _check_unused(trainer_resources, topology, elastic_resize_monitor_interval_s)
         self._check_num_workers()
         require_type("ScalingConfig.use_gpu", self.use_gpu, bool)
+        require_type("ScalingConfig.use_tpu", self.use_tpu, bool)
+        if self.use_gpu and self.use_tpu:
+            raise ValueError(
+                "ScalingConfig has use_gpu=True and use_tpu=True; a worker uses one kind"
+            )
         require_choice(
             "ScalingConfig.placement_strategy", self.placement_strategy, get_args(PlacementStrategy)
         )
@@ -81,21 +104,14 @@ class ScalingConfig(ShowsWhatWasSet):
         for key, amount in resources.items():
             require_type("ScalingConfig.resources_per_worker: a key", key, str)
             name = f"ScalingConfig.resources_per_worker[{key!r}]"
+            if key != (meant := _RAYS_OWN.get(key.lower(), key)):
+                raise ValueError(f"{name} is no resource of Ray's; write {meant!r}")
             if isinstance(amount, bool) or not isinstance(amount, int | float):
                 raise TypeError(f"{name} must be a number, found {amount!r}")
             if not 0 <= amount < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, found {amount!r}")
-        gpus = resources.get("GPU", 0)
-        if self.use_gpu and "GPU" in resources and not gpus:
-            raise ValueError(
-                "ScalingConfig has use_gpu=True and resources_per_worker['GPU']=0; "
-                "set use_gpu=False or ask for a GPU"
-            )
-        if gpus and not self.use_gpu:
-            raise ValueError(
-                f"ScalingConfig has resources_per_worker['GPU']={gpus} and use_gpu=False; "
-                "set use_gpu=True so that the workers use their GPUs"
-            )
+        for kind, used in (("GPU", self.use_gpu), ("TPU", self.use_tpu)):
+            _check_accelerator(kind, used, resources)
 
     def _check_labels(self) -> None:
         selector = self.label_selector
@@ -119,6 +135,8 @@ class ScalingConfig(ShowsWhatWasSet):
         resources = dict(self.resources_per_worker or {})
         if self.use_gpu:
             resources.setdefault("GPU", 1)
+        elif self.use_tpu:
+            resources.setdefault("TPU", 1)
         elif self.resources_per_worker is None:
             resources["CPU"] = 1
         if self.accelerator_type:
@@ -162,3 +180,51 @@ class ScalingConfig(ShowsWhatWasSet):
     def num_gpus_per_worker(self) -> float:
         """GPUs of one worker."""
         return self.bundle.get("GPU", 0.0)
+
+    @property
+    def num_tpus_per_worker(self) -> float:
+        """TPUs of one worker."""
+        return self.bundle.get("TPU", 0.0)
+
+    @property
+    def additional_resources_per_worker(self) -> dict[str, float]:
+        """What one worker takes beside CPUs, GPUs and TPUs."""
+        return {key: n for key, n in self.bundle.items() if key not in ("CPU", "GPU", "TPU")}
+
+
+def _check_unused(
+    trainer_resources: object, topology: object, elastic_resize_monitor_interval_s: object
+) -> None:
+    """Check what is taken from Ray Train and has no use here."""
+    if trainer_resources is not None:
+        raise ValueError(
+            f"ScalingConfig.trainer_resources must be None, found {trainer_resources!r}: a run is "
+            "its workers, and nothing else takes resources. Did you mean num_workers= or "
+            "resources_per_worker=?"
+        )
+    if topology is not None:
+        raise ValueError(
+            f"ScalingConfig.topology must be None, found {topology!r}: TPUs are not reserved a "
+            "slice at a time; name the slice's nodes by label_selector="
+            '{"ray.io/tpu-slice-name": ...}'
+        )
+    if elastic_resize_monitor_interval_s is not None:
+        warnings.warn(
+            "ScalingConfig.elastic_resize_monitor_interval_s changes nothing: an elastic group "
+            "takes in new workers whenever a checkpoint is committed",
+            stacklevel=4,
+        )
+
+
+def _check_accelerator(kind: str, used: bool, resources: Mapping[str, float]) -> None:
+    amount, option = resources.get(kind, 0), f"use_{kind.lower()}"
+    if used and kind in resources and not amount:
+        raise ValueError(
+            f"ScalingConfig has {option}=True and resources_per_worker[{kind!r}]=0; "
+            f"set {option}=False or ask for a {kind}"
+        )
+    if amount and not used:
+        raise ValueError(
+            f"ScalingConfig has resources_per_worker[{kind!r}]={amount} and {option}=False; "
+            f"set {option}=True so that the workers use their {kind}s"
+        )

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._storage.files import (
@@ -64,7 +64,7 @@ class Checkpoint:
         self.filesystem: Any = getattr(self._place, "filesystem", None)
 
     @classmethod
-    def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
+    def from_directory(cls, path: str | os.PathLike[str]) -> Self:
         """Refer to a local directory. Nothing is copied or checked until the checkpoint is used."""
         return cls(path)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
+from drawbar.train._settings.data_config import TRAIN_DATASET_KEY
 from drawbar.train._settings.validation_config import ValidationTaskConfig
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
@@ -303,7 +304,7 @@ def get_all_reported_checkpoints(
     ]
 
 
-def get_dataset_shard(dataset_name: str = "train") -> DataIterator:
+def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DataIterator:
     """Give this worker's shard of one of the trainer's datasets, or the whole if it is not split.
 
     Raises:
