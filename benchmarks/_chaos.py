@@ -175,7 +175,8 @@ class Chaos:
         self._load_newest()
 
     def _journaled(self) -> Iterator[int]:
-        from drawbar.train._history.journal import CheckpointCommitted, replay
+        from drawbar.train._history.events import CheckpointCommitted
+        from drawbar.train._history.journal import replay
 
         for event in replay(self._run / "journal.jsonl"):
             if isinstance(event, CheckpointCommitted):

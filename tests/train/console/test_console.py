@@ -15,7 +15,9 @@ import pytest
 
 from drawbar.train._console.console import Console
 from drawbar.train._errors import WorkerFailure
+from drawbar.train._history.events import LinePrinted, Notice, RunEnded, WorkersFailed
 from drawbar.train._messages import Printed
+from tests.train.told import attempt_started, committed, reported, workers_started
 
 FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="killed by SIGKILL")
 
@@ -23,18 +25,18 @@ A_RUN = """
 import logging
 from drawbar.train._console.console import Console
 from drawbar.train._messages import Printed
+from tests.train.told import *
 
 console = Console(logging.INFO, "/runs/mnist")
-console.workers(2)
-console.state("running")
+console.note(workers_started(2))
 for step in range(3000):
-    console.report(0, step, {"loss": 0.123456, "epoch": 1})
-    console.printed(0, Printed(text=f" {step}/3000", transient=True))
+    console.note(reported(0, step, {"loss": 0.123456, "epoch": 1}))
+    console.note(LinePrinted(0, Printed(text=f" {step}/3000", transient=True)))
     if step % 1000 == 0:
-        console.printed(0, Printed(text=f"[b]{step}[/b] " + "wide " * 30 + "."))
+        console.note(LinePrinted(0, Printed(text=f"[b]{step}[/b] " + "wide " * 30 + ".")))
         print("the driver prints", step)
-console.checkpoint("/runs/mnist/checkpoint_000001", 123_000_000, 0.5)
-console.state("finished")
+console.note(committed("checkpoint_000001", 123_000_000, 0.5))
+console.note(RunEnded(time=0, outcome="finished"))
 console.close()
 """
 
@@ -49,15 +51,14 @@ def unstamped(text: str) -> str:
 
 
 def show_everything(console: Console) -> None:
-    console.workers(2)
-    console.state("running")
-    console.report(0, 7, {"loss": 0.123456789, "note": "warm-up", "table": [1]})
-    console.report(1, 7, {"loss": 9.0})
-    console.checkpoint("/runs/mnist/checkpoint_000001", 1_234_567_890, 0.52)
-    console.printed(0, Printed(text="hello"))
-    console.printed(1, Printed(text="ERROR user: bad batch", stream="stderr"))
-    console.notice("waiting for CPU=4")
-    console.failure(FAILURE)
+    console.note(workers_started(2))
+    console.note(reported(0, 7, {"loss": 0.123456789, "note": "warm-up", "table": [1]}))
+    console.note(reported(1, 7, {"loss": 9.0}))
+    console.note(committed("checkpoint_000001", 1_234_567_890, 0.52))
+    console.note(LinePrinted(0, Printed(text="hello")))
+    console.note(LinePrinted(1, Printed(text="ERROR user: bad batch", stream="stderr")))
+    console.note(Notice("waiting for CPU=4"))
+    console.note(WorkersFailed("worker", [FAILURE], is_raised=False))
 
 
 def test_plain_lines_tell_the_run() -> None:
@@ -93,7 +94,7 @@ def test_the_level_leaves_out_what_is_less_urgent(level: int, shown: list[str]) 
 def test_thousands_of_reports_are_the_first_and_the_last() -> None:
     console, file = plain()
     for index in range(5000):
-        console.report(0, index, {"loss": index})
+        console.note(reported(0, index, {"loss": index}))
     console.close()
     console.close()
     assert re.findall(r"report (\d+)", file.getvalue()) == ["0", "4999"]
@@ -102,8 +103,8 @@ def test_thousands_of_reports_are_the_first_and_the_last() -> None:
 def test_of_many_checkpoints_the_first_and_the_last_are_told() -> None:
     console, file = plain()
     for number in range(100):
-        console.checkpoint(f"/runs/mnist/checkpoint_{number}", 10, 0.1)
-    console.state("finished")
+        console.note(committed(f"checkpoint_{number}", 10, 0.1))
+    console.note(RunEnded(time=0, outcome="finished"))
     assert re.findall(r"checkpoint_(\d+)", file.getvalue()) == ["0", "99"]
     assert file.getvalue().endswith("finished\n")
 
@@ -111,31 +112,31 @@ def test_of_many_checkpoints_the_first_and_the_last_are_told() -> None:
 def test_a_thousand_redraws_are_few_lines() -> None:
     console, file = plain()
     for number in range(1000):
-        console.printed(0, Printed(text=f"{number}/1000", stream="stderr", transient=True))
-    console.printed(0, Printed(text="1000/1000", stream="stderr"))
+        console.note(
+            LinePrinted(0, Printed(text=f"{number}/1000", stream="stderr", transient=True))
+        )
+    console.note(LinePrinted(0, Printed(text="1000/1000", stream="stderr")))
     assert file.getvalue() == "0/1000\n1000/1000\n"
 
 
 def test_a_state_is_told_once_and_a_change_of_size_again() -> None:
     console, file = plain()
     for count in (2, 2, 1):
-        console.state("running")
-        console.workers(count)
-    console.state("restarting", "rank 1 died")
+        console.note(workers_started(count))
+    console.note(attempt_started(1, "/runs/mnist/checkpoint_000001"))
     told = [line.split("] ")[1] for line in file.getvalue().splitlines()[1:]]
     assert told == [
-        "running",
         "running on 2 workers",
         "running on 1 worker",
-        "restarting: rank 1 died",
+        "restarting: from /runs/mnist/checkpoint_000001",
     ]
 
 
 def test_lines_go_to_the_stream_that_they_came_from(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(logging.INFO, "")
-    console.printed(0, Printed(text="[bold]out[/bold]"))
-    console.printed(0, Printed(text="err", stream="stderr"))
-    console.notice("drawbar's own")
+    console.note(LinePrinted(0, Printed(text="[bold]out[/bold]")))
+    console.note(LinePrinted(0, Printed(text="err", stream="stderr")))
+    console.note(Notice("drawbar's own"))
     out, err = capsys.readouterr()
     assert out == "[bold]out[/bold]\n"
     assert unstamped(err) == "err\n[drawbar] drawbar's own\n"

@@ -8,7 +8,7 @@ import pytest
 
 from drawbar.train import FailureConfig, ResumeError
 from drawbar.train._controller.decisions import GiveUp, Restart, Spent, after_failure, spent_so_far
-from drawbar.train._history.journal import AttemptEnd
+from drawbar.train._history.events import AttemptEnd
 from drawbar.train._launch.resume import RunState, changes, resume_plan
 
 NONE, UNFINISHED, FINISHED, DAMAGED = RunState

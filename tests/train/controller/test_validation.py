@@ -34,7 +34,8 @@ from drawbar.train import (
     ValidationTaskConfig,
     WorkerGroupError,
 )
-from drawbar.train._history.journal import CheckpointValidated, replay
+from drawbar.train._history.events import CheckpointValidated
+from drawbar.train._history.journal import replay
 from drawbar.train._settings.validation_config import asked_for
 from drawbar.train._storage.manifest import Validation
 from drawbar.train.testing import run_in_threads

@@ -12,22 +12,20 @@ from typing import Any
 import pytest
 
 from drawbar.train import DamagedRunError, JournalLockedError
-from drawbar.train._history.journal import (
+from drawbar.train._history.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
     CheckpointDeleted,
     CheckpointValidated,
-    Event,
-    Journal,
+    JournaledEvent,
     ReportReceived,
     RunEnded,
     RunStarted,
     UserFunctionStarted,
     WorkersStarted,
-    history,
-    replay,
 )
+from drawbar.train._history.journal import Journal, history, replay
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 
@@ -36,7 +34,7 @@ ALONE = Ranks(
     world_rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1
 )
 
-ONE_OF_EACH: list[Event] = [
+ONE_OF_EACH: list[JournaledEvent] = [
     RunStarted(time=0.5, run_id="ab", name="run", config={"scaling": {"num_workers": 2}}),
     AttemptStarted(time=1.0, attempt=0, first_index=0, checkpoint=None),
     WorkersStarted(time=1.5, attempt=0, workers=[(HERE, ALONE)]),
@@ -60,14 +58,14 @@ ONE_OF_EACH: list[Event] = [
 ]
 
 
-def write(path: Path, events: list[Event]) -> None:
+def write(path: Path, events: list[JournaledEvent]) -> None:
     journal = Journal(path)
     for event in events:
         journal.append(event)
     journal.close()
 
 
-def salvage(path: Path) -> tuple[list[Event], bool]:
+def salvage(path: Path) -> tuple[list[JournaledEvent], bool]:
     journal = Journal(path)
     try:
         return journal.salvage()
@@ -233,7 +231,9 @@ def start(attempt: int, first_index: int) -> AttemptStarted:
         ),
     ],
 )
-def test_history_has_neither_gap_nor_duplicate(events: list[Event], kept: list[Any]) -> None:
+def test_history_has_neither_gap_nor_duplicate(
+    events: list[JournaledEvent], kept: list[Any]
+) -> None:
     assert [(each.attempt, each.rank, each.index) for each in history(events)] == kept
 
 
@@ -257,6 +257,6 @@ def test_a_validation_is_told_with_the_report_of_the_lowest_rank() -> None:
 
 
 def test_of_a_report_that_counts_no_more_the_validation_does_not_either() -> None:
-    lost: list[Event] = [start(0, 0), report(0, 0, 0), validated(0, a=1)]
+    lost: list[JournaledEvent] = [start(0, 0), report(0, 0, 0), validated(0, a=1)]
     (again,) = history([*lost, start(1, 0), report(1, 0, 0)])
     assert again.metrics == {}

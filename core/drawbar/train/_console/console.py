@@ -1,4 +1,4 @@
-"""What a run shows in the driver. It only watches: no method waits, and none raises.
+"""What a run shows in the driver. It only watches: it neither waits nor raises.
 
 On a terminal and in a notebook the run is one live line, which the user's own lines pass above.
 Elsewhere (a log file, CI) it is plain lines, few enough to read: metrics, checkpoints and redrawn
@@ -7,11 +7,9 @@ progress bars at most every 10 s. Both are a `View`; `Console` decides what is w
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
+from typing import TextIO
 
 from drawbar.train._console.views import (
     PlainView,
@@ -22,32 +20,30 @@ from drawbar.train._console.views import (
     readable_size,
     shown_metrics,
 )
-from drawbar.train._errors import WorkerFailure
+from drawbar.train._history.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointValidated,
+    ControllerFailed,
+    Event,
+    LinePrinted,
+    Notice,
+    PreemptionAnnounced,
+    ReportReceived,
+    RunEnded,
+    WaitsForValidations,
+    WorkersFailed,
+    WorkersStarted,
+)
 from drawbar.train._messages import Printed
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+from drawbar.train._storage.manifest import ReportedCheckpointStatus
 
 logger = logging.getLogger(__name__)
 
 
-def _watches(
-    method: Callable[Concatenate[_T, _P], None],
-) -> Callable[Concatenate[_T, _P], None]:
-    """Keep a failure to show something, such as a closed stdout, from ending the run."""
-
-    @functools.wraps(method)
-    def safe(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception:
-            logger.debug("%s could not be shown", method.__name__, exc_info=True)
-
-    return safe
-
-
 class Console:
-    """Shows one run. Thread safe; every method is cheap and none raises.
+    """Shows one run. Thread safe; cheap, and none of its methods raises.
 
     Args:
         level: A `logging` level. INFO shows everything; WARNING the output of rank 0, the errors of
@@ -72,81 +68,100 @@ class Console:
         if live and level <= logging.INFO:
             self._view = live_view(streams, self._status, file) or self._plain
 
-    @_watches
-    def state(self, name: str, detail: str = "") -> None:
-        """Show what the run is doing: "starting", "running", "restarting", "finished" ..."""
-        with self._lock:
-            first = not self._status.state
-            self._status.state, self._status.detail = name, detail
-            if first and self._run_path and self._level <= logging.INFO:
-                self._view.line(f"run directory {self._run_path}")
-            self._show_state()
+    def note(self, event: Event) -> None:
+        """Show an event, if it is worth it."""
+        try:
+            self._show(event)
+        except Exception:  # a closed stdout does not end the run
+            logger.debug("%s could not be shown", type(event).__name__, exc_info=True)
 
-    @_watches
-    def workers(self, count: int) -> None:
-        """Show how many workers the run has."""
+    def _show(self, event: Event) -> None:
+        if isinstance(event, ReportReceived):  # thousands per second, of which few are shown
+            if event.rank == 0 and self._level <= logging.INFO:
+                self._status.report = (event.index, event.metrics)
+                self._view.reported()
+            return
         with self._lock:
-            self._status.workers = count
-            if self._status.state == "running":
-                self._show_state()
+            match event:
+                case LinePrinted():
+                    self._show_line(event.rank, event.line)
+                case Notice():
+                    self._say(logging.WARNING, event.text)
+                case WorkersFailed() if event.failures:
+                    cause = event.failures[0]  # an error shows its traceback where one is raised
+                    text = cause.summary() if event.is_raised else cause.describe()
+                    self._say(logging.CRITICAL, text)
+                case PreemptionAnnounced():
+                    ranks = ", ".join(map(str, event.info.preempted_ranks))
+                    self._say(logging.WARNING, f"the nodes of ranks {ranks} are to be taken away")
+                case AttemptEnded() if event.kind == "resize":
+                    text = "there is room for more workers: the group grows"
+                    self._say(logging.WARNING, text)
+                case CheckpointCommitted():
+                    size = readable_size(event.nbytes)
+                    self._status.checkpoint = f"{event.name} ({size} in {event.seconds:.1f} s)"
+                    if self._level <= logging.INFO:
+                        self._view.committed()
+                case CheckpointValidated():
+                    self._show_validation(event)
+                case _:
+                    self._show_state(event)
 
-    def _show_state(self) -> None:
+    def _show_state(self, event: Event) -> None:
+        """Show what the run does, if the event is a change of that."""
+        match event:
+            case AttemptStarted():
+                name = "restarting" if event.attempt else "starting"
+                detail = f"from {event.checkpoint}" if event.checkpoint else ""
+            case WorkersStarted():
+                name, detail = "running", ""
+                self._status.workers = len(event.workers)
+            case WaitsForValidations():
+                name, detail = "waiting for validations", event.which
+            case RunEnded():
+                name, detail = event.outcome, ""
+            case ControllerFailed():
+                name, detail = "failed", ""
+            case _:
+                return
+        first = not self._status.state
+        self._status.state, self._status.detail = name, detail
         if self._level <= logging.INFO:
+            if first and self._run_path:
+                self._view.line(f"run directory {self._run_path}")
             self._view.state_changed()
 
-    @_watches
-    def report(self, rank: int, index: int, metrics: Mapping[str, Any]) -> None:
-        """Take note of a report. Called for every one of them; only rank 0's are shown, and few."""
-        if rank == 0 and self._level <= logging.INFO:
-            self._status.report = (index, metrics)
-            self._view.reported()
+    def _show_validation(self, event: CheckpointValidated) -> None:
+        if event.status is ReportedCheckpointStatus.VALIDATED:
+            shown = shown_metrics(event.metrics)
+            self._say(logging.INFO, f"validated {event.name} in {event.seconds:.1f} s: {shown}")
+        else:
+            self._say(
+                logging.WARNING,
+                f"the validation of {event.name} failed, the training goes on: {event.error}",
+            )
 
-    @_watches
-    def checkpoint(self, path: str, nbytes: int, seconds: float) -> None:
-        """Show that a checkpoint is committed: where, how large, and how long it took."""
-        if self._level <= logging.INFO:
-            with self._lock:
-                name = path.removeprefix(f"{self._run_path.rstrip('/')}/")
-                self._status.checkpoint = f"{name} ({readable_size(nbytes)} in {seconds:.1f} s)"
-                self._view.committed()
-
-    @_watches
-    def validated(self, name: str, metrics: Mapping[str, Any], seconds: float) -> None:
-        """Show what came of a checkpoint's validation."""
-        if self._level <= logging.INFO:
-            with self._lock:
-                self._view.line(f"validated {name} in {seconds:.1f} s: {shown_metrics(metrics)}")
-
-    @_watches
-    def printed(self, rank: int, line: Printed) -> None:
+    def _show_line(self, rank: int, line: Printed) -> None:
         """Show a line of the training function as it is; those of rank 3 begin with `[rank 3]`."""
         if rank == 0 and line.record != (self._level > logging.WARNING):
             return  # of rank 0 either all that it prints is shown, or the errors that it logs
         text = line.text if rank == 0 else f"[rank {rank}] {line.text}"
-        with self._lock:
-            self._status.redrawn = text if line.transient else ""
-            if line.transient:
-                self._view.redrawn(text, line.stream)
-            else:
-                self._view.user_line(text, line.stream)
+        self._status.redrawn = text if line.transient else ""
+        if line.transient:
+            self._view.redrawn(text, line.stream)
+        else:
+            self._view.user_line(text, line.stream)
 
-    @_watches
-    def notice(self, text: str) -> None:
-        """Show what the user should know or do."""
-        if self._level <= logging.WARNING:
-            with self._lock:
-                self._view.line(text)
+    def _say(self, level: int, text: str) -> None:
+        if self._level <= level:
+            self._view.line(text)
 
-    @_watches
-    def failure(self, failure: WorkerFailure, is_raised: bool = False) -> None:
-        """Show a worker's failure: in full, or without its traceback if an error will show that."""
-        with self._lock:
-            self._view.line(failure.summary() if is_raised else failure.describe())
-
-    @_watches
     def close(self) -> None:
         """Show what was held back and end the live line. What comes later makes plain lines."""
-        with self._lock:
-            self._status.redrawn = ""
-            view, self._view = self._view, self._plain
-            view.close()
+        try:
+            with self._lock:
+                self._status.redrawn = ""
+                view, self._view = self._view, self._plain
+                view.close()
+        except Exception:
+            logger.debug("what was held back could not be shown", exc_info=True)

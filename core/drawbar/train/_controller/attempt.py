@@ -12,14 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from drawbar.train._carry import carry
-from drawbar.train._console.console import Console
-from drawbar.train._controller.callbacks import Callbacks
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.failures import describe_divergence, describe_interruption
 from drawbar.train._controller.progress import Progress, Sign
 from drawbar.train._controller.validations import Validations
 from drawbar.train._errors import WorkerFailure
-from drawbar.train._history.journal import AttemptEnd, Event, ReportReceived, UserFunctionStarted
+from drawbar.train._history.events import (
+    AttemptEnd,
+    LinePrinted,
+    Notice,
+    ReportReceived,
+    RoundReported,
+    UserFunctionStarted,
+)
+from drawbar.train._history.stream import Emit
 from drawbar.train._messages import (
     CheckpointConsistencyMode,
     CheckpointsAnswer,
@@ -74,7 +80,8 @@ class Attempt:
         first_index: Number of the first report.
         workers: Where each rank's process is, in rank order.
         order: Gives one rank an order.
-        log: Writes an event to the journal.
+        emit: Tells events.
+        tells_rounds: Whether complete rounds of metrics are told too.
         diagnose: Finds out where all ranks stand and tells the one that asked.
     """
 
@@ -86,11 +93,10 @@ class Attempt:
         first_index: int,
         workers: Sequence[WorkerInfo],
         order: Callable[[int, Order], None],
-        log: Callable[[Event], None],
+        emit: Emit,
+        tells_rounds: bool,
         commits: Committer,
         validations: Validations,
-        console: Console,
-        callbacks: Callbacks,
         diagnose: Callable[[int, DiagnosisAsked], None],
     ) -> None:
         self.number = number
@@ -99,13 +105,12 @@ class Attempt:
         self.wishes = Wishes()
         self._run_id = run_id
         self._order = order
-        self._log = log
+        self._emit = emit
+        self._tells_rounds = tells_rounds
         self._commits = commits
         self._validations = validations
-        self._console = console
-        self._callbacks = callbacks
         self._diagnose = diagnose
-        self._progress = Progress(len(workers), first_index, keep_all_rounds=bool(callbacks))
+        self._progress = Progress(len(workers), first_index, keep_all_rounds=tells_rounds)
         self._metrics: dict[int, list[dict[str, object]]] = {}
         self._questions: dict[tuple[int, int], _Question] = {}
         self._heard = dict.fromkeys(range(len(workers)), time.monotonic())
@@ -122,7 +127,7 @@ class Attempt:
             case Reported():
                 self._reported(rank, message)
             case Printed():
-                self._console.printed(rank, message)
+                self._emit(LinePrinted(rank, message))
             case WaitsForCheckpoint():
                 self._progress.waits(rank, message.index)
                 self._check_divergence()
@@ -143,11 +148,11 @@ class Attempt:
             case DiagnosisAsked():
                 self._diagnose(rank, message)
             case FunctionStarted():
-                self._log(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
+                self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case Finished():
                 self.values[rank] = message
                 if message.value_error:
-                    self._console.notice(f"rank {rank}: {message.value_error}")
+                    self._emit(Notice(f"rank {rank}: {message.value_error}"))
                 self._progress.finished(rank)
                 self._check_divergence()
             case Failed():
@@ -228,10 +233,11 @@ class Attempt:
         self.answer_questions()
         metrics = self._metrics.pop(manifest.index, None)
         if metrics is not None:
-            self._callbacks.after_report(metrics, self._commits.checkpoint(manifest))
+            checkpoint = self._commits.checkpoint(manifest)
+            self._emit(RoundReported(manifest.index, metrics, checkpoint))
 
     def _reported(self, rank: int, report: Reported) -> None:
-        self._log(
+        self._emit(
             ReportReceived(
                 time=report.time,
                 attempt=self.number,
@@ -241,16 +247,15 @@ class Attempt:
             )
         )
         self._lines[rank] = report.where
-        self._console.report(rank, report.index, report.metrics)
         for complete in self._progress.reported(rank, report):
             if conflict := complete.conflict():
                 raise AttemptFailed("divergence", [describe_divergence(conflict)])
-            if self._callbacks:
+            if self._tells_rounds:
                 metrics = [complete.reports[each].metrics for each in sorted(complete.reports)]
                 if complete.offers:
                     self._metrics[complete.index] = metrics
                 else:
-                    self._callbacks.after_report(metrics, None)
+                    self._emit(RoundReported(complete.index, metrics, None))
             self._commits.begin(
                 complete,
                 run_id=self._run_id,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drawbar.train._errors import WorkerFailure, exceptions_of
+from drawbar.train._history.events import (
+    Event,
+    PreemptionAnnounced,
+    RoundReported,
+    WorkersFailed,
+)
 from drawbar.train._settings.run_config import RunContext, UserCallback
-
-if TYPE_CHECKING:
-    from drawbar.train._messages import PreemptionInfo
-    from drawbar.train._storage.checkpoint import Checkpoint
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -25,28 +27,23 @@ class Callbacks:
         self._context = context
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drawbar-callbacks")
 
-    def __bool__(self) -> bool:
-        return bool(self._callbacks)
-
-    def after_report(self, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None) -> None:
-        """Tell every callback of a complete round of reports."""
+    def note(self, event: Event) -> None:
+        """Tell every callback what it is for. Exceptions are unpickled on their thread."""
         for each in self._callbacks:
-            self._submit(each.after_report, metrics, checkpoint)
-
-    def after_exception(self, failures: Sequence[WorkerFailure]) -> None:
-        """Tell every callback of a failed attempt; exceptions are unpickled on their thread."""
-        for each in self._callbacks:
-            self._thread.submit(self._call_after_exception, each, failures)
+            match event:
+                case RoundReported():
+                    self._submit(each.after_report, event.metrics, event.checkpoint)
+                case WorkersFailed() if event.end != "resize":
+                    self._thread.submit(self._call_after_exception, each, event.failures)
+                case PreemptionAnnounced():
+                    self._submit(each.on_preemption, event.info)
+                case _:
+                    pass
 
     def _call_after_exception(
         self, callback: UserCallback, failures: Sequence[WorkerFailure]
     ) -> None:
         self._call(callback.after_exception, exceptions_of(failures))
-
-    def on_preemption(self, info: PreemptionInfo) -> None:
-        """Tell every callback that nodes are about to go."""
-        for each in self._callbacks:
-            self._submit(each.on_preemption, info)
 
     def _submit(self, method: Callable[..., None], *args: Any) -> None:
         self._thread.submit(self._call, method, *args)

@@ -25,12 +25,13 @@ import msgspec
 
 from drawbar.train._controller.progress import Round
 from drawbar.train._history import ranking
-from drawbar.train._history.journal import (
+from drawbar.train._history.events import (
     CheckpointCommitted,
     CheckpointDeleted,
     CheckpointValidated,
-    Event,
+    Notice,
 )
+from drawbar.train._history.stream import Emit
 from drawbar.train._messages import (
     Committed,
     FileAsked,
@@ -80,10 +81,9 @@ class Committer:
         directory: Where the run lies.
         config: Retention and durability.
         metadata: The trainer's metadata, put into each checkpoint.
-        journal: Writes events.
+        emit: Tells events.
         committed: Called on the event loop for each commit, after the journal has it.
         failed: Called on the event loop when a commit fails, such as on a full disk.
-        notice: Told, once, that no checkpoint has the score that they are ranked by.
     """
 
     def __init__(
@@ -91,20 +91,18 @@ class Committer:
         directory: RunDirectory,
         config: CheckpointConfig,
         metadata: dict[str, Any],
-        journal: Callable[[Event], None],
-        committed: Callable[[Manifest, float], None],
+        emit: Emit,
+        committed: Callable[[Manifest], None],
         failed: Callable[[Exception], None],
-        notice: Callable[[str], None],
     ) -> None:
         self._directory = directory
         self._checkpoints = directory.checkpoints
         self._staging = directory.staging
         self._config = config
         self._metadata = json.dumps(metadata).encode() if metadata else None
-        self._journal = journal
+        self._emit = emit
         self._on_commit = committed
         self._on_failure = failed
-        self._notice = notice
         self._said_unranked = False
         self._pending: dict[int, _Pending] = {}
         self._ready: asyncio.Queue[_Pending] = asyncio.Queue()
@@ -130,19 +128,15 @@ class Committer:
             return f"no committed checkpoint is there any more in full; the newest was {place}"
         return "no checkpoint was committed"
 
-    async def pass_over_damaged(self) -> dict[str, str]:
-        """Let go of the newest checkpoints as long as they are damaged.
-
-        Returns:
-            What is wrong with each, by its name.
-        """
+    async def pass_over_damaged(self) -> None:
+        """Let go of the newest checkpoints as long as they are damaged, and say so."""
         self.kept, damage = await asyncio.to_thread(
             starting_point.pass_over_damaged, self._checkpoints, self.kept
         )
-        for name in damage:
-            self._journal(CheckpointDeleted(time=time.time(), name=name))
+        for name, what in damage.items():
+            self._emit(CheckpointDeleted(time=time.time(), name=name))
+            self._emit(Notice(f"damaged, so passed over: {what}"))
             await asyncio.to_thread(starting_point.set_aside, self._checkpoints, name)
-        return damage
 
     def begin(
         self,
@@ -247,11 +241,11 @@ class Committer:
         )
         manifest = await asyncio.to_thread(self._checkpoints.commit, draft)
         seconds = time.monotonic() - pending.began
-        self._journal(CheckpointCommitted.of(manifest, seconds=seconds))
+        self._emit(CheckpointCommitted.of(manifest, seconds=seconds))
         fault_points.reached("commit.journaled")
         self.kept.append(manifest)
         self._committing.discard(manifest.index)
-        self._on_commit(manifest, seconds)
+        self._on_commit(manifest)
         self._retain()
         given_up = self._staging.bury(self._staging.uncommitted)
         self._in_background(self._after_commit, manifest.name, given_up)
@@ -271,7 +265,7 @@ class Committer:
         validated = manifest.validated(validation)
         self.kept[self.kept.index(manifest)] = validated
         try:
-            self._journal(CheckpointValidated.of(manifest, validation))
+            self._emit(CheckpointValidated.of(manifest, validation))
             durable = self._config.durable
             await asyncio.to_thread(self._checkpoints.keep_validation, validated, durable=durable)
         finally:
@@ -289,13 +283,13 @@ class Committer:
         unranked = ranking.why_unranked(self.kept, self._config)
         if unranked is not None and not self._said_unranked:
             self._said_unranked = True
-            self._notice(f"{unranked} Until a checkpoint has that score, none is deleted")
+            self._emit(Notice(f"{unranked} Until a checkpoint has that score, none is deleted"))
         for manifest in ranking.to_delete(self.kept, self._config):
             self._delete(manifest)
 
     def _delete(self, manifest: Manifest) -> None:
         self.kept.remove(manifest)
-        self._journal(CheckpointDeleted(time=time.time(), name=manifest.name))
+        self._emit(CheckpointDeleted(time=time.time(), name=manifest.name))
         self._in_background(self._delete_files, manifest.name)
 
     def _delete_files(self, name: str) -> None:

@@ -16,9 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 
-from drawbar.train._console.console import Console
 from drawbar.train._controller.attempt import Attempt, AttemptFailed
-from drawbar.train._controller.callbacks import Callbacks
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.decisions import GiveUp, Restart, after_failure
 from drawbar.train._controller.diagnosis import Diagnoses
@@ -35,14 +33,17 @@ from drawbar.train._errors import WorkerFailure, root_cause_first
 from drawbar.train._group.daemon_thread import in_daemon_thread
 from drawbar.train._group.ranks import assign, by_rank
 from drawbar.train._group.worker_group import WorkerGroup
-from drawbar.train._history.journal import (
+from drawbar.train._history.events import (
     AttemptEnd,
     AttemptEnded,
     AttemptStarted,
-    Event,
+    Notice,
+    PreemptionAnnounced,
     RunEnded,
+    WorkersFailed,
     WorkersStarted,
 )
+from drawbar.train._history.stream import Emit
 from drawbar.train._messages import Failed, Gone, Message
 from drawbar.train._settings.backend import Backend
 from drawbar.train._storage.manifest import Manifest
@@ -80,17 +81,13 @@ class Controller:
         run: Run,
         plan: Plan,
         group: WorkerGroup,
-        log: Callable[[Event], None],
-        console: Console,
-        callbacks: Callbacks,
+        emit: Emit,
     ) -> None:
         self._run = run
         self._plan = plan
         self._group = group
-        self._log = log
-        self._console = console
-        self._callbacks = callbacks
-        self._diagnoses = Diagnoses(group, run.directory, console)
+        self._emit = emit
+        self._diagnoses = Diagnoses(group, run.directory, emit)
         self._backend: Backend = run.backend_config.backend_cls()
         self._attempt: Attempt | None = None
         self._number = run.first_attempt
@@ -103,15 +100,14 @@ class Controller:
             run.directory,
             run.config.checkpoint_config,
             run.metadata,
-            journal=log,
+            emit=emit,
             committed=self._committed,
             failed=lambda error: self._inbox.put_nowait(_StorageFailed(error)),
-            notice=console.notice,
         )
-        self._validations = Validations(run.validator, self._commits, console, self._validated)
+        self._validations = Validations(run.validator, self._commits, emit, self._validated)
         patience = run.config.failure_config.quiet_notice
         assert not isinstance(patience, int | float)  # FailureConfig makes it a timedelta
-        self._quiet = QuietWatch(patience, lambda: self._attempt, group, log, console)
+        self._quiet = QuietWatch(patience, lambda: self._attempt, group, emit)
 
     def stop(self) -> None:
         """Ask for an orderly end, from any thread: functions are interrupted, commits finished."""
@@ -190,19 +186,16 @@ class Controller:
             await self._validations.settle()
 
     def _end_run(self, outcome: str, error: str = "") -> None:
-        self._log(RunEnded(time=time.time(), outcome=outcome, error=error))
-        self._console.state(outcome)
+        self._emit(RunEnded(time=time.time(), outcome=outcome, error=error))
 
     # -- one attempt
 
     async def _start_attempt(self) -> Attempt:
         self._attempt = None
         if self._number != self._run.first_attempt:  # whoever opened the run has looked
-            for damage in (await self._commits.pass_over_damaged()).values():
-                self._console.notice(f"damaged, so passed over: {damage}")
+            await self._commits.pass_over_damaged()
         start = self._start_point()
-        self._log(start)
-        self._console.state("starting" if self._number == 0 else "restarting", _from(start))
+        self._emit(start)
         try:
             workers = await self._group.start(self._say_what_is_missing)
             ranks = assign(workers)
@@ -217,18 +210,15 @@ class Controller:
             first_index=start.first_index,
             workers=by_rank(workers, ranks),
             order=self._group.order,
-            log=self._log,
+            emit=self._emit,
+            tells_rounds=bool(self._run.config.callbacks),
             commits=self._commits,
             validations=self._validations,
-            console=self._console,
-            callbacks=self._callbacks,
             diagnose=self._diagnoses.answer,
         )
         places = list(zip(workers, ranks, strict=True))
-        self._log(WorkersStarted(time=time.time(), attempt=self._number, workers=places))
-        self._console.workers(len(workers))
+        self._emit(WorkersStarted(time=time.time(), attempt=self._number, workers=places))
         self._group.run(assignments, self._hear(self._number))
-        self._console.state("running")
         return attempt
 
     def _start_point(self) -> AttemptStarted:
@@ -251,7 +241,7 @@ class Controller:
         return lambda rank, messages: self._inbox.put_nowait(_Said(attempt, rank, messages))
 
     def _say_what_is_missing(self, up: int, placed: bool) -> None:
-        self._console.notice(self._plan.waiting_for(up, placed))
+        self._emit(Notice(self._plan.waiting_for(up, placed)))
 
     async def _follow(self, attempt: Attempt) -> None:
         while not attempt.finished:
@@ -284,9 +274,7 @@ class Controller:
             failure = describe_hang(timeout.total_seconds(), difference, folder)
             raise AttemptFailed("hang", [failure]) from None
 
-    def _committed(self, manifest: Manifest, seconds: float) -> None:
-        path = self._commits.checkpoint(manifest).path
-        self._console.checkpoint(path, manifest.nbytes, seconds)
+    def _committed(self, manifest: Manifest) -> None:
         self._validations.begin(manifest)
         attempt = self._attempt
         if attempt is None:
@@ -312,9 +300,7 @@ class Controller:
             draining = await in_daemon_thread(self._plan.draining)
             info = self._attempt.preempted(draining) if self._attempt is not None else None
             if info is not None:
-                ranks = ", ".join(map(str, info.preempted_ranks))
-                self._console.notice(f"the nodes of ranks {ranks} are to be taken away")
-                self._callbacks.on_preemption(info)
+                self._emit(PreemptionAnnounced(info))
 
     # -- failures
 
@@ -370,18 +356,13 @@ class Controller:
         headlines = [failure.headline() for failure in failed.failures]
         if failed.cause is not None:
             headlines.append(f"{type(failed.cause).__name__}: {failed.cause}")
-        self._log(
+        self._emit(
             AttemptEnded(
                 time=time.time(), attempt=self._number, kind=failed.end, failures=headlines
             )
         )
-        for failure in failed.failures[:1]:
-            is_last = isinstance(self._decide(failed.end), GiveUp)
-            self._console.failure(failure, is_raised=is_last)
-        if failed.end == "resize":
-            self._console.notice("there is room for more workers: the group grows")
-        elif self._callbacks:
-            self._callbacks.after_exception(failed.failures)
+        is_last = isinstance(self._decide(failed.end), GiveUp)
+        self._emit(WorkersFailed(failed.end, failed.failures, is_raised=is_last))
 
     def _give_up(self, failed: AttemptFailed, decision: GiveUp) -> Outcome:
         error = training_failed(
@@ -399,8 +380,5 @@ class Controller:
         try:
             self._backend.on_shutdown(self._group, self._run.backend_config)
         except Exception as error:
-            self._console.notice(f"{type(self._backend).__name__}.on_shutdown failed: {error!r}")
-
-
-def _from(start: AttemptStarted) -> str:
-    return f"from {start.checkpoint}" if start.checkpoint else ""
+            name = type(self._backend).__name__
+            self._emit(Notice(f"{name}.on_shutdown failed: {error!r}"))

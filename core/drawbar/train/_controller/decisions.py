@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from drawbar.train._history.journal import AttemptEnd
+from drawbar.train._history.events import AttemptEnd
 from drawbar.train._settings.run_config import FailureConfig
 
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from drawbar.train._console.console import Console
 from drawbar.train._group.worker_group import WorkerGroup
+from drawbar.train._history.events import Notice
+from drawbar.train._history.stream import Emit
 from drawbar.train._messages import Diagnosis, DiagnosisAsked
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.stack import Stack
@@ -17,10 +18,10 @@ from drawbar.train._worker.stack import Stack
 class Diagnoses:
     """Writes where every rank stands to the run's directory. Its methods run on the event loop."""
 
-    def __init__(self, group: WorkerGroup, directory: RunDirectory, console: Console) -> None:
+    def __init__(self, group: WorkerGroup, directory: RunDirectory, emit: Emit) -> None:
         self._group = group
         self._directory = directory
-        self._console = console
+        self._emit = emit
         self._answers: set[asyncio.Task[None]] = set()
 
     async def write(self, name: str) -> tuple[Path, str]:
@@ -30,9 +31,9 @@ class Diagnoses:
         return folder, await asyncio.to_thread(write_stacks, folder, stacks)
 
     async def tell(self) -> str:
-        """Show on the console how the ranks differ, and give it."""
+        """Say how the ranks differ, and give it."""
         folder, difference = await self.write(f"diagnosis_{int(time.time() * 1000)}")
-        self._console.notice(f"where the ranks stand ({folder}):\n{difference}")
+        self._emit(Notice(f"where the ranks stand ({folder}):\n{difference}"))
         return difference
 
     def answer(self, rank: int, asked: DiagnosisAsked) -> None:

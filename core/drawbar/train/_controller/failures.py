@@ -19,7 +19,7 @@ from drawbar.train._errors import (
     WorkerGroupError,
 )
 from drawbar.train._group.exit_status import verdict, wait_for_report
-from drawbar.train._history.journal import AttemptEnd
+from drawbar.train._history.events import AttemptEnd
 from drawbar.train._messages import Gone, WorkerInfo
 from drawbar.train._storage.run_directory import RunDirectory
 

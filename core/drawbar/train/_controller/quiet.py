@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from drawbar.train._console.console import Console
 from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.diagnosis import stand_apart
 from drawbar.train._controller.progress import Sign
 from drawbar.train._group.worker_group import WorkerGroup
-from drawbar.train._history.journal import Event, RanksQuiet
+from drawbar.train._history.events import Notice, RanksQuiet
+from drawbar.train._history.stream import Emit
 from drawbar.train._worker.stack import Stack
 
 Stacks = Mapping[int, Stack | None]
@@ -84,7 +84,7 @@ def _quiet(rank: int, signs: Mapping[int, Sign], stack: Stack | None) -> Quiet:
 
 
 class QuietWatch:
-    """Looks now and then whether ranks are quiet; says it on the console and in the journal.
+    """Looks now and then whether ranks are quiet, and says so.
 
     Args:
         patience: How long a rank may be silent; None does not watch.
@@ -96,14 +96,12 @@ class QuietWatch:
         patience: timedelta | None,
         current: Callable[[], Attempt | None],
         group: WorkerGroup,
-        log: Callable[[Event], None],
-        console: Console,
+        emit: Emit,
     ) -> None:
         self._patience = patience.total_seconds() if patience is not None else None
         self._current = current
         self._group = group
-        self._log = log
-        self._console = console
+        self._emit = emit
         self._quiet: dict[int, Quiet] = {}
         self._next = 0.0  # the silence of all that is looked into: long ones ever less often
 
@@ -135,12 +133,13 @@ class QuietWatch:
         if attempt is None or attempt.finished:
             return
         told = {rank: each.text for rank, each in quiet.items()}
-        self._log(RanksQuiet(time=time.time(), attempt=attempt.number, ranks=told))
+        self._emit(RanksQuiet(time=time.time(), attempt=attempt.number, ranks=told))
         for rank, text in told.items():
             worker = attempt.workers[rank]
-            self._console.notice(
-                f"{text}. To look further: RunHandle.diagnose(), kill -USR1 of the driver, or "
+            further = (
+                "To look further: RunHandle.diagnose(), kill -USR1 of the driver, or "
                 f"py-spy dump --pid {worker.pid} on {worker.hostname}"
             )
+            self._emit(Notice(f"{text}. {further}"))
         if not told:
-            self._console.notice("all ranks give signs of life again")
+            self._emit(Notice("all ranks give signs of life again"))

@@ -11,7 +11,7 @@ from drawbar.train._carry import Carried
 from drawbar.train._controller.decisions import Spent
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._group.validators import Validator
-from drawbar.train._history.journal import AttemptStarted
+from drawbar.train._history.events import AttemptStarted
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._messages import Assignment, Finished, Ranks, WorkerInfo

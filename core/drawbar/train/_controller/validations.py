@@ -16,9 +16,10 @@ from functools import partial
 
 import msgspec
 
-from drawbar.train._console.console import Console
 from drawbar.train._controller.commits import Committer
 from drawbar.train._group.validators import Validator
+from drawbar.train._history.events import Notice, WaitsForValidations
+from drawbar.train._history.stream import Emit
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 
 _SHOWN = 3
@@ -30,7 +31,7 @@ class Validations:
     Args:
         validator: Runs them; None if the trainer has no `validation_config`.
         commits: Has the checkpoints, and keeps what comes of their validations.
-        console: Is told.
+        emit: Tells events.
         ended: Called on the event loop after each one that has ended.
     """
 
@@ -38,12 +39,12 @@ class Validations:
         self,
         validator: Validator | None,
         commits: Committer,
-        console: Console,
+        emit: Emit,
         ended: Callable[[], None],
     ) -> None:
         self._validator = validator
         self._commits = commits
-        self._console = console
+        self._emit = emit
         self._on_end = ended
         self._turn = asyncio.Semaphore(validator.max_in_flight if validator else 1)
         self._in_flight: dict[int, _InFlight] = {}
@@ -53,9 +54,12 @@ class Validations:
         """Begin what an earlier driver of this run has left."""
         left = [manifest for manifest in self._commits.kept if _is_pending(manifest)]
         if left and self._validator is None:
-            self._console.notice(
-                "this trainer has no validation_config; the validation stays pending of "
-                f"{_listed([each.name for each in left])}, which is not deleted"
+            names = _listed([each.name for each in left])
+            self._emit(
+                Notice(
+                    "this trainer has no validation_config; the validation stays pending of "
+                    f"{names}, which is not deleted"
+                )
             )
         for manifest in left:
             self.begin(manifest)
@@ -74,7 +78,7 @@ class Validations:
         return bool(self._in_flight)
 
     async def settle(self) -> None:
-        """Wait for all of them; the console shows for which."""
+        """Wait for all of them, and say for which."""
         self._settling = True
         while self._in_flight:
             self._show()
@@ -91,9 +95,12 @@ class Validations:
         if in_flight:
             await asyncio.wait([each.task for each in in_flight])
         if left:
-            self._console.notice(
-                f"the validation of {_listed([each.name for each in left])} has not ended; it "
-                "starts again when the run is resumed"
+            names = _listed([each.name for each in left])
+            self._emit(
+                Notice(
+                    f"the validation of {names} has not ended; it starts again when the run is "
+                    "resumed"
+                )
             )
 
     async def _validate(self, validator: Validator, manifest: Manifest) -> None:
@@ -124,14 +131,7 @@ class Validations:
         try:
             await self._commits.keep_validation(manifest, validation)
         except Exception as error:
-            self._console.notice(f"the validation of {manifest.name} is not kept: {error}")
-        if validation.status is ReportedCheckpointStatus.VALIDATED:
-            self._console.validated(manifest.name, validation.metrics, validation.seconds)
-        else:
-            self._console.notice(
-                f"the validation of {manifest.name} failed, the training goes on: "
-                f"{validation.error}"
-            )
+            self._emit(Notice(f"the validation of {manifest.name} is not kept: {error}"))
 
     def _stands(self, manifest: Manifest, where: str) -> None:
         self._in_flight[manifest.index].stands = where
@@ -140,7 +140,7 @@ class Validations:
     def _show(self) -> None:
         if self._settling:
             each = [f"{each.name} ({each.stands})" for each in self._in_flight.values()]
-            self._console.state("waiting for validations", _listed(each))
+            self._emit(WaitsForValidations(_listed(each)))
 
 
 @dataclass

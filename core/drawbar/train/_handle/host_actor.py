@@ -19,7 +19,8 @@ import ray
 
 from drawbar.train._carry import Carried, carry, keep
 from drawbar.train._controller.run import Ending
-from drawbar.train._handle.relay import Call, Position, Relay
+from drawbar.train._handle.relay import Position, Relay
+from drawbar.train._history.events import Event
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.host import Host, host_workers
 from drawbar.train._launch.spec import RunSpec
@@ -51,7 +52,7 @@ class RunFacts:
 class News:
     """What has happened since a position. `ending`: the packed `Ending`, when the run is over."""
 
-    calls: Sequence[Call]
+    events: Sequence[Event]
     position: Position
     ending: Carried | None
 
@@ -97,10 +98,10 @@ class HostActor:
     def follow(self, follower: str, seen: Position | None) -> News:
         """Give what has happened since then; waits for something to happen, but not long."""
         self._followers.heard_of(follower)
-        ending = self._ending  # before the calls: none comes after it
-        calls, position = self._relay.since(seen, POLL_SECONDS)
+        ending = self._ending  # before the events: none comes after it
+        events, position = self._relay.since(seen, POLL_SECONDS)
         self._followers.heard_of(follower)
-        return News(calls, position, ending)
+        return News(events, position, ending)
 
     def leave(self, follower: str) -> None:
         """Take note that a follower leaves.

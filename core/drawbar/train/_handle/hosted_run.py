@@ -20,6 +20,7 @@ from drawbar.train._errors import ControllerError, JournalLockedError
 from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._handle.host_actor import POLL_SECONDS, HostActor, News, RunFacts
 from drawbar.train._handle.relay import Position
+from drawbar.train._history.events import Notice
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.host import DIAGNOSIS_SECONDS, ENDS_WITH_THE_PROGRAM, EXIT_SECONDS
 from drawbar.train._launch.spec import RunSpec
@@ -89,16 +90,16 @@ class HostedRun:
     def _tell_silence(self) -> None:
         if self.silence and not self._silence_told:
             self._silence_told = True
-            self._console.notice(self.silence)
+            self._console.note(Notice(self.silence))
 
     def _hear(self, news: News) -> None:
         self._heard = time.monotonic()
         if self._silence_told:
             self._silence_told = False
-            self._console.notice("the process that hosts the run answers again")
+            self._console.note(Notice("the process that hosts the run answers again"))
         self._seen = news.position
-        for method, arguments in news.calls:
-            getattr(self._console, method)(*arguments)
+        for event in news.events:
+            self._console.note(event)
         if news.ending is not None:
             self._ending = news.ending.unpack()
 
@@ -176,7 +177,7 @@ class HostedRun:
     def _end_with_the_program(self) -> None:
         """Stop following; a run that is not detached is stopped."""
         if not self.detached:
-            self._console.notice(ENDS_WITH_THE_PROGRAM)
+            self._console.note(Notice(ENDS_WITH_THE_PROGRAM))
             with contextlib.suppress(TimeoutError):
                 self.stop(save=False)
                 self._over.wait(EXIT_SECONDS)

@@ -9,16 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 from drawbar.train._errors import CheckpointError
-from drawbar.train._history.journal import (
+from drawbar.train._history.events import (
     AttemptStarted,
     CheckpointCommitted,
     CheckpointDeleted,
-    Event,
+    JournaledEvent,
     ReportReceived,
     WorkersStarted,
-    events_of,
-    history,
 )
+from drawbar.train._history.journal import events_of, history
 from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
 
@@ -48,7 +47,7 @@ def check_run(path: str | os.PathLike[str], storage_filesystem: Any | None = Non
         _check_checkpoint(directory, name)
 
 
-def _check_reports(events: Sequence[Event]) -> None:
+def _check_reports(events: Sequence[JournaledEvent]) -> None:
     attempt, first = -1, 0
     kept: dict[str, int] = {}
     made: dict[int, int] = {}
@@ -81,7 +80,7 @@ def _check_reports(events: Sequence[Event]) -> None:
                 pass
 
 
-def _check_history(events: Sequence[Event]) -> None:
+def _check_history(events: Sequence[JournaledEvent]) -> None:
     of_rank: dict[int, list[int]] = defaultdict(list)
     for report in history(events):
         of_rank[report.rank].append(report.index)
@@ -91,7 +90,7 @@ def _check_history(events: Sequence[Event]) -> None:
         assert indices == whole, f"the history of rank {rank} has a gap or a duplicate: {indices}"
 
 
-def _worlds(events: Sequence[Event]) -> list[tuple[int, int]]:
+def _worlds(events: Sequence[JournaledEvent]) -> list[tuple[int, int]]:
     """List the attempts that the history is made of: the first report of each, and its workers."""
     worlds: list[tuple[int, int]] = []
     for event in events:
@@ -115,7 +114,7 @@ def _due(worlds: Sequence[tuple[int, int]], rank: int, *, end: int) -> list[int]
     return due
 
 
-def _kept(events: Sequence[Event]) -> list[str]:
+def _kept(events: Sequence[JournaledEvent]) -> list[str]:
     names: dict[str, None] = {}  # in the order of the commits
     for event in events:
         if isinstance(event, CheckpointCommitted):

@@ -10,15 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar.train._errors import TrainingFailedError
-from drawbar.train._history.journal import (
-    Event,
-    ReportReceived,
-    RunEnded,
-    RunStarted,
-    events_of,
-    history,
-    replay,
-)
+from drawbar.train._history.events import JournaledEvent, ReportReceived, RunEnded, RunStarted
+from drawbar.train._history.journal import events_of, history, replay
 from drawbar.train._history.ranking import ranked, score, why_unranked
 from drawbar.train._history.timeline import Timeline
 from drawbar.train._metrics import flatten, metrics_there_are
@@ -58,7 +51,7 @@ class Result:
     return_values: list[Any] = field(default_factory=list)
     filesystem: Any = None
     _directory: RunDirectory | None = field(default=None, compare=False)
-    _read: list[Event] | None = field(default=None, compare=False)
+    _read: list[JournaledEvent] | None = field(default=None, compare=False)
 
     @classmethod
     def from_path(
@@ -78,7 +71,7 @@ class Result:
         return cls.of(directory, events_of(directory))
 
     @classmethod
-    def of(cls, directory: RunDirectory, read: list[Event] | None = None) -> Result:
+    def of(cls, directory: RunDirectory, read: list[JournaledEvent] | None = None) -> Result:
         """Read the result of a run, whose journal may have been `read` already."""
         events = list(_events_of(directory)) if read is None else read
         config, error = CheckpointConfig(), None
@@ -135,7 +128,7 @@ class Result:
         """Where the time went: start-up, checkpoints and outcome of every attempt."""
         return Timeline.of(self._events())
 
-    def _events(self) -> Iterable[Event]:
+    def _events(self) -> Iterable[JournaledEvent]:
         if self._read is not None:
             return self._read
         return _events_of(self._directory or open_directory(self.path, self.filesystem))
@@ -185,7 +178,7 @@ def _row(report: ReportReceived) -> dict[str, Any]:
     return row
 
 
-def _events_of(directory: RunDirectory) -> Iterable[Event]:
+def _events_of(directory: RunDirectory) -> Iterable[JournaledEvent]:
     """Read the journal here if it is; a remote run that is over has its own in the storage only."""
     return replay(directory.journal) if directory.journal.exists() else events_of(directory)
 

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from drawbar.train._history.journal import (
+from drawbar.train._history.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
+    ControllerFailed,
     Event,
+    Journaled,
     RanksQuiet,
     ReportReceived,
     RunEnded,
@@ -147,6 +149,8 @@ class Snapshot:
 
     def note(self, event: Event) -> None:
         """Take note of the next event."""
+        if not isinstance(event, Journaled | ControllerFailed):
+            return  # it changes nothing here
         self.timeline.note(event)
         match event:
             case RunStarted():
@@ -166,5 +170,7 @@ class Snapshot:
                 self.quiet = {}
             case RunEnded():
                 self.status, self.quiet = event.outcome, {}
+            case ControllerFailed():
+                self.status, self.quiet = "failed", {}
             case _:
                 pass

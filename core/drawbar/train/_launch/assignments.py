@@ -14,7 +14,7 @@ from drawbar.train._data.shard import DatasetShard
 from drawbar.train._group.capacity import missing, starting
 from drawbar.train._group.cluster import check_data, draining_nodes, node_shapes
 from drawbar.train._group.ranks import by_rank, visible_devices
-from drawbar.train._history.journal import AttemptStarted
+from drawbar.train._history.events import AttemptStarted
 from drawbar.train._launch.opening import OpenRun
 from drawbar.train._launch.spec import RunSpec
 from drawbar.train._messages import Assignment, Ranks, WorkerInfo

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import copy
 import logging
 import math
 import queue
@@ -15,7 +14,6 @@ from collections.abc import Callable
 
 import ray
 
-from drawbar.train._console.console import Console
 from drawbar.train._controller.callbacks import Callbacks
 from drawbar.train._controller.controller import Controller
 from drawbar.train._controller.run import Ending, Outcome, Run
@@ -27,8 +25,9 @@ from drawbar.train._group.ray_group import RayWorkerGroup
 from drawbar.train._group.thread_group import ThreadWorkerGroup
 from drawbar.train._group.validators import RayValidator, ThreadValidator, Validator
 from drawbar.train._group.worker_group import WorkerGroup
-from drawbar.train._history.journal import Event
+from drawbar.train._history.events import ControllerFailed, Notice
 from drawbar.train._history.result import Result
+from drawbar.train._history.stream import EventStream, Watcher
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.assignments import SpecPlan
 from drawbar.train._launch.opening import directory_of, open_run
@@ -71,7 +70,7 @@ class Host:
         self,
         spec: RunSpec,
         make_group: Callable[[str, Spawn], WorkerGroup],
-        make_console: Callable[[str], Console],
+        make_console: Callable[[str], Watcher],
         validator: Validator | None,
         *,
         jobs_wait: bool = False,
@@ -88,7 +87,6 @@ class Host:
         self._outcome = Outcome()
         self._opened = open_run(directory_of(spec.run_config), spec.run_config, spec.settings)
         self.directory = self._opened.directory
-        self._snapshot = self._opened.snapshot
         self._console = make_console(self.path)
         context = RunContext(
             name=self.name,
@@ -98,13 +96,16 @@ class Host:
             run_config=spec.run_config,
         )
         self._callbacks = Callbacks(spec.run_config.callbacks, context)
+        self._events = EventStream(
+            self._opened.journal, self._opened.snapshot, [self._console, self._callbacks]
+        )
         try:
             directory = self.directory
             write_atomically(directory.trainer, spec.trainer, by_way_of=directory.staging.path)
             take_mode_of_folder(directory.trainer)
             self.directory.publish(everything=True)
             if self._opened.warning:
-                self._console.notice(self._opened.warning)
+                self._events.emit(Notice(self._opened.warning))
             self._require_checkpoint()
             self._plan = SpecPlan(spec, self._opened)
         except BaseException:
@@ -144,7 +145,7 @@ class Host:
             self._outcome = asyncio.run(self._control())
         except BaseException as error:
             self._outcome = Outcome(error=_controller_failed(error))
-            self._snapshot.status = "failed"
+            self._events.emit(ControllerFailed())
         try:
             self._close()
         except Exception:
@@ -170,7 +171,7 @@ class Host:
             validator=self._validator,
         )
         group = self._make_group(str(opened.directory.path), self._spawn)
-        controller = Controller(run, self._plan, group, self._log, self._console, self._callbacks)
+        controller = Controller(run, self._plan, group, self._events.emit)
         with self._lock:
             self._controller = controller
         for order in self._orders:
@@ -187,11 +188,6 @@ class Host:
         del self._make_group
         with self._lock:
             self._controller = None
-
-    def _log(self, event: Event) -> None:
-        self._opened.journal.append(event)
-        with self._lock:
-            self._snapshot.note(event)
 
     def _close(self) -> None:
         with contextlib.ExitStack() as last_to_first:  # each of them, whatever another one raises
@@ -250,8 +246,7 @@ class Host:
 
     def snapshot(self) -> Snapshot:
         """Say how the run stands."""
-        with self._lock:
-            return copy.deepcopy(self._snapshot)
+        return self._events.snapshot()
 
     def log(self, rank: int) -> str:
         """Give what a rank has written so far."""
@@ -269,7 +264,7 @@ class Host:
         """Stop the run: the program ends, and with it the run's workers would."""
         if self._spec.scaling_config.max_workers and not ray.is_initialized():
             return  # they are gone already, with the connection to Ray
-        self._console.notice(ENDS_WITH_THE_PROGRAM)
+        self._events.emit(Notice(ENDS_WITH_THE_PROGRAM))
         self.stop(save=False)
         if not self._over.wait(EXIT_SECONDS):
             self.kill()
@@ -288,7 +283,7 @@ def _controller_failed(error: BaseException) -> ControllerError:
 
 
 def host_workers(
-    spec: RunSpec, make_console: Callable[[str], Console], *, jobs_wait: bool = False
+    spec: RunSpec, make_console: Callable[[str], Watcher], *, jobs_wait: bool = False
 ) -> Host:
     """Check that the cluster has room for a run, and host it in this process.
 
@@ -322,7 +317,7 @@ def host_function(
     spec: RunSpec,
     payload: Payload,
     validation_config: ValidationConfig | None,
-    make_console: Callable[[str], Console],
+    make_console: Callable[[str], Watcher],
     *,
     jobs_wait: bool,
     threads: int | None = None,

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from drawbar.train._controller.decisions import Spent, spent_so_far
-from drawbar.train._history.journal import (
+from drawbar.train._history.events import (
     AttemptEnd,
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
     CheckpointDeleted,
-    Event,
-    Journal,
+    JournaledEvent,
     RunEnded,
     RunStarted,
 )
+from drawbar.train._history.journal import Journal
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.preflight import check_storage_path
 from drawbar.train._launch.resume import RunState, changes, resume_plan
@@ -131,7 +131,7 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
 
 
 def _journal_last_commit(
-    journal: Journal, events: Sequence[Event], intact: Sequence[Manifest]
+    journal: Journal, events: Sequence[JournaledEvent], intact: Sequence[Manifest]
 ) -> list[CheckpointCommitted]:
     """Journal the checkpoint that a driver committed in the moment in which it was killed."""
     indices = [event.index for event in events if isinstance(event, CheckpointCommitted)]
@@ -151,7 +151,7 @@ def _with_changes(warning: str, starts: list[RunStarted], settings: dict[str, An
     return f"{warning}; {listed}" if warning else listed
 
 
-def _failed_since_the_end(events: list[Event]) -> list[AttemptEnd]:
+def _failed_since_the_end(events: list[JournaledEvent]) -> list[AttemptEnd]:
     """Give how attempts failed since the run last ended: a dead driver leaves them to the next."""
     ends: list[AttemptEnd] = []
     for event in events:
@@ -162,7 +162,9 @@ def _failed_since_the_end(events: list[Event]) -> list[AttemptEnd]:
     return ends
 
 
-def _look(directory: RunDirectory, journal: Journal) -> tuple[RunState, list[Event], list[str]]:
+def _look(
+    directory: RunDirectory, journal: Journal
+) -> tuple[RunState, list[JournaledEvent], list[str]]:
     """Say what the directory holds, and name what is damaged there."""
     events, whole = journal.salvage()
     damage = [] if whole else ["its journal, whose unreadable lines are now in journal.damaged"]

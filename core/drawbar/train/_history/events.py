@@ -1,0 +1,241 @@
+"""What happens in a run: typed events, told once, in order, by the controller.
+
+The journal keeps those that make up the run's history, one JSON line each. The others are for who
+watches the run while it goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from drawbar.train._errors import WorkerFailure
+from drawbar.train._messages import PreemptionInfo, Printed, Ranks, WorkerInfo
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.files import check_stays_inside
+from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
+
+AttemptEnd = Literal[
+    "worker", "hang", "preemption", "resize", "startup", "configuration", "divergence", "storage"
+]
+
+
+class Journaled(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """What the journal keeps. `time`: in seconds since the epoch."""
+
+    time: float
+
+
+class RunStarted(Journaled, frozen=True, kw_only=True, tag="run_started"):
+    """`fit()` was called on this directory. `config` holds the reprs of what was configured."""
+
+    run_id: str
+    name: str
+    config: dict[str, Any]
+    detached: bool = False
+
+
+class AttemptStarted(Journaled, frozen=True, kw_only=True, tag="attempt_started"):
+    """The workers are about to start. Reports are numbered from `first_index` on.
+
+    Reports of earlier attempts with that number or a higher one are no longer part of the history.
+    """
+
+    attempt: int
+    first_index: int
+    checkpoint: str | None
+
+
+class WorkersStarted(Journaled, frozen=True, kw_only=True, tag="workers_started"):
+    """Every worker process is up and has its ranks."""
+
+    attempt: int
+    workers: list[tuple[WorkerInfo, Ranks]]
+
+
+class UserFunctionStarted(Journaled, frozen=True, kw_only=True, tag="function_started"):
+    """The first line of the training function ran on this rank."""
+
+    attempt: int
+    rank: int
+
+
+class ReportReceived(Journaled, frozen=True, kw_only=True, tag="report"):
+    """One rank's `report()`."""
+
+    attempt: int
+    rank: int
+    index: int
+    metrics: dict[str, Any]
+
+
+class CheckpointCommitted(Journaled, frozen=True, kw_only=True, tag="checkpoint"):
+    """A checkpoint is committed. `seconds`: from the last rank's report to the commit."""
+
+    attempt: int
+    index: int
+    name: str
+    nbytes: int
+    seconds: float
+    metrics: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        check_stays_inside(self.name)
+
+    @staticmethod
+    def of(manifest: Manifest, *, seconds: float) -> CheckpointCommitted:
+        """Give the event of this checkpoint's commit."""
+        return CheckpointCommitted(
+            time=manifest.time,
+            attempt=manifest.attempt,
+            index=manifest.index,
+            name=manifest.name,
+            nbytes=manifest.nbytes,
+            seconds=seconds,
+            metrics=manifest.metrics,
+        )
+
+
+class CheckpointValidated(Journaled, frozen=True, kw_only=True, tag="checkpoint_validated"):
+    """A checkpoint's validation has ended; what it says is as in `Validation`."""
+
+    index: int
+    name: str
+    status: ReportedCheckpointStatus
+    metrics: dict[str, Any]
+    error: str
+    seconds: float
+
+    @staticmethod
+    def of(manifest: Manifest, validation: Validation) -> CheckpointValidated:
+        """Give the event of the end of this checkpoint's validation."""
+        return CheckpointValidated(
+            time=time.time(),
+            index=manifest.index,
+            name=manifest.name,
+            status=validation.status,
+            metrics=validation.metrics,
+            error=validation.error,
+            seconds=validation.seconds,
+        )
+
+
+class CheckpointDeleted(Journaled, frozen=True, kw_only=True, tag="checkpoint_deleted"):
+    """Retention let go of a checkpoint."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        check_stays_inside(self.name)
+
+
+class AttemptEnded(Journaled, frozen=True, kw_only=True, tag="attempt_failed"):
+    """The attempt ended early. `failures` are headlines, the root cause first."""
+
+    attempt: int
+    kind: AttemptEnd
+    failures: list[str]
+
+
+class RanksQuiet(Journaled, frozen=True, kw_only=True, tag="ranks_quiet"):
+    """Which ranks give no sign of life now, and what is said of each; none: all do again."""
+
+    attempt: int
+    ranks: dict[int, str]
+
+
+class RunEnded(Journaled, frozen=True, kw_only=True, tag="run_ended"):
+    """The run is over: "finished", "failed" or "stopped"."""
+
+    outcome: str
+    error: str = ""
+
+
+JournaledEvent = (
+    RunStarted
+    | AttemptStarted
+    | WorkersStarted
+    | UserFunctionStarted
+    | ReportReceived
+    | CheckpointCommitted
+    | CheckpointValidated
+    | CheckpointDeleted
+    | AttemptEnded
+    | RanksQuiet
+    | RunEnded
+)
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that the user should know or do, in words."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class LinePrinted:
+    """A rank's function has printed a line, or logged an error."""
+
+    rank: int
+    line: Printed
+
+
+@dataclass(frozen=True)
+class RoundReported:
+    """Every rank has reported `index`; the checkpoint that came with it is committed.
+
+    `metrics` are in rank order. Such rounds are only told where there are callbacks.
+    """
+
+    index: int
+    metrics: list[dict[str, Any]]
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
+class WorkersFailed:
+    """What is known of the failures of an attempt, the root cause first.
+
+    There are none if no worker is to blame. `is_raised`: the run ends by it, so that `fit()` raises
+    it.
+    """
+
+    end: AttemptEnd
+    failures: Sequence[WorkerFailure]
+    is_raised: bool
+
+
+@dataclass(frozen=True)
+class PreemptionAnnounced:
+    """Nodes of the run are about to be taken away."""
+
+    info: PreemptionInfo
+
+
+@dataclass(frozen=True)
+class WaitsForValidations:
+    """Every function has returned, and validations go on; `which` says where they stand."""
+
+    which: str
+
+
+@dataclass(frozen=True)
+class ControllerFailed:
+    """The controller itself has failed: the run is over, and its journal does not say so."""
+
+
+Event = (
+    JournaledEvent
+    | Notice
+    | LinePrinted
+    | RoundReported
+    | WorkersFailed
+    | PreemptionAnnounced
+    | WaitsForValidations
+    | ControllerFailed
+)

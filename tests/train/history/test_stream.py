@@ -1,0 +1,86 @@
+"""Events reach the journal first, then everybody else, whatever one of them does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drawbar.train._history.events import ControllerFailed, Event, Notice, RunEnded
+from drawbar.train._history.journal import Journal, replay
+from drawbar.train._history.stream import EventStream
+from drawbar.train._history.timeline import Snapshot
+from tests.train.told import attempt_started, reported, workers_started
+
+
+class Recorder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.heard: list[Event] = []
+        self.journaled: list[int] = []
+
+    def note(self, event: Event) -> None:
+        self.heard.append(event)
+        self.journaled.append(len(list(replay(self.path))))
+
+    def close(self) -> None:
+        pass
+
+
+class Broken(Recorder):
+    def note(self, event: Event) -> None:
+        raise ValueError("it cannot")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.jsonl"
+
+
+@pytest.fixture
+def journal(path: Path) -> Iterator[Journal]:
+    with contextlib.closing(Journal(path)) as journal:
+        yield journal
+
+
+def test_the_journal_has_it_before_anybody_hears_of_it(path: Path, journal: Journal) -> None:
+    watcher = Recorder(path)
+    stream = EventStream(journal, Snapshot(), [watcher])
+    events: list[Event] = [attempt_started(0), Notice("wait"), workers_started(2)]
+    for event in events:
+        stream.emit(event)
+    assert watcher.heard == events
+    assert watcher.journaled == [1, 1, 2]
+    assert list(replay(path)) == [events[0], events[2]]
+
+
+def test_the_live_state_follows(journal: Journal) -> None:
+    stream = EventStream(journal, Snapshot(), [])
+    stream.emit(workers_started(2))
+    stream.emit(reported(1, 0, {"loss": 1}))
+    before = stream.snapshot()
+    stream.emit(ControllerFailed())
+    assert (before.status, before.metrics) == ("running", {1: {"loss": 1}})
+    assert stream.snapshot().status == "failed"
+
+
+def test_a_watcher_that_fails_keeps_nothing_from_the_others(
+    path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher = Recorder(path)
+    stream = EventStream(journal, Snapshot(), [Broken(path), watcher])
+    stream.emit(RunEnded(time=0, outcome="finished"))
+    assert watcher.heard == [RunEnded(time=0, outcome="finished")]
+    assert "RunEnded was not told" in caplog.text
+
+
+def test_what_the_journal_does_not_take_is_not_told(path: Path, journal: Journal) -> None:
+    watcher = Recorder(path)
+    stream = EventStream(journal, Snapshot(), [watcher])
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        stream.emit(RunEnded(time=0, outcome="finished"))
+    assert watcher.heard == []
+    assert stream.snapshot().status == "starting"

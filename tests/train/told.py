@@ -1,0 +1,58 @@
+"""Events of a run, for what watches it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drawbar.train._history.events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    LinePrinted,
+    Notice,
+    ReportReceived,
+    RunEnded,
+    WorkersFailed,
+    WorkersStarted,
+)
+from drawbar.train._messages import Ranks, WorkerInfo
+
+__all__ = [
+    "LinePrinted",
+    "Notice",
+    "RunEnded",
+    "WorkersFailed",
+    "attempt_started",
+    "committed",
+    "reported",
+    "workers_started",
+]
+
+
+def attempt_started(number: int, checkpoint: str | None = None) -> AttemptStarted:
+    return AttemptStarted(time=0, attempt=number, first_index=0, checkpoint=checkpoint)
+
+
+def workers_started(count: int) -> WorkersStarted:
+    place = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1)
+    ranks = [
+        Ranks(
+            world_rank=rank,
+            world_size=count,
+            local_rank=rank,
+            local_world_size=count,
+            node_rank=0,
+            num_nodes=1,
+        )
+        for rank in range(count)
+    ]
+    return WorkersStarted(time=0, attempt=0, workers=[(place, each) for each in ranks])
+
+
+def reported(rank: int, index: int, metrics: dict[str, Any]) -> ReportReceived:
+    return ReportReceived(time=0, attempt=0, rank=rank, index=index, metrics=metrics)
+
+
+def committed(name: str, nbytes: int = 10, seconds: float = 0.1) -> CheckpointCommitted:
+    return CheckpointCommitted(
+        time=0, attempt=0, index=0, name=name, nbytes=nbytes, seconds=seconds, metrics={}
+    )
