@@ -1,7 +1,7 @@
 """LightGBM on a group of Ray actors: training functions, training without one, estimators."""
 
 from drawbar._boosting import allreduce_metric
-from drawbar.lightgbm._backend import LightGBMConfig, get_network_params
+from drawbar.lightgbm._backend import LightGBMBackend, LightGBMConfig, get_network_params
 from drawbar.lightgbm._checkpoint import LightGBMCheckpoint
 from drawbar.lightgbm._estimators import RayLGBMClassifier, RayLGBMRanker, RayLGBMRegressor
 from drawbar.lightgbm._evaluation import GlobalEvaluation
@@ -13,6 +13,7 @@ from drawbar.train.backend import as_public
 
 __all__ = [
     "GlobalEvaluation",
+    "LightGBMBackend",
     "LightGBMCheckpoint",
     "LightGBMConfig",
     "LightGBMTrainer",

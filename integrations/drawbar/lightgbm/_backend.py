@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 import ray
 
 from drawbar._boosting import BoostingConfig, worker_threads
-from drawbar.train import ScalingConfig, collective, get_context
+from drawbar.train import collective, get_context
+from drawbar.train.backend import Backend
 
 try:
-    import lightgbm
+    import lightgbm  # noqa: F401  # here first, for what the error says
 except ImportError as missing:
     raise ImportError(
         'drawbar.lightgbm needs LightGBM; run: pip install "drawbar[lightgbm]"'
@@ -31,8 +32,6 @@ from drawbar.lightgbm import _native
 from drawbar.lightgbm._network.ports import reserved_port
 from drawbar.lightgbm._network.sockets import reset_unless_it_returns
 
-OLDEST = (4, 5)
-"""The oldest LightGBM that this package works with."""
 HEAD_START_SECONDS = 0.02
 """How long rank 0 waits before it looks for the others; those between them wait less."""
 
@@ -57,6 +56,7 @@ class LightGBMConfig(BoostingConfig):
     """
 
     library: ClassVar[str] = "lightgbm"
+    oldest: ClassVar[tuple[int, int]] = (4, 5)
     optional: ClassVar[tuple[str, ...]] = ("sklearn", "pandas")
 
     import_pandas: bool | None = None
@@ -83,31 +83,20 @@ class LightGBMConfig(BoostingConfig):
                 f"65535, found {self.ports!r}"
             )
 
-    def preflight(self, scaling_config: ScalingConfig) -> None:
-        """Check the version of LightGBM.
-
-        Raises:
-            ImportError: It is too old.
-        """
-        check_version(lightgbm.__version__)
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The class with the controller's part."""
+        return LightGBMBackend
 
     def train_func_context(self) -> AbstractContextManager[None]:
         """Connect the workers before the training function, part them after it."""
         return _set_up(self)
 
 
-def check_version(found: str) -> None:
-    """Check that a version of LightGBM is one that this package works with.
+class LightGBMBackend(Backend):
+    """The controller's part: nothing. The workers tell each other where they are."""
 
-    Raises:
-        ImportError: It is too old.
-    """
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        needed = ".".join(map(str, OLDEST))
-        raise ImportError(
-            f"drawbar.lightgbm needs LightGBM {needed} or newer, found {found}; "
-            'run: pip install --upgrade "drawbar[lightgbm]"'
-        )
+    reentrant = True  # a network that has failed leaves nothing behind in the process
 
 
 @contextmanager

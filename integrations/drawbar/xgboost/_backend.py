@@ -19,22 +19,18 @@ from typing import Any, ClassVar
 import ray
 
 from drawbar._boosting import BoostingConfig
-from drawbar.train import ScalingConfig, get_context
+from drawbar.train import get_context
 from drawbar.train.backend import Backend, WorkerGroupView
 
 try:
-    import xgboost
+    from xgboost import collective
 except ImportError as missing:
     raise ImportError(
         'drawbar.xgboost needs XGBoost; run: pip install "drawbar[xgboost]"'
     ) from missing
 
-from xgboost import collective
 from xgboost.core import XGBoostError
 from xgboost.tracker import RabitTracker
-
-OLDEST = (3, 1)
-"""The first XGBoost that keeps the names of categories in the model."""
 
 _tracker_args: dict[str, Any] = {}
 """Where the tracker of this worker's run is."""
@@ -56,6 +52,7 @@ class XGBoostConfig(BoostingConfig):
     """
 
     library: ClassVar[str] = "xgboost"
+    oldest: ClassVar[tuple[int, int]] = (3, 1)  # keeps the names of categories in the model
 
     xgboost_communicator: str = "rabit"
     timeout_s: int = 1800
@@ -78,14 +75,6 @@ class XGBoostConfig(BoostingConfig):
     def backend_cls(self) -> type[Backend]:
         """The class with the controller's part."""
         return XGBoostBackend
-
-    def preflight(self, scaling_config: ScalingConfig) -> None:
-        """Check XGBoost's version.
-
-        Raises:
-            ImportError: It is too old.
-        """
-        check_version(xgboost.__version__)
 
     def train_func_context(self) -> AbstractContextManager[None]:
         """Join the communicator before the training function, leave it after it."""
@@ -120,20 +109,6 @@ class XGBoostBackend(Backend):
         if tracker is not None:
             with contextlib.suppress(XGBoostError):  # it still waited for workers that are gone
                 tracker.free()
-
-
-def check_version(version: str) -> None:
-    """Check that XGBoost is not too old.
-
-    Raises:
-        ImportError: It is; the message says what to do.
-    """
-    found = tuple(int(part) for part in version.split(".")[:2])
-    if found < OLDEST:
-        raise ImportError(
-            f"drawbar.xgboost needs XGBoost {'.'.join(map(str, OLDEST))} or newer, found "
-            f'{version}; run: pip install -U "drawbar[xgboost]"'
-        )
 
 
 def _remember(arguments: dict[str, Any]) -> None:

@@ -1,0 +1,95 @@
+"""XGBoost's parameters: what a declared training checks of them, and adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from drawbar._boosting import Shard, check_label, warn_of_threads, worker_threads
+from drawbar.train import ScalingConfig
+
+_BINNED = {"tree_method": ("auto", "hist"), "booster": ("gbtree", "dart")}
+"""What trains on data that is binned as it arrives."""
+
+_LABELS: dict[str, dict[str, Any]] = {
+    "binary:logistic": {"low": 0, "high": 1},
+    "binary:logitraw": {"low": 0, "high": 1},
+    "binary:hinge": {"low": 0, "high": 1, "whole_numbers": True},
+    "reg:logistic": {"low": 0, "high": 1},
+    "count:poisson": {"low": 0},
+    "reg:gamma": {"low": 0},
+    "reg:tweedie": {"low": 0},
+    "rank:map": {"low": 0, "high": 1, "whole_numbers": True},
+}
+"""What labels an objective takes, where it does not take all."""
+
+_THREADS = ("nthread", "n_jobs")
+"""XGBoost's names for the number of threads."""
+
+
+def with_own_threads(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the parameters with a number of threads: this worker's share unless one is set."""
+    given = {name: each for name, each in params.items() if name not in _THREADS}
+    return {**given, "nthread": max(_threads(params), 0) or worker_threads()}
+
+
+def _threads(params: Mapping[str, Any]) -> int:
+    """Give the number of threads that is set; 0, or less, is the worker's own share."""
+    return int(next((params[name] for name in _THREADS if params.get(name) is not None), 0))
+
+
+def check_parameters(
+    params: Mapping[str, Any], scaling_config: ScalingConfig, *, grouped: bool
+) -> None:
+    """Check, in the driver, what does not depend on the data.
+
+    Args:
+        params: XGBoost's parameters.
+        scaling_config: What the workers have.
+        grouped: Whether it is known which query a row belongs to.
+
+    Raises:
+        ValueError: A declared training cannot work with them.
+    """
+    warn_of_threads("nthread", _threads(params), scaling_config)
+    for name, known in _BINNED.items():
+        if (found := params.get(name)) not in (None, *known):
+            raise ValueError(
+                f"params[{name!r}] is {found!r}, but a declared training bins the data as it "
+                f"arrives, which works for {' and '.join(map(repr, known))}; use one of these, "
+                "or a training function with an xgboost.DMatrix"
+            )
+    device = str(params.get("device", "cpu"))
+    if device.startswith(("cuda", "gpu")) and not scaling_config.use_gpu:
+        raise ValueError(
+            f"params['device'] is {device!r}, but the workers have no GPU; set "
+            "ScalingConfig(use_gpu=True), or leave the parameter out"
+        )
+    _check_objective(params, grouped)
+
+
+def _check_objective(params: Mapping[str, Any], grouped: bool) -> None:
+    objective = str(params.get("objective"))
+    if objective.startswith("rank:") and not grouped:
+        raise ValueError(f"objective {objective!r} needs group_column, the query of each row")
+    if objective.startswith("multi:") and not params.get("num_class"):
+        raise ValueError(f"objective {objective!r} needs params['num_class']")
+    if objective == "survival:aft":
+        raise ValueError(
+            "objective 'survival:aft' needs a lower and an upper bound for each label, which "
+            "a declared training does not know; use a training function"
+        )
+
+
+def check_labels(shard: Shard, params: Mapping[str, Any]) -> None:
+    """Check the labels of all ranks against the objective.
+
+    Raises:
+        ValueError: A label is out of range; every rank gets the same error.
+    """
+    objective = str(params.get("objective", "reg:squarederror"))
+    rule = _LABELS.get(objective, {})
+    if objective.startswith("multi:"):
+        rule = {"low": 0, "high": params["num_class"] - 1, "whole_numbers": True}
+    if rule:
+        check_label(shard, f"objective {objective!r}", **rule)
