@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._storage.files import METADATA, list_files
+from drawbar.train._storage.staging import Share, StagingArea
 from drawbar.train.testing import run_in_threads
 from tests.train.local_runs import ASYNC, fit, save
 
@@ -387,3 +390,77 @@ def test_where_one_is_at_home_is_copied_and_stays(
 
     assert content(fit(function, tmp_path / "runs").checkpoint) == {"model": "m"}
     assert (here / "model").read_text() == "m"
+
+
+@pytest.mark.parametrize("kind", ["local", "links", "object store"])
+def test_ranks_may_hand_over_one_folder(tmp_path: Path, kind: str) -> None:
+    own, far = tmp_path / "own", write(tmp_path / "far", x="x")
+
+    def function() -> None:
+        rank = train.get_context().get_world_rank()
+        for text in "ab":
+            if rank == 0:
+                write(own / "deep", model=text)
+                if kind == "links":
+                    (own / "folder").symlink_to(far)
+            for turn in range(3):
+                collective.barrier()
+                if turn == 2 - rank:
+                    train.report({}, checkpoint=own, checkpoint_upload_mode=ASYNC)
+
+    storage_path = f"memory://{uuid.uuid4().hex}" if kind == "object store" else str(tmp_path)
+    config = RunConfig(name="run", storage_path=storage_path)
+    result = run_in_threads(function, num_workers=3, run_config=config)
+    linked = {"folder/x": "x"} if kind == "links" else {}
+    for (checkpoint, _), text in zip(result.best_checkpoints, "ab", strict=True):
+        checkpoint.verify()
+        with checkpoint.as_directory() as folder:
+            assert content(folder) == {"deep/model": text, **linked}
+    assert not own.exists()
+    assert content(far) == {"x": "x"}
+
+
+def test_a_folder_that_is_handed_over_keeps_to_who_may_read_the_run(tmp_path: Path) -> None:
+    def function() -> None:
+        own = tempfile.mkdtemp(dir=tmp_path)
+        write(Path(own), model="m")
+        train.report({}, checkpoint=own, checkpoint_upload_mode=ASYNC)
+
+    checkpoint = fit(function, tmp_path).checkpoint
+    assert checkpoint is not None
+    assert Path(checkpoint.path).stat().st_mode == (tmp_path / "run" / ".staging").stat().st_mode
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_what_comes_into_a_folder_while_it_is_handed_over_is_not_deleted(
+    tmp_path: Path, links: bool
+) -> None:
+    own, staging = write(tmp_path / "own", model="m"), StagingArea(tmp_path / ".staging")
+    staging.path.mkdir()
+    if links:
+        (own / "link").symlink_to(write(tmp_path / "far", x="x") / "x")
+    share = Share(own, list_files(own), "rank_0", "c", move=True)
+    write(own / "deep", late="l")
+    stage = staging.take_over(share, attempt=0)
+    assert staging.taken_over(own, "c", attempt=0) == stage
+    assert staging.taken_over(own, "c", attempt=1) is None
+    late = {"deep/late": "l"}
+    assert content(stage) == {"model": "m", **({"link": "x"} if links else late)}
+    assert (content(own) if own.exists() else {}) == (late if links else {})
+
+
+def test_what_comes_into_a_folder_while_it_is_uploaded_is_not_deleted(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+
+    def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        place = shutil.copytree(checkpoint.path, train.get_context().get_storage() / name)
+        write(own / "deep", late="l")
+        return Checkpoint(place)
+
+    def function() -> None:
+        write(own, model="m")
+        write(own / "deep", part="p")
+        train.report({}, checkpoint=own, checkpoint_upload_fn=upload, **HANDED_OVER)
+
+    assert content(fit(function, tmp_path).checkpoint) == {"model": "m", "deep/part": "p"}
+    assert content(own) == {"deep/late": "l"}

@@ -19,7 +19,6 @@ from drawbar.train._errors import CheckpointError
 from drawbar.train._storage.files import (
     MANIFEST,
     METADATA,
-    checksum,
     copy_files,
     list_files,
     write_atomically,
@@ -27,6 +26,7 @@ from drawbar.train._storage.files import (
 from drawbar.train._storage.manifest import (
     Manifest,
     check_files,
+    checksum,
     read_checksums,
     read_file,
     read_manifest,

@@ -222,8 +222,12 @@ def _entries(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
 
 def _leads_through(path: str, links: set[str]) -> bool:
     """Whether the way to a file, or the file itself, is one of these links."""
-    ways = (str(way) for way in PurePosixPath(path).parents[:-1])
-    return "" in links or path in links or any(way in links for way in ways)
+    return "" in links or path in links or any(way in links for way in _ways(path))
+
+
+def _ways(path: str) -> list[str]:
+    """List the folders on the way to a file."""
+    return [str(way) for way in PurePosixPath(path).parents[:-1]]
 
 
 def replace_links(directory: Path, spare: Path) -> None:
@@ -295,14 +299,6 @@ def _copy_in_kernel(reader: int, writer: int) -> bool:
     return True
 
 
-def is_same(path: Path, other: Path) -> bool:
-    """Whether two paths lead to one place."""
-    try:
-        return path == other or path.samefile(other)
-    except OSError:
-        return False
-
-
 def is_open_at(path: Path, descriptor: int) -> bool:
     """Whether an open file is still the one at this path, neither deleted nor moved."""
     try:
@@ -370,17 +366,6 @@ def take_mode_of_folder(path: Path) -> None:
             os.chmod(path, (own & 0o7000) | (outer & allowed))
 
 
-def checksum(path: Path) -> str:
-    """Give the xxh3 (64 bit) of a file's content as 16 hex digits."""
-    import xxhash
-
-    digest = xxhash.xxh3_64()
-    with open(path, "rb") as file:
-        while chunk := file.read(4 * 1024 * 1024):
-            digest.update(chunk)
-    return str(digest.hexdigest())
-
-
 def remove_tree(path: Path) -> None:
     """Delete a directory and do not mind if some of it is gone already.
 
@@ -392,3 +377,20 @@ def remove_tree(path: Path) -> None:
         return
     except OSError:  # it is a directory
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_files(directory: Path, files: Sequence[FileEntry]) -> None:
+    """Delete these files and the folders that are empty then; of what is linked, the links.
+
+    What else is there stays. Some of it may be gone already, since peers delete the same.
+    """
+    if directory.is_symlink():
+        remove_tree(directory)
+    elif directory.is_dir():
+        listed = {part for file in files for part in (file.path, *_ways(file.path))}
+        for path, entry in list(_entries(directory)):
+            if path in listed:
+                remove_tree(Path(entry.path))
+        for folder, _, _ in os.walk(directory, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)

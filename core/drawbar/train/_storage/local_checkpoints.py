@@ -20,16 +20,20 @@ from drawbar.train._storage.files import (
     CHECKSUMS,
     METADATA,
     VALIDATION,
-    checksum,
     holds_own,
-    is_same,
     list_files,
     remove_tree,
     sync,
     write_atomically,
 )
 from drawbar.train._storage.journal_file import JOURNAL, committed_names
-from drawbar.train._storage.manifest import Manifest, read_file, read_manifest, write_manifest
+from drawbar.train._storage.manifest import (
+    Manifest,
+    checksum,
+    read_file,
+    read_manifest,
+    write_manifest,
+)
 from drawbar.train._storage.staging import Part, Share, StagingArea, merge
 
 
@@ -45,7 +49,7 @@ class LocalCheckpoints(CheckpointStore):
 
     def name_of(self, checkpoint: Checkpoint) -> str | None:
         path = Path(checkpoint.path)
-        inside = checkpoint.filesystem is None and is_same(path.parent, self.run)
+        inside = checkpoint.filesystem is None and _is_same(path.parent, self.run)
         return path.name if inside and not path.name.startswith(".") else None
 
     def is_staged(self, path: Path) -> bool:
@@ -123,3 +127,11 @@ class LocalCheckpoints(CheckpointStore):
     def _folders(self) -> list[str]:
         found = os.scandir(self.run) if self.run.is_dir() else ()
         return [each.name for each in found if each.is_dir() and not each.name.startswith(".")]
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one place."""
+    try:
+        return path == other or path.samefile(other)
+    except OSError:
+        return False

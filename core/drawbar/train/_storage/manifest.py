@@ -181,6 +181,17 @@ def read_checksums(place: Path | Folder) -> dict[str, str] | None:
         raise CheckpointError(f"{place}/{CHECKSUMS} cannot be read: {error}") from error
 
 
+def checksum(path: Path) -> str:
+    """Give the xxh3 (64 bit) of a file's content as 16 hex digits."""
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while chunk := file.read(4 * 1024 * 1024):
+            digest.update(chunk)
+    return str(digest.hexdigest())
+
+
 def user_files(place: Folder) -> tuple[FileEntry, ...]:
     """List what the user saved, as `files.list_files` does for a local directory."""
     return tuple(file for file in place.list_files() if not is_own(file.path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import uuid
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from drawbar.train._storage import fault_points
 from drawbar.train._storage import files as _files
 from drawbar.train._storage.files import FileEntry
 from drawbar.train._storage.retries import explained, in_bytes
@@ -108,6 +110,34 @@ class StagingArea:
             raise explained(error, f"{what} to {self.path.parent}") from error
         return target
 
+    def take_over(self, share: Share, *, attempt: int) -> Path:
+        """Move a folder that was handed over here as a whole, also what came into it meanwhile.
+
+        What only a copy can take is taken file by file, and what came meanwhile stays there.
+
+        Raises:
+            FileNotFoundError: Another rank of this node may have it; `taken_over` knows.
+            OSError: It cannot be written; the message has the path and the bytes.
+        """
+        key = _key(share.source, share.name, attempt)
+        stage = self.path / f"{_HANDED_OVER}{_kept_as(share.label, share.name)}-{key}"
+        fault_points.reached("persist.start")
+        with one_at_a_time(self.path / "taking.lock"):
+            if not _files.find_links(share.source) and _moved(share.source, stage):
+                fault_points.reached("persist.half")
+                _files.take_mode_of_folder(stage)
+                return stage
+            copy = self.put(share)
+            stage = stage if _moved(copy, stage) else copy
+            _files.remove_files(share.source, share.files)
+        return stage
+
+    def taken_over(self, source: Path, name: str, *, attempt: int) -> Path | None:
+        """Find where a rank of this node has taken a folder that others report too."""
+        with one_at_a_time(self.path / "taking.lock"):
+            pattern = f"{_HANDED_OVER}*-{_key(source, name, attempt)}"
+            return next(self.path.glob(pattern), None)
+
     def replace_links(self, directory: Path) -> None:
         """Put copies in the place of a folder's links; what they lead to stays as it is.
 
@@ -160,6 +190,23 @@ class StagingArea:
 def _kept_as(label: str, name: str) -> str:
     """Name what a rank has handed over for a checkpoint; the name of a folder has limits."""
     return f"{label}.{os.fsencode(name)[:100].decode(errors='ignore')}"
+
+
+def _key(source: Path, name: str, attempt: int) -> str:
+    """Say in 12 letters what was handed over, where it lay, and for what."""
+    place = os.path.join(os.path.realpath(source.absolute().parent), source.name)
+    return hashlib.sha256(os.fsencode(f"{attempt} {name} {place}")).hexdigest()[:12]
+
+
+def _moved(folder: Path, target: Path) -> bool:
+    """Move a folder by one rename, if that is possible; what is there is not replaced."""
+    try:
+        os.rename(folder, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def merge(parts: Sequence[Part]) -> Path | None:

@@ -49,7 +49,7 @@ from drawbar.train._messages import (
 from drawbar.train._metrics import normalise
 from drawbar.train._settings.validation_config import asked_for
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.checkpoint_store import default_name
+from drawbar.train._storage.checkpoint_store import ShareSink, default_name
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.unshared_node import FileAnswer, UnsharedNode
@@ -76,9 +76,8 @@ class Session:
         self.checkpoint = assignment.checkpoint
         self._unshared: UnsharedNode | None = None
         self._label = f"rank_{assignment.ranks.world_rank}"
-        sink = self.directory.checkpoints
-        self.uploads = Uploads(self.directory, sink, self._label, say, self._wait_for_any)
         self._say = say
+        self.uploads = self._uploads_to(self.directory.checkpoints)
         self.callers = Callers(assignment.ranks)
         self._order = threading.RLock()  # one number after the other, said in that order
         self._next_report = assignment.first_index
@@ -174,7 +173,11 @@ class Session:
     def use_unshared(self) -> None:
         """Have checkpoints travel: this node does not share the run's directory."""
         sink = self._unshared = UnsharedNode(self.directory, self._send, self._ask)
-        self.uploads = Uploads(self.directory, sink, self._label, self._say, self._wait_for_any)
+        self.uploads = self._uploads_to(sink)
+
+    def _uploads_to(self, sink: ShareSink) -> Uploads:
+        attempt = self.assignment.attempt
+        return Uploads(self.directory, sink, self._label, attempt, self._say, self._wait_for_any)
 
     def _send(self, name: str, path: str, offset: int, data: bytes) -> None:
         number = next(self._questions)

@@ -31,7 +31,7 @@ from drawbar.train._messages import (
 )
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink
-from drawbar.train._storage.files import FileEntry, look_into, remove_tree
+from drawbar.train._storage.files import FileEntry, list_files, look_into, remove_files, remove_tree
 from drawbar.train._storage.manifest import user_files
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.retries import is_transient
@@ -108,6 +108,7 @@ class Uploads:
         directory: Of the run.
         sink: Takes this rank's shares.
         label: Names the rank in the staging area.
+        attempt: Number of the attempt.
         say: Tells the controller something.
         wait: Waits for an order.
     """
@@ -117,6 +118,7 @@ class Uploads:
         directory: RunDirectory,
         sink: ShareSink,
         label: str,
+        attempt: int,
         say: Callable[[Message], None],
         wait: Wait,
     ) -> None:
@@ -125,6 +127,7 @@ class Uploads:
         self._staging = directory.staging
         self._sink = sink
         self._label = label
+        self._attempt = attempt
         self._say = say
         self._wait = wait
         self._functions: dict[str, CheckpointUploadFn] = {}
@@ -160,6 +163,23 @@ class Uploads:
                     "delete_local_checkpoint_after_upload=True would delete the checkpoint"
                 )
             return self._offer_in_place(checkpoint)
+        try:
+            return self._offer_files(checkpoint, name, mode, upload_fn, handed_over)
+        except FileNotFoundError:
+            source = Path(checkpoint.path)
+            taken = self._staging.taken_over(source, name, attempt=self._attempt)
+            if taken is None:
+                raise
+            return self._offer_taken(taken, name)
+
+    def _offer_files(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        mode: CheckpointUploadMode,
+        upload_fn: CheckpointUploadFn | None,
+        handed_over: bool,
+    ) -> Offer:
         if upload_fn is not None:
             self._functions[name] = upload_fn
             return msgspec.structs.replace(
@@ -229,13 +249,20 @@ class Uploads:
         )
 
     def _snapshot(self, offer: Offer, name: str) -> Offer:
-        source = Path(offer.directory)
+        share = self._share(offer, offer.files, name)
         with _told_as_storage_error():
-            stage = self._staging.put(self._share(offer, offer.files, name))
-        if offer.handed_over:
-            remove_tree(source)
+            if offer.handed_over:
+                stage = self._staging.take_over(share, attempt=self._attempt)
+                return self._offer_taken(stage, name)
+            stage = self._staging.put(share)
         staged = self._sink.is_staged(stage)
         return msgspec.structs.replace(offer, directory=str(stage), staged=staged)
+
+    def _offer_taken(self, stage: Path, name: str) -> Offer:
+        """Offer what was handed over and lies in the staging area now."""
+        staged = self._sink.is_staged(stage)
+        files = list_files(stage)
+        return Offer(directory=str(stage), files=files, staged=staged, name=name, handed_over=True)
 
     def _share(self, offer: Offer, files: Sequence[FileEntry], name: str) -> Share:
         return Share(Path(offer.directory), files, self._label, name, move=offer.handed_over)
@@ -250,8 +277,10 @@ class Uploads:
             directory = "" if part.directory is None else str(part.directory)
             self._say(Persisted(index=index, directory=directory, checksums=part.checksums))
             self._wait((Committed, index))
-        if self._is_own(offer) or offer.handed_over:
+        if self._is_own(offer):
             remove_tree(Path(offer.directory))
+        elif offer.handed_over:
+            remove_files(Path(offer.directory), offer.files)
 
     def _is_own(self, offer: Offer) -> bool:
         return self._staging.holds(Path(offer.directory))
