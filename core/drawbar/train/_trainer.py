@@ -8,6 +8,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import cloudpickle
@@ -20,6 +21,7 @@ from drawbar.train._group.cluster import connect_to_ray, is_client, started_here
 from drawbar.train._group.validators import ValidationWork
 from drawbar.train._handle.handle import FollowedRun, RunHandle
 from drawbar.train._handle.hosted_run import start_in_actor
+from drawbar.train._handle.launched_run import host_or_join
 from drawbar.train._history.result import Result
 from drawbar.train._launch import preflight
 from drawbar.train._launch.host import host_function, host_workers
@@ -111,7 +113,8 @@ class DataParallelTrainer(ExplainsItsArguments):
 
         Everything that can be checked is checked before a process starts. A local Ray is started if
         this process is not connected to one and `RAY_ADDRESS` names none. With `num_workers=0` no
-        Ray is needed, and the function runs in the thread that called this.
+        Ray is needed, and the function runs in the thread that called this; a `TorchTrainer` in
+        several processes of one torchrun makes them the ranks of one run.
 
         Under Ray Client (`ray.init("ray://...")`), and for a `RunConfig(detached=True)`, the run is
         followed on the cluster: what is checked and where it lies is then a matter of the node
@@ -144,7 +147,9 @@ class DataParallelTrainer(ExplainsItsArguments):
     def _host(self, spec: RunSpec, payload: Payload, *, jobs_wait: bool) -> FollowedRun:
         if self.scaling_config.max_workers == 0:
             self._refuse_detached()
-            return host_function(
+            store = self.backend_config.launcher_store()
+            host = host_function if store is None else partial(host_or_join, store)
+            return host(
                 spec, payload, self.validation_config, self._make_console, jobs_wait=jobs_wait
             )
         connect_to_ray()

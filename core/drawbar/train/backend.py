@@ -10,7 +10,13 @@ as a tracker.
 from __future__ import annotations
 
 from drawbar.train._public import as_public
-from drawbar.train._settings.backend import Backend, BackendConfig, WorkerGroupView, require_package
+from drawbar.train._settings.backend import (
+    Backend,
+    BackendConfig,
+    LauncherStore,
+    WorkerGroupView,
+    require_package,
+)
 from drawbar.train._worker.integration import (
     align_reports,
     collectives_called,
@@ -23,6 +29,7 @@ from drawbar.train._worker.integration import (
 __all__ = [
     "Backend",
     "BackendConfig",
+    "LauncherStore",
     "WorkerGroupView",
     "align_reports",
     "as_public",

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Literal, get_args
 
 from drawbar.train import ScalingConfig, get_context
-from drawbar.train.backend import Backend, BackendConfig
+from drawbar.train.backend import Backend, BackendConfig, LauncherStore
 
 try:
     import torch
@@ -24,6 +24,7 @@ from drawbar.torch._accelerate_state import accelerate_anew
 from drawbar.torch._apart import said_if_apart
 from drawbar.torch._devices import get_device
 from drawbar.torch._process_group import process_group
+from drawbar.torch._torchrun import launched_together, met_by_torchrun, torchrun_store
 from drawbar.torch._undo import at_end, set_variable, undone_at_end
 
 InitMethod = Literal["env", "tcp"]
@@ -98,6 +99,10 @@ class TorchConfig(BackendConfig):
                 'may; give each worker a whole GPU, or set TorchConfig(backend="gloo")'
             )
 
+    def launcher_store(self) -> LauncherStore | None:
+        """Give the store of the torchrun that has started this process as one of several."""
+        return torchrun_store() if launched_together() else None
+
     def train_func_context(self) -> AbstractContextManager[None]:
         """Make the process group before the training function, take it down after it."""
         return _set_up(self)
@@ -118,7 +123,7 @@ def _set_up(config: TorchConfig) -> Iterator[None]:
         accelerate_anew()
         device = _use_device(required="nccl" in backend)
         timeout = timedelta(seconds=config.timeout_s)
-        publish = config.init_method == "env"
+        publish = config.init_method == "env" and not met_by_torchrun()
         with process_group(backend, timeout, device, publish=publish), said_if_apart():
             yield
 

@@ -60,15 +60,18 @@ def _lowest_gpu(worker: WorkerInfo) -> tuple[int, int, str]:
     return min(map(gpu_order, worker.gpu_ids), default=(2, 0, ""))
 
 
-def local_gpu_ids(count: int) -> tuple[str, ...]:
-    """Give the ids of the first GPUs that this process sees: `count`, or as many as there are."""
+def local_gpu_ids(count: int, local_rank: int = 0) -> tuple[str, ...]:
+    """Give the ids of a local rank's share of the GPUs that this process sees.
+
+    That is `count` of them, or as many as there are; rank 0 has the first ones.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         devices = Path("/dev").glob("nvidia[0-9]*")
         ids = sorted((each.name.removeprefix("nvidia") for each in devices), key=int)
     else:
         ids = [each.strip() for each in visible.split(",") if each.strip()]
-    return tuple(ids[:count])
+    return tuple(ids[local_rank * count : (local_rank + 1) * count])
 
 
 def visible_devices(workers_on_node: Sequence[WorkerInfo]) -> str:

@@ -116,29 +116,7 @@ class ThreadWorkerGroup:
         end: Callable[[Message | None], None],
     ) -> None:
         self._threads[rank] = threading.current_thread()
-        alone = self._spawn is not None
-        ending: Message | None = Interrupted()
-        try:
-            with as_before() if alone else contextlib.nullcontext():
-                log = session.directory.log(rank)
-                with (
-                    capture_output(log, None, errors_only=False, redirect_fds=False)
-                    if alone
-                    else contextlib.nullcontext()
-                ):
-                    config = copy.deepcopy(self._payload.config)  # as every process gets its own
-                    payload = dataclasses.replace(self._payload, config=config)
-                    ending = perform(session, payload, say, whole_process=alone)
-        except AttemptInterrupted:
-            pass  # a second one, while the first was being dealt with
-        except KeyboardInterrupt:
-            ending = None  # Ctrl-C: it is no failure, and whoever called this stops the run
-            raise
-        except BaseException as error:
-            failure = describe_exception(error, session.assignment, session.reports_made)
-            ending = Failed(failure=failure)
-        finally:
-            end(ending)
+        perform_here(self._payload, session, say, end, alone=self._spawn is not None)
 
     def order(self, rank: int, order: Order) -> None:
         """Give one rank an order."""
@@ -179,6 +157,47 @@ class ThreadWorkerGroup:
 
     execute_single = execute_single_async
     execute = execute_async
+
+
+def perform_here(
+    payload: Payload,
+    session: Session,
+    say: Callable[[Message], None],
+    end: Callable[[Message | None], None],
+    *,
+    alone: bool,
+) -> None:
+    """Run the training function in this thread, and say how it ended.
+
+    Args:
+        payload: What to run.
+        session: This rank's.
+        say: Takes what it says.
+        end: Gets its last message, or None after a Ctrl-C, which is raised here.
+        alone: No other rank is in this process: its environment, folder and streams are the rank's.
+    """
+    ending: Message | None = Interrupted()
+    try:
+        with as_before() if alone else contextlib.nullcontext():
+            log = session.directory.log(session.assignment.ranks.world_rank)
+            with (
+                capture_output(log, None, errors_only=False, redirect_fds=False)
+                if alone
+                else contextlib.nullcontext()
+            ):
+                config = copy.deepcopy(payload.config)  # as every process gets its own
+                own = dataclasses.replace(payload, config=config)
+                ending = perform(session, own, say, whole_process=alone)
+    except AttemptInterrupted:
+        pass  # a second one, while the first was being dealt with
+    except KeyboardInterrupt:
+        ending = None  # Ctrl-C: it is no failure, and whoever called this stops the run
+        raise
+    except BaseException as error:
+        failure = describe_exception(error, session.assignment, session.reports_made)
+        ending = Failed(failure=failure)
+    finally:
+        end(ending)
 
 
 def _say_from_thread(

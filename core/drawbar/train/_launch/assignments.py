@@ -108,6 +108,8 @@ class SpecPlan:
     def waiting_for(self, up: int, placed: bool) -> str:
         """Say what the workers that have not started are waiting for."""
         scaling = self._spec.scaling_config
+        if scaling.max_workers == 0:
+            return f"{up} of the processes that were launched together have called fit() so far"
         if placed:
             return starting(up, scaling.max_workers)
         bundles = [scaling.bundle] * scaling.min_workers

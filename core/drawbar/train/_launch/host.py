@@ -59,6 +59,7 @@ class Host:
         jobs_wait: Jobs, and the start of the controller itself, wait for a thread that calls
             `join`, so that the function runs where `pdb` works and Ctrl-C arrives. Otherwise each
             has a new thread.
+        at_end: Gets how the run ended, before `join` tells that it has.
 
     Raises:
         ResumeError, JournalLockedError, OSError, CheckpointError: The run cannot be opened.
@@ -74,8 +75,10 @@ class Host:
         validator: Validator | None,
         *,
         jobs_wait: bool = False,
+        at_end: Callable[[Ending], object] | None = None,
     ) -> None:
         self._spec = spec
+        self._at_end = at_end
         self._make_group = make_group
         self._validator = validator
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -153,6 +156,7 @@ class Host:
         finally:
             atexit.unregister(self._end_with_the_program)
             self._let_go()
+            self._tell_end()
             self._over.set()
             self._jobs.put(None)
 
@@ -196,6 +200,13 @@ class Host:
             last_to_first.callback(self._publish_and_leave)
             last_to_first.callback(self._callbacks.close)
 
+    def _tell_end(self) -> None:
+        try:
+            if self._at_end is not None:
+                self._at_end(self.ending())
+        except Exception:
+            _logger.exception("the run is over, but not everyone who takes part in it knows how")
+
     def _publish_and_leave(self) -> None:
         """Put everything where others find it; the journal's lock keeps them away until then."""
         if self.directory.publish(everything=True):
@@ -205,17 +216,8 @@ class Host:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run is over, doing jobs meanwhile; tells whether it is."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._over.is_set():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                job = self._jobs.get(timeout=left)
-            except queue.Empty:
-                return False
-            if job is None:
-                self._jobs.put(None)  # for whoever waits besides
-            else:
-                job()
+        if not do_jobs(self._jobs, self._over, timeout):
+            return False
         self._thread.join()
         return True
 
@@ -269,6 +271,24 @@ class Host:
         if not self._over.wait(EXIT_SECONDS):
             self.kill()
             self._over.wait(EXIT_SECONDS)
+
+
+def do_jobs(
+    jobs: queue.SimpleQueue[Job | None], over: threading.Event, timeout: float | None
+) -> bool:
+    """Do jobs as they come until it is over, which a None among them tells; tells whether it is."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while not over.is_set():
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            job = jobs.get(timeout=left)
+        except queue.Empty:
+            return False
+        if job is None:
+            jobs.put(None)  # for whoever waits besides
+        else:
+            job()
+    return True
 
 
 def _in_a_thread(job: Job) -> None:

@@ -40,6 +40,18 @@ class WorkerGroupView(Protocol):
         ...
 
 
+class LauncherStore(Protocol):
+    """Where the processes that a launcher has started tell each other small things."""
+
+    def set(self, key: str, value: str) -> object:
+        """Put a value there, for all of them."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Give a value, as soon as one of them has put it there."""
+        ...
+
+
 class Backend:
     """What the controller does for a framework. All hooks do nothing unless overridden.
 
@@ -87,6 +99,14 @@ class BackendConfig(ExplainsItsArguments):
         Raises:
             ImportError, ValueError, TypeError: The run cannot work as configured.
         """
+
+    def launcher_store(self) -> LauncherStore | None:
+        """Give the store of the launcher that has started this process as one of several.
+
+        With `num_workers=0` these are then the ranks of one run. They have RANK, WORLD_SIZE,
+        LOCAL_RANK and LOCAL_WORLD_SIZE in their environments. Default: None, no launcher.
+        """
+        return None
 
     def train_func_context(self) -> AbstractContextManager[None]:
         """Wrap the training function on each worker: set the framework up, take it down.

@@ -210,23 +210,32 @@ def _perform_as_the_run(
     session: Session, payload: ObjectRef[Carried], say: Callable[[Message], None]
 ) -> Finished | Failed | Interrupted:
     """Run an attempt while the streams, environment and folder of this process are the run's."""
+    rank = session.assignment.ranks.world_rank
+    with (
+        within_reach(session, say),
+        capture_output(session.directory.log(rank), say, errors_only=rank != 0, redirect_fds=True),
+    ):
+        surroundings = session.assignment.surroundings
+        assert surroundings is not None  # a worker process gets its driver's
+        with surroundings.entered():
+            return perform(session, payload, say, whole_process=True)
+
+
+@contextlib.contextmanager
+def within_reach(session: Session, say: Callable[[Message], None]) -> Iterator[None]:
+    """Have checkpoints and the log travel if this node does not share the run's directory."""
     assignment = session.assignment
-    rank = assignment.ranks.world_rank
-    log = session.directory.log(rank)
-    elsewhere = not session.directory.is_on_this_node(assignment.run_id)
-    if elsewhere:
-        session.directory.create()
-    if elsewhere and session.directory.filesystem is None:
+    if session.directory.is_on_this_node(assignment.run_id):
+        yield
+        return
+    session.directory.create()
+    if session.directory.filesystem is None:
         say(Printed(text=_not_shared(assignment), stream="stderr"))
         session.use_unshared()
     try:
-        with capture_output(log, say, errors_only=rank != 0, redirect_fds=True):
-            assert assignment.surroundings is not None  # a worker process gets its driver's
-            with assignment.surroundings.entered():
-                return perform(session, payload, say, whole_process=True)
+        yield
     finally:
-        if elsewhere:
-            _publish_log(session.directory, rank, say)
+        _publish_log(session.directory, assignment.ranks.world_rank, say)
 
 
 def _publish_log(directory: RunDirectory, rank: int, say: Callable[[Message], None]) -> None:

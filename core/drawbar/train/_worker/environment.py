@@ -74,6 +74,24 @@ def torchrun_variables(ranks: Ranks) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()} | {"ROLE_NAME": "default"}
 
 
+def ranks_by_launcher(environ: Mapping[str, str]) -> Ranks:
+    """Give the ranks that a launcher has given this process, by the variables that torchrun sets.
+
+    Raises:
+        KeyError: One of RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE is not set.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (int(environ[name]) for name in names)
+    return Ranks(
+        world_rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node_rank=int(environ.get("GROUP_RANK", rank // local_size)),
+        num_nodes=int(environ.get("GROUP_WORLD_SIZE", -(-size // local_size))),
+    )
+
+
 def thread_count(*, cpus_per_worker: float | None, local_world_size: int, cores: int) -> int:
     """Say how many threads a worker's numerical libraries should use, at least 1.
 

@@ -1,0 +1,188 @@
+"""Workers that a launcher such as torchrun has started, of which this process is rank 0.
+
+Rank 0's function runs in the thread that called `fit()`, as with `num_workers=0`; the others run
+theirs in the same way, each in its own process, and say over a wire what they have to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from drawbar.train._group.daemon_thread import in_daemon_thread
+from drawbar.train._group.peers import (
+    Begin,
+    Ended,
+    FromPeer,
+    Lost,
+    Obey,
+    Peers,
+    Said,
+    StackAsked,
+    StopAsked,
+    node_address,
+)
+from drawbar.train._group.thread_group import ThreadWorkerGroup
+from drawbar.train._group.worker_group import Hear, OnWait
+from drawbar.train._messages import Assignment, Gone, Interrupt, Order, Ranks, WorkerInfo
+from drawbar.train._worker.stack import Stack
+
+NOTICE_SECONDS = 5.0
+STACK_SECONDS = 2.0
+STOP_SECONDS = 1.0
+
+
+class LaunchedWorkerGroup:
+    """One worker in each process of a launcher's group.
+
+    Args:
+        own: Rank 0, in this process.
+        here: Where that is.
+        peers: The other processes.
+        stop: Ends the run, in the name of a peer; gets whether to save first.
+    """
+
+    def __init__(
+        self,
+        own: ThreadWorkerGroup,
+        here: WorkerInfo,
+        peers: Peers,
+        stop: Callable[[bool], object],
+    ) -> None:
+        self._own = own
+        self._here = here
+        self._peers = peers
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+        self._attempt = -1
+        self._hear: Hear = lambda rank, messages: None
+        self._running: dict[int, asyncio.Event] = {}  # by rank of a peer: its function has ended
+        self._asked: dict[int, asyncio.Future[Stack]] = {}
+
+    @property
+    def spare(self) -> int:
+        """Nobody comes late."""
+        return 0
+
+    def __len__(self) -> int:
+        return 1 + self._peers.count
+
+    async def start(self, on_wait: OnWait) -> list[WorkerInfo]:
+        """Wait until every process has called `fit()`."""
+        await self._own.start(on_wait)
+        self._peers.hear = self._hear_from_thread
+        come = 0
+        while come < self._peers.count:
+            come = await in_daemon_thread(self._peers.wait, NOTICE_SECONDS)
+            if come < self._peers.count:
+                on_wait(1 + come, True)
+        return [self._here, *(self._peers.infos[rank] for rank in sorted(self._peers.infos))]
+
+    def take_ranks(self, ranks: Sequence[Ranks]) -> None:
+        """The launcher has given them."""
+
+    def run(self, assignments: Sequence[Assignment], hear: Hear) -> None:
+        """Begin an attempt."""
+        self._attempt, self._hear = assignments[0].attempt, hear
+        self._own.run([each for each in assignments if each.ranks.world_rank == 0], hear)
+        for assignment in assignments:
+            rank = assignment.ranks.world_rank
+            if rank > 0:
+                self._running[rank] = asyncio.Event()
+                self._peers.send(rank, Begin(dataclasses.replace(assignment, surroundings=None)))
+
+    def _hear_from_thread(self, rank: int, said: FromPeer) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._take, rank, said)
+
+    def _take(self, rank: int, said: FromPeer) -> None:
+        match said:
+            case Said(message):
+                self._hear(rank, [message])
+            case Ended(message):
+                self._running[rank].set()
+                if message is not None:
+                    self._hear(rank, [message])
+            case Stack():
+                self._asked.pop(rank).set_result(said)
+            case StopAsked(save):
+                self._stop(save)
+            case Lost(detail):
+                if rank in self._running:
+                    self._running[rank].set()
+                self._hear(rank, [Gone(detail=detail, time=time.time())])
+
+    def order(self, rank: int, order: Order) -> None:
+        """Give one rank an order."""
+        if rank == 0:
+            self._own.order(rank, order)
+        else:
+            self._peers.send(rank, Obey(self._attempt, order))
+
+    async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:
+        """Interrupt every running function and wait for it: what a launcher started, it kills."""
+        running = {rank: done for rank, done in self._running.items() if not done.is_set()}
+        for rank in running:
+            self.order(rank, Interrupt(reason="the attempt is over"))
+        own = self._own.end_attempt(grace=grace, keep=keep, replace=replace)
+        waits = [asyncio.wait_for(done.wait(), grace) for done in running.values()]
+        await asyncio.gather(own, *waits, return_exceptions=True)
+
+    async def stacks(self) -> dict[int, Stack | None]:
+        """Ask every rank where its threads stand; None for one that does not answer."""
+        found = await self._own.stacks()
+        for rank in self._running:
+            self._asked[rank] = self._loop.create_future()
+            self._peers.send(rank, StackAsked())
+        for rank, asked in list(self._asked.items()):
+            try:
+                found[rank] = await asyncio.wait_for(asked, STACK_SECONDS)
+            except TimeoutError:
+                found[rank] = None
+        return found
+
+    def move(self) -> None:
+        """The launcher has placed them."""
+
+    async def stop(self) -> None:
+        """Interrupt what still runs."""
+        await self.end_attempt(grace=STOP_SECONDS, keep=True, replace=False)
+
+    def kill(self) -> None:
+        """What the launcher has started, it kills."""
+
+    def execute_single_async(
+        self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Refuse: what reaches the other processes is their own script."""
+        raise _NOT_FROM_HERE
+
+    def execute_async(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Refuse, too."""
+        raise _NOT_FROM_HERE
+
+    execute_single = execute_single_async
+    execute = execute_async
+
+
+_NOT_FROM_HERE = NotImplementedError(
+    "the hooks of a Backend cannot run functions in processes that a launcher has started; use "
+    "BackendConfig.train_func_context"
+)
+
+
+def launched_here(ranks: Ranks, gpu_ids: tuple[str, ...]) -> WorkerInfo:
+    """Say where this process is. Two nodes of a launcher may be one machine."""
+    host = os.uname().nodename
+    return WorkerInfo(
+        node_id=f"{ranks.node_rank}@{host}",
+        node_ip=node_address(ranks),
+        hostname=host,
+        pid=os.getpid(),
+        gpu_ids=gpu_ids,
+    )
