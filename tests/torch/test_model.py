@@ -11,6 +11,7 @@ from torch import nn
 
 from drawbar.torch import prepare_model
 from drawbar.train import Result
+from drawbar.train.testing import run_in_threads
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", None])
@@ -33,6 +34,16 @@ def test_the_model_is_moved_to_the_device_that_is_named(fit: Callable[..., Resul
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one of 'ddp', 'fsdp', 'fsdp2' or None, found 'dpp'"):
         prepare_model(nn.Linear(1, 1), parallel_strategy="dpp")  # type: ignore[arg-type]
+
+
+def test_without_a_process_group_the_trainer_is_named() -> None:
+    def function() -> None:
+        with pytest.raises(
+            RuntimeError, match=r"needs the process group .* drawbar.torch.TorchTrainer"
+        ):
+            prepare_model(nn.Linear(1, 1))
+
+    run_in_threads(function, num_workers=2)
 
 
 def test_arguments_without_a_strategy_are_refused() -> None:

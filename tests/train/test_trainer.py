@@ -6,11 +6,14 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from drawbar import train
+from drawbar.torch import TorchTrainer
 from drawbar.train import (
     BackendConfig,
     Checkpoint,
@@ -69,13 +72,12 @@ def content(checkpoint: Checkpoint | None) -> str:
         ({"backend_config": "torch"}, "backend_config must be a BackendConfig, found 'torch'"),
         ({"backend_config": BackendConfig}, "backend_config must be a BackendConfig, found <class"),
         ({"dataset_config": {}}, "dataset_config must be a DataConfig, found {}"),
-        ({"datasets": [1]}, r"datasets must be a dict of name to ray.data.Dataset, found \[1\]"),
+        ({"datasets": [1]}, r"datasets must be a dict of name to ray.data.Dataset, .* found \[1\]"),
         ({"datasets": {"train": [1]}}, r"datasets\['train'\] must be a ray.data.Dataset or a fun"),
         ({"metadata": [1]}, r"metadata must be a dict, found \[1\]"),
         ({"metadata": {"a": object()}}, "metadata must be JSON-able: Object of type object is not"),
         ({"metadata": {"a": {1, 2}}}, "metadata must be JSON-able: Object of type set is not JSON"),
         ({"metadata": {(1, 2): 3}}, "metadata must be JSON-able: keys must be str"),
-        ({"train_loop_config": [1]}, r"train_loop_config must be a dict, found \[1\] \(list\)"),
         (
             {"resume_from_checkpoint": "/c"},
             "resume_from_checkpoint must be a Checkpoint, found '/c",
@@ -101,17 +103,40 @@ def test_what_cannot_be_a_training_function_is_told(function: Any, message: str)
         DataParallelTrainer(function)
 
 
-def test_a_config_that_nobody_would_get_is_told() -> None:
-    with pytest.raises(
-        ValueError, match="train_loop_config has 'lr', 'epochs', but the training f"
-    ):
-        DataParallelTrainer(no_argument, train_loop_config={"lr": 1, "epochs": 2})
+def test_a_config_that_nobody_gets_is_a_warning_at_the_users_line() -> None:
+    told = "train_loop_config has 'lr', 'epochs', but the training f"
+    for trainer in (DataParallelTrainer, TorchTrainer):
+        with pytest.warns(UserWarning, match=told) as warned:
+            trainer(no_argument, train_loop_config={"lr": 1, "epochs": 2})
+        assert warned[0].filename == __file__
 
 
-def test_datasets_that_are_split_must_be_there() -> None:
+def test_a_config_may_be_anything(run_config: RunConfig) -> None:
+    config: Any = SimpleNamespace(lr=0.1, hf_token="abc")
+    result = DataParallelTrainer(
+        lambda config: config.lr,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    ).fit()
+    assert result.return_value == 0.1
+    journal = (Path(result.path) / "journal.jsonl").read_text()
+    assert "lr=0.1" in journal
+    assert "abc" not in journal
+
+
+def test_a_dataset_that_is_to_be_split_and_is_not_there_is_a_warning() -> None:
     config = DataConfig(datasets_to_split=["valid"])
-    with pytest.raises(ValueError, match=r"names \['valid'\], but datasets has \[\]"):
+    with pytest.warns(UserWarning, match=r"names \['valid'\], but datasets has \[\]"):
         DataParallelTrainer(no_argument, dataset_config=config)
+
+
+def test_a_table_as_datasets_is_not_shown_whole() -> None:
+    table: Any = pd.DataFrame({"x": range(100)})
+    with pytest.raises(TypeError, match=r"found a pandas.*DataFrame$"):
+        DataParallelTrainer(no_argument, datasets=table)
+    with pytest.raises(TypeError, match=r"found a pandas.*DataFrame. Make one by ray.data"):
+        DataParallelTrainer(no_argument, datasets={"train": table})
 
 
 def test_arguments_are_by_keyword() -> None:

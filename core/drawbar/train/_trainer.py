@@ -56,7 +56,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         train_loop_per_worker: The training function, of no argument or one: the
             `train_loop_config`. It runs once per worker; inside it use `drawbar.train.report`,
             `get_context` and the other functions.
-        train_loop_config: Passed to the function. Default: an empty dict.
+        train_loop_config: Passed to the function, usually a dict. Default: an empty one.
         backend_config: How the workers of a framework meet, such as `drawbar.torch.TorchConfig()`.
             Default: none.
         scaling_config: How many workers, on what.
@@ -229,7 +229,8 @@ class DataParallelTrainer(ExplainsItsArguments):
         return {
             "train_loop_per_worker": getattr(function, "__qualname__", repr(function)),
             "train_loop_config": without_secrets(
-                self.train_loop_config or {}, self.run_config.secrets
+                self._config if isinstance(self._config, Mapping) else {"": self._config},
+                self.run_config.secrets,
             ),
             "scaling_config": fields_of(self.scaling_config),
             "failure_config": fields_of(self.run_config.failure_config),
@@ -237,11 +238,15 @@ class DataParallelTrainer(ExplainsItsArguments):
             "validation_config": self.validation_config and self.validation_config.as_settings(),
         }
 
+    @property
+    def _config(self) -> Any:
+        return {} if self.train_loop_config is None else self.train_loop_config
+
     def _payload(self) -> Payload:
         return Payload(
             self.train_loop_per_worker,
             self._takes_config,
-            self.train_loop_config or {},
+            self._config,
             self.backend_config,
         )
 

@@ -43,13 +43,20 @@ def prepare_model(
 
     Raises:
         ValueError: The strategy has no such name, or has arguments where there is none.
-        RuntimeError: Called outside a training function.
+        RuntimeError: Called outside a training function, or where several workers have no process
+            group.
     """
     _check_strategy(parallel_strategy, parallel_strategy_kwargs)
     kwargs = dict(parallel_strategy_kwargs or {})
     device = get_device() if isinstance(move_to_device, bool) else move_to_device
     autocast_forward(model)
     strategy = parallel_strategy if get_context().get_world_size() > 1 else None
+    if strategy is not None and not dist.is_initialized():
+        raise RuntimeError(
+            f"prepare_model(parallel_strategy={strategy!r}) needs the process group of all "
+            f"{get_context().get_world_size()} workers, and there is none; run the function with a "
+            "drawbar.torch.TorchTrainer, which makes it, instead of a DataParallelTrainer"
+        )
     if move_to_device is not False and strategy in (None, "ddp"):
         model = model.to(device)  # the sharding strategies move one shard at a time
     match strategy:

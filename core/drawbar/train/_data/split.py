@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.train._data.exact_split import ExactSplits
 from drawbar.train._data.shard import DatasetShard, Read, RowPosition
-from drawbar.train._settings.data_config import DataConfig
+from drawbar.train._settings.checks import warn_caller
+from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
@@ -22,25 +23,38 @@ STREAM_END_SECONDS = 0.5
 def check_datasets(datasets: Mapping[str, Any] | None, config: DataConfig) -> None:
     """Check the datasets' names and types before anything starts.
 
+    Warns of a name in `DataConfig` that no dataset has.
+
     Raises:
         TypeError: Not a mapping of names to Ray datasets or functions that make them.
-        ValueError: `DataConfig` names a dataset that was not given.
     """
     if datasets is not None and not isinstance(datasets, Mapping):
-        raise TypeError(f"datasets must be a dict of name to ray.data.Dataset, found {datasets!r}")
+        raise TypeError(
+            "datasets must be a dict of name to ray.data.Dataset, such as "
+            f"{{'{TRAIN_DATASET_KEY}': ray.data.from_pandas(frame)}}, found {_kind(datasets)}"
+        )
     for name, dataset in (datasets or {}).items():
         if not callable(dataset) and not hasattr(dataset, "streaming_split"):
             raise TypeError(
                 f"datasets[{name!r}] must be a ray.data.Dataset or a function that makes one, "
-                f"found {dataset!r}. Make one by ray.data.from_items, from_pandas, read_parquet ..."
+                f"found {_kind(dataset)}. Make one by ray.data.from_items, from_pandas, "
+                "read_parquet ..."
             )
     named = set() if config.datasets_to_split == "all" else set(config.datasets_to_split)
-    unknown = named - set(datasets or {}) - {"train"}
+    unknown = named - set(datasets or {}) - {TRAIN_DATASET_KEY}
     if unknown:
-        raise ValueError(
+        warn_caller(
             f"DataConfig.datasets_to_split names {sorted(unknown)}, but datasets has "
-            f"{sorted(datasets or {})}"
+            f"{sorted(datasets or {})}: those that it does not name are whole on each worker"
         )
+
+
+def _kind(value: object) -> str:
+    """Say what a value is: in short, as a table may be long."""
+    short = repr(value)
+    if len(short) <= 80 and "\n" not in short:
+        return short
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
 def make(datasets: Mapping[str, Any]) -> dict[str, Any]:

@@ -208,7 +208,8 @@ class RunHandle:
                         self._run.stop(save=False)
         if interrupts:
             raise UserAbort(
-                f'stopped by Ctrl-C; the run lies at {self.path} and goes on with resume="auto"'
+                f"stopped by Ctrl-C; the run lies at {self.path} and goes on from its newest "
+                f"checkpoint with RunConfig(name={self.name!r}, ...) and the same storage_path"
             )
         return self._run.ending().settle()
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.train._carry import carry
-from drawbar.train._settings.checks import check_runs_when_called, name_of
+from drawbar.train._settings.checks import check_runs_when_called, name_of, warn_caller
 
 LARGE_PICKLE = 100_000_000
 """Bytes of a pickled training function above which `check_function_pickles` warns."""
@@ -63,22 +63,12 @@ def check_function(function: Callable[..., Any], *, has_config: bool = False) ->
 
 
 def check_config(takes_config: bool, config: object) -> None:
-    """Check a `train_loop_config` against what `check_function` said; None is no config.
-
-    Raises:
-        TypeError: It is not a mapping.
-        ValueError: The training function would never get it.
-    """
-    if config is None:
-        return
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            f"train_loop_config must be a dict, found {config!r} ({type(config).__name__})"
-        )
+    """Warn of a `train_loop_config` that, as `check_function` said, the function does not get."""
     if config and not takes_config:
-        raise ValueError(
-            f"train_loop_config has {', '.join(map(repr, config))}, but the training function has "
-            "no required argument and would never get it; write it as `def train(config):`"
+        found = ", ".join(map(repr, config)) if isinstance(config, Mapping) else repr(config)
+        warn_caller(
+            f"train_loop_config has {found}, but the training function takes no argument and never "
+            "gets it; write it as `def train(config):`"
         )
 
 

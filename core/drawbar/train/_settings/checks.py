@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
+import warnings
 from collections.abc import Sequence, Set
 from pathlib import PurePath
 from typing import Any
@@ -27,6 +29,14 @@ class ShowsWhatWasSet(ExplainsItsArguments):
             if value != default:
                 shown.append(f"{item.name}={value!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def warn_caller(message: str) -> None:
+    """Warn of what the innermost line outside Drawbar has asked for."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("drawbar."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def check_run_name(name: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from datetime import timedelta
@@ -22,6 +21,7 @@ from drawbar.train._settings.checks import (
     require_choice,
     require_int,
     require_type,
+    warn_caller,
 )
 
 if TYPE_CHECKING:
@@ -123,11 +123,10 @@ class FailureConfig(ShowsWhatWasSet):
         if controller_failure_limit is not None:
             object.__setattr__(self, "max_startup_failures", controller_failure_limit)
         if relax_collectives_on_preemption or preemption_grace_s:
-            warnings.warn(
+            warn_caller(
                 "FailureConfig(relax_collectives_on_preemption=, preemption_grace_s=) change "
                 "nothing: ranks whose nodes are taken away are waited for while they live; the run "
-                "goes on elsewhere once a checkpoint is committed, or they are gone",
-                stacklevel=3,
+                "goes on elsewhere once a checkpoint is committed, or they are gone"
             )
         for name in ("max_failures", "max_preemption_failures", "max_startup_failures"):
             require_int(f"FailureConfig.{name}", getattr(self, name), at_least=-1)

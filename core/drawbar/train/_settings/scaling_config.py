@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Literal, get_args
@@ -13,6 +12,7 @@ from drawbar.train._settings.checks import (
     require_choice,
     require_int,
     require_type,
+    warn_caller,
 )
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -209,10 +209,9 @@ def _check_unused(
             '{"ray.io/tpu-slice-name": ...}'
         )
     if elastic_resize_monitor_interval_s is not None:
-        warnings.warn(
+        warn_caller(
             "ScalingConfig.elastic_resize_monitor_interval_s changes nothing: an elastic group "
-            "takes in new workers whenever a checkpoint is committed",
-            stacklevel=4,
+            "takes in new workers whenever a checkpoint is committed"
         )
 
 
