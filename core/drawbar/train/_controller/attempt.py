@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from drawbar.train._carry import carry
 from drawbar.train._controller.commits import Committer
@@ -134,9 +135,9 @@ class Attempt:
             case Persisted():
                 self._commits.persisted(rank, message)
             case FileSent():
-                self._order(rank, self._commits.take(rank, message))
+                self._commits.take(rank, message, partial(self._order, rank))
             case FileAsked():
-                self._order(rank, self._commits.read(message))
+                self._commits.read(message, partial(self._order, rank))
             case CollectiveCalled():
                 self._called(rank, message)
             case CheckpointsAsked():

@@ -55,7 +55,7 @@ from drawbar.train._storage.manifest import (
 )
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Part
-from drawbar.train._storage.unshared_node import FileAnswer, read_piece
+from drawbar.train._storage.unshared_node import FileAnswer, read_piece, write_piece
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -108,6 +108,7 @@ class Committer:
         self._ready: asyncio.Queue[_Pending] = asyncio.Queue()
         self._committing: set[int] = set()
         self._background: set[asyncio.Future[None]] = set()
+        self._travelling: set[asyncio.Task[None]] = set()
         self._later = ThreadPoolExecutor(1, "drawbar-later", initializer=_yield_to_others)
         self._task: asyncio.Task[None] | None = None
         self.kept = self._checkpoints.intact()
@@ -195,22 +196,43 @@ class Committer:
             pending.parts[rank] = Part(directory, share, message.checksums)
             self._commit_if_ready(message.index)
 
-    def take(self, rank: int, chunk: FileSent) -> FileTaken:
-        """Write a piece of a file that travels here from a node of its own."""
-        for pending in self._pending.values():
-            if pending.name == chunk.name:
+    def take(self, rank: int, chunk: FileSent, answer: Callable[[Order], None]) -> None:
+        """Write a piece of a file that travels here from a node of its own, then say so.
+
+        A rank sends the next piece when it has heard that, so they are written in their order.
+        """
+        pending = next((p for p in self._pending.values() if p.name == chunk.name), None)
+
+        def write() -> FileTaken:
+            if pending is not None:
                 if rank not in pending.stages:
                     pending.stages[rank] = self._staging.new(f"rank_{rank}")
-                target = pending.stages[rank] / chunk.path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with open(target, "ab" if chunk.offset else "wb") as file:
-                    file.write(chunk.data)
-        return FileTaken(number=chunk.number)
+                write_piece(pending.stages[rank] / chunk.path, chunk.offset, chunk.data)
+            return FileTaken(number=chunk.number)
 
-    def read(self, asked: FileAsked) -> FileAnswer:
+        self._off_the_loop(write, answer)
+
+    def read(self, asked: FileAsked, answer: Callable[[Order], None]) -> None:
         """Give a piece of a committed checkpoint to a worker on a node of its own."""
-        answer = read_piece(self._directory, asked.name, asked.path, asked.offset)
-        return msgspec.structs.replace(answer, number=asked.number)
+
+        def read() -> FileAnswer:
+            piece = read_piece(self._directory, asked.name, asked.path, asked.offset)
+            return msgspec.structs.replace(piece, number=asked.number)
+
+        self._off_the_loop(read, answer)
+
+    def _off_the_loop(self, work: Callable[[], Order], answer: Callable[[Order], None]) -> None:
+        """Have a thread do what the disk may hold up, and answer with what it gives."""
+
+        async def answered() -> None:
+            try:
+                answer(await asyncio.to_thread(work))
+            except OSError as error:
+                self._on_failure(error)
+
+        task = asyncio.create_task(answered())
+        self._travelling.add(task)
+        task.add_done_callback(self._travelling.discard)
 
     def _commit_if_ready(self, index: int) -> None:
         if self._pending[index].awaited:
@@ -324,6 +346,8 @@ class Committer:
         """Finish the commits that every rank has persisted, drop the rest: the attempt is over."""
         self._committing.difference_update(self._pending)
         self._pending.clear()
+        if self._travelling:
+            await asyncio.wait(self._travelling)
         await self._ready.join()
         await asyncio.to_thread(self._directory.set_aside)
         for stage in self._staging.stages():

@@ -131,3 +131,10 @@ def read_piece(directory: RunDirectory, name: str, path: str, offset: int) -> Fi
     with open(folder / path, "rb") as reader:
         reader.seek(offset)
         return FileAnswer(number=0, data=reader.read(CHUNK))
+
+
+def write_piece(target: Path, offset: int, data: bytes) -> None:
+    """Write what such a worker has sent, on the driver's node."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target, "ab" if offset else "wb") as file:
+        file.write(data)
