@@ -14,6 +14,8 @@ import pandas as pd
 import pytest
 import ray.data
 
+import drawbar.lightgbm
+import drawbar.xgboost
 from drawbar import train
 from drawbar._boosting._backend import check_version
 from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer
@@ -153,3 +155,13 @@ def test_an_old_library_is_refused() -> None:
     with pytest.raises(ImportError, match=r"needs xgboost 3.1 or newer, found 2.1.4; run: pip"):
         check_version("xgboost", "2.1.4", (3, 1))
     check_version("xgboost", "3.10.0rc1", (3, 1))
+
+
+def test_both_libraries_have_the_same_names() -> None:
+    """LightGBM needs three more, as its package says."""
+    plain = [
+        {name.replace("LGBM", "XGB").replace("LightGBM", "XGBoost") for name in library.__all__}
+        for library in (drawbar.lightgbm, drawbar.xgboost)
+    ]
+    more = {"GlobalEvaluation", "get_network_params", "normalize_pandas_for_lightgbm"}
+    assert plain[0] == plain[1] | more

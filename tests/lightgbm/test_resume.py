@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from drawbar.lightgbm import RayTrainReportCallback
+from drawbar.lightgbm import RayTrainReportCallback, train
 from drawbar.train import FailureConfig, Result, RunConfig, get_context
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
@@ -140,3 +140,73 @@ def test_rates_that_change_and_margins_go_on(
     names = booster_of(whole).feature_name()
     expected = booster_of(whole).predict(features[names])
     assert np.array_equal(booster_of(resumed).predict(features[names]), expected)
+
+
+def test_a_function_goes_on_from_its_checkpoint(
+    fit_on_ray: Callable[..., Result], tmp_path: Path
+) -> None:
+    rows, unseen = declared()["train"], declared()["validation"]
+
+    def function(config: dict[str, Any]) -> Any:
+        rank = get_context().get_world_rank()
+        mine = rows[rank * 400 : rank * 400 + 400]
+        data = lightgbm.Dataset(mine.drop(columns="y"), mine["y"])
+        valid = data.create_valid(unseen.drop(columns="y")[rank::2], unseen["y"][rank::2])
+        history: dict[str, Any] = {}
+        booster = train(
+            {**declared()["params"], "early_stopping_round": 20, "verbosity": -1},
+            data,
+            40,
+            valid_sets=[valid, data],
+            valid_names=["valid", "own"],
+            callbacks=[
+                RayTrainReportCallback(frequency=17),
+                lightgbm.record_evaluation(history),
+                lightgbm.reset_parameter(learning_rate=lambda number: 0.3 * 0.9**number),
+                *([Watch(tmp_path, die)] if config["dies"] else []),
+            ],
+        )
+        return booster.predict(rows.drop(columns="y")), booster.best_iteration, history
+
+    whole, killed = (
+        fit_on_ray(
+            function,
+            train_loop_config={"dies": dies},
+            run_config=RunConfig(
+                name=f"dies-{dies}",
+                storage_path=tmp_path,
+                failure_config=FailureConfig(max_failures=1),
+            ),
+        ).return_values
+        for dies in (False, True)
+    )
+    assert (tmp_path / "1-0").read_text().endswith(" 17")
+    for one, other in zip(whole, killed, strict=True):
+        assert np.array_equal(one[0], other[0])
+        assert one[1:] == other[1:]
+
+
+def test_what_is_done_already_is_not_trained_again(fit: Callable[..., Result]) -> None:
+    """A worker is killed between the checkpoint of the last round and its end."""
+    rows = declared()["train"]
+
+    def function() -> int:
+        data = lightgbm.Dataset(rows.drop(columns="y"), rows["y"])
+        booster = train({"verbosity": -1}, data, 5, callbacks=[RayTrainReportCallback(frequency=5)])
+        if get_context().get_attempt() == 0:
+            raise InterruptedError
+        return booster.num_trees()
+
+    assert fit(function, num_workers=1, max_failures=1).return_value == 5
+
+
+def test_an_init_score_is_not_replaced(fit: Callable[..., Result]) -> None:
+    rows = declared()["train"]
+
+    def function() -> None:
+        data = lightgbm.Dataset(rows.drop(columns="y"), rows["y"], init_score=rows["f2"])
+        first = train({"verbosity": -1}, data, 5)
+        with pytest.raises(ValueError, match="has an init_score, which LightGBM replaces"):
+            train({"verbosity": -1}, data, 5, init_model=first)
+
+    fit(function, num_workers=1)

@@ -1,4 +1,8 @@
-"""LightGBM on a group of Ray actors: training functions, training without one, estimators."""
+"""LightGBM on a group of Ray actors: declared, or with a training function of one's own.
+
+Its names are those of `drawbar.xgboost`, besides three for what XGBoost does by itself:
+`get_network_params`, `GlobalEvaluation` and `normalize_pandas_for_lightgbm`.
+"""
 
 from drawbar._boosting import allreduce_metric
 from drawbar.lightgbm._backend import LightGBMBackend, LightGBMConfig, get_network_params
@@ -6,6 +10,7 @@ from drawbar.lightgbm._checkpoint import LightGBMCheckpoint
 from drawbar.lightgbm._estimators import RayLGBMClassifier, RayLGBMRanker, RayLGBMRegressor
 from drawbar.lightgbm._evaluation import GlobalEvaluation
 from drawbar.lightgbm._frames import normalize_pandas_for_lightgbm
+from drawbar.lightgbm._loop import train
 from drawbar.lightgbm._predict import predict
 from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.lightgbm._trainer import LightGBMTrainer
@@ -25,6 +30,7 @@ __all__ = [
     "get_network_params",
     "normalize_pandas_for_lightgbm",
     "predict",
+    "train",
 ]
 
 as_public(globals())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ except ImportError as missing:
 from drawbar.lightgbm import _native
 from drawbar.lightgbm._network.ports import reserved_port
 from drawbar.lightgbm._network.sockets import reset_unless_it_returns
+from drawbar.lightgbm._parameters import name_of, value_of, without
 
 HEAD_START_SECONDS = 0.02
 """How long rank 0 waits before it looks for the others; those between them wait less."""
@@ -179,3 +180,18 @@ def get_network_params(tree_learner: str = "data") -> dict[str, Any]:
         return threads
     network = {"num_machines": workers, "tree_learner": tree_learner, "pre_partition": True}
     return {**threads, **network}
+
+
+def with_own_network(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the parameters with the run's network and this worker's threads where none are set.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+        ValueError: The tree learner does not work with workers.
+    """
+    learner = str(value_of(params, "tree_learner", "data")).removesuffix("_parallel")
+    if int(value_of(params, "num_threads", 0)) <= 0:
+        params = without(params, "num_threads")
+    given = {name: value for name, value in params.items() if value is not None}
+    ours = get_network_params(learner)
+    return {**{name: ours[name] for name in ours if name_of(given, name) is None}, **given}

@@ -62,6 +62,12 @@ def value_of(params: Mapping[str, Any], name: str, default: Any = None) -> Any:
     return default if found is None else params[found]
 
 
+def without(params: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Give the parameters without some, by whichever of their names they are set."""
+    left_out = {alias for name in names for alias in _ConfigAliases.get(name)}
+    return {name: value for name, value in params.items() if name not in left_out}
+
+
 def histogram_layout(params: Mapping[str, Any], features: int) -> dict[str, bool]:
     """Give the parameter that says whether histograms are added up row by row.
 

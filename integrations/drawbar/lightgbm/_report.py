@@ -60,7 +60,8 @@ class RayTrainReportCallback:
         self._evaluate = GlobalEvaluation()
         self._maximized: set[str] = set()
         self._history: History = {}
-        self._rounds = self._begin = 0
+        self._rounds = 0
+        self._begin: int = 0
         self._model: Booster | None = None
 
     @property
@@ -68,11 +69,12 @@ class RayTrainReportCallback:
         """Whether code of the user is in it; unlike other callbacks, most have none."""
         return type(self) is not RayTrainReportCallback or self._reports.runs_user_code
 
-    def resume(self, progress: Progress) -> None:
-        """Go on after the rounds of an earlier attempt."""
+    def resume(self, progress: Progress) -> int:
+        """Go on after the rounds of an earlier attempt; gives the first that was seen."""
         self._rounds, self._history = progress.rounds, progress.history
         self._maximized = set(progress.details.get("maximized", ()))
         self._begin = progress.details.get("begin", 0)
+        return self._begin
 
     def __call__(self, env: CallbackEnv) -> None:
         """Report the round that has ended."""

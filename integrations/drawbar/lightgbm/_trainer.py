@@ -33,12 +33,11 @@ class LightGBMTrainer(BoostingTrainer):
         ).fit()
         booster = RayTrainReportCallback.get_model(result.checkpoint)
 
-    Or with a function that calls `lightgbm.train` itself:
+    Or with a function that calls `drawbar.lightgbm.train`, or `lightgbm.train` itself:
 
         def train_loop(config):
             data = lightgbm.Dataset(...)     # of this worker's rows
-            lightgbm.train({**config, **get_network_params()}, data, callbacks=[
-                RayTrainReportCallback()])
+            drawbar.lightgbm.train(config, data, callbacks=[RayTrainReportCallback(frequency=10)])
 
         LightGBMTrainer(train_loop, train_loop_config={"objective": "binary"}, ...).fit()
 
