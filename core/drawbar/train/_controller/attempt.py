@@ -1,12 +1,14 @@
 """One attempt: what each thing that a rank says means.
 
-An attempt begins when every process is up and has its ranks, and ends when every function has
-returned or one has failed. It is steered by plain calls from the controller and knows no event loop
-of its own.
+An attempt begins when every process is up and has its ranks, and is over when every function has
+returned or one has failed. The worker group calls `hear` on the event loop, and the controller
+awaits `over`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -116,12 +118,74 @@ class Attempt:
         self._questions: dict[tuple[int, int], _Question] = {}
         self._heard = dict.fromkeys(range(len(workers)), time.monotonic())
         self._lines: dict[int, str] = {}  # of each rank's last report or collective
+        self._is_over = asyncio.Event()
+        self._error: Exception | None = None
 
-    def receive(self, rank: int, message: Message) -> None:
-        """Take one message of one rank.
+    def hear(self, rank: int, messages: Sequence[Message]) -> None:
+        """Take what a rank says, in its order. Never raises: `over` does."""
+        for message in messages:
+            if self._is_over.is_set():
+                self._hear_late(rank, message)
+                continue
+            try:
+                self._receive(rank, message)
+            except Exception as error:
+                self.fail(error)
+
+    def fail(self, error: Exception) -> bool:
+        """End the attempt, and gather what ranks say of failures from now on.
+
+        Returns:
+            False if it was over before.
+        """
+        if self._is_over.is_set():
+            return False
+        self._error = error
+        self._is_over.set()
+        return True
+
+    def close(self) -> None:
+        """Hear nothing any more."""
+        self._error = None
+        self._is_over.set()
+
+    async def over(self, patience: float | None) -> bool:
+        """Wait until every function has returned.
+
+        Returns:
+            False as soon as no rank has said anything for `patience` seconds, unless one stands
+            still until validations have ended, which may take as long as they are given.
 
         Raises:
-            AttemptFailed: The rank failed or died, or its ranks can never meet.
+            AttemptFailed: A rank failed or died, or the ranks can never meet.
+            OSError: The journal cannot be written.
+        """
+        while not self._is_over.is_set():
+            left = None
+            if patience is not None:
+                left = max(self._heard.values()) + patience - time.monotonic()
+                if left <= 0 and not self._awaits_validation:
+                    return False
+                left = left if left > 0 else patience
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._is_over.wait()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _hear_late(self, rank: int, message: Message) -> None:
+        if isinstance(self._error, AttemptFailed):
+            if isinstance(message, Failed):
+                self._error.failures.append(message.failure)
+            elif isinstance(message, Gone):
+                self._error.gone[rank] = message
+
+    def _receive(self, rank: int, message: Message) -> None:
+        """Take one message.
+
+        Raises:
+            AttemptFailed: As `over`.
         """
         self._heard[rank] = time.monotonic()
         match message:
@@ -156,6 +220,8 @@ class Attempt:
                     self._emit(Notice(f"rank {rank}: {message.value_error}"))
                 self._progress.finished(rank)
                 self._check_divergence()
+                if self.finished:
+                    self._is_over.set()
             case Failed():
                 raise AttemptFailed(_end_by(message.failure), [message.failure])
             case Gone():
@@ -186,7 +252,7 @@ class Attempt:
         self.wishes = replace(self.wishes, checkpoint=True)
 
     @property
-    def awaits_validation(self) -> bool:
+    def _awaits_validation(self) -> bool:
         """Whether a rank stands still until validations have ended."""
         return any(
             question.until is CheckpointConsistencyMode.VALIDATED

@@ -1,0 +1,104 @@
+"""After a failed attempt: everything brought to a stop, what happened found out, what follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from drawbar.train._controller.attempt import Attempt, AttemptFailed
+from drawbar.train._controller.backend_hooks import BackendHooks
+from drawbar.train._controller.commits import Committer
+from drawbar.train._controller.decisions import GiveUp, Restart, after_failure
+from drawbar.train._controller.failures import describe_death, training_failed
+from drawbar.train._controller.run import Run
+from drawbar.train._errors import TrainingFailedError, root_cause_first
+from drawbar.train._group.worker_group import WorkerGroup
+from drawbar.train._history.events import AttemptEnd, AttemptEnded, WorkersFailed
+from drawbar.train._history.stream import Emit
+
+RESTART_GRACE_SECONDS = 1.0
+FAIL_GRACE_SECONDS = 0.1
+
+
+class Recovery:
+    """Ends failed attempts of a run, and decides whether another one follows."""
+
+    def __init__(
+        self, run: Run, group: WorkerGroup, backend: BackendHooks, commits: Committer, emit: Emit
+    ) -> None:
+        self._run = run
+        self._group = group
+        self._backend = backend
+        self._commits = commits
+        self._emit = emit
+        self._spent = run.spent
+
+    async def after(
+        self, number: int, attempt: Attempt | None, failed: AttemptFailed
+    ) -> Restart | GiveUp:
+        """End attempt `number`, and decide. `attempt` is None if it has not come to run."""
+        await self._stop_workers(failed, moves=_moves(attempt))
+        if attempt is not None:
+            attempt.close()
+            await self._look_into_deaths(attempt, failed)
+        failed.failures = root_cause_first(failed.failures)
+        await self._commits.settle()
+        if failed.end not in ("startup", "configuration"):
+            await self._backend.shut_down()
+        if _moves(attempt):
+            self._group.move()
+        decision = self._decide(failed.end)
+        self._tell(number, failed, is_last=isinstance(decision, GiveUp))
+        if isinstance(decision, Restart):
+            self._spent = decision.spent
+        return decision
+
+    def _decide(self, end: AttemptEnd) -> Restart | GiveUp:
+        return after_failure(end, self._spent, self._run.config.failure_config)
+
+    async def _stop_workers(self, failed: AttemptFailed, *, moves: bool) -> None:
+        """Bring every process to a stop; the attempt gathers what other ranks have to say."""
+        ends: Sequence[AttemptEnd] = [failed.end]
+        if moves or any(gone.preempted for gone in failed.gone.values()):
+            ends = [failed.end, "preemption"]  # what ranks raise may come of the loss of a node
+        restart = any(isinstance(self._decide(end), Restart) for end in ends)
+        keep = self._run.config.failure_config.keep_survivors and self._backend.reentrant
+        await self._group.end_attempt(
+            grace=RESTART_GRACE_SECONDS if restart and keep else FAIL_GRACE_SECONDS,
+            keep=keep,
+            replace=restart,
+        )
+
+    async def _look_into_deaths(self, attempt: Attempt, failed: AttemptFailed) -> None:
+        if failed.end == "worker" and any(gone.preempted for gone in failed.gone.values()):
+            failed.end = "preemption"
+        for rank, gone in failed.gone.items():
+            worker, reports = attempt.workers[rank], attempt.reports_of(rank)
+            failed.failures.append(
+                await describe_death(rank, gone, worker, self._run.directory, reports)
+            )
+
+    def _tell(self, number: int, failed: AttemptFailed, *, is_last: bool) -> None:
+        headlines = [failure.headline() for failure in failed.failures]
+        if failed.cause is not None:
+            headlines.append(f"{type(failed.cause).__name__}: {failed.cause}")
+        self._emit(
+            AttemptEnded(time=time.time(), attempt=number, kind=failed.end, failures=headlines)
+        )
+        self._emit(WorkersFailed(failed.end, failed.failures, is_raised=is_last))
+
+    def error(self, failed: AttemptFailed, decision: GiveUp) -> TrainingFailedError:
+        """Give the error of a run that gives up."""
+        return training_failed(
+            failed.end,
+            failed.failures,
+            failed.cause,
+            reason=decision.reason,
+            path=self._run.directory.location,
+            loads=self._commits.what_loads(),
+        )
+
+
+def _moves(attempt: Attempt | None) -> bool:
+    """Whether nodes of the attempt are about to go, which the next one is to leave."""
+    return attempt is not None and attempt.wishes.preemption is not None
