@@ -66,27 +66,38 @@ class CheckpointConsistencyMode(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """What one worker is told about its attempt.
+class WorkerSpec:
+    """What every worker of a run gets, in each attempt the same.
 
-    `shards` refers to its datasets, if any. `validation` is what `validation=True` means.
+    Attributes:
+        environment: Variables for its process.
+        surroundings: The driver's; None where the worker is no process of its own.
+        metadata: The trainer's.
+        cpus: That the user gave it; None if they did not say.
+        validation: What `report(validation=True)` means.
     """
 
-    run_name: str
+    environment: dict[str, str]
+    surroundings: Surroundings | None
+    metadata: dict[str, Any]
+    cpus: float | None = None
+    validation: Validation | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What one worker is told about its attempt. `shards` refers to its datasets, if any."""
+
+    spec: WorkerSpec
     run_id: str
     directory: RunDirectory
     attempt: int
     first_index: int
     ranks: Ranks
     checkpoint: Checkpoint | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
     gpu_ids: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    cpus: float | None = None
-    surroundings: Surroundings | None = None
     shards: Any = None
     positions: dict[str, Any] = field(default_factory=dict)
-    validation: Validation | None = None
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,32 +13,27 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import cloudpickle
 
-from drawbar.train._carry import Carried, carry, keep
+from drawbar.train._carry import Carried
 from drawbar.train._console.console import Console
+from drawbar.train._controller.run import RunSpec
 from drawbar.train._data import split
 from drawbar.train._errors import DamagedRunError
 from drawbar.train._group.cluster import connect_to_ray, is_client, started_here
-from drawbar.train._group.validators import ValidationWork
 from drawbar.train._handle.handle import FollowedRun, RunHandle
 from drawbar.train._handle.hosted_run import start_in_actor
 from drawbar.train._handle.launched_run import host_or_join
 from drawbar.train._history.result import Result
 from drawbar.train._launch import preflight
 from drawbar.train._launch.host import host_function, host_workers
-from drawbar.train._launch.opening import new_name
-from drawbar.train._launch.spec import RunSpec
+from drawbar.train._launch.spec import make_spec
 from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.backend import BackendConfig
-from drawbar.train._settings.checks import fields_of
 from drawbar.train._settings.data_config import DataConfig
-from drawbar.train._settings.forwarded import forwarded
 from drawbar.train._settings.run_config import RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
-from drawbar.train._settings.secrets import without_secrets
 from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.run_directory import open_directory
-from drawbar.train._surroundings import Surroundings
 from drawbar.train._worker.actor import Payload
 
 if TYPE_CHECKING:
@@ -141,8 +136,23 @@ class DataParallelTrainer(ExplainsItsArguments):
 
     def _start(self, *, jobs_wait: bool) -> RunHandle:
         self.backend_config.preflight(self.scaling_config)
-        payload = self._payload()
-        return RunHandle(self._host(self._spec(payload), payload, jobs_wait=jobs_wait))
+        payload = Payload(
+            self.train_loop_per_worker,
+            self._takes_config,
+            self.train_loop_config,
+            self.backend_config,
+        )
+        spec = make_spec(
+            payload,
+            scaling_config=self.scaling_config,
+            run_config=self.run_config,
+            datasets=self.datasets,
+            dataset_config=self.dataset_config,
+            metadata=self.metadata,
+            resume_from_checkpoint=self.resume_from_checkpoint,
+            validation_config=self.validation_config,
+        )
+        return RunHandle(self._host(spec, payload, jobs_wait=jobs_wait))
 
     def _host(self, spec: RunSpec, payload: Payload, *, jobs_wait: bool) -> FollowedRun:
         if self.scaling_config.max_workers == 0:
@@ -191,72 +201,7 @@ class DataParallelTrainer(ExplainsItsArguments):
                 stacklevel=5,
             )
 
-    def _spec(self, payload: Payload) -> RunSpec:
-        preflight.check_pickles("train_loop_config", payload.config)
-        if self.validation_config is not None:
-            preflight.check_pickles("validation_config.fn", self.validation_config.fn)
-        preflight.check_function_pickles(payload.function)
-        name = self.run_config.name or new_name()
-        environment = forwarded(os.environ, self.run_config.forward_env)
-        surroundings = Surroundings.here()
-        validation, defaults = None, None
-        if self.validation_config is not None:
-            runtime_env = self.run_config.worker_runtime_env
-            validation = ValidationWork.of(
-                self.validation_config, environment, surroundings, runtime_env
-            )
-            defaults = self.validation_config.defaults
-        return RunSpec(
-            payload=carry(payload, shares=True),
-            trainer=self._state(),
-            settings=self._settings(),
-            environment=environment,
-            surroundings=surroundings,
-            scaling_config=self.scaling_config,
-            run_config=dataclasses.replace(self.run_config, name=name),
-            backend_config=self.backend_config,
-            dataset_config=self.dataset_config,
-            metadata=self.metadata,
-            resume_from_checkpoint=self.resume_from_checkpoint,
-            validation=validation,
-            validation_defaults=defaults,
-            datasets=self.datasets,
-        )
-
-    def _settings(self) -> dict[str, Any]:
-        """Give what a resumed run compares with the last start, key by key."""
-        function = self.train_loop_per_worker
-        return {
-            "train_loop_per_worker": getattr(function, "__qualname__", repr(function)),
-            "train_loop_config": without_secrets(
-                self._config if isinstance(self._config, Mapping) else {"": self._config},
-                self.run_config.secrets,
-            ),
-            "scaling_config": fields_of(self.scaling_config),
-            "failure_config": fields_of(self.run_config.failure_config),
-            "checkpoint_config": fields_of(self.run_config.checkpoint_config),
-            "validation_config": self.validation_config and self.validation_config.as_settings(),
-        }
-
-    @property
-    def _config(self) -> Any:
-        return {} if self.train_loop_config is None else self.train_loop_config
-
-    def _payload(self) -> Payload:
-        return Payload(
-            self.train_loop_per_worker,
-            self._takes_config,
-            self._config,
-            self.backend_config,
-        )
-
     # -- restore
-
-    def _state(self) -> bytes:
-        names: tuple[str, ...]
-        names = ("train_loop_per_worker", "train_loop_config", "backend_config", "scaling_config")
-        names += ("dataset_config", "metadata", "validation_config")
-        return keep({name: carry(getattr(self, name)) for name in names})
 
     @classmethod
     def can_restore(

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.train import collective
+from drawbar.train._controller.run import RunSpec
 from drawbar.train._errors import WorkerGroupError
 from drawbar.train._handle.handle import FollowedRun
 from drawbar.train._history.audit import check_run
 from drawbar.train._history.result import Result
 from drawbar.train._launch.host import host_function
-from drawbar.train._launch.spec import RunSpec
 from drawbar.train._public import as_public
 from drawbar.train._settings.run_config import FailureConfig, RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig

@@ -25,6 +25,7 @@ from drawbar.train._controller.run import Outcome, Plan, Run
 from drawbar.train._controller.validations import Validations
 from drawbar.train._group.daemon_thread import in_daemon_thread
 from drawbar.train._group.ranks import assign, by_rank
+from drawbar.train._group.validators import Validator
 from drawbar.train._group.worker_group import WorkerGroup
 from drawbar.train._history.events import AttemptStarted, Notice, RunEnded, WorkersStarted
 from drawbar.train._history.stream import Emit
@@ -36,13 +37,20 @@ STOP_GRACE_SECONDS = 5.0  # the user's own clean-up; a second Ctrl-C cuts it sho
 class Controller:
     """Follows one run from its first process to its end. Make it on the event loop that runs it."""
 
-    def __init__(self, run: Run, plan: Plan, group: WorkerGroup, emit: Emit) -> None:
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        group: WorkerGroup,
+        validator: Validator | None,
+        emit: Emit,
+    ) -> None:
         self._run = run
         self._plan = plan
         self._group = group
         self._emit = emit
         self._diagnoses = Diagnoses(group, run.directory, emit)
-        self._backend = BackendHooks(run.backend_config, group, emit)
+        self._backend = BackendHooks(run.spec.backend_config, group, emit)
         self._attempt: Attempt | None = None
         self._number = run.first_attempt
         self._stops_at_commit = False
@@ -50,14 +58,14 @@ class Controller:
         self._task: asyncio.Task[Outcome] | None = None
         self._commits = Committer(
             run.directory,
-            run.config.checkpoint_config,
-            run.metadata,
+            run.spec.run_config.checkpoint_config,
+            run.spec.worker.metadata,
             emit=emit,
             committed=self._committed,
             failed=self._storage_failed,
         )
-        self._validations = Validations(run.validator, self._commits, emit, self._validated)
-        patience = run.config.failure_config.quiet_notice
+        self._validations = Validations(validator, self._commits, emit, self._validated)
+        patience = run.spec.run_config.failure_config.quiet_notice
         assert not isinstance(patience, int | float)  # FailureConfig makes it a timedelta
         self._quiet = QuietWatch(patience, lambda: self._attempt, group, emit)
         self._nodes = NodeWatch(plan.draining, lambda: self._attempt, emit)
@@ -166,7 +174,7 @@ class Controller:
             workers=by_rank(workers, ranks),
             order=self._group.order,
             emit=self._emit,
-            tells_rounds=bool(self._run.config.callbacks),
+            tells_rounds=bool(self._run.spec.run_config.callbacks),
             commits=self._commits,
             validations=self._validations,
             diagnose=self._diagnoses.answer,
@@ -178,7 +186,8 @@ class Controller:
 
     def _start_point(self) -> AttemptStarted:
         newest = self._commits.newest
-        checkpoint = self._run.checkpoint
+        began_with = self._run.spec.resume_from_checkpoint
+        checkpoint = began_with.path if began_with else None
         if newest is not None:
             checkpoint = self._commits.checkpoint(newest).path
         return AttemptStarted(
@@ -192,7 +201,7 @@ class Controller:
         self._emit(Notice(self._plan.waiting_for(up, placed)))
 
     async def _follow(self, attempt: Attempt) -> None:
-        timeout = self._run.config.failure_config.hang_timeout
+        timeout = self._run.spec.run_config.failure_config.hang_timeout
         assert not isinstance(timeout, int | float)  # FailureConfig makes it a timedelta
         patience = timeout.total_seconds() if timeout is not None else None
         if not await attempt.over(patience):

@@ -54,7 +54,7 @@ class Recovery:
         return decision
 
     def _decide(self, end: AttemptEnd) -> Restart | GiveUp:
-        return after_failure(end, self._spent, self._run.config.failure_config)
+        return after_failure(end, self._spent, self._run.spec.run_config.failure_config)
 
     async def _stop_workers(self, failed: AttemptFailed, *, moves: bool) -> None:
         """Bring every process to a stop; the attempt gathers what other ranks have to say."""
@@ -62,7 +62,7 @@ class Recovery:
         if moves or any(gone.preempted for gone in failed.gone.values()):
             ends = [failed.end, "preemption"]  # what ranks raise may come of the loss of a node
         restart = any(isinstance(self._decide(end), Restart) for end in ends)
-        keep = self._run.config.failure_config.keep_survivors and self._backend.reentrant
+        keep = self._run.spec.run_config.failure_config.keep_survivors and self._backend.reentrant
         await self._group.end_attempt(
             grace=RESTART_GRACE_SECONDS if restart and keep else FAIL_GRACE_SECONDS,
             keep=keep,

@@ -1,23 +1,32 @@
-"""A run as the controller gets it and gives it back: the plan, the outcome, the ending."""
+"""A run as it is wanted, held, planned and ended: what the controller gets and gives back."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from drawbar.train._carry import Carried
 from drawbar.train._controller.decisions import Spent
 from drawbar.train._errors import TrainingFailedError
-from drawbar.train._group.validators import Validator
+from drawbar.train._group.validators import ValidationWork
 from drawbar.train._history.events import AttemptStarted
+from drawbar.train._history.journal import Journal
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import Snapshot
-from drawbar.train._messages import Assignment, Finished, Ranks, WorkerInfo
+from drawbar.train._messages import Assignment, Finished, Ranks, WorkerInfo, WorkerSpec
 from drawbar.train._settings.backend import BackendConfig
-from drawbar.train._settings.run_config import RunConfig
+from drawbar.train._settings.data_config import DataConfig
+from drawbar.train._settings.run_config import RunConfig, RunContext
+from drawbar.train._settings.scaling_config import ScalingConfig
+from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+Datasets = Mapping[str, "Dataset | Callable[[], Dataset]"]
 
 
 class Plan(Protocol):
@@ -39,18 +48,77 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What does not change while a run goes on."""
+class RunSpec:
+    """What a trainer wants to have run, in a form that any process can host.
 
+    Attributes:
+        payload: A packed `Payload`, the training function and its config, unpacked by workers only.
+        worker: What each worker gets.
+        trainer: The content of `trainer.pkl`, which `restore()` needs.
+        settings: What a resumed run compares with its last start, key by key.
+        run_config: Has a name.
+        validation: If the trainer has a `validation_config`.
+    """
+
+    payload: Carried
+    worker: WorkerSpec
+    trainer: bytes
+    settings: dict[str, Any]
+    scaling_config: ScalingConfig
+    run_config: RunConfig
+    backend_config: BackendConfig
+    dataset_config: DataConfig
+    datasets: Datasets
+    resume_from_checkpoint: Checkpoint | None
+    validation: ValidationWork | None
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        assert self.run_config.name is not None  # the trainer has given it one
+        return self.run_config.name
+
+    def let_go(self) -> None:
+        """Hold no longer what the user's functions refer to: the run is over."""
+        self.payload.let_go()
+        if self.validation is not None:
+            self.validation.function.let_go()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that this process holds, ready for its next attempt.
+
+    Attributes:
+        spec: What the trainer wants.
+        run_id: The same over restarts and resumes.
+        directory: Where it lies.
+        journal: Open, so that no other process writes to it.
+        snapshot: How it stands.
+        first_attempt: Number of the next attempt.
+        spent: What earlier attempts have taken of the run's budget of failures.
+        warning: For the user; may be empty.
+    """
+
+    spec: RunSpec
     run_id: str
     directory: RunDirectory
-    config: RunConfig
-    backend_config: BackendConfig
-    metadata: dict[str, Any]
+    journal: Journal
+    snapshot: Snapshot
     first_attempt: int
-    checkpoint: str | None
-    spent: Spent = field(default_factory=Spent)
-    validator: Validator | None = None
+    spent: Spent
+    warning: str
+
+    @property
+    def context(self) -> RunContext:
+        """The run as callbacks see it."""
+        return RunContext(
+            name=self.spec.name,
+            run_id=self.run_id,
+            path=self.directory.location,
+            scaling_config=self.spec.scaling_config,
+            run_config=self.spec.run_config,
+        )
 
 
 @dataclass(frozen=True)

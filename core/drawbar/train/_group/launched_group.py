@@ -94,7 +94,8 @@ class LaunchedWorkerGroup:
             rank = assignment.ranks.world_rank
             if rank > 0:
                 self._running[rank] = asyncio.Event()
-                self._peers.send(rank, Begin(dataclasses.replace(assignment, surroundings=None)))
+                spec = dataclasses.replace(assignment.spec, surroundings=None)  # it has its own
+                self._peers.send(rank, Begin(dataclasses.replace(assignment, spec=spec)))
 
     def _hear_from_thread(self, rank: int, said: FromPeer) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more

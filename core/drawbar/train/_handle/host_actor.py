@@ -18,12 +18,11 @@ from dataclasses import dataclass
 import ray
 
 from drawbar.train._carry import Carried, carry, keep
-from drawbar.train._controller.run import Ending
+from drawbar.train._controller.run import Ending, RunSpec
 from drawbar.train._handle.relay import Position, Relay
 from drawbar.train._history.events import Event
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.host import Host, host_workers
-from drawbar.train._launch.spec import RunSpec
 from drawbar.train._storage.run_directory import OUTCOME, RunDirectory
 from drawbar.train._surroundings import Surroundings
 from drawbar.train._worker.environment import by_runtime_env

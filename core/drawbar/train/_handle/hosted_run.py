@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar.train._carry import carry
 from drawbar.train._console.console import Console
-from drawbar.train._controller.run import Ending, Outcome
+from drawbar.train._controller.run import Ending, Outcome, RunSpec
 from drawbar.train._errors import ControllerError, JournalLockedError
 from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._handle.host_actor import POLL_SECONDS, HostActor, News, RunFacts
@@ -23,7 +23,6 @@ from drawbar.train._handle.relay import Position
 from drawbar.train._history.events import Notice
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.host import DIAGNOSIS_SECONDS, ENDS_WITH_THE_PROGRAM, EXIT_SECONDS
-from drawbar.train._launch.spec import RunSpec
 
 NAMESPACE = "drawbar"
 """The Ray namespace in which every detached run has an actor of its name."""
@@ -222,7 +221,7 @@ def _make_actor(spec: RunSpec) -> Any:
         return (
             ray.remote(HostActor)
             .options(**options)
-            .remote(spec.environment, spec.surroundings, detached)
+            .remote(spec.worker.environment, spec.worker.surroundings, detached)
         )
     except ValueError as error:  # another one was faster
         raise _taken(spec.name) from error

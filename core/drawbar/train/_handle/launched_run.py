@@ -21,7 +21,7 @@ import cloudpickle
 
 from drawbar.train._carry import keep
 from drawbar.train._console.console import Console
-from drawbar.train._controller.run import Ending, Outcome
+from drawbar.train._controller.run import Ending, Outcome, RunSpec
 from drawbar.train._errors import ControllerError
 from drawbar.train._group.launched_group import LaunchedWorkerGroup, launched_here
 from drawbar.train._group.peers import (
@@ -45,7 +45,6 @@ from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._history.journal import events_of
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.host import Host, Job, Spawn, do_jobs
-from drawbar.train._launch.spec import RunSpec
 from drawbar.train._messages import Assignment, Interrupt, Message, Ranks
 from drawbar.train._settings.backend import LauncherStore
 from drawbar.train._settings.validation_config import ValidationConfig
@@ -178,7 +177,7 @@ class LaunchedRun:
         jobs_wait: bool,
     ) -> None:
         self._payload = payload
-        self._environment = spec.environment
+        self._environment = spec.worker.environment
         self._cache: dict[Any, Any] = {}
         self._session: Session | None = None
         self._function: threading.Thread | None = None
@@ -232,7 +231,8 @@ class LaunchedRun:
 
     def _begin(self, assignment: Assignment) -> None:
         variables = {**self._environment, **_devices_of(assignment)}
-        assignment = dataclasses.replace(assignment, environment=variables)
+        own = dataclasses.replace(assignment.spec, environment=variables)
+        assignment = dataclasses.replace(assignment, spec=own)
         self._session = session = Session(assignment, self._say, self._cache)
         job = partial(self._perform, session)
         if self._jobs_wait:
@@ -288,7 +288,8 @@ class LaunchedRun:
 
 def _devices_of(assignment: Assignment) -> dict[str, str]:
     name = "CUDA_VISIBLE_DEVICES"
-    return {name: assignment.environment[name]} if name in assignment.environment else {}
+    variables = assignment.spec.environment
+    return {name: variables[name]} if name in variables else {}
 
 
 def _rank_zero_is_gone(error: Exception, path: str = "") -> ControllerError:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
 import ray
 
+from drawbar.train._controller.run import Run
 from drawbar.train._data import split
 from drawbar.train._data.exact_split import ExactSplits
 from drawbar.train._data.shard import DatasetShard
@@ -15,18 +17,16 @@ from drawbar.train._group.capacity import missing, starting
 from drawbar.train._group.cluster import check_data, draining_nodes, node_shapes
 from drawbar.train._group.ranks import by_rank, visible_devices
 from drawbar.train._history.events import AttemptStarted
-from drawbar.train._launch.opening import OpenRun
-from drawbar.train._launch.spec import RunSpec
-from drawbar.train._messages import Assignment, Ranks, WorkerInfo
+from drawbar.train._messages import Assignment, Ranks, WorkerInfo, WorkerSpec
 from drawbar.train._storage.checkpoint import Checkpoint
 
 
 class SpecPlan:
     """The `Plan` of a run that was opened."""
 
-    def __init__(self, spec: RunSpec, opened: OpenRun) -> None:
-        self._spec = spec
-        self._opened = opened
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._spec = run.spec
         self._exact_splits = ExactSplits()
         self._split_exactly()
         self._in_ray = ray.is_initialized()
@@ -47,24 +47,18 @@ class SpecPlan:
         manifest = checkpoint.manifest if checkpoint else None
         positions = manifest.positions if manifest else {}
         shards = self._shards([each.node_id for each in by_rank(workers, ranks)], positions)
-        resources = self._spec.scaling_config.resources_per_worker
         return [
             Assignment(
-                run_name=self._opened.name,
-                run_id=self._opened.run_id,
-                directory=self._opened.directory,
+                spec=self._spec_of(worker, workers),
+                run_id=self._run.run_id,
+                directory=self._run.directory,
                 attempt=start.attempt,
                 first_index=start.first_index,
                 checkpoint=checkpoint,
                 ranks=each,
-                metadata=self._spec.metadata,
                 gpu_ids=worker.gpu_ids,
-                environment=self._environment_of(worker, workers),
-                cpus=resources.get("CPU") if resources else None,
-                surroundings=self._spec.surroundings,
                 shards=shards[each.world_rank],
                 positions=positions,
-                validation=self._spec.validation_defaults,
             )
             for worker, each in zip(workers, ranks, strict=True)
         ]
@@ -76,17 +70,16 @@ class SpecPlan:
         began_with = self._spec.resume_from_checkpoint
         if began_with is not None and began_with.path == start.checkpoint:
             return began_with
-        return self._opened.directory.checkpoints.checkpoint(PurePath(start.checkpoint).name)
+        return self._run.directory.checkpoints.checkpoint(PurePath(start.checkpoint).name)
 
-    def _environment_of(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> dict[str, str]:
-        environment = self._spec.environment
-        if not self._spec.backend_config.backend_cls.share_cuda_visible_devices:
-            return environment
-        if not worker.gpu_ids:
-            return environment
-        neighbours = [each for each in workers if each.node_id == worker.node_id]
-        devices = visible_devices(neighbours)
-        return {**environment, "CUDA_VISIBLE_DEVICES": devices}
+    def _spec_of(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> WorkerSpec:
+        """Give the spec of all workers, with the devices that those of this node share."""
+        spec = self._spec.worker
+        shares = self._spec.backend_config.backend_cls.share_cuda_visible_devices
+        if not shares or not worker.gpu_ids:
+            return spec
+        devices = visible_devices([each for each in workers if each.node_id == worker.node_id])
+        return replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": devices})
 
     def _shards(self, node_ids: Sequence[str], positions: Mapping[str, Any]) -> list[Any]:
         datasets, config = self._spec.datasets, self._spec.dataset_config

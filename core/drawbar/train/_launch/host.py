@@ -16,7 +16,7 @@ import ray
 
 from drawbar.train._controller.callbacks import Callbacks
 from drawbar.train._controller.controller import Controller
-from drawbar.train._controller.run import Ending, Outcome, Run
+from drawbar.train._controller.run import Ending, Outcome, RunSpec
 from drawbar.train._data import split
 from drawbar.train._errors import ControllerError
 from drawbar.train._group.cluster import check_cluster, check_data, check_validation
@@ -30,9 +30,7 @@ from drawbar.train._history.result import Result
 from drawbar.train._history.stream import EventStream, Watcher
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.assignments import SpecPlan
-from drawbar.train._launch.opening import directory_of, open_run
-from drawbar.train._launch.spec import RunSpec
-from drawbar.train._settings.run_config import RunContext
+from drawbar.train._launch.opening import open_run
 from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage.files import take_mode_of_folder, write_atomically
 from drawbar.train._worker.actor import Payload
@@ -88,29 +86,22 @@ class Host:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._outcome = Outcome()
-        self._opened = open_run(directory_of(spec.run_config), spec.run_config, spec.settings)
-        self.directory = self._opened.directory
+        self._held = open_run(spec)
+        self.directory = self._held.directory
         self._console = make_console(self.path)
-        context = RunContext(
-            name=self.name,
-            run_id=self._opened.run_id,
-            path=self.path,
-            scaling_config=spec.scaling_config,
-            run_config=spec.run_config,
-        )
-        self._callbacks = Callbacks(spec.run_config.callbacks, context)
+        self._callbacks = Callbacks(spec.run_config.callbacks, self._held.context)
         self._events = EventStream(
-            self._opened.journal, self._opened.snapshot, [self._console, self._callbacks]
+            self._held.journal, self._held.snapshot, [self._console, self._callbacks]
         )
         try:
             directory = self.directory
             write_atomically(directory.trainer, spec.trainer, by_way_of=directory.staging.path)
             take_mode_of_folder(directory.trainer)
             self.directory.publish(everything=True)
-            if self._opened.warning:
-                self._events.emit(Notice(self._opened.warning))
+            if self._held.warning:
+                self._events.emit(Notice(self._held.warning))
             self._require_checkpoint()
-            self._plan = SpecPlan(spec, self._opened)
+            self._plan = SpecPlan(self._held)
         except BaseException:
             self._close()
             raise
@@ -161,21 +152,8 @@ class Host:
             self._jobs.put(None)
 
     async def _control(self) -> Outcome:
-        spec, opened = self._spec, self._opened
-        start_from = spec.resume_from_checkpoint
-        run = Run(
-            run_id=opened.run_id,
-            directory=opened.directory,
-            config=spec.run_config,
-            backend_config=spec.backend_config,
-            metadata=spec.metadata,
-            first_attempt=opened.first_attempt,
-            checkpoint=start_from.path if start_from else None,
-            spent=opened.spent,
-            validator=self._validator,
-        )
-        group = self._make_group(str(opened.directory.path), self._spawn)
-        controller = Controller(run, self._plan, group, self._events.emit)
+        group = self._make_group(str(self.directory.path), self._spawn)
+        controller = Controller(self._held, self._plan, group, self._validator, self._events.emit)
         with self._lock:
             self._controller = controller
         for order in self._orders:
@@ -196,7 +174,7 @@ class Host:
     def _close(self) -> None:
         with contextlib.ExitStack() as last_to_first:  # each of them, whatever another one raises
             last_to_first.callback(self._console.close)
-            last_to_first.callback(self._opened.journal.close)
+            last_to_first.callback(self._held.journal.close)
             last_to_first.callback(self._publish_and_leave)
             last_to_first.callback(self._callbacks.close)
 

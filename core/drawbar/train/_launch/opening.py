@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from drawbar.train._controller.decisions import Spent, spent_so_far
+from drawbar.train._controller.decisions import spent_so_far
+from drawbar.train._controller.run import Run, RunSpec
 from drawbar.train._history.events import (
     AttemptEnd,
     AttemptEnded,
@@ -24,26 +26,12 @@ from drawbar.train._history.journal import Journal
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.preflight import check_storage_path
 from drawbar.train._launch.resume import RunState, changes, resume_plan
-from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH, RunConfig
+from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH, Resume, RunConfig
 from drawbar.train._storage.files import take_mode_of_folder
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.remote_folder import locate
 from drawbar.train._storage.run_directory import RunDirectory, directory_at
 from drawbar.train._storage.starting_point import pass_over_damaged, set_aside
-
-
-@dataclass(frozen=True)
-class OpenRun:
-    """A run directory that this process holds, ready for the next attempt."""
-
-    name: str
-    run_id: str
-    directory: RunDirectory
-    journal: Journal
-    first_attempt: int
-    warning: str
-    spent: Spent
-    snapshot: Snapshot
 
 
 def directory_of(config: RunConfig) -> RunDirectory:
@@ -62,19 +50,19 @@ def new_name() -> str:
     return f"drawbar_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
 
 
-def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any]) -> OpenRun:
-    """Take hold of a run directory: look at what is there, decide how to go on, sweep leftovers.
+def open_run(spec: RunSpec) -> Run:
+    """Take hold of a run's directory: look at what is there, decide how to go on, sweep leftovers.
 
-    `settings` are journaled; what differs from the last start is named in the warning.
+    The spec's settings are journaled; what differs from the last start is named in the warning.
 
     Raises:
         ResumeError: What is there and `RunConfig.resume` do not go together.
         JournalLockedError: The run goes on in another process.
         OSError: The storage cannot be written.
     """
+    directory, resume = directory_of(spec.run_config), spec.run_config.resume
     if not directory.holds_run():  # an error leaves no trace
-        resume_plan(RunState.NONE, config.resume, path=directory.location, newest=None)
-    checkpoints = directory.checkpoints
+        resume_plan(RunState.NONE, resume, path=directory.location, newest=None)
     is_new = not directory.path.exists()
     check_storage_path(directory.path)
     if is_new:
@@ -82,65 +70,97 @@ def open_run(directory: RunDirectory, config: RunConfig, settings: dict[str, Any
     journal = Journal(directory.journal)
     try:  # from here on nobody else writes to the run, or removes its folders
         directory.catch_up(journal)
-        state, events, damage = _look(directory, journal)
-        found, altered = pass_over_damaged(checkpoints, checkpoints.committed())
-        intact = [each for each in found if checkpoints.is_intact(each.name)]
-        if altered:
-            others = [part for part in damage if part not in altered]
-            state, damage = RunState.DAMAGED, [*others, *altered.values()]
-        plan = resume_plan(
-            state,
-            config.resume,
-            path=directory.location,
-            newest=intact[-1].name if intact else None,
-            damage=damage,
-        )
+        found = _look(directory, journal, resume)
         directory.sweep()
         take_mode_of_folder(directory.journal)
-        for name in altered:
-            set_aside(checkpoints, name)
+        for name in found.damaged:
+            set_aside(directory.checkpoints, name)
     except BaseException:
         journal.close()
         raise
-    starts = [event for event in events if isinstance(event, RunStarted)]
-    run_ids = [event.run_id for event in starts] + [each.run_id for each in reversed(intact)]
-    run_id = next(filter(None, run_ids), uuid.uuid4().hex)
-    attempts = [event.attempt for event in events if isinstance(event, AttemptStarted)]
-    attempts += [each.attempt for each in intact]  # the journal may be lost
-    started = RunStarted(
-        time=time.time(),
-        run_id=run_id,
-        name=directory.name,
-        config=settings,
-        detached=config.detached,
-    )
-    journal.append(started)
-    for name in altered:
-        journal.append(CheckpointDeleted(time=time.time(), name=name))
-    committed = _journal_last_commit(journal, events, intact)
-    return OpenRun(
-        name=directory.name,
-        run_id=run_id,
+    begun = _journal_start(journal, spec, found)
+    return Run(
+        spec=spec,
+        run_id=found.run_id,
         directory=directory,
         journal=journal,
-        first_attempt=max(attempts, default=-1) + 1,
-        warning=_with_changes(plan.warning, starts, settings),
-        spent=spent_so_far(_failed_since_the_end(events)),
-        snapshot=Snapshot.of([*events, started, *committed]),
+        snapshot=Snapshot.of([*found.events, *begun]),
+        first_attempt=found.next_attempt,
+        spent=spent_so_far(_failed_since_the_end(found.events)),
+        warning=_with_changes(found.warning, found.starts, spec.settings),
     )
 
 
-def _journal_last_commit(
-    journal: Journal, events: Sequence[JournaledEvent], intact: Sequence[Manifest]
-) -> list[CheckpointCommitted]:
-    """Journal the checkpoint that a driver committed in the moment in which it was killed."""
-    indices = [event.index for event in events if isinstance(event, CheckpointCommitted)]
-    newest = max(indices, default=-1)
-    left = [each for each in intact if each.index > newest]
-    committed = [CheckpointCommitted.of(manifest, seconds=0.0) for manifest in left]
-    for event in committed:
+@dataclass(frozen=True)
+class _Found:
+    """What a start finds in a run's directory, and goes on from.
+
+    Attributes:
+        events: What has happened.
+        intact: The checkpoints that are whole, oldest first.
+        damaged: The names of newer ones, which are not.
+        warning: How it goes on, if that is not a matter of course.
+    """
+
+    events: list[JournaledEvent]
+    intact: list[Manifest]
+    damaged: Collection[str]
+    warning: str
+
+    @property
+    def starts(self) -> list[RunStarted]:
+        return [event for event in self.events if isinstance(event, RunStarted)]
+
+    @cached_property
+    def run_id(self) -> str:
+        known = [event.run_id for event in self.starts]
+        known += [each.run_id for each in reversed(self.intact)]  # the journal may be lost
+        return next(filter(None, known), uuid.uuid4().hex)
+
+    @property
+    def next_attempt(self) -> int:
+        attempts = [event.attempt for event in self.events if isinstance(event, AttemptStarted)]
+        attempts += [each.attempt for each in self.intact]
+        return max(attempts, default=-1) + 1
+
+
+def _look(directory: RunDirectory, journal: Journal, resume: Resume) -> _Found:
+    """Look at what is there, and decide how to go on."""
+    checkpoints = directory.checkpoints
+    state, events, damage = _state_of(directory, journal)
+    found, altered = pass_over_damaged(checkpoints, checkpoints.committed())
+    intact = [each for each in found if checkpoints.is_intact(each.name)]
+    if altered:
+        others = [part for part in damage if part not in altered]
+        state, damage = RunState.DAMAGED, [*others, *altered.values()]
+    newest = intact[-1].name if intact else None
+    plan = resume_plan(state, resume, path=directory.location, newest=newest, damage=damage)
+    return _Found(events, intact, altered.keys(), plan.warning)
+
+
+def _journal_start(journal: Journal, spec: RunSpec, found: _Found) -> list[JournaledEvent]:
+    """Journal that the run starts, and what its directory has and the journal does not say."""
+    now = time.time()
+    started = RunStarted(
+        time=now,
+        run_id=found.run_id,
+        name=spec.name,
+        config=spec.settings,
+        detached=spec.run_config.detached,
+    )
+    deleted = [CheckpointDeleted(time=now, name=name) for name in found.damaged]
+    begun: list[JournaledEvent] = [started, *deleted, *_last_commits(found)]
+    for event in begun:
         journal.append(event)
-    return committed
+    return begun
+
+
+def _last_commits(found: _Found) -> list[CheckpointCommitted]:
+    """Give the checkpoint that a driver committed in the moment in which it was killed."""
+    indices = [event.index for event in found.events if isinstance(event, CheckpointCommitted)]
+    newest = max(indices, default=-1)
+    left = [each for each in found.intact if each.index > newest]
+    return [CheckpointCommitted.of(manifest, seconds=0.0) for manifest in left]
 
 
 def _with_changes(warning: str, starts: list[RunStarted], settings: dict[str, Any]) -> str:
@@ -162,7 +182,7 @@ def _failed_since_the_end(events: list[JournaledEvent]) -> list[AttemptEnd]:
     return ends
 
 
-def _look(
+def _state_of(
     directory: RunDirectory, journal: Journal
 ) -> tuple[RunState, list[JournaledEvent], list[str]]:
     """Say what the directory holds, and name what is damaged there."""

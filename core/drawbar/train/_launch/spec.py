@@ -1,64 +1,107 @@
-"""What a trainer wants to have run, in a form that any process can host."""
+"""From what a trainer was given to a `RunSpec`: checked, packed, with the driver's surroundings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
 
-from drawbar.train._carry import Carried
+from drawbar.train._carry import carry, keep
+from drawbar.train._controller.run import Datasets, RunSpec
 from drawbar.train._group.validators import ValidationWork
-from drawbar.train._settings.backend import BackendConfig
+from drawbar.train._launch import preflight
+from drawbar.train._launch.opening import new_name
+from drawbar.train._messages import WorkerSpec
+from drawbar.train._settings.checks import fields_of
 from drawbar.train._settings.data_config import DataConfig
+from drawbar.train._settings.forwarded import forwarded
 from drawbar.train._settings.run_config import RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
+from drawbar.train._settings.secrets import without_secrets
+from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.manifest import Validation
 from drawbar.train._surroundings import Surroundings
-
-if TYPE_CHECKING:
-    from ray.data import Dataset
-
-Datasets = Mapping[str, "Dataset | Callable[[], Dataset]"]
+from drawbar.train._worker.actor import Payload
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """All that is needed to host a run. The training function and its config are packed.
+def make_spec(
+    payload: Payload,
+    *,
+    scaling_config: ScalingConfig,
+    run_config: RunConfig,
+    datasets: Datasets,
+    dataset_config: DataConfig,
+    metadata: Mapping[str, Any],
+    resume_from_checkpoint: Checkpoint | None,
+    validation_config: ValidationConfig | None,
+) -> RunSpec:
+    """Pack what a trainer wants to have run. The arguments are the trainer's.
 
-    Attributes:
-        payload: A packed `Payload`, unpacked by workers only.
-        trainer: The content of `trainer.pkl`, which `restore()` needs.
-        settings: What a resumed run compares with its last start, key by key.
-        environment: The driver's variables that the workers get.
-        surroundings: The driver's.
-        run_config: Has a name.
-        validation, validation_defaults: If the trainer has a `validation_config`.
+    Raises:
+        TypeError, ValueError: Something of it cannot be packed; the message says which part.
     """
+    preflight.check_pickles("train_loop_config", payload.config)
+    if validation_config is not None:
+        preflight.check_pickles("validation_config.fn", validation_config.fn)
+    preflight.check_function_pickles(payload.function)
+    worker = WorkerSpec(
+        environment=forwarded(os.environ, run_config.forward_env),
+        surroundings=Surroundings.here(),
+        metadata=dict(metadata),
+        cpus=(scaling_config.resources_per_worker or {}).get("CPU"),
+        validation=validation_config.defaults if validation_config else None,
+    )
+    restorable = {
+        "train_loop_per_worker": payload.function,
+        "train_loop_config": payload.config,
+        "backend_config": payload.backend_config,
+        "scaling_config": scaling_config,
+        "dataset_config": dataset_config,
+        "metadata": metadata,
+        "validation_config": validation_config,
+    }
+    return RunSpec(
+        payload=carry(payload, shares=True),
+        worker=worker,
+        trainer=keep({name: carry(value) for name, value in restorable.items()}),
+        settings=_settings(payload, scaling_config, run_config, validation_config),
+        scaling_config=scaling_config,
+        run_config=dataclasses.replace(run_config, name=run_config.name or new_name()),
+        backend_config=payload.backend_config,
+        dataset_config=dataset_config,
+        datasets=datasets,
+        resume_from_checkpoint=resume_from_checkpoint,
+        validation=_validation(validation_config, worker, run_config),
+    )
 
-    payload: Carried
-    trainer: bytes
-    settings: dict[str, Any]
-    environment: dict[str, str]
-    surroundings: Surroundings
-    scaling_config: ScalingConfig
-    run_config: RunConfig
-    backend_config: BackendConfig
-    dataset_config: DataConfig
-    metadata: dict[str, Any]
-    resume_from_checkpoint: Checkpoint | None
-    validation: ValidationWork | None = None
-    validation_defaults: Validation | None = None
-    datasets: Datasets = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        assert self.run_config.name is not None  # the trainer has given it one
-        return self.run_config.name
+def _validation(
+    config: ValidationConfig | None, worker: WorkerSpec, run_config: RunConfig
+) -> ValidationWork | None:
+    if config is None:
+        return None
+    assert worker.surroundings is not None  # a spec has the driver's
+    return ValidationWork.of(
+        config, worker.environment, worker.surroundings, run_config.worker_runtime_env
+    )
 
-    def let_go(self) -> None:
-        """Hold no longer what the user's functions refer to: the run is over."""
-        self.payload.let_go()
-        if self.validation is not None:
-            self.validation.function.let_go()
+
+def _settings(
+    payload: Payload,
+    scaling_config: ScalingConfig,
+    run_config: RunConfig,
+    validation_config: ValidationConfig | None,
+) -> dict[str, Any]:
+    """Give what a resumed run compares with the last start, key by key."""
+    function = payload.function
+    config = {} if payload.config is None else payload.config
+    named = config if isinstance(config, Mapping) else {"": config}
+    return {
+        "train_loop_per_worker": getattr(function, "__qualname__", repr(function)),
+        "train_loop_config": without_secrets(named, run_config.secrets),
+        "scaling_config": fields_of(scaling_config),
+        "failure_config": fields_of(run_config.failure_config),
+        "checkpoint_config": fields_of(run_config.checkpoint_config),
+        "validation_config": validation_config and validation_config.as_settings(),
+    }

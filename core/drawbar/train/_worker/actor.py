@@ -100,12 +100,14 @@ class Payload:
 
     function: Callable[..., Any]
     takes_config: bool
-    config: dict[str, Any]
+    config: Any
     backend_config: BackendConfig
 
     def call(self) -> Any:
         """Run the training function inside its backend's context."""
-        return self.function(self.config) if self.takes_config else self.function()
+        if not self.takes_config:
+            return self.function()
+        return self.function({} if self.config is None else self.config)
 
 
 class Worker:
@@ -215,7 +217,7 @@ def _perform_as_the_run(
         within_reach(session, say),
         capture_output(session.directory.log(rank), say, errors_only=rank != 0, redirect_fds=True),
     ):
-        surroundings = session.assignment.surroundings
+        surroundings = session.assignment.spec.surroundings
         assert surroundings is not None  # a worker process gets its driver's
         with surroundings.entered():
             return perform(session, payload, say, whole_process=True)
@@ -310,11 +312,11 @@ def environment_of(assignment: Assignment) -> dict[str, str]:
     """Give the variables that this worker's process gets before user code."""
     ranks = assignment.ranks
     threads = thread_count(
-        cpus_per_worker=assignment.cpus,
+        cpus_per_worker=assignment.spec.cpus,
         local_world_size=ranks.local_world_size,
         cores=available_cores(),
     )
-    chosen = {**assignment.environment, **by_runtime_env()}
+    chosen = {**assignment.spec.environment, **by_runtime_env()}
     return {
         **chosen,
         **thread_variables(threads, os.environ, chosen),

@@ -84,7 +84,7 @@ class TrainContext:
 
     def get_experiment_name(self) -> str:
         """Name of the run: `RunConfig.name`."""
-        return self._assignment.run_name
+        return self._assignment.directory.name
 
     def get_run_id(self) -> str:
         """Identity of the run, 32 hex digits; the same over restarts and resumes."""
@@ -130,7 +130,7 @@ class TrainContext:
 
     def get_metadata(self) -> dict[str, Any]:
         """The trainer's `metadata`."""
-        return dict(self._assignment.metadata)
+        return dict(self._assignment.spec.metadata)
 
     def diagnose(self) -> str:
         """Write every rank's stacks to `<run>/stacks`, and say in words which ranks stand where."""

@@ -127,7 +127,7 @@ class Session:
     ) -> None:
         """Do what `drawbar.train.report` says."""
         to_validate = asked_for(
-            validation, self.assignment.validation, has_checkpoint=checkpoint is not None
+            validation, self.assignment.spec.validation, has_checkpoint=checkpoint is not None
         )
         if checkpoint is None:
             self.report_metrics(metrics)
