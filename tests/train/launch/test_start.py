@@ -82,6 +82,26 @@ def test_a_local_ray_is_started_and_no_worker_outlives_its_driver(
         wait_until_gone(workers)
 
 
+def test_runs_that_threads_start_share_a_local_ray_which_outlives_each_of_them(
+    tmp_path: Path, drivers: Drivers, short_folder: str
+) -> None:
+    def main() -> None:
+        def one_run(number: int) -> None:
+            config = RunConfig(name=f"run_{number}", storage_path=str(tmp_path))
+            fit(lambda: train.report({"number": number}), config, scaling_config=ScalingConfig())
+
+        for numbers in ((0, 1), (2,)):  # Ray has lost the thread that asked for it, at the third
+            threads = [threading.Thread(target=one_run, args=(number,)) for number in numbers]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    drivers.run(main, RAY_ADDRESS=None, RAY_TMPDIR=short_folder)
+    numbers = [Result.from_path(tmp_path / f"run_{each}").metrics for each in range(3)]
+    assert numbers == [{"number": 0}, {"number": 1}, {"number": 2}]
+
+
 @pytest.fixture(scope="module")
 def bare_cluster() -> Iterator[str]:
     """The address of a cluster that was started by hand, with next to no environment."""

@@ -10,24 +10,51 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._group.capacity import NodeShape, check_cpus_left, check_fits, room_for, shown
 from drawbar.train._settings.scaling_config import ScalingConfig
 
+_connecting = threading.Lock()  # ray.init() is not safe from several threads
+
 
 def connect_to_ray() -> None:
     """Stay in this process's Ray, or join the one `RAY_ADDRESS` names, or start a local one."""
-    import logging
-
     import ray
 
-    if not ray.is_initialized():
-        starts_its_own = "RAY_ADDRESS" not in os.environ
-        options: dict[str, Any] = {"include_dashboard": False} if starts_its_own else {}
-        ray.init(logging_level=logging.WARNING, **options)
+    with _connecting:
+        if not ray.is_initialized():
+            starts_its_own = "RAY_ADDRESS" not in os.environ
+            options: dict[str, Any] = {"include_dashboard": False} if starts_its_own else {}
+            _in_thread_that_stays(partial(ray.init, logging_level=logging.WARNING, **options))
+
+
+def _in_thread_that_stays(start_ray: Callable[[], object]) -> None:
+    """Start Ray for as long as this process lives, whichever thread asks for it.
+
+    Linux ends Ray's processes with the very thread that has started them (PR_SET_PDEATHSIG).
+    """
+    if threading.current_thread() is threading.main_thread():
+        start_ray()
+        return
+    started = Future[None]()
+
+    def stay() -> None:
+        try:
+            start_ray()
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            started.set_result(None)
+            threading.Event().wait()
+
+    threading.Thread(target=stay, name="drawbar-ray", daemon=True).start()
+    started.result()
 
 
 def is_client() -> bool:
@@ -48,11 +75,12 @@ def join_cluster() -> bool:
     """Make sure of a connection to a Ray that is running; tells whether there is one."""
     import ray
 
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", logging_level=logging.WARNING)
-        except ConnectionError:
-            return False
+    with _connecting:
+        if not ray.is_initialized():
+            try:
+                ray.init(address="auto", logging_level=logging.WARNING)
+            except ConnectionError:
+                return False
     return True
 
 
