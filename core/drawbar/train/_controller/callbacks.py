@@ -26,6 +26,7 @@ class Callbacks:
         self._callbacks = callbacks
         self._context = context
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drawbar-callbacks")
+        self._said = set[tuple[str, str]]()
 
     def note(self, event: Event) -> None:
         """Tell every callback what it is for. Exceptions are unpickled on their thread."""
@@ -51,8 +52,12 @@ class Callbacks:
     def _call(self, method: Callable[..., None], *args: Any) -> None:
         try:
             method(self._context, *args)
-        except Exception:
-            _logger.exception("callback %s failed; the run goes on", method.__qualname__)
+        except Exception as error:
+            name, what = method.__qualname__, repr(error)
+            if (name, what) in self._said:  # at every report, say: one traceback tells it all
+                return
+            self._said.add((name, what))
+            _logger.exception("callback %s failed; the run goes on, and this is said once", name)
 
     def close(self) -> None:
         """Wait until every call has been made."""
