@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pickle
 import pkgutil
+import pydoc
 import typing
 from collections.abc import Sequence
 from types import ModuleType
@@ -121,3 +122,11 @@ def test_annotations_of_public_classes_are_what_they_say() -> None:
     assert hints["failure_config"] is drawbar.train.FailureConfig
     assert hints["callbacks"] == Sequence[drawbar.train.UserCallback]
     assert typing.get_type_hints(drawbar.train.ReportedCheckpoint)["metrics"] == dict[str, Any]
+
+
+def test_the_source_of_public_functions_and_methods_is_found() -> None:
+    assert inspect.getsource(drawbar.train.report).startswith("def report(")
+    fit = drawbar.train.DataParallelTrainer.fit
+    assert inspect.getsource(fit).lstrip().startswith("def fit(self")
+    text = pydoc.plain(pydoc.render_doc(drawbar.train.RunConfig))
+    assert "class RunConfig" in text

@@ -15,6 +15,10 @@ def as_public(window: dict[str, Any]) -> None:
     class lies today: what was pickled still loads when that has moved. Only what lies in a private
     module is changed, so what two public modules show belongs to the first.
 
+    What it costs: `inspect.getsource` of such a class raises OSError (of its methods, and of
+    functions, it works). It opens the file of `__module__`, which a pickle imports, and no class
+    can tell the two different things. NumPy's classes, named in the same way, have that too.
+
     Args:
         window: The `globals()` of the module, below its `__all__`.
     """
