@@ -19,6 +19,7 @@ from drawbar.torch import prepare_data_loader
 from drawbar.torch._sampler import EpochSampler, Position
 from drawbar.train import FailureConfig, Result, RunConfig, TrainingFailedError, collective
 from drawbar.train.testing import run_in_threads
+from tests.train.seen import save, saved
 
 SAMPLES = 1000
 
@@ -36,21 +37,6 @@ class Ids(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         self.loaded += 1
         return index
-
-
-def save(**values: Any) -> None:
-    """Report a checkpoint to which every rank gives what it has seen."""
-    rank = train.get_context().get_world_rank()
-    with train.checkpoint_dir() as path:
-        (path / f"{rank}.json").write_text(json.dumps(values))
-        train.report({}, checkpoint=path)
-
-
-def saved() -> list[dict[str, Any]]:
-    """What every rank had saved in the checkpoint that this attempt starts from."""
-    checkpoint = train.get_checkpoint()
-    files = sorted(Path(checkpoint.path).glob("?.json")) if checkpoint else []
-    return [json.loads(file.read_text()) for file in files]
 
 
 def die() -> None:

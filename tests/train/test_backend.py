@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -144,32 +144,34 @@ def test_a_hook_that_raises_fails_the_start(run_config: RunConfig) -> None:
         trainer.fit()
 
 
-def _wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.01)
+def _pass(gate: Path) -> None:
+    with gate.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
 
 
 @dataclass(frozen=True)
 class _SlowConfig(BackendConfig):
-    file: Path
+    gate: Path
+    """A file; no process is up while it is locked."""
 
     @property
     def process_setup(self) -> Callable[[], object]:
-        return partial(_wait_for, self.file)
+        return partial(_pass, self.gate)
 
 
 def test_while_processes_start_that_is_what_is_waited_for(
     run_config: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = DataParallelTrainer(
-        lambda: None,
-        backend_config=_SlowConfig(tmp_path / "go_on"),
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=run_config,
-    ).start()
-    said = ""
-    while "the processes of 2 workers are starting, 0 of them are up" not in said:
-        said += capfd.readouterr().err
-    (tmp_path / "go_on").touch()
+    with (tmp_path / "gate").open("w") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        run = DataParallelTrainer(
+            lambda: None,
+            backend_config=_SlowConfig(tmp_path / "gate"),
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=run_config,
+        ).start()
+        said = ""
+        while "the processes of 2 workers are starting, 0 of them are up" not in said:
+            said += capfd.readouterr().err
     run.wait()
     assert "waiting for" not in said

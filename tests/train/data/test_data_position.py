@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -34,6 +33,7 @@ from drawbar.train._data.exact_split import ExactSplits
 from drawbar.train._data.shard import RowPosition
 from drawbar.train.backend import keep_data_position
 from drawbar.train.testing import run_in_threads
+from tests.train.seen import save, saved
 
 ROWS = 1000
 
@@ -44,21 +44,6 @@ on_ray = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data"),  # it warns of itself
     pytest.mark.filterwarnings("ignore:unclosed file .*ray-data:ResourceWarning"),  # its logs
 ]
-
-
-def save(**values: Any) -> None:
-    """Report a checkpoint to which every rank gives what it has seen."""
-    rank = train.get_context().get_world_rank()
-    with train.checkpoint_dir() as path:
-        (path / f"{rank}.json").write_text(json.dumps(values))
-        train.report({}, checkpoint=path)
-
-
-def saved() -> list[dict[str, Any]]:
-    """What every rank had saved in the checkpoint that this attempt starts from."""
-    checkpoint = train.get_checkpoint()
-    files = sorted(Path(checkpoint.path).glob("?.json")) if checkpoint else []
-    return [json.loads(file.read_text()) for file in files]
 
 
 def fail() -> None:

@@ -6,14 +6,13 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
-from ray.util.placement_group import placement_group, remove_placement_group
 
 from drawbar import train
 from drawbar.train import (
@@ -137,15 +136,6 @@ def test_without_saving_it_stops_at_once(
     assert [pipe.hear() for _ in range(max(num_workers, 1))] == [["finally"]] * len(pids)
     assert run.wait(timeout=60).checkpoint is None
     assert run.status == "stopped"
-
-
-@pytest.fixture
-def occupied_cluster(ray_cluster: None) -> Iterator[None]:
-    """All CPUs are taken, so that workers wait for theirs."""
-    group = placement_group([{"CPU": 8}])
-    assert group.wait(30)
-    yield
-    remove_placement_group(group)
 
 
 @pytest.mark.usefixtures("occupied_cluster")

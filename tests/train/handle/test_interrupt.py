@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
-from ray.util.placement_group import placement_group, remove_placement_group
 
 from drawbar import train
 from drawbar.train import (
@@ -144,15 +143,6 @@ def test_twice_ends_at_once(
         driver.send_signal(signal.SIGINT)
         wait_until_gone(pids, seconds=3)  # sooner than the first one alone would end them
         assert_stopped(driver, tmp_path / "run")
-
-
-@pytest.fixture
-def occupied_cluster(ray_cluster: None) -> Iterator[None]:
-    """All CPUs are taken, so that workers wait for theirs."""
-    group = placement_group([{"CPU": 8}])
-    assert group.wait(30)
-    yield
-    remove_placement_group(group)
 
 
 @pytest.mark.usefixtures("occupied_cluster")
