@@ -74,7 +74,7 @@ def takes_plain_arguments(estimator: T) -> T:
     def __init__(self: Any, **arguments: Any) -> None:  # one of this class alone
         super(ours, self).__init__(**arguments)
 
-    __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
+    __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]  # inspect reads it
         parameters=[*named, *own, rest]
     )
     ours.__init__ = __init__

@@ -148,7 +148,7 @@ def own_address() -> str:
     context = get_context()
     if context.get_local_world_size() == context.get_world_size():
         return "127.0.0.1"
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types
 
 
 def get_network_params(tree_learner: str = "data") -> dict[str, Any]:

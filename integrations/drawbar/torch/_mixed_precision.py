@@ -92,7 +92,7 @@ class Precision:
         if self._stepped:
             self.scaler.update()
             self._stepped = False
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's is untyped
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients and take a step, unless one is not finite."""
@@ -154,7 +154,7 @@ class _AutocastHooks:
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         autocast = torch.autocast(self._device_type, self._dtype)
-        autocast.__enter__()  # type: ignore[no-untyped-call]
+        autocast.__enter__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self._open.append(autocast)
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -137,7 +137,7 @@ def _meet(context: TrainContext, timeout: timedelta) -> TCPStore:
 
 
 def _node_address() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types
 
 
 def interface_towards(host: str, port: int) -> str | None:

@@ -35,7 +35,7 @@ def move(batch: Any, device: torch.device) -> Any:
 def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """Give the same kind of mapping where it can be made from a dict, otherwise a dict."""
     try:
-        return type(batch)(values)  # type: ignore[call-arg]
+        return type(batch)(values)  # type: ignore[call-arg]  # as each user's own type takes it
     except TypeError:
         return values
 
@@ -55,7 +55,7 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
     done, whatever kind of object held it; tensors inside an unknown object could not be told so by
     `record_stream`.
     """
-    copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's is untyped
     end = object()
 
     def fetch() -> Any:

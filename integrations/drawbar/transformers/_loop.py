@@ -114,7 +114,7 @@ class PreparedTrainer(Trainer):
         """Give the loader of some evaluation data."""
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str):
-            data = self.eval_dataset[data]  # type: ignore[index]
+            data = self.eval_dataset[data]  # type: ignore[index]  # a str names one of a dict's
         if is_shard(data) and data.world_size == 1:  # the same on all workers: split by Accelerate
             return super().get_eval_dataloader(ShardDataset(data))
         if is_shard(data) or is_batches(data):

@@ -43,7 +43,7 @@ class _RayXGBModel(RayEstimator):
 
     def get_xgb_params(self) -> dict[str, Any]:
         """Give what goes to XGBoost."""
-        return without_own(super().get_xgb_params())  # type: ignore[misc]
+        return without_own(super().get_xgb_params())  # type: ignore[misc]  # XGBModel's
 
     def fit(
         self,
@@ -74,7 +74,7 @@ class _RayXGBModel(RayEstimator):
 
     def _train(self, rows: Sequence[Rows], model: Any, feature_weights: Any) -> Any:
         """Train, and set what plain XGBoost sets after it."""
-        model, metric, params, weights = self._configure_fit(  # type: ignore[attr-defined]
+        model, metric, params, weights = self._configure_fit(  # type: ignore[attr-defined]  # XGBModel's
             model, self._params(), feature_weights
         )
         if weights is not None:
@@ -95,7 +95,7 @@ class _RayXGBModel(RayEstimator):
                     name: each.dataset(names, by_name=named) for name, each in datasets.items()
                 },
                 categorical_features=categorical or None,
-                num_boost_round=self.get_num_boosting_rounds(),  # type: ignore[attr-defined]
+                num_boost_round=self.get_num_boosting_rounds(),  # type: ignore[attr-defined]  # XGBModel's
                 early_stopping_rounds=self.early_stopping_rounds,
                 callbacks=[RayTrainReportCallback(), *(self.callbacks or ())],
                 obj=_objective_decorator(objective) if callable(objective) else None,
@@ -112,7 +112,7 @@ class _RayXGBModel(RayEstimator):
             booster.feature_types = self.feature_types if categorical else None
         self._Booster = booster
         history = {name: values for name, values in progress.history.items() if name != "train"}
-        self._set_evaluation_result(history)  # type: ignore[attr-defined]
+        self._set_evaluation_result(history)  # type: ignore[attr-defined]  # XGBModel's
         return self
 
     def _params(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class _RayXGBModel(RayEstimator):
 
     def __sklearn_tags__(self) -> Any:
         """Say what the estimator can: one output, where the plain one may have several."""
-        tags = super().__sklearn_tags__()  # type: ignore[misc]
+        tags = super().__sklearn_tags__()  # type: ignore[misc]  # XGBModel's
         tags.target_tags.multi_output = False
         if tags.classifier_tags is not None:
             tags.classifier_tags.multi_label = False
@@ -146,7 +146,7 @@ class _RayXGBModel(RayEstimator):
     def predict(self, X: Any, **options: Any) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
-            return super().predict(X, **options)  # type: ignore[misc]
+            return super().predict(X, **options)  # type: ignore[misc]  # XGBModel's
         return predict_rows(self, "predict", X, options)
 
 
