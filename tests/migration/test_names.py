@@ -41,8 +41,6 @@ LEFT_OUT_ARGUMENTS = {
     "PreemptionError(drain_timed_out=)": "the message says it",
 }
 LEFT_OUT_MEMBERS = {
-    "DataConfig.configure": "the trainer splits",
-    "DataConfig.default_ingest_options": "the trainer's own",
     "ScalingConfig.as_placement_group_factory": "of Ray Tune",
     "ScalingConfig.from_placement_group_factory": "of Ray Tune",
     "TrainContext.get_trial_dir": "of Ray Tune; raises there",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import ray.data
 
 from drawbar import train
 from drawbar.train import (
+    ControllerError,
     DataConfig,
     DataParallelTrainer,
     FailureConfig,
@@ -147,10 +149,67 @@ def test_an_unknown_name_is_told_the_known_ones(run_config: RunConfig) -> None:
     fit(function, run_config, {"train": in_memory(1), "valid": in_memory(1)}, num_workers=0)
 
 
-def test_a_split_of_a_missing_dataset_is_refused_before_the_start(run_config: RunConfig) -> None:
+def test_a_split_of_a_missing_dataset_is_a_warning(run_config: RunConfig) -> None:
     config = DataConfig(datasets_to_split=["train", "tets"])
-    with pytest.raises(ValueError, match=r"names \['tets'\], but datasets has \['test', 'train'\]"):
-        fit(ids, run_config, {"train": in_memory(1), "test": in_memory(1)}, dataset_config=config)
+    datasets = {"train": in_memory(1), "test": in_memory(1)}
+    with pytest.warns(UserWarning, match=r"\['tets'\], but datasets has \['test', 'train'\]"):
+        fit(ids, run_config, datasets, num_workers=0, dataset_config=config)
+
+
+class OddAndEven(DataConfig):
+    """Gives one worker the odd rows and the other the even ones; the rest as by default."""
+
+    def configure(
+        self,
+        datasets: Any,
+        world_size: int,
+        worker_handles: Any = None,
+        worker_node_ids: Any = None,
+        **kwargs: Any,
+    ) -> list[dict[str, ray.data.DataIterator]]:
+        valid = {name: each for name, each in datasets.items() if name == "valid"}
+        shards = super().configure(valid, world_size, worker_handles, worker_node_ids, **kwargs)
+        assert len(worker_node_ids) == world_size
+        rows = datasets["train"].take_all()
+        for rank, shard in enumerate(shards):
+            mine = [row for row in rows if row["id"] % world_size == rank]
+            shard["train"] = ray.data.from_items(mine).iterator()
+        return shards
+
+
+def test_a_subclass_of_the_config_splits_in_its_own_way(run_config: RunConfig) -> None:
+    datasets = {"train": lambda: lazy(10), "valid": in_memory(4)}
+    config = OddAndEven(datasets_to_split="all")
+    values = fit(ids_of_both, run_config, datasets, dataset_config=config).return_values
+    assert [sorted(rows) for rows, _ in values] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    assert_split([valid for _, valid in values], 4)
+
+
+def test_a_subclass_that_gives_something_else_is_told(run_config: RunConfig) -> None:
+    class Wrong(DataConfig):
+        def configure(self, *args: Any, **kwargs: Any) -> Any:
+            return [{}, {}]
+
+    with pytest.raises(
+        ControllerError, match=r"Wrong.configure\(\) must return .* 1 workers, found \["
+    ):
+        fit(ids, run_config, {"train": lazy(1)}, num_workers=0, dataset_config=Wrong())
+
+
+def test_options_are_for_all_datasets_or_by_name(run_config: RunConfig) -> None:
+    def function() -> list[bool]:
+        shards: list[Any] = [train.get_dataset_shard(name) for name in ("train", "valid")]
+        return [shard.get_context().execution_options.preserve_order for shard in shards]
+
+    options = DataConfig.default_ingest_options()
+    assert options.preserve_order
+    options.preserve_order = False
+    datasets = {"train": lazy(1), "valid": lazy(1)}
+    for given, found in ((options, [False, False]), ({"valid": options}, [True, False])):
+        config = DataConfig(execution_options=given)
+        run = dataclasses.replace(run_config, name=None)
+        result = fit(function, run, datasets, num_workers=0, dataset_config=config)
+        assert result.return_value == found
 
 
 def test_what_is_no_dataset_is_refused_before_the_start(run_config: RunConfig) -> None:

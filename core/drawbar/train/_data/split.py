@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from drawbar.train._data.exact_split import ExactSplits
 from drawbar.train._data.shard import DatasetShard, Read, RowPosition
 from drawbar.train._settings.checks import warn_caller
-from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig, with_options
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
@@ -94,23 +93,25 @@ def shard(
         positions: The data positions that the attempt goes on from.
         exact: The run's exact splits.
     """
+    if config.is_configured:
+        return _configured(datasets, config, node_ids, positions)
     shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
     for name, given in datasets.items():
         if config.splits_exactly(name):
             exact_parts = exact.parts(name, given, config, len(node_ids))
-            epoch = RowPosition(RowPosition.decode(positions.get(position_name(name))).epoch)
+            epoch = _epoch(positions, name)
             for shards_of_rank, each in zip(shards, exact_parts, strict=True):
                 shards_of_rank[name] = DatasetShard(
                     each, world_size=len(node_ids), position=epoch, ordered=False
                 )
             continue
-        dataset = _with_options(given, _options_for(name, config))
+        dataset = config.with_options(name, given)
         ordered = dataset.context.execution_options.preserve_order
         world_size = len(node_ids) if config.splits(name) else 1
         hints = list(node_ids) if config.enable_shard_locality else None
         position = RowPosition.decode(positions.get(position_name(name)))
         if not ordered:
-            position = RowPosition(position.epoch)
+            position = _epoch(positions, name)
         rest, owners = _rest(dataset, position.read, world_size)
         parts = _split(dataset, world_size, hints)
         rows = _rows(given, world_size)
@@ -128,13 +129,48 @@ def shard(
     return shards
 
 
+def _configured(
+    datasets: Mapping[str, Any],
+    config: DataConfig,
+    node_ids: Sequence[str],
+    positions: Mapping[str, Any],
+) -> list[dict[str, DatasetShard]]:
+    """Give each rank what the user's own subclass gives it."""
+    world_size = len(node_ids)
+    given = config.configure(
+        datasets, world_size, worker_handles=None, worker_node_ids=list(node_ids)
+    )
+    if len(given) != world_size or not all(isinstance(each, Mapping) for each in given):
+        raise TypeError(
+            f"{type(config).__name__}.configure() must return a dict of name to DataIterator for "
+            f"each of {world_size} workers, found {_kind(given)}"
+        )
+    return [
+        {
+            name: DatasetShard(
+                part,
+                world_size=world_size if config.splits(name) else 1,
+                position=_epoch(positions, name),
+                ordered=False,
+            )
+            for name, part in by_name.items()
+        }
+        for by_name in given
+    ]
+
+
+def _epoch(positions: Mapping[str, Any], name: str) -> RowPosition:
+    """Give the position before the epoch that was interrupted."""
+    return RowPosition(RowPosition.decode(positions.get(position_name(name))).epoch)
+
+
 def split_exactly(
     datasets: Mapping[str, Any], config: DataConfig, sizes: Sequence[int], exact: ExactSplits
 ) -> None:
     """Compute what is split exactly, for each size that the group of workers may have."""
     chosen = {name: each for name, each in datasets.items() if config.splits_exactly(name)}
     for name, given in make(chosen).items():
-        dataset = _with_options(given, _options_for(name, config))
+        dataset = config.with_options(name, given)
         for size in sizes:
             exact.parts(name, dataset, config, size)
 
@@ -175,7 +211,7 @@ def _rest(dataset: Any, read: Read, world_size: int) -> tuple[list[DataIterator]
         with ThreadPoolExecutor(readers) as pool:  # all have to be read at the same time
             tables = list(pool.map(lambda part: part.materialize(), parts))
         left = [table.split_at_indices([rows])[1] for table in tables]
-        dataset = _with_options(left[0].union(*left[1:]) if len(left) > 1 else left[0], None)
+        dataset = with_options(left[0].union(*left[1:]) if len(left) > 1 else left[0], None)
     if readers == world_size:
         return [each.iterator() for each in left], owners
     return _split(dataset, world_size), owners
@@ -206,19 +242,3 @@ def fetch_shards(reference: Any) -> dict[str, DatasetShard]:
 
     shards: dict[str, DatasetShard] = ray.get(reference)
     return shards
-
-
-def _options_for(name: str, config: DataConfig) -> Any:
-    options = config.execution_options
-    return options.get(name) if isinstance(options, Mapping) else options
-
-
-def _with_options(dataset: Any, options: Any) -> Any:
-    """Give a copy of a dataset with other options; without options, one that keeps its order."""
-    copied = type(dataset).copy(dataset, _deep_copy=True)  # the context too, which is often shared
-    copied.context.execution_options = copy.deepcopy(
-        copied.context.execution_options if options is None else options
-    )
-    if options is None:
-        copied.context.execution_options.preserve_order = True
-    return copied

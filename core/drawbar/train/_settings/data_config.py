@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar.train._settings.checks import ShowsWhatWasSet, is_list_of, require_type
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator, Dataset, ExecutionOptions
 
 TRAIN_DATASET_KEY = "train"
 """The name of the dataset that is trained on."""
@@ -15,6 +19,8 @@ TRAIN_DATASET_KEY = "train"
 @dataclass(frozen=True, repr=False)
 class DataConfig(ShowsWhatWasSet):
     """Which datasets are split between the workers, and how Ray Data runs them.
+
+    A subclass that overrides `configure` splits in its own way.
 
     Args:
         datasets_to_split: "all", or the names of the datasets that are split evenly and streamed.
@@ -66,4 +72,70 @@ class DataConfig(ShowsWhatWasSet):
 
     def splits_exactly(self, name: str) -> bool:
         """Whether it is split so that no row is left out."""
-        return self.splits(name) and not self.equal
+        return self.splits(name) and not self.equal and not self.is_configured
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether a subclass splits in its own way."""
+        return type(self).configure is not DataConfig.configure
+
+    def configure(
+        self,
+        datasets: Mapping[str, Dataset],
+        world_size: int,
+        worker_handles: Sequence[Any] | None = None,
+        worker_node_ids: Sequence[str] | None = None,
+        **_: Any,
+    ) -> list[dict[str, DataIterator]]:
+        """Give each worker its part of each dataset, in rank order. A hook for subclasses.
+
+        It is called before each attempt, where the run is controlled. What an override gives is
+        passed on as it is: of its data position a checkpoint has the whole epochs only.
+
+        Args:
+            datasets: Datasets by name; those given as functions are made.
+            world_size: Number of workers.
+            worker_handles: Always None: there is nothing to ask the workers.
+            worker_node_ids: Id of each worker's node.
+        """
+        hints = list(worker_node_ids or ()) if self.enable_shard_locality else None
+        shards: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
+        for name, dataset in datasets.items():
+            dataset = self.with_options(name, dataset)
+            if self.splits(name) and world_size > 1:
+                parts = dataset.streaming_split(
+                    world_size, equal=self.equal, locality_hints=hints or None
+                )
+            else:
+                parts = [dataset.iterator()] * world_size
+            for shard, part in zip(shards, parts, strict=True):
+                shard[name] = part
+        return shards
+
+    @staticmethod
+    def default_ingest_options() -> ExecutionOptions:
+        """Give the options that datasets have here by default, to change and to pass on.
+
+        They are those of the current `ray.data.DataContext`, and keep the order of the rows.
+        """
+        from ray.data import DataContext
+
+        options = copy.deepcopy(DataContext.get_current().execution_options)
+        options.preserve_order = True
+        return options
+
+    def with_options(self, name: str, dataset: Dataset) -> Dataset:
+        """Give a copy of a dataset that Ray Data runs as this config says."""
+        options = self.execution_options
+        return with_options(dataset, options.get(name) if isinstance(options, Mapping) else options)
+
+
+def with_options(dataset: Dataset, options: ExecutionOptions | None) -> Dataset:
+    """Give a copy of a dataset with other options; without options, one that keeps its order."""
+    copied = type(dataset).copy(dataset, _deep_copy=True)  # the context too, which is often shared
+    copied.context.execution_options = copy.deepcopy(
+        copied.context.execution_options if options is None else options
+    )
+    if options is None:
+        copied.context.execution_options.preserve_order = True
+    return copied
