@@ -87,6 +87,15 @@ def test_accelerate_goes_on_with_one_worker(run: Callable[..., str]) -> None:
     assert "checkpoint_000012" in again
 
 
+def test_jax_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> None:
+    first = run("jax_digits.py")
+    assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
+    assert (tmp_path / "drawbar_results/digits-jax/curves.png").read_bytes().startswith(PNG)
+    again = run("jax_digits.py", "--epochs", "13", "--num-workers", "0")
+    assert "'epoch': 12" in again
+    assert "checkpoint_000012" in again
+
+
 def test_xgboost(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("xgboost_trees.py")
     assert float(re.findall(r"'validation-error': ([\d.]+)", output)[0]) < 0.06

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+import drawbar.jax
 import drawbar.lightgbm
 import drawbar.lightning
 import drawbar.torch
@@ -21,6 +22,7 @@ WINDOWS = {
     "torch": drawbar.torch,
     "lightning": drawbar.lightning,
     "huggingface.transformers": drawbar.transformers,
+    "jax": drawbar.jax,
     "xgboost": drawbar.xgboost,
     "lightgbm": drawbar.lightgbm,
 }

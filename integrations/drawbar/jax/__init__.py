@@ -1,0 +1,11 @@
+"""JAX training functions on a group of Ray actors, with one global mesh."""
+
+from drawbar.jax._backend import JaxBackend, JaxConfig
+from drawbar.jax._loop import load_state
+from drawbar.jax._report import report_state
+from drawbar.jax._trainer import JaxTrainer
+from drawbar.train.backend import as_public
+
+__all__ = ["JaxBackend", "JaxConfig", "JaxTrainer", "load_state", "report_state"]
+
+as_public(globals())

@@ -1,0 +1,168 @@
+"""How JAX workers are set up: the settings, and what is done with them around the function.
+
+The workers are made one JAX program of several processes by `jax.distributed.initialize`. A process
+can be part of one such program only, so a restart replaces all processes. Nobody leaves the program
+when its function returns, since that waits for all others: JAX does it by itself as the processes
+end, which they do together.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import ray
+
+from drawbar.train import ScalingConfig, collective, get_context
+from drawbar.train.backend import Backend, BackendConfig
+
+try:
+    import jax
+except ImportError as missing:
+    raise ImportError('drawbar.jax needs JAX; run: pip install "drawbar[jax]"') from missing
+
+
+@dataclass(frozen=True)
+class JaxConfig(BackendConfig):
+    """How the workers become one JAX program, whose `jax.devices()` are those of all workers.
+
+    Args:
+        use_tpu: Compute on TPUs. Default: what the trainer's `ScalingConfig` says.
+        use_gpu: Compute on GPUs, a worker on those that Ray gave it. Default: likewise. With
+            neither the workers compute on their CPUs and exchange by gloo.
+        timeout_s: How long the workers wait for each other to come up, in whole seconds.
+        heartbeat_timeout_s: After how many seconds without a sign of life JAX itself takes another
+            process for dead and ends this one. Drawbar is faster where a process has died.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or value.
+    """
+
+    use_tpu: bool = False
+    use_gpu: bool = False
+    timeout_s: int = 300
+    heartbeat_timeout_s: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("use_tpu", "use_gpu"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"JaxConfig.{name} must be a bool, found {getattr(self, name)!r}")
+        for name in ("timeout_s", "heartbeat_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"JaxConfig.{name} must be an int, found {value!r}")
+            if value < 1:
+                raise ValueError(f"JaxConfig.{name} must be at least 1 second, found {value}")
+        if self.use_gpu and self.use_tpu:
+            raise ValueError("JaxConfig has use_gpu=True and use_tpu=True; a worker uses one kind")
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The class with the controller's part, of which there is none."""
+        return JaxBackend
+
+    @property
+    def process_setup(self) -> Callable[[], object]:
+        """Import JAX, which takes about half a second."""
+        return _import_jax
+
+    @property
+    def platform(self) -> str:
+        """The name by which JAX knows what is computed on: "tpu", "cuda" or "cpu"."""
+        return "tpu" if self.use_tpu else "cuda" if self.use_gpu else "cpu"
+
+    def preflight(self, scaling_config: ScalingConfig) -> None:
+        """Check that the workers have what is to be computed on.
+
+        Raises:
+            ValueError: They have not.
+        """
+        for kind, wanted, has in (
+            ("gpu", self.use_gpu, scaling_config.use_gpu),
+            ("tpu", self.use_tpu, scaling_config.use_tpu),
+        ):
+            if wanted and not has:
+                raise ValueError(
+                    f"JaxConfig has use_{kind}=True, but the workers have no {kind.upper()}; "
+                    f"set ScalingConfig(use_{kind}=True)"
+                )
+
+    def train_func_context(self) -> AbstractContextManager[None]:
+        """Join the program before the training function."""
+        return _set_up(self)
+
+
+class JaxBackend(Backend):
+    """JAX needs nothing in the controller, and a new process for each attempt."""
+
+
+def _import_jax() -> None:
+    """Unpickling this function has done it."""
+
+
+@contextmanager
+def _set_up(config: JaxConfig) -> Iterator[None]:
+    context = get_context()
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if threads.isdecimal():
+        os.environ.setdefault("NPROC", threads)  # the one setting that XLA's thread pools know
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # made as it is imported
+    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or config.platform)
+    try:
+        if context.get_world_size() > 1:
+            _join(config)
+        yield
+    finally:
+        jax.config.update("jax_platforms", platforms)
+
+
+def _join(config: JaxConfig) -> None:
+    """Meet at rank 0, whose port is held before it is told and until JAX has bound it too."""
+    context = get_context()
+    leads = context.get_world_rank() == 0
+    host = _own_address()
+    with _held_port(host) if leads else nullcontext(0) as port:
+        met = collective.all_gather((socket.gethostname(), os.getpid(), host, port))
+        _check_processes([(node, pid) for node, pid, _, _ in met])
+        _, _, leader, port = met[0]
+        jax.distributed.initialize(
+            f"{_in_url(leader)}:{port}",
+            context.get_world_size(),
+            context.get_world_rank(),
+            cluster_detection_method="deactivate",  # neither Slurm nor MPI has started this
+            coordinator_bind_address=f"{_in_url(leader)}:{port}",
+            initialization_timeout=config.timeout_s,
+            heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+        )
+
+
+def _check_processes(processes: list[tuple[str, int]]) -> None:
+    if len(set(processes)) < len(processes):
+        raise RuntimeError(
+            "JAX knows one rank per process, and these ranks are threads of one; use a JaxTrainer "
+            "with ScalingConfig(num_workers=...), or run_in_threads(num_workers=1)"
+        )
+
+
+def _own_address() -> str:
+    context = get_context()
+    if context.get_local_world_size() == context.get_world_size():
+        return "127.0.0.1"
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+@contextmanager
+def _held_port(host: str) -> Iterator[int]:
+    """Bind a free port without listening, so that only who shares ports, as gRPC does, gets it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, 0))
+        yield int(holder.getsockname()[1])

@@ -1,0 +1,171 @@
+"""A killed rank and another number of workers change nothing about what is trained.
+
+One run goes on after a kill, one was never disturbed; a third goes on from there on more workers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sklearn.datasets import load_digits
+
+from drawbar import train
+from drawbar.jax import JaxTrainer, load_state, report_state
+from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig
+
+STEPS = 12
+SAVED_EVERY = 4
+FATAL_STEP = 6
+BATCH = 64
+
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.Dense(10)(linen.relu(linen.Dense(32)(x)))
+
+
+def train_loop(config: dict[str, Any]) -> dict[str, Any]:
+    """Train with the weights sharded over the mesh, and each rank's own rows of each batch."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
+    net, optimizer = Net(), optax.adam(0.01)
+    state = place(mesh, first_state(net, optimizer))
+    begin = 0
+    if (saved := load_state(state)) is not None:
+        state, begin = saved[0], saved[1]["step"] + 1
+    update = jax.jit(lambda state, x, y: step(net, optimizer, state, x, y), donate_argnums=0)
+    for number in range(begin, config["steps"]):
+        state, loss = update(state, *batch(mesh, number))
+        if number == config["fatal_step"] and train.get_context().get_attempt() == 0:
+            die_on_rank_1()
+        metrics = {"step": number, "loss": float(loss)}
+        if number % SAVED_EVERY == SAVED_EVERY - 1:
+            report_state(state, metrics)
+        else:
+            train.report(metrics)
+    kernel = state["params"]["params"]["Dense_0"]["kernel"]
+    return {
+        "begin": begin,
+        "processes": jax.process_count(),
+        "sharded": len(kernel.addressable_shards) < len(kernel.global_shards),
+        "threads": os.environ["NPROC"],
+    }
+
+
+def first_state(net: Net, optimizer: optax.GradientTransformation) -> dict[str, Any]:
+    params = net.init(jax.random.key(0), jnp.zeros((1, 64)))
+    return {"params": params, "optimizer": optimizer.init(params)}
+
+
+def place(mesh: Mesh, state: dict[str, Any]) -> Any:
+    """Shard what has two dimensions by rows; every device has the rest as a whole."""
+
+    def put(leaf: jax.Array) -> jax.Array:
+        spec = PartitionSpec("data") if leaf.ndim == 2 else PartitionSpec()
+        value = np.asarray(leaf)
+        return jax.make_array_from_callback(
+            leaf.shape, NamedSharding(mesh, spec), value.__getitem__
+        )
+
+    return jax.tree.map(put, state)
+
+
+def batch(mesh: Mesh, number: int) -> list[jax.Array]:
+    images, labels = load_digits(return_X_y=True)
+    share = BATCH // jax.process_count()
+    rows = np.arange(number * BATCH, (number + 1) * BATCH)[jax.process_index() * share :][:share]
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    own = (images[rows].astype(np.float32) / 16, labels[rows].astype(np.int32))
+    return [jax.make_array_from_process_local_data(sharding, each) for each in own]
+
+
+def step(
+    net: Net, optimizer: optax.GradientTransformation, state: Any, x: jax.Array, y: jax.Array
+) -> tuple[Any, jax.Array]:
+    def loss_of(params: Any) -> jax.Array:
+        logits = net.apply(params, x)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "optimizer": moments}, loss
+
+
+def die_on_rank_1() -> None:
+    """Rank 0 goes on to a collective, and stands there until rank 1's connection breaks."""
+    if train.get_context().get_world_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(path: Path, name: str, num_workers: int, **options: Any) -> Result:
+    config = {"steps": STEPS, "fatal_step": None, **options}
+    return JaxTrainer(
+        train_loop,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=num_workers),
+        run_config=RunConfig(
+            name=name, storage_path=path, failure_config=FailureConfig(max_failures=1)
+        ),
+    ).fit()
+
+
+def losses(result: Result) -> dict[int, float]:
+    rows = result.metrics_dataframe.query("rank == 0")
+    return dict(zip(rows["step"].astype(int), rows["loss"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("restart")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[int, float]:
+    """In one process: this one."""
+    result = fit(folder, "undisturbed", num_workers=0, steps=STEPS + 2)
+    assert result.return_values[0]["processes"] == 1
+    return losses(result)
+
+
+@pytest.fixture(scope="module")
+def disturbed(folder: Path, ray_cluster: None) -> Result:
+    return fit(folder, "disturbed", num_workers=2, fatal_step=FATAL_STEP)
+
+
+def test_a_killed_rank_is_an_error_at_once_and_the_run_goes_on(
+    disturbed: Result, undisturbed: dict[int, float]
+) -> None:
+    assert [value["begin"] for value in disturbed.return_values] == [SAVED_EVERY] * 2
+    assert [value["processes"] for value in disturbed.return_values] == [2, 2]
+    assert [value["sharded"] for value in disturbed.return_values] == [True, True]
+    expected = [undisturbed[number] for number in range(STEPS)]
+    assert [losses(disturbed)[number] for number in range(STEPS)] == pytest.approx(expected, 1e-4)
+
+
+def test_each_rank_has_written_its_own_files(disturbed: Result) -> None:
+    assert disturbed.checkpoint is not None
+    with disturbed.checkpoint.as_directory() as path:
+        written = {each.name for each in Path(path, "state").glob("ocdbt.process_*")}
+    assert written == {"ocdbt.process_0", "ocdbt.process_1"}
+
+
+def test_four_workers_go_on_from_what_two_have_saved(
+    disturbed: Result, undisturbed: dict[int, float], folder: Path
+) -> None:
+    result = fit(folder, "disturbed", num_workers=4, steps=STEPS + 2)
+    assert [value["processes"] for value in result.return_values] == [4] * 4
+    assert [value["begin"] for value in result.return_values] == [STEPS] * 4
+    expected = [undisturbed[number] for number in (STEPS, STEPS + 1)]
+    went_on = losses(result)
+    assert [went_on[number] for number in (STEPS, STEPS + 1)] == pytest.approx(expected, 1e-4)
