@@ -19,6 +19,7 @@ from drawbar.train._controller.controller import Controller
 from drawbar.train._controller.run import Ending, Outcome, RunSpec
 from drawbar.train._data import split
 from drawbar.train._errors import ControllerError
+from drawbar.train._group.actor_pool import ActorPool
 from drawbar.train._group.cluster import check_cluster, check_data, check_validation
 from drawbar.train._group.ranks import local_gpu_ids
 from drawbar.train._group.ray_group import RayWorkerGroup
@@ -305,7 +306,8 @@ def host_workers(
     def make_group(path: str, spawn: Spawn) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
         setup = spec.backend_config.process_setup
-        return RayWorkerGroup(spec.scaling_config, path, payload, runtime_env, setup)
+        pool = ActorPool(spec.scaling_config, path, runtime_env, setup)
+        return RayWorkerGroup(pool, payload)
 
     validator = RayValidator(spec.validation) if spec.validation is not None else None
     return Host(spec, make_group, make_console, validator, jobs_wait=jobs_wait)

@@ -1,0 +1,173 @@
+"""The processes of a run on Ray: placed, started, replaced, killed.
+
+The pool knows slots, which are the bundles of its placement group, and nothing of ranks. It
+outlives attempts: after a failure only dead or stuck processes are replaced, into their old slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from drawbar.train._group.worker_group import Hear, OnWait
+from drawbar.train._messages import WorkerInfo
+from drawbar.train._settings.scaling_config import ScalingConfig
+from drawbar.train._worker.actor import Worker
+
+SETTLE_SECONDS = 2.0
+NOTICE_SECONDS = 5.0
+
+
+@dataclass
+class Member:
+    """One slot's process. `up` gives where it is; `stream` is there during an attempt."""
+
+    actor: Any
+    up: asyncio.Future[WorkerInfo]
+    stream: asyncio.Future[None] | None = None
+    hear: Hear | None = None
+    dead: bool = False
+    retired: bool = False
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process is known to be gone, or has not come up."""
+        return self.dead or (self.up.done() and self.up.exception() is not None)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its function has not ended."""
+        return self.stream is not None and not self.stream.done()
+
+
+class ActorPool:
+    """One actor per slot.
+
+    A pool of fixed size has one placement group. An elastic one has none: the actors that do not
+    fit stay pending, which costs nothing and tells an autoscaler what is missing.
+    """
+
+    def __init__(
+        self,
+        scaling: ScalingConfig,
+        run_path: str,
+        runtime_env: Mapping[str, Any] | None,
+        process_setup: Callable[[], object] | None,
+    ) -> None:
+        self._scaling = scaling
+        self._run_path = run_path
+        remote: Any = ray.remote  # its stub does not know concurrency groups
+        self._actor_class = remote(concurrency_groups={"control": 1})(Worker)
+        self._runtime_env = dict(runtime_env) if runtime_env else None
+        self._process_setup = process_setup
+        self._placement: PlacementGroup | None = None
+        self.members: dict[int, Member] = {}
+
+    async def start(self, on_wait: OnWait) -> list[WorkerInfo]:
+        """Create what is missing, all at once, and wait until enough processes are up.
+
+        Raises:
+            Exception: Whatever keeps one of them from starting.
+        """
+        if self._placement is None and not self._scaling.elasticity_enabled:
+            self._placement = self._make_placement_group()
+        for slot in range(self._scaling.max_workers):
+            if slot not in self.members:
+                self._create(slot)
+        while not self._enough(settled=False):
+            waiting = [each.up for each in self.members.values() if not each.up.done()]
+            timeout = SETTLE_SECONDS if self._enough(settled=True) else NOTICE_SECONDS
+            arrived, _ = await asyncio.wait(
+                waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not arrived and self._enough(settled=True):
+                break
+            if not arrived:
+                on_wait(len(self.up()), self._is_placed())
+        return [member.up.result() for member in self.up()]
+
+    def up(self) -> list[Member]:
+        """Give the processes that are up, or have failed to be, by slot."""
+        members = (self.members[slot] for slot in sorted(self.members))
+        return [member for member in members if member.up.done()]
+
+    def _enough(self, *, settled: bool) -> bool:
+        """Whether an attempt can start; `settled`: nobody else has come for a while."""
+        wanted = self._scaling.min_workers if settled else self._scaling.max_workers
+        for member in self.up():
+            member.up.result()  # raises what kept the process from starting
+        return len(self.up()) >= wanted
+
+    def _is_placed(self) -> bool:
+        if self._placement is None:
+            return False
+        table: dict[str, Any] = placement_group_table(self._placement)
+        return bool(table["state"] == "CREATED")
+
+    def _make_placement_group(self) -> PlacementGroup:
+        count = self._scaling.max_workers
+        labels = self._scaling.selectors
+        made: PlacementGroup = placement_group(
+            [self._scaling.bundle or {"CPU": 0.001}] * count,
+            strategy=self._scaling.placement_strategy,
+            bundle_label_selector=labels or None,
+        )
+        return made
+
+    def _create(self, slot: int) -> None:
+        resources = self._scaling.bundle
+        options: dict[str, Any] = {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "memory": resources.pop("memory", None),
+            "resources": resources,
+            "max_restarts": 0,
+        }
+        if self._placement is not None:
+            strategy = PlacementGroupSchedulingStrategy(self._placement, slot)
+            options["scheduling_strategy"] = strategy
+        elif self._scaling.selectors:
+            options["label_selector"] = self._scaling.selectors[slot]
+        if self._runtime_env:
+            options["runtime_env"] = self._runtime_env
+        actor = self._actor_class.options(**options).remote(self._run_path)
+        up = asyncio.ensure_future(awaited(actor.set_up.remote(self._process_setup)))
+        self.members[slot] = Member(actor, up)
+
+    def _forget(self, slot: int) -> None:
+        member = self.members.pop(slot)
+        for task in (member.up, member.stream):
+            if task is not None:
+                task.cancel()
+        ray.kill(member.actor)
+
+    def discard(self, slots: Iterable[int], *, replace: bool) -> None:
+        """Kill the processes of some slots, and perhaps start others there."""
+        for slot in slots:
+            self._forget(slot)
+            if replace:
+                self._create(slot)
+
+    def kill(self) -> None:
+        """Kill every process and remove the placement group."""
+        for slot in list(self.members):
+            self._forget(slot)
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+
+async def awaited(reference: Any) -> Any:
+    """Await an object reference, which is no coroutine."""
+    return await reference
