@@ -310,7 +310,7 @@ def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DataIterator:
     Raises:
         KeyError: The trainer was given no dataset of this name; the message lists the names.
     """
-    shard: DataIterator = current_session("get_dataset_shard").dataset_shard(dataset_name)
+    shard: DataIterator = current_session("get_dataset_shard").data.shard(dataset_name)
     return shard
 
 

@@ -27,7 +27,7 @@ def keep_data_position(name: str, position: Callable[[], Any], *, numbered: bool
         been given out in this attempt already.
     """
     session = current_session("keep_data_position")
-    return session.keep_data_position(name, position, numbered=numbered)
+    return session.data.keep_position(name, position, numbered=numbered)
 
 
 def retire_process() -> None:

@@ -8,20 +8,16 @@ same session serves an actor, this very process (`num_workers=0`) and the thread
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from drawbar.train._carry import carry
-from drawbar.train._data.split import fetch_shards, position_name
 from drawbar.train._messages import (
     Assignment,
     CheckpointConsistencyMode,
@@ -41,7 +37,6 @@ from drawbar.train._messages import (
     Message,
     Offer,
     Order,
-    Persist,
     Reported,
     Retired,
     Wishes,
@@ -55,7 +50,9 @@ from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.unshared_node import FileAnswer, UnsharedNode
 from drawbar.train._worker.acceptable import check_name
 from drawbar.train._worker.callers import Callers
+from drawbar.train._worker.data_sources import DataSources
 from drawbar.train._worker.interrupt import AttemptInterrupted, Interruptible
+from drawbar.train._worker.mailbox import Mailbox
 from drawbar.train._worker.uploads import (
     CheckpointUploadFn,
     CheckpointUploadMode,
@@ -77,22 +74,15 @@ class Session:
         self._unshared: UnsharedNode | None = None
         self._label = f"rank_{assignment.ranks.world_rank}"
         self._say = say
+        self._mailbox = Mailbox(say)
+        self.data = DataSources(assignment.shards, assignment.positions)
         self.uploads = self._uploads_to(self.directory.checkpoints)
         self.callers = Callers(assignment.ranks)
         self._order = threading.RLock()  # one number after the other, said in that order
         self._next_report = assignment.first_index
         self._next_collective = 0
-        self._questions = itertools.count()  # of any thread
-        self._changed = threading.Condition()
-        self._orders: dict[tuple[type[Order], int], Order] = {}
         self._offers: dict[int, Offer] = {}
-        self._interrupted: str | None = None
         self.user_code = Interruptible()
-        self._data = threading.RLock()
-        self._shards: dict[str, Any] | None = None
-        self._position_of: dict[str, Callable[[], Any]] = {}
-        self._positions_left = dict(assignment.positions)  # of sources not opened yet
-        self._sources = Counter[str]()
 
     @property
     def reports_made(self) -> int:
@@ -112,7 +102,8 @@ class Session:
             self._say(
                 Reported(index=index, metrics=values, time=now, where=where, may_wait=may_wait)
             )
-        self._raise_if_interrupted()
+        if self._mailbox.interrupted is not None:
+            raise AttemptInterrupted(self._mailbox.interrupted)
 
     def report(
         self,
@@ -126,6 +117,9 @@ class Session:
         validation: object = False,
     ) -> None:
         """Do what `drawbar.train.report` says."""
+        if checkpoint is None and validation is False:
+            self.report_metrics(metrics)
+            return
         to_validate = asked_for(
             validation, self.assignment.spec.validation, has_checkpoint=checkpoint is not None
         )
@@ -163,7 +157,7 @@ class Session:
                     where=where,
                     offer=offer,
                     waits=waits,
-                    positions=self._positions(),
+                    positions=self.data.positions(),
                     validation=to_validate,
                 )
             )
@@ -172,24 +166,27 @@ class Session:
 
     def use_unshared(self) -> None:
         """Have checkpoints travel: this node does not share the run's directory."""
-        sink = self._unshared = UnsharedNode(self.directory, self._send, self._ask)
+
+        def send(name: str, path: str, offset: int, data: bytes) -> None:
+            self._mailbox.ask(
+                lambda number: FileSent(
+                    number=number, name=name, path=path, offset=offset, data=data
+                ),
+                FileTaken,
+            )
+
+        def ask(name: str, path: str, offset: int) -> FileAnswer:
+            return self._mailbox.ask(
+                lambda number: FileAsked(number=number, name=name, path=path, offset=offset),
+                FileAnswer,
+            )
+
+        sink = self._unshared = UnsharedNode(self.directory, send, ask)
         self.uploads = self._uploads_to(sink)
 
     def _uploads_to(self, sink: ShareSink) -> Uploads:
         attempt = self.assignment.attempt
-        return Uploads(self.directory, sink, self._label, attempt, self._say, self._wait_for_any)
-
-    def _send(self, name: str, path: str, offset: int, data: bytes) -> None:
-        number = next(self._questions)
-        self._say(FileSent(number=number, name=name, path=path, offset=offset, data=data))
-        self._wait_for_any((FileTaken, number))
-
-    def _ask(self, name: str, path: str, offset: int) -> FileAnswer:
-        number = next(self._questions)
-        self._say(FileAsked(number=number, name=name, path=path, offset=offset))
-        answer = self._wait_for_any((FileAnswer, number))
-        assert isinstance(answer, FileAnswer)
-        return answer
+        return Uploads(self.directory, sink, self._label, attempt, self._say, self._mailbox.wait)
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """Do what `drawbar.train.get_checkpoint` says."""
@@ -205,9 +202,7 @@ class Session:
     def end(self, seconds: float) -> None:
         """End early: checkpoints in flight get so long, and nothing waits for orders any more."""
         self.uploads.flush_for(seconds)
-        with self._changed:
-            self._interrupted = self._interrupted or "the training function has ended"
-            self._changed.notify_all()
+        self._mailbox.interrupt(self._mailbox.interrupted or "the training function has ended")
 
     @contextmanager
     def checkpoint_dir(self) -> Iterator[Path]:
@@ -224,14 +219,12 @@ class Session:
         self, until: CheckpointConsistencyMode, timeout: float | None
     ) -> list[tuple[Checkpoint, dict[str, Any], ReportedCheckpointStatus]]:
         """Do what `drawbar.train.get_all_reported_checkpoints` says."""
-        number = next(self._questions)
-        self._say(CheckpointsAsked(number=number, until=until))
-        try:
-            answer = self._wait_for_any((CheckpointsAnswer, number), timeout=timeout)
-        except TimeoutError:
-            self._say(CheckpointsAsked(number=number, until=None))
-            answer = self._wait_for_any((CheckpointsAnswer, number))
-        assert isinstance(answer, CheckpointsAnswer)
+        answer = self._mailbox.ask(
+            lambda number: CheckpointsAsked(number=number, until=until),
+            CheckpointsAnswer,
+            timeout,
+            lambda number: CheckpointsAsked(number=number, until=None),
+        )
         return [
             (self.directory.checkpoints.checkpoint(name), metrics, status)
             for name, metrics, status in answer.checkpoints
@@ -240,49 +233,6 @@ class Session:
     def discard_checkpoint(self, name: str) -> None:
         """Do what `drawbar.train.backend.discard_checkpoint` says."""
         self._say(Discarded(name=name))
-
-    def dataset_shard(self, name: str) -> Any:
-        """Do what `drawbar.train.get_dataset_shard` says."""
-        with self._data:
-            if self._shards is None:
-                shards = fetch_shards(self.assignment.shards)
-                for each, shard in shards.items():
-                    self.keep_data_position(position_name(each), shard.position)
-                self._shards = shards
-        try:
-            return self._shards[name]
-        except KeyError:
-            names = ", ".join(map(repr, self._shards)) or "none"
-            raise KeyError(
-                f"the trainer was given no dataset {name!r}; its datasets: {names}"
-            ) from None
-
-    def keep_data_position(
-        self, name: str, position: Callable[[], Any], *, numbered: bool = False
-    ) -> Any:
-        """Do what `drawbar.train.backend.keep_data_position` says."""
-        with self._data:
-            if numbered:
-                self._sources[name] += 1
-                name = f"{name}-{self._sources[name]}"
-            self._position_of[name] = position
-            return self._positions_left.pop(name, None)
-
-    def _positions(self) -> dict[str, Any]:
-        """Give the position of every source, also of those that are not opened again yet."""
-        with self._data:
-            sources, left = dict(self._position_of), dict(self._positions_left)
-        positions = {name: position() for name, position in sources.items()}
-        for name, value in positions.items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
-                raise TypeError(
-                    f"the position of the data source {name!r} goes into the checkpoint's "
-                    f"manifest, which is JSON, but {error}; found {value!r}"
-                ) from None
-        known = {name: value for name, value in positions.items() if value is not None}
-        return {**left, **known}
 
     # -- collectives
 
@@ -301,7 +251,7 @@ class Session:
             self.callers.check_speaker("a collective")
             sequence, self._next_collective = self._next_collective, self._next_collective + 1
             self._say(CollectiveCalled(sequence=sequence, kind=kind, payload=payload, where=where))
-        done = self._wait_for_any((CollectiveDone, sequence))
+        done = self._mailbox.wait((CollectiveDone, sequence))
         assert isinstance(done, CollectiveDone)
         return [p.unpack() for p in done.payloads if p is not None]
 
@@ -313,51 +263,23 @@ class Session:
 
     def diagnose(self) -> str:
         """Have the stacks of all ranks written; gives what tells them apart."""
-        number = next(self._questions)
-        self._say(DiagnosisAsked(number=number))
-        answer = self._wait_for_any((Diagnosis, number))
-        assert isinstance(answer, Diagnosis)
+        answer = self._mailbox.ask(lambda number: DiagnosisAsked(number=number), Diagnosis)
         return answer.text
 
     # -- orders
 
     def obey(self, order: Order) -> None:
         """Take an order from the controller. Called from any thread; never blocks."""
-        with self._changed:
-            match order:
-                case Interrupt():
-                    self._interrupted = order.reason
-                case CheckpointsAnswer() | Diagnosis() | FileTaken() | FileAnswer():
-                    self._orders[type(order), order.number] = order
-                case CollectiveDone():
-                    self._orders[type(order), order.sequence] = order
-                case Persist():
-                    self._orders[type(order), order.index] = order
-                case Committed():
-                    self.checkpoint = self.directory.checkpoints.checkpoint(order.name)
-                    if self._offers.pop(order.index, None) is not None:
-                        self._orders[type(order), order.index] = order
-            self._changed.notify_all()
-        if isinstance(order, Interrupt):
-            self.user_code.interrupt()
-
-    def _wait_for_any(self, *keys: tuple[type[Order], int], timeout: float | None = None) -> Order:
-        def arrived() -> Order | None:
-            for key in keys:
-                if key in self._orders:
-                    return self._orders.pop(key)
-            self._raise_if_interrupted()
-            return None
-
-        with self._changed:
-            order = self._changed.wait_for(arrived, timeout)
-        if order is None:
-            raise TimeoutError(f"the controller gave no answer within {timeout} s")
-        return order
-
-    def _raise_if_interrupted(self) -> None:
-        if self._interrupted is not None:
-            raise AttemptInterrupted(self._interrupted)
+        match order:
+            case Interrupt():
+                self._mailbox.interrupt(order.reason)
+                self.user_code.interrupt()
+            case Committed():
+                self.checkpoint = self.directory.checkpoints.checkpoint(order.name)
+                if self._offers.pop(order.index, None) is not None:
+                    self._mailbox.put(order)
+            case _:
+                self._mailbox.put(order)
 
 
 def caller_line() -> str:

@@ -1,0 +1,75 @@
+"""Where a rank's data comes from, and how far it has been consumed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from drawbar.train._data.split import fetch_shards, position_name
+
+
+class DataSources:
+    """The data sources of one rank in one attempt.
+
+    Args:
+        shards: Refers to the shards of its datasets, if any.
+        positions: How far each source was consumed at the checkpoint that the attempt goes on from.
+    """
+
+    def __init__(self, shards: Any, positions: Mapping[str, Any]) -> None:
+        self._offered = shards
+        self._lock = threading.RLock()
+        self._shards: dict[str, Any] | None = None
+        self._position_of: dict[str, Callable[[], Any]] = {}
+        self._left = dict(positions)  # of sources not opened yet
+        self._opened = Counter[str]()
+
+    def shard(self, name: str) -> Any:
+        """Do what `drawbar.train.get_dataset_shard` says."""
+        with self._lock:
+            if self._shards is None:
+                shards = fetch_shards(self._offered)
+                for each, shard in shards.items():
+                    self.keep_position(position_name(each), shard.position)
+                self._shards = shards
+        try:
+            return self._shards[name]
+        except KeyError:
+            names = ", ".join(map(repr, self._shards)) or "none"
+            raise KeyError(
+                f"the trainer was given no dataset {name!r}; its datasets: {names}"
+            ) from None
+
+    def keep_position(
+        self, name: str, position: Callable[[], Any], *, numbered: bool = False
+    ) -> Any:
+        """Do what `drawbar.train.backend.keep_data_position` says."""
+        with self._lock:
+            if numbered:
+                self._opened[name] += 1
+                name = f"{name}-{self._opened[name]}"
+            self._position_of[name] = position
+            return self._left.pop(name, None)
+
+    def positions(self) -> dict[str, Any]:
+        """Give the position of every source, also of those that are not opened again yet.
+
+        Raises:
+            TypeError: One cannot be written as JSON.
+        """
+        with self._lock:
+            sources, left = dict(self._position_of), dict(self._left)
+        positions = {name: position() for name, position in sources.items()}
+        for name, value in positions.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"the position of the data source {name!r} goes into the checkpoint's "
+                    f"manifest, which is JSON, but {error}; found {value!r}"
+                ) from None
+        known = {name: value for name, value in positions.items() if value is not None}
+        return {**left, **known}
