@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from ast import literal_eval
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from drawbar import train
 from drawbar.train import (
+    CheckpointUploadMode,
     DataParallelTrainer,
     FailureConfig,
     Result,
@@ -104,6 +107,29 @@ def too_large() -> None:
         train.report({}, checkpoint=path)
 
 
+def hand_over_and_fail() -> None:
+    rank = train.get_context().get_world_rank()
+    if rank == 1:  # never on the driver's node, which has the first or the last
+        own = Path(tempfile.mkdtemp())
+        (own / "part").write_text("p")
+        train.report({}, checkpoint=own, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+    train.collective.barrier()
+    if rank == 2:
+        raise RuntimeError("on purpose")
+    train.collective.barrier()
+
+
+def left_on_the_other_node(path: Path) -> list[str]:
+    """List what lies below a path on the second node, which alone has two CPUs."""
+
+    @ray.remote(num_cpus=2)
+    def found() -> list[str]:
+        return sorted(str(each.relative_to(path)) for each in path.rglob("*"))
+
+    names: list[str] = ray.get(found.remote())
+    return names
+
+
 def fit(function: Callable[[], Any], path: Path, name: str = "run", filesystem: Any = None) -> Any:
     failures = FailureConfig(max_failures=1)
     return DataParallelTrainer(
@@ -140,14 +166,17 @@ def said(hidden: Path, drivers: Drivers) -> Said:
             (far / "without_logs" / "logs").touch()  # so that no log can be written there
             without = fit(lambda: "done", far, "without_logs", LocalFileSystem(auto_mkdir=True))
             print("without logs", without.return_values)
-            try:
-                fit(too_large, hidden, "large")
-            except WorkerGroupError as error:
-                print("refused", error)
+            for name, unlucky in (("large", too_large), ("kept", hand_over_and_fail)):
+                try:
+                    fit(unlucky, hidden, name)
+                except WorkerGroupError as error:
+                    print("refused", error)
+            for place in ("cache/drawbar", "run", "kept"):
+                print("left", place, left_on_the_other_node(hidden / place))
 
     # The work folders of the remote run are not shared either.
     with drivers(main, RAY_ADDRESS="local", XDG_CACHE_HOME=str(hidden / "cache")) as driver:
-        return Said(*driver.communicate(timeout=150))
+        return Said(*driver.communicate(timeout=200))
 
 
 def test_what_is_too_large_to_travel_is_refused_at_once(hidden: Path, said: Said) -> None:
@@ -170,6 +199,26 @@ def test_a_storage_that_is_not_mounted_needs_no_shared_folder(hidden: Path, said
 def test_a_log_that_cannot_be_published_is_told_and_fails_nothing(said: Said) -> None:
     assert f"without logs {['done'] * 3}" in said.out, said.err
     assert re.search(r"the log of rank (\d) stays on node .*logs/rank_\1\.log failed: ", said.err)
+
+
+def test_what_another_node_has_of_what_was_handed_over_is_told(hidden: Path, said: Said) -> None:
+    stages = re.findall(
+        rf"^rank 1 on node {os.uname().nodename} has handed over files for report 0 that are not "
+        rf"committed; they lie there in {hidden}/kept/(\.staging/handed-over.*)$",
+        said.out,
+        re.MULTILINE,
+    )
+    assert len(stages) == 2, said.out  # of two attempts
+    for stage in stages:
+        assert f"'{stage}/part'" in said.out
+
+
+def test_other_nodes_are_tidied(said: Said) -> None:
+    left = dict(re.findall(r"^left (\S+) (.*)$", said.out, re.MULTILINE))
+    remote = {name for name in literal_eval(left["cache/drawbar"]) if name.startswith("remote-")}
+    assert {name.partition("/")[2] for name in remote if "checkpoint_" not in name} == {""}
+    run = {name.partition("/")[0] for name in literal_eval(left["run"])}
+    assert run == {"checkpoint_000000", "logs"}
 
 
 def test_checkpoints_travel_both_ways(hidden: Path, said: Said) -> None:

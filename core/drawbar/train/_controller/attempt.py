@@ -314,6 +314,13 @@ class Attempt:
             )
         )
         self._lines[rank] = report.where
+        if report.offer is not None and report.offer.handed_over and not report.waits:
+            self._commits.handed_over.note(
+                report.index,
+                rank,
+                node=self.workers[rank].hostname,
+                directory=report.offer.directory,
+            )
         for complete in self._progress.reported(rank, report):
             if conflict := complete.conflict():
                 raise AttemptFailed("divergence", [describe_divergence(conflict)])

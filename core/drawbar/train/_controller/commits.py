@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from drawbar.train._controller.handed_over import HandedOver
 from drawbar.train._controller.progress import Round
 from drawbar.train._history import ranking
 from drawbar.train._history.events import (
@@ -109,6 +110,7 @@ class Committer:
         self._committing: set[int] = set()
         self._background: set[asyncio.Future[None]] = set()
         self._travelling: set[asyncio.Task[None]] = set()
+        self.handed_over = HandedOver()
         self._later = ThreadPoolExecutor(1, "drawbar-later", initializer=_yield_to_others)
         self._task: asyncio.Task[None] | None = None
         self.kept = self._checkpoints.intact()
@@ -118,7 +120,11 @@ class Committer:
         """The newest checkpoint, which a restart goes on from."""
         return self.kept[-1] if self.kept else None
 
-    def what_loads(self) -> str:
+    def what_is_left(self) -> str:
+        """Say which checkpoint a failed run has, and where what was handed over for another is."""
+        return "\n".join((self._what_loads(), *self.handed_over.left))
+
+    def _what_loads(self) -> str:
         """Say in one line which checkpoint a failed run has; it may have been deleted."""
         is_local = self._directory.filesystem is None
         for manifest in reversed(self.kept):
@@ -267,6 +273,7 @@ class Committer:
         fault_points.reached("commit.journaled")
         self.kept.append(manifest)
         self._committing.discard(manifest.index)
+        self.handed_over.committed(manifest.index)
         self._on_commit(manifest)
         self._retain()
         given_up = self._staging.bury(self._staging.uncommitted)
@@ -349,6 +356,7 @@ class Committer:
         if self._travelling:
             await asyncio.wait(self._travelling)
         await self._ready.join()
+        await asyncio.to_thread(self.handed_over.tell)
         await asyncio.to_thread(self._directory.set_aside)
         for stage in self._staging.stages():
             self._in_background(remove_tree, stage)

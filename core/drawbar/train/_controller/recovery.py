@@ -95,7 +95,7 @@ class Recovery:
             failed.cause,
             reason=decision.reason,
             path=self._run.directory.location,
-            loads=self._commits.what_loads(),
+            loads=self._commits.what_is_left(),
         )
 
 

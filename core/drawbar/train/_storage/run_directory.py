@@ -17,6 +17,7 @@ node, and checkpoints, journal, logs, stacks and `trainer.pkl` lie in the storag
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from dataclasses import dataclass
@@ -158,6 +159,22 @@ class RunDirectory:
         """Remove the work folder, unless it has what a user has handed over and nobody else has."""
         if self.folder is not None and not self.staging.uncommitted.exists():
             remove_tree(self.path)
+
+    def leave_node(self, rank: int) -> None:
+        """Remove what a rank leaves on a node that is not the driver's, once its log is published.
+
+        All of it stays if a user has handed over files that nobody else has; of a storage that is
+        mounted, but not shared, the logs do.
+        """
+        if self.staging.handed_over():
+            return
+        for place in (self.staging.path, self.path / ".workers", self.path / ".bring.lock"):
+            remove_tree(place)
+        if self.folder is not None:
+            remove_tree(self.log(rank))
+            with contextlib.suppress(OSError):  # the log of another rank, or a file of the user's
+                self.log(rank).parent.rmdir()
+                self.path.rmdir()
 
     # -- its own files
 

@@ -174,9 +174,11 @@ class Worker:
         return take_stack(self._thread)
 
     def leave(self) -> None:
-        """Run the exit handlers of this process, which the caller kills next."""
+        """Run the exit handlers of this process, which the caller kills next, and tidy its node."""
         atexit.unregister(ray.shutdown)  # it would cut off the answer to this call
         atexit._run_exitfuncs()
+        if self._session is not None and self._session.leaves_node:
+            self._session.directory.leave_node(self._session.assignment.ranks.world_rank)
 
 
 def _end_by_sigterm() -> None:
@@ -237,15 +239,19 @@ def within_reach(session: Session, say: Callable[[Message], None]) -> Iterator[N
     try:
         yield
     finally:
-        _publish_log(session.directory, assignment.ranks.world_rank, say)
+        rank = assignment.ranks.world_rank
+        session.leaves_node = _publish_log(session.directory, rank, say)
 
 
-def _publish_log(directory: RunDirectory, rank: int, say: Callable[[Message], None]) -> None:
+def _publish_log(directory: RunDirectory, rank: int, say: Callable[[Message], None]) -> bool:
+    """Put the log where others find it; tells whether it is there, or is to stay on this node."""
     try:
         directory.publish_log(rank)
     except Exception as error:  # whatever the storage raises, it is not how the function ended
         text = f"the log of rank {rank} stays on node {os.uname().nodename}: {error}"
         say(Printed(text=text, stream="stderr"))
+        return False
+    return True
 
 
 def _not_shared(assignment: Assignment) -> str:

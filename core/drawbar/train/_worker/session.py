@@ -71,6 +71,7 @@ class Session:
         self.cache = cache
         self.directory = assignment.directory
         self.checkpoint = assignment.checkpoint
+        self.leaves_node = False  # which does not share the run's directory, and is to be tidied
         self._unshared: UnsharedNode | None = None
         self._label = f"rank_{assignment.ranks.world_rank}"
         self._say = say
