@@ -243,3 +243,39 @@ def test_no_checkpoint_is_named_that_is_not_there_any_more(tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(WorkerGroupError, match=r"no committed checkpoint is there any more"):
         fit(function, tmp_path, {"delete": [0, 1]})
+
+
+@pytest.mark.parametrize("lost", ["manifest", "directory"])
+def test_a_run_whose_newest_checkpoint_is_lost_is_whole_again_when_it_goes_on(
+    tmp_path: Path, lost: str
+) -> None:
+    def function() -> None:
+        for _ in range(2):
+            save("a")
+        if train.get_context().get_attempt() == 0:
+            raise RuntimeError("once")
+
+    with pytest.raises(WorkerGroupError, match="once"):
+        fit(function, tmp_path)
+    newest = tmp_path / "run" / "checkpoint_000001"
+    if lost == "manifest":
+        (newest / ".drawbar.json").write_text("{torn")
+    else:
+        shutil.rmtree(newest)
+    fit(function, tmp_path)
+    check_run(tmp_path / "run")
+
+
+def test_a_folder_in_the_place_of_the_journal_is_named(tmp_path: Path) -> None:
+    journal = tmp_path / "run" / "journal.jsonl"
+    journal.mkdir(parents=True)
+    told = f"{journal} is a folder, where the journal"
+    with pytest.raises(DamagedRunError, match=told):
+        fit(two_steps, tmp_path)
+    with pytest.raises(DamagedRunError, match=told):
+        Result.from_path(tmp_path / "run")
+
+
+def test_the_home_of_a_user_who_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="the home of a user 'no-such-user', whom this machine"):
+        fit(two_steps, Path("~no-such-user/runs"))

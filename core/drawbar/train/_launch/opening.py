@@ -98,7 +98,7 @@ class _Found:
     Attributes:
         events: What has happened.
         intact: The checkpoints that are whole, oldest first.
-        damaged: The names of newer ones, which are not.
+        damaged: The names of newer ones, which are not, or are gone.
         warning: How it goes on, if that is not a matter of course.
     """
 
@@ -133,9 +133,22 @@ def _look(directory: RunDirectory, journal: Journal, resume: Resume) -> _Found:
     if altered:
         others = [part for part in damage if part not in altered]
         state, damage = RunState.DAMAGED, [*others, *altered.values()]
+    lost = _lost(events, intact)
     newest = intact[-1].name if intact else None
     plan = resume_plan(state, resume, path=directory.location, newest=newest, damage=damage)
-    return _Found(events, intact, altered.keys(), plan.warning)
+    return _Found(events, intact, {*altered, *lost}, plan.warning)
+
+
+def _lost(events: list[JournaledEvent], intact: list[Manifest]) -> list[str]:
+    """List the checkpoints that were committed after the newest intact one: they are not whole."""
+    kept: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, CheckpointCommitted):
+            kept[event.name] = event.index
+        elif isinstance(event, CheckpointDeleted):
+            kept.pop(event.name, None)
+    newest = intact[-1].index if intact else -1
+    return [name for name, index in kept.items() if index > newest]
 
 
 def _journal_start(journal: Journal, spec: RunSpec, found: _Found) -> list[JournaledEvent]:

@@ -12,7 +12,7 @@ from typing import IO
 
 import msgspec
 
-from drawbar.train._errors import JournalLockedError
+from drawbar.train._errors import DamagedRunError, JournalLockedError
 from drawbar.train._storage.files import is_open_at, write_atomically
 from drawbar.train._storage.retries import explained, in_bytes
 
@@ -75,6 +75,14 @@ class JournalFile:
         self._file.close()
 
 
+def no_file(path: Path) -> DamagedRunError:
+    """Say that a folder lies where the journal belongs."""
+    return DamagedRunError(
+        f"{path} is a folder, where the journal of a run belongs; move it away, or give the run "
+        "another RunConfig.name"
+    )
+
+
 def _open_locked(path: Path) -> IO[bytes]:
     """Open the journal and take its lock; if it was replaced meanwhile, take the new one's.
 
@@ -87,6 +95,8 @@ def _open_locked(path: Path) -> IO[bytes]:
             file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
         except FileNotFoundError:
             continue
+        except IsADirectoryError:
+            raise no_file(path) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -254,7 +254,7 @@ def locate(path: str | os.PathLike[str], filesystem: Any | None = None) -> Path 
         return _folder(plain, as_pyarrow(filesystem), "")
     scheme = urlsplit(text).scheme if "://" in text else ""
     if not scheme:
-        return Path(text).expanduser().absolute()
+        return _local(text)
     if scheme in ("file", "local"):
         return Path(unquote(urlsplit(text).path)).absolute()
     return _from_uri(text)
@@ -262,8 +262,19 @@ def locate(path: str | os.PathLike[str], filesystem: Any | None = None) -> Path 
 
 def _folder(path: str, filesystem: Any, uri: str) -> Path | Folder:
     if filesystem.type_name == "local":
-        return Path(path).expanduser().absolute()
+        return _local(path)
     return Folder(path.rstrip("/"), filesystem, uri)
+
+
+def _local(path: str) -> Path:
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:
+        user = path.partition("/")[0]
+        raise ValueError(
+            f"the path {path!r} begins at the home of a user {user[1:]!r}, whom this machine does "
+            "not know; write the home out, or a path that does not begin with ~"
+        ) from None
 
 
 def same_filesystem(one: Any, other: Any) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 
 from drawbar.train._storage.checkpoint_store import CheckpointStore
 from drawbar.train._storage.files import remove_tree, write_atomically
-from drawbar.train._storage.journal_file import JOURNAL, JournalFile
+from drawbar.train._storage.journal_file import JOURNAL, JournalFile, no_file
 from drawbar.train._storage.local_checkpoints import LocalCheckpoints
 from drawbar.train._storage.manifest import read_file
 from drawbar.train._storage.published_copy import PublishedCopy
@@ -180,7 +180,10 @@ class RunDirectory:
 
     def read_journal(self) -> bytes | None:
         """Read the journal where it is newest; None if there is no run."""
-        here = read_file(self.path, JOURNAL)
+        try:
+            here = read_file(self.path, JOURNAL)
+        except IsADirectoryError:
+            raise no_file(self.journal) from None
         return here if self._copy is None else self._copy.newer_journal(here)
 
     def catch_up(self, journal: JournalFile) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._storage.checkpoint_store import CheckpointStore
+from drawbar.train._storage.files import holds_own
 from drawbar.train._storage.manifest import Manifest, check_files
 
 HASHED_BYTES = 1_000_000_000
@@ -34,10 +35,11 @@ def pass_over_damaged(
 def set_aside(checkpoints: CheckpointStore, name: str) -> None:
     """Move a damaged checkpoint into the run's folder `broken`, where it takes nobody's name.
 
+    A folder of the user's in its place, which holds nothing of Drawbar's, stays.
     On an object store, which cannot rename, it stays until another one of its name is committed.
     """
     place = checkpoints.place(name)
-    if isinstance(place, Path):
+    if isinstance(place, Path) and place.is_dir() and holds_own(place):
         target = place.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
         target.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # nothing is left of it
