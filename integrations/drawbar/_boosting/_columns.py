@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class Columns:
         taken = {name for _, name in self.roles()}
         return tuple(name for name in names if name not in taken and not _is_index(name))
 
-    def check(self, dataset: str, types: Mapping[str, Any]) -> None:
+    def check(self, dataset: str, types: Mapping[str, pa.DataType | None]) -> None:
         """Check that a dataset has the columns, and that its features can be learned from.
 
         Args:
@@ -93,7 +96,7 @@ class Columns:
         check_types(dataset, types, self)
 
 
-def check_types(dataset: str, types: Mapping[str, Any], columns: Columns) -> None:
+def check_types(dataset: str, types: Mapping[str, pa.DataType | None], columns: Columns) -> None:
     """Check the types of a dataset's columns.
 
     Raises:
@@ -127,7 +130,7 @@ def _is_index(name: str) -> bool:
     return name.startswith("__index_level_") and name.endswith("__")
 
 
-def _is_number(kind: Any) -> bool:
+def _is_number(kind: pa.DataType) -> bool:
     import pyarrow.types as is_type
 
     tests = (is_type.is_integer, is_type.is_floating, is_type.is_boolean, is_type.is_decimal)

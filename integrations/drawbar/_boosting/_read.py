@@ -199,7 +199,7 @@ class _Reader:
             shared=shared,
         )
 
-    def _feature(self, name: str, column: Any) -> Array:
+    def _feature(self, name: str, column: pa.ChunkedArray) -> Array:
         if is_type.is_dictionary(column.type):
             return self._categories(name, column)
         if name not in self._columns.categorical:
@@ -224,7 +224,7 @@ class _Reader:
             )
         self.summary.highest[name] = max(self.summary.highest.get(name, 0), int(known.max()))
 
-    def _categories(self, name: str, column: Any) -> Array:
+    def _categories(self, name: str, column: pa.Array | pa.ChunkedArray) -> Array:
         """Give codes of this rank's own; missing is NaN."""
         known = self._codes.setdefault(name, {})
         pieces = [np.empty(0, dtype=np.float32)]
@@ -235,7 +235,7 @@ class _Reader:
             pieces.append(np.append(here, np.float32(np.nan))[codes])
         return np.concatenate(pieces)
 
-    def _groups(self, column: Any) -> Array:
+    def _groups(self, column: pa.ChunkedArray) -> Array:
         """Number the queries of the next rows."""
         values = column.to_numpy()
         if not len(values):
@@ -279,7 +279,7 @@ class _Reader:
         self._pending = []
 
 
-def numbers(column: Any, *, doubles: bool = False) -> Array:
+def numbers(column: pa.Array | pa.ChunkedArray, *, doubles: bool = False) -> Array:
     """Give an Arrow column as float32, or as float64 if that is asked for and needed; null is NaN.
 
     Integers of more than 16 bits need it, as do doubles and decimals.
@@ -297,7 +297,7 @@ def numbers(column: Any, *, doubles: bool = False) -> Array:
     return np.from_dlpack(floats)  # to_numpy() would import pandas, which takes 0.2 s
 
 
-def _lies_in(column: Any, values: Array) -> bool:
+def _lies_in(column: pa.ChunkedArray, values: Array) -> bool:
     """Whether numbers are a column's own, rather than made of them."""
     return any(
         own is not None and own.address <= values.ctypes.data < own.address + own.size

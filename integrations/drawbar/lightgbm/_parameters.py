@@ -133,7 +133,7 @@ def _check_distributed(params: Mapping[str, Any]) -> None:
             )
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     """Whether LightGBM, which is given all as text, reads a whole number: of 3.0 it does not."""
     try:
         int(str(value))

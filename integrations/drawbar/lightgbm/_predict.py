@@ -12,6 +12,7 @@ from drawbar import _boosting
 from drawbar._boosting import Predictor, predicting
 
 if TYPE_CHECKING:
+    import pandas as pd
     from ray.data import Dataset
 
 
@@ -71,7 +72,7 @@ def _features(booster: Booster, dataset: Dataset) -> list[str]:
     return [known.get(name, name) for name in booster.feature_name()]
 
 
-def _prepared(estimator: Any, features: Any) -> Any:
+def _prepared(estimator: Any, features: pd.DataFrame) -> pd.DataFrame:
     return _with_categories(estimator.booster_, features)
 
 
@@ -81,7 +82,7 @@ def _predictor(model: str, best_iteration: int, options: dict[str, Any]) -> Pred
     return lambda features: booster.predict(_with_categories(booster, features), **options)
 
 
-def _with_categories(booster: Booster, features: Any) -> Any:
+def _with_categories(booster: Booster, features: pd.DataFrame) -> pd.DataFrame:
     """Make categories of plain strings, which LightGBM takes for an error."""
     import pandas as pd
 

@@ -89,7 +89,7 @@ class XGBoostBackend(Backend):
     def __init__(self) -> None:
         self._tracker: RabitTracker | None = None
 
-    def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+    def on_start(self, worker_group: WorkerGroupView, backend_config: XGBoostConfig) -> None:
         """Start a tracker and tell every worker where it is."""
         self._free()
         if len(worker_group) == 1:
@@ -100,7 +100,7 @@ class XGBoostBackend(Backend):
         self._tracker.start()
         worker_group.execute(_remember, self._tracker.worker_args())
 
-    def on_shutdown(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+    def on_shutdown(self, worker_group: WorkerGroupView, backend_config: XGBoostConfig) -> None:
         """End the tracker."""
         self._free()
 

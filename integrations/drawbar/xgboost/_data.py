@@ -7,13 +7,16 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from xgboost import DataIter, DMatrix, ExtMemQuantileDMatrix, QuantileDMatrix
 
 from drawbar._boosting import Block, Shard
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def quantile_matrix(
@@ -90,7 +93,7 @@ class _ShardIterator(DataIter):
             "feature_types": types,
         }
 
-    def _frame(self, block: Block) -> Any:
+    def _frame(self, block: Block) -> pd.DataFrame:
         """Give columns with named categories, which a frame carries into the model.
 
         Arrow's could not be integers.

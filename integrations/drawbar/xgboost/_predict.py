@@ -12,6 +12,7 @@ from drawbar import _boosting
 from drawbar._boosting import Predictor, predicting
 
 if TYPE_CHECKING:
+    import pandas as pd
     from ray.data import Dataset
 
 
@@ -76,7 +77,7 @@ def _predictor(model: bytes, options: dict[str, Any]) -> Predictor:
     return lambda features: booster.predict(_matrix(booster, features), **options)
 
 
-def _matrix(booster: Booster, features: Any) -> DMatrix:
+def _matrix(booster: Booster, features: pd.DataFrame) -> DMatrix:
     """Give a matrix; plain strings, and numbers that are categories, are made such."""
     frame = _with_categories(booster, features)
     plain = any(frame[name].dtype.name != "category" for name in _categorical(booster, frame))
@@ -84,13 +85,13 @@ def _matrix(booster: Booster, features: Any) -> DMatrix:
     return DMatrix(frame, enable_categorical=True, feature_types=types)
 
 
-def _prepared(estimator: Any, features: Any) -> Any:
+def _prepared(estimator: Any, features: pd.DataFrame) -> pd.DataFrame:
     booster = estimator.get_booster()
     booster.set_param({"nthread": 1})
     return _with_categories(booster, features)
 
 
-def _with_categories(booster: Booster, features: Any) -> Any:
+def _with_categories(booster: Booster, features: pd.DataFrame) -> pd.DataFrame:
     """Make categories of plain strings."""
     plain = [
         name
@@ -100,6 +101,6 @@ def _with_categories(booster: Booster, features: Any) -> Any:
     return features.astype(dict.fromkeys(plain, "category"))
 
 
-def _categorical(booster: Booster, features: Any) -> list[str]:
+def _categorical(booster: Booster, features: pd.DataFrame) -> list[str]:
     kinds = zip(features, booster.feature_types or (), strict=False)
     return [name for name, kind in kinds if kind == "c"]
