@@ -36,6 +36,11 @@ class Tracking:
         {"tracking": Tracking(S)},
         {"note": f"api_key={S}, rest"},
         {"header": {"Authorization": f"Bearer {S}"}},
+        {"tokenTwo": S},
+        {"api_key_2": S},
+        {"wandb_key": S},
+        {"auth": ("ann", S)},
+        {"nested": {b"api_key": S}},
         {"license": S},
         {"more": {"license": S}},
     ],
@@ -61,6 +66,7 @@ def test_a_secret_is_nowhere_but_in_the_function(
     [
         {"max_tokens": 5, "pad_token_id": 0, "pad_token": "<pad>", "num_tokens": "many"},
         {"tokens": 3, "token_type": "a", "keys": ["k"], "tokenizer": "bert", "use_secret": True},
+        {"auth": "basic", "sort_key": "k", "key_2": "k", "label_token_ids": [1, 2]},
         {"nested": {"tokens": 3}, "url": "https://host:80/a@b", "monkey": "m", "password": None},
     ],
 )

@@ -11,10 +11,12 @@ HIDDEN = "<secret>"
 # Bounded, as the name of a URL's scheme begins at a word: a config may hold megabytes of text.
 _NAMES = (
     r"[\w-]{0,80}(?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|private[_-]?key"
-    r"|credential|authorization)s?"
+    r"|credential|authorization|(?:wandb|hf|openai|comet|neptune|clearml|aws|s3|gcs|azure)[_-]?key)s?"
+    r"(?:[_-]?(?:\d{1,3}|one|two|three|old|new))?"
 )
 _IS_SECRET = re.compile(_NAMES, re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(?i)\b({_NAMES}['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,)}}\]]+)")
+_PAIRS = ("auth", "basic_auth", "http_auth")  # of a user and a password
 _IN_URL = re.compile(r"\b(\w+://[^\s/:@'\"]*:)[^\s/@'\"]+@")
 _NOT_SECRET = re.compile(r"(?i)(?:num|max|min|n|pad|bos|eos|unk|mask|sep|cls)_\w*tokens?(?:_id)?s?")
 
@@ -23,9 +25,10 @@ def without_secrets(settings: Mapping[str, Any], names: Collection[str] = ()) ->
     """Give settings as reprs, key by key, without what looks like a secret.
 
     That is the value of a key that is among `names` or ends like "token", "secret", "password" or
-    "api_key", at any depth, unless it is a number, a bool or None; and the password in a URL.
+    "api_key", perhaps with a number, at any depth, unless it is a number, a bool or None; the
+    password in a URL; and the second half of an "auth".
     """
-    return {str(key): _shown(str(key), value, names) for key, value in settings.items()}
+    return {_text(key): _shown(_text(key), value, names) for key, value in settings.items()}
 
 
 def _shown(key: str, value: Any, names: Collection[str]) -> Any:
@@ -33,11 +36,17 @@ def _shown(key: str, value: Any, names: Collection[str]) -> Any:
     return HIDDEN if shown is HIDDEN else cleaned(repr(shown))
 
 
+def _text(key: object) -> str:
+    return key.decode(errors="replace") if isinstance(key, bytes) else str(key)
+
+
 def _without_secrets(key: str, value: Any, names: Collection[str]) -> Any:
     if key in names or (looks_secret(key) and not isinstance(value, int | float | None)):
         return HIDDEN
     if type(value) is dict:
-        return {each: _without_secrets(str(each), value[each], names) for each in value}
+        return {each: _without_secrets(_text(each), value[each], names) for each in value}
+    if key.lower() in _PAIRS and type(value) in (list, tuple) and len(value) == 2:
+        return type(value)([value[0], HIDDEN])
     if type(value) in (list, tuple):
         return type(value)(_without_secrets("", each, names) for each in value)
     return value
