@@ -175,8 +175,8 @@ def test_ports_are_not_those_that_the_kernel_gives_out() -> None:
         ({"ports": (20000,)}, "first and the last port"),
         ({"ports": (30000, 20000)}, "first and the last port"),
         ({"ports": (80, 90)}, "1024"),
-        ({"timeout_s": 0}, "more than 0 seconds"),
-        ({"timeout_s": "1"}, "must be a number"),
+        ({"timeout_s": 0}, "must be positive and finite, found 0"),
+        ({"timeout_s": "1"}, "must be seconds or a timedelta"),
     ],
 )
 def test_wrong_settings(options: dict[str, Any], message: str) -> None:

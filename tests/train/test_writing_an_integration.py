@@ -57,5 +57,5 @@ def test_workers_that_average_their_gradients_find_the_line_through_all_points(
 
 
 def test_a_setting_that_cannot_work_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"HubConfig\.timeout_s must be positive, found 0"):
+    with pytest.raises(ValueError, match=r"HubConfig\.timeout_s must be positive .* found 0"):
         hub.HubConfig(timeout_s=0)

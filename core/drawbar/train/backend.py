@@ -17,6 +17,7 @@ from drawbar.train._settings.backend import (
     WorkerGroupView,
     require_package,
 )
+from drawbar.train._settings.checks import require_duration
 from drawbar.train._worker.integration import (
     align_reports,
     collectives_called,
@@ -37,6 +38,7 @@ __all__ = [
     "discard_checkpoint",
     "keep_data_position",
     "report_soon",
+    "require_duration",
     "require_package",
     "retire_process",
 ]

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import ray
 
 from drawbar._boosting import BoostingConfig, worker_threads
 from drawbar.train import collective, get_context
-from drawbar.train.backend import Backend
+from drawbar.train.backend import Backend, require_duration
 
 try:
     import lightgbm  # noqa: F401  # here first, for what the error says
@@ -45,7 +46,8 @@ class LightGBMConfig(BoostingConfig):
         ports: The first and the last TCP port that workers may listen on, as when a firewall lets
             only some through; a node needs one for each of its workers. Default: any free one,
             preferably between 20000 and 29999.
-        timeout_s: How long a worker waits for another, in seconds; LightGBM counts whole minutes.
+        timeout_s: How long a worker waits for another: seconds, or a timedelta; LightGBM counts
+            whole minutes.
         import_sklearn: Whether a worker imports scikit-learn with LightGBM, which takes about a
             second and is what `LGBMClassifier` and the like need. Default: only where code of
             yours runs, as a training function, a callback or a metric.
@@ -62,16 +64,12 @@ class LightGBMConfig(BoostingConfig):
 
     import_pandas: bool | None = None
     ports: tuple[int, int] | None = None
-    timeout_s: float = 1800
+    timeout_s: float | timedelta = 1800
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
-            raise TypeError(f"LightGBMConfig.timeout_s must be a number, found {self.timeout_s!r}")
-        if self.timeout_s <= 0:
-            raise ValueError(
-                f"LightGBMConfig.timeout_s must be more than 0 seconds, found {self.timeout_s}"
-            )
+        seconds = require_duration("LightGBMConfig.timeout_s", self.timeout_s)
+        object.__setattr__(self, "timeout_s", seconds)
         if self.ports is None:
             return
         if len(self.ports) != 2 or not all(isinstance(port, int) for port in self.ports):
@@ -127,6 +125,7 @@ def _network(config: LightGBMConfig) -> Iterator[None]:
         machines = collective.all_gather(f"{own_address()}:{port}")
         time.sleep(_head_start())
         try:
+            assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
             _native.join_network(machines, port, math.ceil(config.timeout_s / 60))
             with reset_unless_it_returns(machines, port):
                 yield

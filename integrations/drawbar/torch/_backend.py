@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Literal, get_args
 
 from drawbar.train import ScalingConfig, get_context
-from drawbar.train.backend import Backend, BackendConfig, LauncherStore
+from drawbar.train.backend import Backend, BackendConfig, LauncherStore, require_duration
 
 try:
     import torch
@@ -44,7 +44,7 @@ class TorchConfig(BackendConfig):
         init_method: "env" also puts the address of the group's store into MASTER_ADDR and
             MASTER_PORT, as torchrun does; "tcp" leaves these variables alone. Either way rank 0
             binds a free port first and tells it after.
-        timeout_s: How long a collective waits for the other ranks, in seconds.
+        timeout_s: How long a collective waits for the other ranks: seconds, or a timedelta.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
@@ -52,7 +52,7 @@ class TorchConfig(BackendConfig):
 
     backend: str | None = None
     init_method: InitMethod = "env"
-    timeout_s: float = 1800
+    timeout_s: float | timedelta = 1800
 
     def __post_init__(self) -> None:
         if self.backend is not None and not isinstance(self.backend, str):
@@ -61,12 +61,8 @@ class TorchConfig(BackendConfig):
             raise ValueError(
                 f"TorchConfig.init_method must be 'env' or 'tcp', found {self.init_method!r}"
             )
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
-            raise TypeError(f"TorchConfig.timeout_s must be a number, found {self.timeout_s!r}")
-        if self.timeout_s <= 0:
-            raise ValueError(
-                f"TorchConfig.timeout_s must be more than 0 seconds, found {self.timeout_s}"
-            )
+        seconds = require_duration("TorchConfig.timeout_s", self.timeout_s)
+        object.__setattr__(self, "timeout_s", seconds)
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -122,6 +118,7 @@ def _set_up(config: TorchConfig) -> Iterator[None]:
         use_given_threads()
         accelerate_anew()
         device = _use_device(required="nccl" in backend)
+        assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
         timeout = timedelta(seconds=config.timeout_s)
         publish = config.init_method == "env" and not met_by_torchrun()
         with process_group(backend, timeout, device, publish=publish), said_if_apart():

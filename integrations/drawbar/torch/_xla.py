@@ -85,6 +85,7 @@ def _set_up(config: TorchXLAConfig) -> Iterator[None]:
         set_variable(
             "TORCHELASTIC_RUN_ID", context.get_run_id()
         )  # how torch-neuronx knows a launcher
+        assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
         if context.get_local_world_size() < context.get_world_size():
             _set_defaults(_FABRIC)
         if config.neuron_parallel_compile:

@@ -11,16 +11,18 @@ whoever finds no tracker tries again for ten seconds, and would not be kept for 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import ray
 
 from drawbar._boosting import BoostingConfig
 from drawbar.train import get_context
-from drawbar.train.backend import Backend, WorkerGroupView
+from drawbar.train.backend import Backend, WorkerGroupView, require_duration
 
 try:
     from xgboost import collective
@@ -42,7 +44,8 @@ class XGBoostConfig(BoostingConfig):
 
     Args:
         xgboost_communicator: Only "rabit" is known.
-        timeout_s: How long a collective waits for the other ranks, in whole seconds.
+        timeout_s: How long a collective waits for the other ranks: seconds, or a timedelta; XGBoost
+            counts whole seconds.
         import_sklearn: Whether a worker imports scikit-learn with XGBoost, which takes about a
             second and is what `XGBClassifier` and the like need. Default: only where code of
             yours runs, as a training function, a callback or a metric.
@@ -55,7 +58,7 @@ class XGBoostConfig(BoostingConfig):
     oldest: ClassVar[tuple[int, int]] = (3, 1)  # keeps the names of categories in the model
 
     xgboost_communicator: str = "rabit"
-    timeout_s: int = 1800
+    timeout_s: float | timedelta = 1800
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,12 +67,8 @@ class XGBoostConfig(BoostingConfig):
                 "XGBoostConfig.xgboost_communicator must be 'rabit', "
                 f"found {self.xgboost_communicator!r}"
             )
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int):
-            raise TypeError(f"XGBoostConfig.timeout_s must be an int, found {self.timeout_s!r}")
-        if self.timeout_s < 1:
-            raise ValueError(
-                f"XGBoostConfig.timeout_s must be at least 1 second, found {self.timeout_s}"
-            )
+        seconds = require_duration("XGBoostConfig.timeout_s", self.timeout_s)
+        object.__setattr__(self, "timeout_s", seconds)
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -126,9 +125,10 @@ def _communicator(config: XGBoostConfig) -> Iterator[None]:
     if context.get_world_size() == 1:
         yield
         return
+    assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
     task = f"{context.get_world_rank():08d}"
     made = collective.CommunicatorContext(
-        **_tracker_args, dmlc_task_id=task, dmlc_timeout=config.timeout_s
+        **_tracker_args, dmlc_task_id=task, dmlc_timeout=math.ceil(config.timeout_s)
     )
     made.__enter__()
     try:

@@ -620,7 +620,7 @@ async def coroutine(checkpoint: Checkpoint) -> dict[str, Any]:
         (lambda: ValidationTaskConfig(timeout_s=math.inf), "timeout_s must be positive and finite"),
         (
             lambda: ValidationTaskConfig(timeout_s="1"),  # type: ignore[arg-type]
-            "ValidationTaskConfig.timeout_s must be seconds or None, found '1' (str)",
+            "ValidationTaskConfig.timeout_s must be seconds, a timedelta or None, found '1' (str)",
         ),
         (
             lambda: DataParallelTrainer(save_with(), validation_config=squared),  # type: ignore[arg-type]

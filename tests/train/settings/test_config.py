@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drawbar.lightgbm import LightGBMConfig
+from drawbar.torch import TorchConfig
 from drawbar.train import (
     CheckpointConfig,
     DataConfig,
@@ -19,7 +22,9 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
     UserCallback,
+    ValidationTaskConfig,
 )
+from drawbar.xgboost import XGBoostConfig
 
 WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     (ScalingConfig, "num_workers", "2", "must be an int, found '2' \\(str\\)"),
@@ -41,9 +46,9 @@ WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     (FailureConfig, "max_preemption_failures", 1.0, "must be an int, found 1.0"),
     (FailureConfig, "max_startup_failures", None, "must be an int, found None"),
     (FailureConfig, "keep_survivors", "yes", "must be bool, found 'yes' \\(str\\)"),
-    (FailureConfig, "hang_timeout", "10s", "must be a timedelta, seconds or None, found '10s'"),
-    (FailureConfig, "quiet_notice", "10s", "must be a timedelta, seconds or None, found '10s'"),
-    (FailureConfig, "hang_timeout", True, "must be a timedelta, seconds or None, found True"),
+    (FailureConfig, "hang_timeout", "10s", "must be seconds, a timedelta or None, found '10s'"),
+    (FailureConfig, "quiet_notice", "10s", "must be seconds, a timedelta or None, found '10s'"),
+    (FailureConfig, "hang_timeout", True, "must be seconds, a timedelta or None, found True"),
     (CheckpointConfig, "num_to_keep", "all", "must be an int, found 'all'"),
     (CheckpointConfig, "checkpoint_score_attribute", 1, "must be str, found 1"),
     (CheckpointConfig, "durable", 1, "must be bool, found 1"),
@@ -92,10 +97,10 @@ WRONG_VALUES: list[tuple[type, str, Any, str]] = [
     (FailureConfig, "max_failures", -2, "must be at least -1, found -2"),
     (FailureConfig, "max_preemption_failures", -2, "must be at least -1, found -2"),
     (FailureConfig, "max_startup_failures", -2, "must be at least -1, found -2"),
-    (FailureConfig, "hang_timeout", 0, "must be positive, found 0:00:00"),
-    (FailureConfig, "hang_timeout", timedelta(seconds=-1), "must be positive, found -1 day"),
-    (FailureConfig, "hang_timeout", float("nan"), "must be finite, found nan; None"),
-    (FailureConfig, "hang_timeout", float("inf"), "must be finite, found inf; None"),
+    (FailureConfig, "hang_timeout", 0, "must be positive and finite, found 0; None waits"),
+    (FailureConfig, "hang_timeout", timedelta(seconds=-1), "positive and finite, found -1 day"),
+    (FailureConfig, "hang_timeout", float("nan"), "positive and finite, found nan; None"),
+    (FailureConfig, "hang_timeout", float("inf"), "positive and finite, found inf; None"),
     (CheckpointConfig, "num_to_keep", 0, "must be at least 1, found 0"),
     (CheckpointConfig, "checkpoint_score_order", "lowest", "one of 'max', 'min', found 'lowest'"),
     (LoggingConfig, "log_level", "LOUD", "must be one of 'DEBUG', .* found 'LOUD'"),
@@ -220,6 +225,13 @@ def test_a_label_selector_is_for_all_or_for_each() -> None:
     each = [{"zone": "a"}, {"zone": "b"}]
     assert ScalingConfig(num_workers=2, label_selector=each).selectors == each
     assert ScalingConfig(num_workers=2).selectors == []
+
+
+@pytest.mark.parametrize("made", [TorchConfig, XGBoostConfig, LightGBMConfig, ValidationTaskConfig])
+def test_a_duration_is_seconds_or_a_timedelta(made: Callable[..., Any]) -> None:
+    assert made(timeout_s=90).timeout_s == made(timeout_s=timedelta(minutes=1.5)).timeout_s == 90
+    with pytest.raises(ValueError, match="timeout_s must be positive and finite, found 1e\\+300"):
+        made(timeout_s=1e300)
 
 
 def test_seconds_become_a_timedelta() -> None:

@@ -181,7 +181,7 @@ def said(hidden: Path, drivers: Drivers) -> Said:
 
 def test_what_is_too_large_to_travel_is_refused_at_once(hidden: Path, said: Said) -> None:
     assert "StorageError: rank_" in said.out, said.err
-    assert f"has 1.0 GB ({LIMIT + 1} bytes) for checkpoint checkpoint_000000" in said.out
+    assert f"has 1 GB ({LIMIT + 1} bytes) for checkpoint checkpoint_000000" in said.out
     assert f"does not share {hidden}/large with the driver's node" in said.out
     assert "The run ends: it would fail again in the same way" in said.out
     assert Result.from_path(hidden / "large").checkpoint is None

@@ -17,7 +17,6 @@ from drawbar.train._console.views import (
     Streams,
     View,
     live_view,
-    readable_size,
     shown_metrics,
 )
 from drawbar.train._history.events import (
@@ -38,6 +37,7 @@ from drawbar.train._history.events import (
 )
 from drawbar.train._messages import Printed
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
+from drawbar.train._storage.sizes import readable_size
 
 logger = logging.getLogger(__name__)
 

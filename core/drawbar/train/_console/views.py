@@ -69,15 +69,6 @@ def _short(value: object) -> str:
         return ""
 
 
-def readable_size(nbytes: int) -> str:
-    amount = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} TB"
-
-
 class Streams:
     """Where lines go. `sys.stdout` and `sys.stderr` are looked up each time: tests replace them."""
 

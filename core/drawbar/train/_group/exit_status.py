@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from drawbar.train._storage.sizes import readable_size
+
 _FATAL_ERROR = "Fatal Python error: "
 _MAX_CRASH_LINES = 40
 
@@ -116,16 +118,12 @@ def _without_status(report: ExitReport | None, crash: str) -> str:
 def _who_killed(report: ExitReport | None) -> str:
     if report is None:
         return ""
-    memory = f", last RSS {_size(report.rss)}" if report.rss else ""
+    memory = f", last RSS {readable_size(report.rss)}" if report.rss else ""
     if report.oom_kill:
         return f", by the kernel's OOM killer: the cgroup's oom_kill count rose{memory}"
     if report.oom_kill is None:
         return f", from outside{memory}"
     return f", from outside, not by the kernel's OOM killer (its count did not rise){memory}"
-
-
-def _size(number: int) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
 
 
 def _signal_name(number: int) -> str:

@@ -19,6 +19,7 @@ from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._handle.hosted_run import attached, hosted_runs
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import Snapshot, Timeline
+from drawbar.train._settings.checks import require_duration
 from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._storage.journal_file import is_held
 from drawbar.train._storage.run_directory import RunDirectory, open_directory
@@ -183,11 +184,16 @@ class RunHandle:
             timeout: Seconds, or a timedelta; None waits without limit.
 
         Raises:
+            TypeError, ValueError: `timeout` is no duration.
             TimeoutError: It is not over yet. It goes on.
             TrainingFailedError: The run failed; its subclass and message say why.
             UserAbort: Ctrl-C.
         """
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = None
+        if timeout is not None:
+            seconds = require_duration(
+                "timeout", timeout, none_means="waits without limit", may_be_zero=True
+            )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = 0
         with _diagnosis_on_signal(self._run.diagnose):

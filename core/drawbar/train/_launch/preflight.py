@@ -23,6 +23,7 @@ from typing import Any
 
 from drawbar.train._carry import carry
 from drawbar.train._settings.checks import check_runs_when_called, name_of, warn_caller
+from drawbar.train._storage.sizes import readable_size
 
 LARGE_PICKLE = 100_000_000
 """Bytes of a pickled training function above which `check_function_pickles` warns."""
@@ -153,12 +154,14 @@ def _too_large(function: Callable[..., Any], size: int) -> str:
     captured = sorted(
         _sizes(name_of(function), _code(function), _SEARCH_DEPTH, set()), reverse=True
     )
-    largest = [f"{path} ({kind}, {_megabytes(n)})" for n, path, kind in captured if n > size // 100]
+    largest = [
+        f"{path} ({kind}, {readable_size(n)})" for n, path, kind in captured if n > size // 100
+    ]
     return (
-        f"{name_of(function)} takes {_megabytes(size)} when pickled, and every worker loads all of "
-        f"it. The largest that it captures: {', '.join(largest[:3])}. Load it inside the training "
-        "function, pass it as datasets=, or put it in the object store with ray.put and pass the "
-        "reference"
+        f"{name_of(function)} takes {readable_size(size)} when pickled, and every worker loads all "
+        f"of it. The largest that it captures: {', '.join(largest[:3])}. Load it inside the "
+        "training function, pass it as datasets=, or put it in the object store with ray.put and "
+        "pass the reference"
     )
 
 
@@ -254,7 +257,3 @@ def _join(name: str) -> str:
 def _type_name(value: object) -> str:
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.0f} MB"

@@ -9,11 +9,14 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence, Set
+from datetime import timedelta
 from pathlib import PurePath
 from typing import Any
 
 from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.secrets import cleaned
+
+_LONGEST = timedelta.max.total_seconds()
 
 
 class ShowsWhatWasSet(ExplainsItsArguments):
@@ -72,6 +75,31 @@ def require_int(name: str, value: object, *, at_least: int) -> None:
         raise TypeError(f"{name} must be an int, found {value!r} ({type(value).__name__})")
     if value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, found {value}")
+
+
+def require_duration(
+    name: str, value: object, *, none_means: str = "", may_be_zero: bool = False
+) -> float:
+    """Check a duration, which is a number of seconds or a timedelta, and give it in seconds.
+
+    Args:
+        name: Of the setting or argument, such as "TorchConfig.timeout_s".
+        value: What was given.
+        none_means: What None says, where that is allowed, for the message; the caller looks for it.
+        may_be_zero: Whether no time at all is a duration.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: It is not positive, or not finite.
+    """
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        kinds = "seconds, a timedelta or None" if none_means else "seconds or a timedelta"
+        raise TypeError(f"{name} must be {kinds}, found {value!r} ({type(value).__name__})")
+    if not 0 < seconds <= _LONGEST and not (may_be_zero and seconds == 0):
+        hint = f"; None {none_means}" if none_means else ""
+        raise ValueError(f"{name} must be positive and finite, found {value}{hint}")
+    return float(seconds)
 
 
 def require_choice(name: str, value: object, choices: Sequence[object]) -> None:

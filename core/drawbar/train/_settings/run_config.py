@@ -7,7 +7,6 @@ starts.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
@@ -19,6 +18,7 @@ from drawbar.train._settings.checks import (
     check_run_name,
     is_list_of,
     require_choice,
+    require_duration,
     require_int,
     require_type,
     warn_caller,
@@ -138,18 +138,8 @@ class FailureConfig(ShowsWhatWasSet):
         name, timeout = f"FailureConfig.{field_name}", getattr(self, field_name)
         if timeout is None:
             return
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float | timedelta):
-            raise TypeError(
-                f"{name} must be a timedelta, seconds or None, "
-                f"found {timeout!r} ({type(timeout).__name__})"
-            )
-        if isinstance(timeout, int | float):
-            if not math.isfinite(timeout):
-                raise ValueError(f"{name} must be finite, found {timeout}; None {none_means}")
-            timeout = timedelta(seconds=timeout)
-            object.__setattr__(self, field_name, timeout)
-        if timeout <= timedelta(0):
-            raise ValueError(f"{name} must be positive, found {timeout}")
+        seconds = require_duration(name, timeout, none_means=none_means)
+        object.__setattr__(self, field_name, timedelta(seconds=seconds))
 
 
 _FUNCTION_SAVES = (

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -21,6 +21,7 @@ from drawbar.train._settings.checks import (
     ShowsWhatWasSet,
     check_runs_when_called,
     fields_of,
+    require_duration,
     require_int,
     require_type,
 )
@@ -45,31 +46,22 @@ class ValidationTaskConfig(ShowsWhatWasSet):
     Args:
         fn_kwargs: Keyword arguments for the validation function: a JSON-able dict, since it is kept
             with the checkpoint. The function gets it as JSON gives it back: tuples are lists.
-        timeout_s: How many seconds the function may take, waiting for resources not counted. None
-            sets no limit.
+        timeout_s: How long the function may take, in seconds or as a timedelta, waiting for
+            resources not counted. None sets no limit.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range; the message says which.
     """
 
     fn_kwargs: dict[str, Any] | None = None
-    timeout_s: float | None = None
+    timeout_s: float | timedelta | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fn_kwargs", _as_json(self.fn_kwargs))
-        timeout = self.timeout_s
-        if timeout is None:
-            return
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-            raise TypeError(
-                "ValidationTaskConfig.timeout_s must be seconds or None, "
-                f"found {timeout!r} ({type(timeout).__name__})"
-            )
-        if not 0 < timeout < math.inf:
-            raise ValueError(
-                f"ValidationTaskConfig.timeout_s must be positive and finite, found {timeout}; "
-                "None sets no limit"
-            )
+        if self.timeout_s is not None:
+            name = "ValidationTaskConfig.timeout_s"
+            seconds = require_duration(name, self.timeout_s, none_means="sets no limit")
+            object.__setattr__(self, "timeout_s", seconds)
 
 
 @dataclass(frozen=True, repr=False)
@@ -194,6 +186,7 @@ def asked_for(
 
 def _with_config(validation: Validation, config: ValidationTaskConfig) -> Validation:
     """Give the validation with what a config says."""
+    assert not isinstance(config.timeout_s, timedelta)  # ValidationTaskConfig makes it seconds
     return msgspec.structs.replace(
         validation,
         fn_kwargs={**validation.fn_kwargs, **(config.fn_kwargs or {})},

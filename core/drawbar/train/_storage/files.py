@@ -17,7 +17,8 @@ import msgspec
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._storage import fault_points
-from drawbar.train._storage.retries import explained, in_bytes
+from drawbar.train._storage.retries import explained
+from drawbar.train._storage.sizes import in_bytes
 
 _LEADS_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|\0")
 

@@ -14,7 +14,8 @@ import msgspec
 
 from drawbar.train._errors import DamagedRunError, JournalLockedError
 from drawbar.train._storage.files import is_open_at, write_atomically
-from drawbar.train._storage.retries import explained, in_bytes
+from drawbar.train._storage.retries import explained
+from drawbar.train._storage.sizes import in_bytes
 
 JOURNAL = "journal.jsonl"
 

@@ -72,7 +72,7 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             status=ReportedCheckpointStatus.VALIDATION_TIMEOUT,
-            error=f"it took longer than timeout_s={self.timeout_s}",
+            error=f"it took longer than timeout_s={self.timeout_s:g}",
         )
 
 

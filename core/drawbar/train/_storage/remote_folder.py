@@ -16,7 +16,8 @@ from urllib.parse import unquote, urlsplit
 
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.files import FileEntry, check_stays_inside
-from drawbar.train._storage.retries import in_bytes, retrying
+from drawbar.train._storage.retries import retrying
+from drawbar.train._storage.sizes import in_bytes
 
 T = TypeVar("T")
 

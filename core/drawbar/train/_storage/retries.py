@@ -101,11 +101,3 @@ def told_when_slow(what: str) -> Iterator[None]:
         yield
     finally:
         done.set()
-
-
-def in_bytes(count: int) -> str:
-    """Give a number of bytes as people read it, and exactly."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit} ({count} bytes)"
-    return f"{count} bytes"

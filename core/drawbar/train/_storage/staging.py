@@ -20,7 +20,8 @@ from pathlib import Path
 from drawbar.train._storage import fault_points
 from drawbar.train._storage import files as _files
 from drawbar.train._storage.files import FileEntry
-from drawbar.train._storage.retries import explained, in_bytes
+from drawbar.train._storage.retries import explained
+from drawbar.train._storage.sizes import in_bytes
 
 _logger = logging.getLogger("drawbar.train")
 

@@ -11,10 +11,12 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
+from drawbar.train._settings.checks import require_duration
 from drawbar.train._settings.data_config import TRAIN_DATASET_KEY
 from drawbar.train._settings.validation_config import ValidationTaskConfig
 from drawbar.train._storage.checkpoint import Checkpoint
@@ -276,7 +278,7 @@ class ReportedCheckpoint(NamedTuple):
 
 def get_all_reported_checkpoints(
     consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED,
-    timeout_s: float | None = None,
+    timeout_s: float | timedelta | None = None,
 ) -> list[ReportedCheckpoint]:
     """List the committed checkpoints that are still kept, oldest first.
 
@@ -286,17 +288,22 @@ def get_all_reported_checkpoints(
     Args:
         consistency_mode: COMMITTED waits for the commits of this rank's reports, VALIDATED for the
             validations too.
-        timeout_s: How long to wait, in seconds; then the list is given as it is, with validations
-            that are still pending. None waits without limit.
+        timeout_s: How long to wait, in seconds or as a timedelta; then the list is given as it is,
+            with validations that are still pending. None waits without limit.
 
     Raises:
         RuntimeError: Called outside a training function.
-        TypeError: `consistency_mode` is not a `CheckpointConsistencyMode`.
+        TypeError, ValueError: `consistency_mode` is not a `CheckpointConsistencyMode`, or
+            `timeout_s` no duration.
     """
     if not isinstance(consistency_mode, CheckpointConsistencyMode):
         raise TypeError(
             "consistency_mode must be a CheckpointConsistencyMode, "
             f"found {consistency_mode!r}; write CheckpointConsistencyMode.COMMITTED"
+        )
+    if timeout_s is not None:
+        timeout_s = require_duration(
+            "timeout_s", timeout_s, none_means="waits without limit", may_be_zero=True
         )
     session = current_session("get_all_reported_checkpoints")
     return [

@@ -1,0 +1,25 @@
+import pytest
+
+from drawbar.train._storage.sizes import in_bytes, readable_size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_400, "999 kB"),
+        (999_900, "1 MB"),
+        (1_234_567, "1.23 MB"),
+        (3_100_000_000, "3.1 GB"),
+        (5 * 10**12, "5 TB"),
+        (5 * 10**15, "5e+03 TB"),
+    ],
+)
+def test_a_number_of_bytes_is_shown_in_the_unit_that_suits_it(nbytes: int, shown: str) -> None:
+    assert readable_size(nbytes) == shown
+
+
+def test_a_size_that_is_looked_into_is_exact_too() -> None:
+    assert (in_bytes(5), in_bytes(90_000)) == ("5 bytes", "90 kB (90000 bytes)")
