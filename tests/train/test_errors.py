@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -28,6 +29,7 @@ from drawbar.train import (
     _errors,
 )
 from drawbar.train._errors import FailureKind, root_cause_first
+from tests.train.local_runs import fit
 
 FAILURE = WorkerFailure(
     rank=1,
@@ -168,3 +170,22 @@ def at(time: float, rank: int, kind: FailureKind = "exception") -> WorkerFailure
 )
 def test_the_root_cause_comes_first(failures: list[WorkerFailure], ranks: list[int]) -> None:
     assert [failure.rank for failure in root_cause_first(failures)] == ranks
+
+
+def test_of_a_very_long_message_the_middle_is_in_the_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message = f"{'a' * 60_000}{'b' * 60_000}"
+
+    def function() -> None:
+        raise ValueError(message)
+
+    with pytest.raises(WorkerGroupError) as caught:
+        fit(function, tmp_path)
+    told = str(caught.value)
+    assert len(told) + len("".join(capfd.readouterr())) < 60_000
+    assert "[... 119012 characters are left out ...]" in told  # of the headline
+    assert message not in told
+    (failure,) = caught.value.failures
+    assert failure.message == message
+    assert message in Path(failure.log_path).read_text()

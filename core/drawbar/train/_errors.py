@@ -62,7 +62,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
         message = self.message.strip()
         first_line = f"{self.type_name}: {message}".splitlines()[0] if message else self.type_name
         who = f"rank {self.rank}: " if self.rank >= 0 else ""
-        return f"{who}{first_line}" + (f" ({self.where})" if self.where else "")
+        return who + shortened(first_line, 1_000) + (f" ({self.where})" if self.where else "")
 
     def summary(self) -> str:
         """Give the failure in short: headline, process, reports made and log file."""
@@ -74,14 +74,30 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
     def describe(self) -> str:
-        """Give the failure in full: its summary, and the traceback or the rest of the message."""
+        """Give the failure in full: its summary, and the traceback or the rest of the message.
+
+        Of more than `SHOWN_CHARS` the middle is left out; the rank's log has it then.
+        """
         lines = [self.summary()]
         rest = self.message.strip().splitlines()[1:]
         if rest and not self.traceback:
-            lines += [f"  {line}" for line in rest]
+            lines += [f"  {line}" for line in shortened("\n".join(rest)).splitlines()]
         if self.traceback:
-            lines += ["", *(f"  {line}" for line in self.traceback.rstrip().splitlines())]
+            told = shortened(self.traceback.rstrip())
+            lines += ["", *(f"  {line}" for line in told.splitlines())]
         return "\n".join(lines)
+
+
+SHOWN_CHARS = 20_000
+"""How much of what a rank raised is shown."""
+
+
+def shortened(text: str, limit: int = SHOWN_CHARS) -> str:
+    """Give a text of no more than about `limit` characters, without its middle if it has more."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters are left out ...] {text[-half:]}"
 
 
 def root_cause_first(failures: Sequence[WorkerFailure]) -> list[WorkerFailure]:

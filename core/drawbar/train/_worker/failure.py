@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from traceback import StackSummary, TracebackException
 
 from drawbar.train._carry import keep
-from drawbar.train._errors import FailureKind, StorageError, WorkerFailure
+from drawbar.train._errors import SHOWN_CHARS, FailureKind, StorageError, WorkerFailure
 from drawbar.train._messages import Assignment
 from drawbar.train._worker.user_code import is_drawbars, users_lines
 
@@ -21,6 +23,9 @@ def describe_exception(
     """Describe what a training function, or the set-up before it, raised: now, if not said when."""
     now = raised_at or time.time()  # the earliest counts as the cause: what follows takes its time
     told, where = _account_of(error)
+    log = assignment.directory.log(assignment.ranks.world_rank)
+    if len(told) > SHOWN_CHARS:
+        _write_whole(told, log)
     return WorkerFailure(
         rank=assignment.ranks.world_rank,
         kind=_kind_of(error),
@@ -32,9 +37,15 @@ def describe_exception(
         pid=os.getpid(),
         time=now,
         reports=reports,
-        log_path=str(assignment.directory.log(assignment.ranks.world_rank)),
+        log_path=str(log),
         pickled=_pickled(error),
     )
+
+
+def _write_whole(told: str, log: Path) -> None:
+    """Write what is too long to be shown where the failure says that all output is."""
+    with contextlib.suppress(OSError), open(log, "a", errors="backslashreplace") as file:
+        file.write(told)
 
 
 def describe_validation_failure(error: BaseException) -> str:
