@@ -58,7 +58,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     Where gradients are not scaled, that is without float16, the optimizer itself comes back.
     """
     precision = _current()
-    return ScaledOptimizer(optimizer, precision) if precision.scaler.is_enabled() else optimizer
+    return ScaledOptimizer(optimizer, precision) if precision.is_enabled() else optimizer
 
 
 def backward(tensor: torch.Tensor) -> None:
@@ -70,18 +70,19 @@ def autocast_forward(model: nn.Module) -> None:
     """Have a model compute in the precision chosen by `accelerate` and give results in float32."""
     precision = _current()
     if precision.dtype is not None:
-        hooks = _AutocastHooks(precision.device.type, precision.dtype)
+        hooks = _AutocastHooks(precision.device_type, precision.dtype)
         model.register_forward_pre_hook(hooks.enter)
         model.register_forward_hook(hooks.leave, always_call=True)
 
 
-class Precision:
-    """The precision of a training function: a dtype, or None for full precision, and its scaler."""
+class Precision(torch.amp.GradScaler):
+    """Torch's gradient scaler, and beside it the dtype to compute in; None is full precision."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        self.device = device
+        # Only float16 has so few exponents that small gradients would be lost unscaled.
+        super().__init__(device.type, enabled=dtype is torch.float16)
+        self.device_type = device.type
         self.dtype = dtype
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
         self._stepped = False
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -90,14 +91,14 @@ class Precision:
         The scale changes only here, so that several optimizers can step under the same one.
         """
         if self._stepped:
-            self.scaler.update()
+            self.update()
             self._stepped = False
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's is untyped
+        self.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's is untyped
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale the gradients and take a step, unless one is not finite."""
         self._stepped = True
-        self.scaler.step(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
 
 class ScaledOptimizer(torch.optim.Optimizer):
