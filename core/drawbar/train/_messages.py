@@ -225,11 +225,13 @@ class CheckpointsAsked(msgspec.Struct, frozen=True, kw_only=True):
     number.
 
     `until` says what the answer waits for. None: nothing, not even if the same question was to wait
-    before.
+    before. `timed`: the rank waits for so long only, and then goes on. `where` is the line.
     """
 
     number: int
     until: CheckpointConsistencyMode | None
+    timed: bool = False
+    where: str = ""
 
 
 class Discarded(msgspec.Struct, frozen=True, kw_only=True):

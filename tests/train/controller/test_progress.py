@@ -8,7 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 from drawbar.train._controller.progress import Progress, Round
-from drawbar.train._messages import CollectiveCalled, CollectiveKind, Offer, Reported
+from drawbar.train._messages import (
+    CheckpointConsistencyMode,
+    CheckpointsAsked,
+    CollectiveCalled,
+    CollectiveKind,
+    Offer,
+    Reported,
+)
 from drawbar.train._storage.files import FileEntry
 
 
@@ -44,6 +51,47 @@ def call(sequence: int = 0, kind: CollectiveKind = "barrier") -> CollectiveCalle
 
 def shares(complete: Round) -> dict[int, list[str]]:
     return {rank: [file.path for file in files] for rank, files in complete.shares.items()}
+
+
+def asks(*, timed: bool = False) -> CheckpointsAsked:
+    until = CheckpointConsistencyMode.COMMITTED
+    return CheckpointsAsked(number=0, until=until, timed=timed, where="t.py:7")
+
+
+# -- the list of checkpoints
+
+
+def test_the_list_waits_for_the_reports_of_all_that_go_on() -> None:
+    progress = Progress(world_size=2, first_index=4)
+    progress.reported(1, report(4))
+    assert progress.collecting(5)
+    progress.reported(0, report(4))
+    assert not progress.collecting(5)
+    progress.reported(1, report(5))
+    progress.finished(0)
+    assert not progress.collecting(6)
+
+
+def test_a_list_that_can_never_come_is_proved() -> None:
+    progress = Progress(world_size=2, first_index=0)
+    progress.reported(1, report(0))
+    progress.asked(1, asks())
+    assert progress.divergence() is None
+    progress.called(0, call())
+    assert progress.divergence() == (
+        "rank 0 waits in collective #0 (barrier) at t.py:90; "
+        "rank 1 waits in get_all_reported_checkpoints() for report #0 at t.py:7"
+    )
+    progress.answered(1)
+    assert progress.divergence() is None
+
+
+def test_one_that_is_waited_for_so_long_only_is_none() -> None:
+    progress = Progress(world_size=2, first_index=0)
+    progress.reported(1, report(0))
+    progress.asked(1, asks(timed=True))
+    progress.called(0, call())
+    assert progress.divergence() is None
 
 
 # -- rounds

@@ -34,6 +34,30 @@ def test_ranks_that_reported_unequally_often_meet_again(run_config: RunConfig) -
     assert result.return_values == [["0", "1", "2"]] * 3
 
 
+def test_ranks_that_decide_by_the_list_decide_alike(run_config: RunConfig) -> None:
+    def function() -> list[int]:
+        rank, lengths = get_context().get_world_rank(), []
+        for step in range(20):
+            if rank == 0:
+                save(f"{step}")
+            else:
+                train.report({"step": step})
+            lengths.append(len(train.get_all_reported_checkpoints()))
+        return lengths
+
+    result = run_in_threads(function, num_workers=3, run_config=run_config)
+    assert result.return_values == [[*range(1, 21)]] * 3
+
+
+def test_a_rank_that_has_finished_is_not_waited_for(run_config: RunConfig) -> None:
+    def function() -> int:
+        if get_context().get_world_rank() == 1:
+            train.report({})
+        return len(train.get_all_reported_checkpoints())
+
+    assert run_in_threads(function, run_config=run_config).return_values == [0, 0]
+
+
 def test_a_discarded_checkpoint_is_gone_but_never_the_newest(run_config: RunConfig) -> None:
     def function() -> list[str]:
         for name in "abc":

@@ -207,7 +207,9 @@ class Attempt:
             case CheckpointsAsked():
                 reports = self._progress.ranks[rank].reports
                 self._questions[rank, message.number] = _Question(message.until, before=reports)
+                self._progress.asked(rank, message)
                 self.answer_questions()
+                self._check_divergence()
             case Discarded():
                 self._commits.discard(message.name)
             case DiagnosisAsked():
@@ -219,6 +221,7 @@ class Attempt:
                 if message.value_error:
                     self._emit(Notice(f"rank {rank}: {message.value_error}"))
                 self._progress.finished(rank)
+                self.answer_questions()
                 self._check_divergence()
                 if self.finished:
                     self._is_over.set()
@@ -265,6 +268,7 @@ class Attempt:
         for (rank, number), question in list(self._questions.items()):
             if self._is_settled(question):
                 del self._questions[rank, number]
+                self._progress.answered(rank)
                 self._order(
                     rank, CheckpointsAnswer(number=number, checkpoints=self._commits.listing())
                 )
@@ -337,6 +341,7 @@ class Attempt:
                 world_size=len(self.workers),
                 order=self._order,
             )
+        self.answer_questions()
         if report.offer is not None:
             self._check_divergence()
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from drawbar.train._messages import CollectiveCalled, Offer, Reported
+from drawbar.train._messages import CheckpointsAsked, CollectiveCalled, Offer, Reported
 from drawbar.train._storage.files import FileEntry
 
 
@@ -81,6 +81,7 @@ class RankProgress:
     collectives: int = 0
     waits_for_report: Reported | None = None
     waits_in_collective: CollectiveCalled | None = None
+    waits_for_rounds: CheckpointsAsked | None = None
     finished: bool = False
 
     def stands_at(self) -> str:
@@ -91,6 +92,11 @@ class RankProgress:
         if self.waits_for_report is not None:
             report = self.waits_for_report
             return f"waits for report #{report.index} with a checkpoint at {report.where}"
+        if self.waits_for_rounds is not None:
+            where = self.waits_for_rounds.where
+            return (
+                f"waits in get_all_reported_checkpoints() for report #{self.reports - 1} at {where}"
+            )
         if self.finished:
             return f"finished after {self.reports} reports and {self.collectives} collectives"
         return "runs"
@@ -136,14 +142,18 @@ class Progress:
         if report is not None:
             self.ranks[rank].waits_for_report = report
 
+    def asked(self, rank: int, question: CheckpointsAsked) -> None:
+        """Take note that a rank waits until all have reported as often as it has."""
+        waits = question.until is not None and not question.timed
+        self.ranks[rank].waits_for_rounds = question if waits else None
+
+    def answered(self, rank: int) -> None:
+        """Take note that it does so no more."""
+        self.ranks[rank].waits_for_rounds = None
+
     def collecting(self, before: int) -> bool:
-        """Whether a round before this one that has files still lacks reports."""
-        return any(
-            report.offer is not None
-            for index, reports in self._rounds.items()
-            if index < before
-            for report in reports.values()
-        )
+        """Whether a rank that goes on has still to make a report before this one."""
+        return any(not each.finished and each.reports < before for each in self.ranks.values())
 
     def committed(self, index: int) -> None:
         """Take note that checkpoint `index` is committed, so nobody waits for it any more."""
@@ -216,13 +226,17 @@ class Progress:
 
     def _stands_still(self, rank: int) -> bool:
         each = self.ranks[rank]
-        return each.waits_for_report is not None or each.waits_in_collective is not None
+        waits = (each.waits_for_report, each.waits_in_collective, each.waits_for_rounds)
+        return any(wait is not None for wait in waits)
 
     def _needs(self, waiter: int, other: int) -> bool:
         """Whether what `waiter` waits for needs something that `other` has not done yet."""
         call = self.ranks[waiter].waits_in_collective
         if call is not None:
             return self.ranks[other].collectives <= call.sequence
+        there, reports = self.ranks[other], self.ranks[waiter].reports
+        if self.ranks[waiter].waits_for_rounds and not there.finished and there.reports < reports:
+            return True
         oldest = self._oldest_offer(waiter)
         return oldest is not None and self.ranks[other].reports <= oldest.index
 

@@ -282,11 +282,11 @@ def get_all_reported_checkpoints(
 ) -> list[ReportedCheckpoint]:
     """List the committed checkpoints that are still kept, oldest first.
 
-    A rank that gave no files to a checkpoint knows of it when another rank has reported them; after
-    a `collective.barrier()` all ranks get the same list.
+    Ranks that have reported equally often get the same list: it waits until every rank has reported
+    as often as this one, or has finished.
 
     Args:
-        consistency_mode: COMMITTED waits for the commits of this rank's reports, VALIDATED for the
+        consistency_mode: COMMITTED waits for the commits of those reports, VALIDATED for the
             validations too.
         timeout_s: How long to wait, in seconds or as a timedelta; then the list is given as it is,
             with validations that are still pending. None waits without limit.

@@ -220,8 +220,9 @@ class Session:
         self, until: CheckpointConsistencyMode, timeout: float | None
     ) -> list[tuple[Checkpoint, dict[str, Any], ReportedCheckpointStatus]]:
         """Do what `drawbar.train.get_all_reported_checkpoints` says."""
+        timed, where = timeout is not None, caller_line()
         answer = self._mailbox.ask(
-            lambda number: CheckpointsAsked(number=number, until=until),
+            lambda number: CheckpointsAsked(number=number, until=until, timed=timed, where=where),
             CheckpointsAnswer,
             timeout,
             lambda number: CheckpointsAsked(number=number, until=None),
