@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from drawbar import train
 from drawbar.train import (
+    CheckpointUploadMode,
     ControllerError,
     DamagedRunError,
     DataParallelTrainer,
@@ -23,7 +25,7 @@ from drawbar.train import (
     WorkerGroupError,
 )
 from drawbar.train.testing import check_run
-from tests.train.local_runs import content, fit, save
+from tests.train.local_runs import ASYNC, content, fit, save
 
 
 def two_steps() -> int:
@@ -279,3 +281,43 @@ def test_a_folder_in_the_place_of_the_journal_is_named(tmp_path: Path) -> None:
 def test_the_home_of_a_user_who_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match="the home of a user 'no-such-user', whom this machine"):
         fit(two_steps, Path("~no-such-user/runs"))
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Makes the folders of the run `run` read-only, for root too, until the test is over."""
+    folders = [str(tmp_path / "run" / name) for name in ("", ".staging")]
+
+    def change(flag: str) -> None:
+        if subprocess.run(["chattr", flag, *folders], capture_output=True).returncode:
+            pytest.skip("needs a filesystem with chattr, and the right to use it")
+
+    yield lambda: change("+i")
+    change("-i")
+
+
+@pytest.mark.skipif(shutil.which("chattr") is None, reason="needs chattr")
+@pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, ASYNC])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_run_whose_directory_is_made_read_only_says_so(
+    tmp_path: Path, lock: Callable[[], None], mode: CheckpointUploadMode, own: bool
+) -> None:
+    def function() -> None:
+        save("a")
+        folder = tmp_path / "own"
+        folder.mkdir()
+        (folder / "model").write_text("b")
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("b")
+            lock()
+            train.report({}, checkpoint=folder if own else path, checkpoint_upload_mode=mode)
+
+    run = tmp_path / "run"
+    with pytest.raises(WorkerGroupError if own else ControllerError, match=f"{run}.*") as caught:
+        fit(function, tmp_path)
+    told = str(caught.value)
+    assert "Operation not permitted" in told
+    assert ("rank 0: StorageError" in told) is own
+    assert f"newest committed checkpoint: {run}/checkpoint_000000" in told
+    if own:
+        assert (tmp_path / "own" / "model").read_text() == "b"
