@@ -28,7 +28,7 @@ class Status:
         self.state = ""
         self.detail = ""
         self.workers = 0
-        self.report: tuple[int, Mapping[str, Any]] | None = None
+        self.report: tuple[int, Mapping[str, object]] | None = None
         self.checkpoint = ""
         self.redrawn = ""
         self._began = time.monotonic()
@@ -55,7 +55,7 @@ class Status:
         return f"[drawbar {self.elapsed()}] " + " | ".join(part for part in parts if part)
 
 
-def shown_metrics(metrics: Mapping[str, Any]) -> str:
+def shown_metrics(metrics: Mapping[str, object]) -> str:
     shown = [f"{key} {short}" for key, value in metrics.items() if (short := _short(value))]
     return ", ".join(shown[:_MAX_METRICS])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from drawbar.train._errors import WorkerFailure, exceptions_of
 from drawbar.train._history.events import (
@@ -46,10 +45,10 @@ class Callbacks:
     ) -> None:
         self._call(callback.after_exception, exceptions_of(failures))
 
-    def _submit(self, method: Callable[..., None], *args: Any) -> None:
+    def _submit(self, method: Callable[..., None], *args: object) -> None:
         self._thread.submit(self._call, method, *args)
 
-    def _call(self, method: Callable[..., None], *args: Any) -> None:
+    def _call(self, method: Callable[..., None], *args: object) -> None:
         try:
             method(self._context, *args)
         except Exception as error:

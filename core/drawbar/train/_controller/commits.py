@@ -46,7 +46,7 @@ from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage import fault_points, starting_point
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import Draft, default_name
-from drawbar.train._storage.files import remove_tree
+from drawbar.train._storage.files import FileEntry, remove_tree
 from drawbar.train._storage.manifest import (
     Manifest,
     ReportedCheckpointStatus,
@@ -72,7 +72,7 @@ class _Pending:
     in_place: bool = False
     stages: dict[int, Path] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
-    awaited: dict[int, Any] = field(default_factory=dict)
+    awaited: dict[int, tuple[FileEntry, ...]] = field(default_factory=dict)
 
 
 class Committer:

@@ -7,9 +7,9 @@ outlives attempts: after a failure only dead or stuck processes are replaced, in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.util.placement_group import (
@@ -21,19 +21,59 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drawbar.train._group.worker_group import Hear, OnWait
-from drawbar.train._messages import WorkerInfo
+from drawbar.train._messages import Message, WorkerInfo
 from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._worker.actor import Worker
+from drawbar.train._worker.stack import Stack
 
 SETTLE_SECONDS = 2.0
 NOTICE_SECONDS = 5.0
+
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class RemoteMethod(Protocol[T_co]):
+    """A method of an actor, as Ray gives it."""
+
+    def remote(self, *arguments: object) -> Awaitable[T_co]:
+        """Call it."""
+        ...
+
+    def options(self, **options: object) -> RemoteMethod[T_co]:
+        """Give it so that it is called with these options."""
+        ...
+
+
+class RemoteStream(Protocol[T_co]):
+    """A method of an actor that is a streaming generator, as Ray gives it."""
+
+    def remote(self, *arguments: object) -> AsyncIterator[Awaitable[T_co]]:
+        """Call it."""
+        ...
+
+    def options(self, **options: object) -> RemoteStream[T_co]:
+        """Give it so that it is called with these options."""
+        ...
+
+
+class WorkerHandle(Protocol):
+    """A `Worker` in a process of its own."""
+
+    set_up: RemoteMethod[WorkerInfo]
+    run: RemoteStream[list[Message]]
+    execute: RemoteMethod[object]
+    obey: RemoteMethod[None]
+    stack: RemoteMethod[Stack]
+    leave: RemoteMethod[None]
 
 
 @dataclass
 class Member:
     """One slot's process. `up` gives where it is; `stream` is there during an attempt."""
 
-    actor: Any
+    actor: WorkerHandle
     up: asyncio.Future[WorkerInfo]
     stream: asyncio.Future[None] | None = None
     hear: Hear | None = None
@@ -62,7 +102,7 @@ class ActorPool:
         self,
         scaling: ScalingConfig,
         run_path: str,
-        runtime_env: Mapping[str, Any] | None,
+        runtime_env: Mapping[str, object] | None,
         process_setup: Callable[[], object] | None,
     ) -> None:
         self._scaling = scaling
@@ -112,8 +152,7 @@ class ActorPool:
     def _is_placed(self) -> bool:
         if self._placement is None:
             return False
-        table: dict[str, Any] = placement_group_table(self._placement)
-        return bool(table["state"] == "CREATED")
+        return bool(placement_group_table(self._placement)["state"] == "CREATED")
 
     def _make_placement_group(self) -> PlacementGroup:
         count = self._scaling.max_workers
@@ -127,7 +166,7 @@ class ActorPool:
 
     def _create(self, slot: int) -> None:
         resources = self._scaling.bundle
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
             "memory": resources.pop("memory", None),
@@ -150,7 +189,7 @@ class ActorPool:
         for task in (member.up, member.stream):
             if task is not None:
                 task.cancel()
-        ray.kill(member.actor)
+        ray.kill(member.actor)  # type: ignore[arg-type]  # it is a handle of Ray's
 
     def discard(self, slots: Iterable[int], *, replace: bool) -> None:
         """Kill the processes of some slots, and perhaps start others there."""
@@ -168,6 +207,6 @@ class ActorPool:
             self._placement = None
 
 
-async def awaited(reference: Any) -> Any:
+async def awaited(reference: Awaitable[T]) -> T:
     """Await an object reference, which is no coroutine."""
     return await reference

@@ -121,7 +121,7 @@ def node_shapes() -> list[NodeShape]:
     import ray
     from ray._private.state import available_resources_per_node
 
-    available = available_resources_per_node()  # type: ignore[no-untyped-call]
+    available = available_resources_per_node()  # type: ignore[no-untyped-call]  # Ray has no types here
     return [
         NodeShape(
             node_id=node["NodeID"],
@@ -130,7 +130,7 @@ def node_shapes() -> list[NodeShape]:
             available=available.get(node["NodeID"], {}),
             labels=node.get("Labels", {}),
         )
-        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        for node in ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
         if node["Alive"]
     ]
 
@@ -153,7 +153,7 @@ def node_is_safe(node_id: str) -> bool:
     """
     import ray
 
-    nodes = {node["NodeID"]: node for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    nodes = {node["NodeID"]: node for node in ray.nodes()}  # type: ignore[no-untyped-call]  # Ray has no types here
     node = nodes.get(node_id)
     if node is None or not node["Alive"] or node_id in draining_nodes():
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from drawbar.train._messages import (
     Failed,
     Gone,
     Interrupt,
+    Message,
     Order,
     Ranks,
     Retired,
@@ -83,7 +84,13 @@ class RayWorkerGroup:
             member.hear = hear
             member.stream = asyncio.ensure_future(self._listen(rank, member, stream, hear))
 
-    async def _listen(self, rank: int, member: Member, stream: Any, hear: Hear) -> None:
+    async def _listen(
+        self,
+        rank: int,
+        member: Member,
+        stream: AsyncIterator[Awaitable[list[Message]]],
+        hear: Hear,
+    ) -> None:
         try:
             async for reference in stream:
                 messages = await reference
@@ -194,8 +201,7 @@ async def _leave(member: Member) -> None:
 async def _stack_of(member: Member) -> Stack | None:
     asked = member.actor.stack.options(concurrency_group="control").remote()
     with contextlib.suppress(RayError, TimeoutError):
-        stack: Stack = await asyncio.wait_for(awaited(asked), STACK_SECONDS)
-        return stack
+        return await asyncio.wait_for(awaited(asked), STACK_SECONDS)
     return None
 
 

@@ -19,7 +19,7 @@ class DataSources:
         positions: How far each source was consumed at the checkpoint that the attempt goes on from.
     """
 
-    def __init__(self, shards: Any, positions: Mapping[str, Any]) -> None:
+    def __init__(self, shards: object, positions: Mapping[str, object]) -> None:
         self._offered = shards
         self._lock = threading.RLock()
         self._shards: dict[str, Any] | None = None
