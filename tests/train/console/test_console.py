@@ -137,9 +137,22 @@ def test_lines_go_to_the_stream_that_they_came_from(capsys: pytest.CaptureFixtur
     console.note(LinePrinted(0, Printed(text="[bold]out[/bold]")))
     console.note(LinePrinted(0, Printed(text="err", stream="stderr")))
     console.note(Notice("drawbar's own"))
+    console.close()
     out, err = capsys.readouterr()
     assert out == "[bold]out[/bold]\n"
     assert unstamped(err) == "err\n[drawbar] drawbar's own\n"
+
+
+def test_where_nobody_reads_the_run_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(reads) as reader, os.fdopen(writes, "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        console = Console(logging.INFO, "")
+        for number in range(100):
+            console.note(Notice(f"{number} " + "wide " * 1000))  # a pipe holds a tenth of this
+        shown = [reader.readline().split()[2] for _ in range(100)]
+        console.close()
+    assert shown == [str(number) for number in range(100)]
 
 
 def test_nothing_is_raised_when_nothing_can_be_shown() -> None:

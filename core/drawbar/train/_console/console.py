@@ -62,11 +62,11 @@ class Console:
         self._run_path = run_path
         self._status = Status()
         self._lock = threading.RLock()
-        streams = Streams(file)
-        self._plain = PlainView(streams, self._status)
+        self._streams = Streams(file)
+        self._plain = PlainView(self._streams, self._status)
         self._view: View = self._plain
         if live and level <= logging.INFO:
-            self._view = live_view(streams, self._status, file) or self._plain
+            self._view = live_view(self._streams, self._status, file) or self._plain
 
     def note(self, event: Event) -> None:
         """Show an event, if it is worth it."""
@@ -163,5 +163,6 @@ class Console:
                 self._status.redrawn = ""
                 view, self._view = self._view, self._plain
                 view.close()
+                self._streams.close()
         except Exception:
             logger.debug("what was held back could not be shown", exc_info=True)

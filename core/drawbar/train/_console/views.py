@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TextIO
@@ -70,10 +72,18 @@ def _short(value: object) -> str:
 
 
 class Streams:
-    """Where lines go. `sys.stdout` and `sys.stderr` are looked up each time: tests replace them."""
+    """Where lines go. `sys.stdout` and `sys.stderr` are looked up each time: tests replace them.
+
+    A thread of its own writes to them: where nobody reads, such as `python train.py | less`, a
+    write waits, and the run must not.
+    """
 
     def __init__(self, file: TextIO | None) -> None:
         self._file = file
+        self._lock = threading.Lock()
+        self._lines: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        self._waits = file is not None
 
     def get(self, name: StreamName) -> TextIO:
         stream: TextIO = self._file or getattr(sys, name)
@@ -81,8 +91,36 @@ class Streams:
 
     def write_line(self, name: StreamName, text: str) -> None:
         stream = self.get(name)
-        stream.write(text + "\n")
-        stream.flush()
+        with self._lock:
+            if not self._waits:
+                self._lines.put((stream, text))
+                if self._writer is None:
+                    self._writer = threading.Thread(
+                        target=self._write_lines, name="drawbar-console", daemon=True
+                    )
+                    self._writer.start()
+                return
+        _write_line(stream, text)
+
+    def _write_lines(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                _write_line(*line)
+            except Exception:
+                logger.debug("a line could not be shown", exc_info=True)
+
+    def close(self) -> None:
+        """Wait until every line is written, as who writes later does himself."""
+        with self._lock:
+            self._waits = True
+            self._lines.put(None)
+        if self._writer is not None:
+            self._writer.join()
+
+
+def _write_line(stream: TextIO, text: str) -> None:
+    stream.write(text + "\n")
+    stream.flush()
 
 
 class View(Protocol):
