@@ -6,8 +6,8 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from drawbar.train._data.shard import DatasetShard
 from drawbar.train._data.split import fetch_shards, position_name
 
 
@@ -22,12 +22,12 @@ class DataSources:
     def __init__(self, shards: object, positions: Mapping[str, object]) -> None:
         self._offered = shards
         self._lock = threading.RLock()
-        self._shards: dict[str, Any] | None = None
-        self._position_of: dict[str, Callable[[], Any]] = {}
+        self._shards: dict[str, DatasetShard] | None = None
+        self._position_of: dict[str, Callable[[], object]] = {}
         self._left = dict(positions)  # of sources not opened yet
         self._opened = Counter[str]()
 
-    def shard(self, name: str) -> Any:
+    def shard(self, name: str) -> DatasetShard:
         """Do what `drawbar.train.get_dataset_shard` says."""
         with self._lock:
             if self._shards is None:
@@ -44,8 +44,8 @@ class DataSources:
             ) from None
 
     def keep_position(
-        self, name: str, position: Callable[[], Any], *, numbered: bool = False
-    ) -> Any:
+        self, name: str, position: Callable[[], object], *, numbered: bool = False
+    ) -> object:
         """Do what `drawbar.train.backend.keep_data_position` says."""
         with self._lock:
             if numbered:
@@ -54,7 +54,7 @@ class DataSources:
             self._position_of[name] = position
             return self._left.pop(name, None)
 
-    def positions(self) -> dict[str, Any]:
+    def positions(self) -> dict[str, object]:
         """Give the position of every source, also of those that are not opened again yet.
 
         Raises:

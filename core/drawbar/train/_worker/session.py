@@ -92,7 +92,7 @@ class Session:
 
     # -- reports and checkpoints
 
-    def report_metrics(self, metrics: Mapping[str, Any], *, may_wait: bool = False) -> None:
+    def report_metrics(self, metrics: Mapping[str, object], *, may_wait: bool = False) -> None:
         """Do what `report` says of metrics alone, or what `backend.report_soon` says."""
         values = normalise(metrics)
         where = caller_line()
@@ -108,7 +108,7 @@ class Session:
 
     def report(
         self,
-        metrics: Mapping[str, Any],
+        metrics: Mapping[str, object],
         checkpoint: Checkpoint | str | os.PathLike[str] | None,
         *,
         name: str | None,
