@@ -176,7 +176,7 @@ def test_ctrl_c_stops_the_run_in_order(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 1  # Lightning's own answer to Ctrl-C
-    assert 'goes on with resume="auto"' in output
+    assert "goes on from its newest checkpoint" in output
 
 
 def test_predictions_are_put_together_in_turn() -> None:

@@ -416,7 +416,7 @@ def test_ctrl_c_stops_the_run_in_order(tmp_path: Path, max_failures: int) -> Non
         save("a")
         signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(UserAbort, match=f"run lies at {tmp_path}/run and goes on with resume="):
+    with pytest.raises(UserAbort, match=f"run lies at {tmp_path}/run and goes on from its newest"):
         fit(function, tmp_path, failure_config=FailureConfig(max_failures=max_failures))
     result = Result.from_path(tmp_path / "run")
     assert [each.outcome for each in result.timeline.attempts] == ["stopped"]
