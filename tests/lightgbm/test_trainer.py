@@ -258,13 +258,29 @@ def test_custom_objective_and_metric(declare: Callable[..., Result]) -> None:
     assert metrics_of(result)["valid-wrong"] < 0.1
 
 
+def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
+    declare: Callable[..., Result], binary: Any
+) -> None:
+    x, y = binary
+    whole = frame(x.astype(np.float32), y)
+    data, valid = whole[:400], whole[400:]
+    params = {"objective": "binary", "learning_rate": 0.5, "metric": ["auc", "binary_logloss"]}
+    stops = {"n_estimators": 60, "early_stopping_round": 3}
+    with pytest.warns(UserWarning, match=r"params\['n_estimators'\]=60 is taken, and not num_"):
+        result = declare({**params, **stops}, data, valid)  # which says num_boost_round=15
+    said = declare(params, data, valid, num_boost_round=60, early_stopping_rounds=3)
+    assert trees(booster_of(result)) == trees(booster_of(said))
+    assert booster_of(result).num_trees() < 60
+    assert {"valid-auc", "valid-binary_logloss"} <= metrics_of(result).keys()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"label_column": "z"}, "label_column is 'z'"),
         ({"datasets": {}}, 'must have "train"'),
         ({"params": {"machines": "a:1"}}, "network is Drawbar's"),
-        ({"params": {"n_estimators": 3}}, "num_boost_round instead"),
+        ({"params": {"n_estimators": 0}}, "at least 1"),
         ({"params": {"tree_learner": "feature"}}, "'data' or 'voting'"),
         (
             {"params": {"max_bins": "many"}},

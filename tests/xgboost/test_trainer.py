@@ -144,6 +144,8 @@ LOGISTIC = {"objective": "binary:logistic"}
     [
         ({"label_column": "z"}, r"label_column is 'z', but datasets\['train'\] has .*'a', 's'"),
         ({}, r"feature 's' of datasets\['train'\] holds .*; name it in categorical_features"),
+        ({"label_column": ["target", "a"]}, "several outputs need a training function"),
+        ({"datasets": {"train": FRAME.drop(columns="y")}}, "label_column is 'y', but datasets"),
         ({"early_stopping_rounds": 3}, "early_stopping_rounds=3 needs a dataset to evaluate"),
         ({"num_boost_round": 0}, "num_boost_round must be at least 1, found 0"),
         ({"params": {"device": "cuda"}}, r"'cuda', but the workers have no GPU.*use_gpu=True"),
@@ -208,6 +210,23 @@ def test_it_goes_on_from_a_model_that_others_have_saved(tmp_path: Path) -> None:
     assert ours.num_boosted_rounds() == 25
     assert ours.best_iteration == 24
     assert (ours[:20].predict(matrix) == booster.predict(matrix)).all()
+
+
+def test_tables_are_datasets_and_parameters_are_the_librarys(tmp_path: Path) -> None:
+    frame = load_breast_cancer(as_frame=True).frame
+    features = frame.drop(columns="target")
+    weights = [1.0, 0.0] * (features.shape[1] // 2)
+    params = {**LOGISTIC, "eval_metric": ["auc", "logloss"], "colsample_bynode": 0.2}
+    result = XGBoostTrainer(
+        params={**params, "n_estimators": 12, "feature_weights": weights},
+        label_column="target",
+        datasets={"train": frame, "validation": pa.Table.from_pandas(frame)},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=tmp_path / "runs"),
+    ).fit()
+    assert booster_of(result).num_boosted_rounds() == 12
+    assert set(booster_of(result).get_score()) <= set(features.columns[::2])
+    assert {"train-auc", "validation-auc", "validation-logloss"} <= (result.metrics or {}).keys()
 
 
 def test_labels_out_of_range_are_told_by_every_rank(run_config: RunConfig) -> None:

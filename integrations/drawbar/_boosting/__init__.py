@@ -38,6 +38,7 @@ from drawbar._boosting._rows import (
 )
 from drawbar._boosting._schema import Feature, Schema
 from drawbar._boosting._shard import Shard
+from drawbar._boosting._table import Table
 from drawbar._boosting._threads import warn_of_threads, worker_threads
 from drawbar._boosting._trainer import BoostingTrainer
 
@@ -59,6 +60,7 @@ __all__ = [
     "Rows",
     "Schema",
     "Shard",
+    "Table",
     "alike",
     "allreduce_metric",
     "check_label",

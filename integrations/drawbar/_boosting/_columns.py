@@ -44,7 +44,10 @@ class Columns:
             )
         object.__setattr__(self, "categorical", tuple(self.categorical))
         if not isinstance(self.label, str):
-            raise TypeError(f"label_column must be a column's name, found {self.label!r}")
+            raise TypeError(
+                f"label_column must be the name of one column, found {self.label!r}; several "
+                "outputs need a training function, which makes its matrix of as many labels"
+            )
         self._check_names()
 
     def _check_names(self) -> None:

@@ -7,6 +7,7 @@ each worker with the loaded shards. The object itself is the training function.
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ class Fit(ABC):
     reading: ClassVar[Reading] = Reading()
     """How the library takes columns."""
 
+    spelled: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """What the library calls an argument where it stands in `params`: argument to names."""
+
     params: Mapping[str, Any]
     columns: Columns
     datasets: Sequence[str] = ("train",)
@@ -64,6 +68,34 @@ class Fit(ABC):
                     'evaluate besides "train"; add one, such as datasets={"train": ..., '
                     '"validation": ...}'
                 )
+
+    @classmethod
+    def arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Take what `params` says of the other arguments out of it, as the library does.
+
+        It wins, with a warning, over an argument that says something else. A number of rounds for
+        early stopping that is not positive turns that off, and None is nothing.
+        """
+        arguments, params = dict(given), given["params"]
+        if not isinstance(params, Mapping):
+            raise TypeError(f"params must be a dict, found {params!r}")
+        spelled = {name: argument for argument, names in cls.spelled.items() for name in names}
+        arguments["params"] = {name: params[name] for name in params if name not in spelled}
+        for name, value in params.items():
+            argument = spelled.get(name)
+            if argument is None or value is None:
+                continue
+            if arguments.get(argument, value) != value:
+                warnings.warn(
+                    f"params[{name!r}]={value!r} is taken, and not {argument}="
+                    f"{arguments[argument]!r}",
+                    stacklevel=6,
+                )
+            arguments[argument] = value
+        rounds = arguments.get("early_stopping_rounds")
+        if "early_stopping_rounds" in spelled.values() and isinstance(rounds, int) and rounds <= 0:
+            del arguments["early_stopping_rounds"]
+        return arguments
 
     @property
     def runs_user_code(self) -> bool:

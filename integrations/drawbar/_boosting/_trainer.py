@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from drawbar._boosting._backend import BoostingConfig
 from drawbar._boosting._columns import Columns
 from drawbar._boosting._fit import Fit
+from drawbar._boosting._table import Table, is_table, of_table, types_of_table
 from drawbar.train import (
     Checkpoint,
     DataConfig,
@@ -20,7 +21,7 @@ from drawbar.train import (
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-    Datasets = Mapping[str, Dataset | Callable[[], Dataset]]
+    Datasets = Mapping[str, Dataset | Callable[[], Dataset] | Table]
 
 TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
 
@@ -38,7 +39,8 @@ class BoostingTrainer(DataParallelTrainer):
     """Runs a training function, or a declared training, with a library's workers connected.
 
     Every row counts, and each worker gets a part of every dataset, also of those to evaluate. So
-    unless a `dataset_config` says otherwise, all datasets are split, exactly.
+    unless a `dataset_config` says otherwise, all datasets are split, exactly. A dataset may be a
+    table: a pandas DataFrame or an Arrow table.
 
     Args:
         train_loop_per_worker: The training function, if there is one.
@@ -67,6 +69,9 @@ class BoostingTrainer(DataParallelTrainer):
         validation_config: ValidationConfig | None = None,
     ) -> None:
         given = {name: value for name, value in declared.items() if value is not None}
+        tables = {name: each for name, each in (datasets or {}).items() if is_table(each)}
+        if tables:
+            datasets = {**(datasets or {}), **{name: of_table(tables[name]) for name in tables}}
         work: TrainFunction | Fit
         if train_loop_per_worker is None:
             restarts = run_config is not None and run_config.failure_config.max_failures != 0
@@ -93,7 +98,9 @@ class BoostingTrainer(DataParallelTrainer):
         if isinstance(work, Fit):
             work.check(self.scaling_config)
             for name, dataset in self.datasets.items():
-                if not callable(dataset):
+                if name in tables:
+                    work.columns.check(name, types_of_table(tables[name]))
+                elif not callable(dataset):
                     check_dataset(name, dataset, work.columns)
 
 
@@ -113,6 +120,7 @@ def _declared(
         raise TypeError("give a training function; or params and label_column, and no function")
     if "train" not in (datasets or {}):
         raise ValueError(f'datasets must have "train", found {sorted(datasets or {}) or "none"}')
+    given = fit_class.arguments(given)
     roles = {COLUMN_ARGUMENTS[name]: given.pop(name) for name in COLUMN_ARGUMENTS if name in given}
     return fit_class(
         columns=Columns(**roles),

@@ -29,6 +29,7 @@ from drawbar.lightgbm._loop import (
     resume_from,
 )
 from drawbar.lightgbm._parameters import (
+    SPELLED,
     check_labels,
     check_parameters,
     histogram_layout,
@@ -49,6 +50,7 @@ class LightGBMFit(Fit):
     """
 
     waits_on_disk = True  # in memory they would lie beside the sample and the bins made of them
+    spelled = SPELLED
     reading = Reading(doubles=True, negative_is_missing=True)  # as LightGBM itself
 
     num_boost_round: int = 100

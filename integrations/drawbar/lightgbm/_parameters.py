@@ -14,14 +14,18 @@ OURS = ("machines", "num_machines", "local_listen_port", "machine_list_filename"
 """What Drawbar sets."""
 
 INSTEAD = {
-    "early_stopping_round": "the trainer's early_stopping_rounds",
-    "num_iterations": "the trainer's num_boost_round",
     "categorical_feature": "the trainer's categorical_features",
     "group_column": "the trainer's group_column",
     "weight_column": "the trainer's weight_column",
     "label_column": "the trainer's label_column",
 }
 """What the trainer has an argument for."""
+
+SPELLED = {
+    "num_boost_round": tuple(_ConfigAliases.get("num_iterations")),
+    "early_stopping_rounds": tuple(_ConfigAliases.get("early_stopping_round")),
+}
+"""The trainer's arguments that LightGBM takes from its parameters, under any of these names."""
 
 ROW_WISE_BINS, ROW_WISE_THREADS = 20_000, 16
 """Up to how many bins and threads histograms are added up row by row."""

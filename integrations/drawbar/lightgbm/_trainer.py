@@ -17,6 +17,8 @@ from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, Vali
 if TYPE_CHECKING:
     from ray.data import Dataset
 
+    from drawbar._boosting import Table
+
 
 class LightGBMTrainer(BoostingTrainer):
     """Train with LightGBM on every worker, with its network up.
@@ -47,7 +49,8 @@ class LightGBMTrainer(BoostingTrainer):
     Args:
         train_loop_per_worker: The training function; takes `train_loop_config` or nothing.
         params: Parameters of `lightgbm.train`. `objective` may be a function. `num_threads` is the
-            worker's share of CPUs unless it is set, and `tree_learner` "data".
+            worker's share of CPUs unless it is set, and `tree_learner` "data". LightGBM's names
+            of the number of rounds and of early stopping mean what they mean there.
         label_column: The column to learn.
         num_boost_round: Rounds in total, those before a resume included. Default: 100.
         weight_column: Weight of each row.
@@ -93,7 +96,7 @@ class LightGBMTrainer(BoostingTrainer):
         lightgbm_config: LightGBMConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        datasets: Mapping[str, Dataset | Callable[[], Dataset] | Table] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,

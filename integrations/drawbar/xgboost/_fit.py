@@ -13,7 +13,7 @@ from drawbar._boosting import Fit, Shard
 from drawbar.train import ScalingConfig
 from drawbar.xgboost._data import quantile_matrix
 from drawbar.xgboost._loop import train
-from drawbar.xgboost._parameters import check_labels, check_parameters, with_own_threads
+from drawbar.xgboost._parameters import SPELLED, check_labels, check_parameters, with_own_threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class XGBoostFit(Fit):
         custom_metric: A custom metric, as for `xgboost.train`.
     """
 
+    spelled = SPELLED
     waits_on_disk = True  # four passes in which bins are made would hold 1.7 times the rows at once
 
     obj: Callable[..., Any] | None = None
@@ -45,10 +46,13 @@ class XGBoostFit(Fit):
     def train(self, shards: dict[str, Shard]) -> None:
         """Train on this worker and report each round."""
         params = with_own_threads({"seed_per_iteration": True, **self.params})
+        feature_weights = params.pop("feature_weights", None)
         for shard in shards.values():
             check_labels(shard, self.params)
         matrices = self._matrices(shards, params)
         shards.clear()  # the matrices have all
+        if feature_weights is not None:
+            matrices["train"].set_info(feature_weights=feature_weights)
         train(
             params,
             matrices["train"],

@@ -23,6 +23,12 @@ _LABELS: dict[str, dict[str, Any]] = {
 }
 """What labels an objective takes, where it does not take all."""
 
+SPELLED = {
+    "num_boost_round": ("num_boost_round", "n_estimators"),
+    "early_stopping_rounds": ("early_stopping_rounds",),
+}
+"""What `xgboost.train` and the estimators call the trainer's arguments."""
+
 _THREADS = ("nthread", "n_jobs")
 """XGBoost's names for the number of threads."""
 

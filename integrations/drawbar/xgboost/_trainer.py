@@ -18,6 +18,8 @@ from drawbar.xgboost._report import RayTrainReportCallback
 if TYPE_CHECKING:
     from ray.data import Dataset
 
+    from drawbar._boosting import Table
+
 
 class XGBoostTrainer(BoostingTrainer):
     """Trains with XGBoost on several workers: what you declare, or what your function does.
@@ -47,6 +49,8 @@ class XGBoostTrainer(BoostingTrainer):
         xgboost_config: How the communicator is made; see `XGBoostConfig`.
         params: XGBoost's parameters. `nthread` is the worker's share of the node's cores unless it
             is set, and `seed_per_iteration` is on; see `drawbar.xgboost.train`.
+            `n_estimators` is `num_boost_round`, and `feature_weights` are the
+            weights of the features in their order.
         label_column: What is learned; numbers without a gap.
         num_boost_round: Rounds in total. Default: 10.
         weight_column: Weight of each row; for ranking, that of the first row of a query is the
@@ -64,6 +68,8 @@ class XGBoostTrainer(BoostingTrainer):
         external_memory: Keep each worker's rows on disk, for more than its memory holds: True, or
             the folder on the workers that the files go to.
 
+    A dataset may also be a pandas DataFrame or an Arrow table.
+
     All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`; but
     unless `dataset_config` says otherwise all datasets are split, and no row is left out.
     """
@@ -76,7 +82,7 @@ class XGBoostTrainer(BoostingTrainer):
         xgboost_config: XGBoostConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        datasets: Mapping[str, Dataset | Callable[[], Dataset] | Table] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
