@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +124,35 @@ def test_lightnings_own_model_checkpoint_gives_way(tmp_path: Path) -> None:
     assert len(result.best_checkpoints) == 1
 
 
-def refuses(callbacks: Callable[[Any], list[Any]], folder: Path, message: str) -> None:
-    with pytest.raises(WorkerGroupError, match=message):
-        fit(folder, callbacks, num_workers=0, max_epochs=1)
+def test_a_model_checkpoint_beside_it_saves_its_own_files(tmp_path: Path) -> None:
+    def callbacks(pl: Any) -> list[Any]:
+        best = pl.callbacks.ModelCheckpoint(tmp_path / "mine", "{epoch}", monitor="val_loss")
+        return [RayTrainReportCallback(), best]
+
+    def after(trainer: Any, module: Any) -> tuple[str, int]:
+        trainer.validate(module, ckpt_path="best", verbose=False)
+        return trainer.checkpoint_callback.best_model_path, trainer.world_size
+
+    result = fit(tmp_path, callbacks, max_epochs=2, after=after)
+    (saved,) = (tmp_path / "mine").iterdir()
+    assert result.return_values == [(str(saved), 2)] * 2
+    assert len(result.best_checkpoints) == 2
+    assert saved.name in {"epoch=0.ckpt", "epoch=1.ckpt"}
 
 
-def test_only_one_can_save(tmp_path: Path) -> None:
-    refuses(
-        lambda pl: [RayTrainReportCallback(), pl.callbacks.ModelCheckpoint(monitor="val_loss")],
-        tmp_path,
-        r"both would save; write RayTrainReportCallback\(checkpoint=False\)",
-    )
+def test_a_rank_that_saves_alone_is_an_error(tmp_path: Path) -> None:
+    def callbacks(pl: Any) -> list[Any]:
+        from drawbar.lightning._checkpoints import commits
+
+        commits.SAVE_SECONDS = 2.0
+
+        class OnlyRankZero(pl.callbacks.Callback):  # type: ignore[misc]  # one of two packages
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                if trainer.is_global_zero:
+                    trainer.save_checkpoint(tmp_path / "alone.ckpt")
+                train.report({"epoch": trainer.current_epoch})
+
+        return [OnlyRankZero()]
+
+    with pytest.raises(WorkerGroupError, match=r"save_checkpoint\(\) was called .*alone.ckpt"):
+        fit(tmp_path, callbacks, max_epochs=2)

@@ -1,4 +1,4 @@
-"""The user's own `ModelCheckpoint` decides when to save; where and how is Drawbar's.
+"""Without a report callback, a `ModelCheckpoint` decides when to save; where and how is Drawbar's.
 
 `ModelCheckpoint` chooses a path before it saves, remembers it, and deletes by it. It is told such
 names that this is the path of the committed checkpoint, `<run>/epoch=0-step=10/checkpoint.ckpt`. So
@@ -21,34 +21,29 @@ if TYPE_CHECKING:
 
 
 def decide_who_saves(trainer: Any, package: Package) -> None:
-    """Have one callback save: the report callback, or else each `ModelCheckpoint`.
+    """Have one callback save into the run: the report callback, or else each `ModelCheckpoint`.
 
-    The `ModelCheckpoint` that Lightning adds by itself gives way to a report callback.
+    Beside a report callback the `ModelCheckpoint` that Lightning adds by itself is left out, and
+    one that was asked for anything saves where it says, as in plain Lightning.
 
     Raises:
-        ValueError: Both are there; or a `ModelCheckpoint` asks for what cannot be committed.
+        ValueError: A `ModelCheckpoint` asks for what cannot be committed.
     """
     model_checkpoint = lightning_class("callbacks.ModelCheckpoint", package)
     callbacks = [each for each in trainer.callbacks if isinstance(each, model_checkpoint)]
-    if any(
+    reports = any(
         isinstance(each, RayTrainReportCallback) and each.checkpoint for each in trainer.callbacks
-    ):
-        for callback in callbacks:
-            _give_way(trainer, callback, model_checkpoint())
-    else:
-        for callback in callbacks:
+    )
+    for callback in callbacks:
+        if not reports:
             commit_what_it_saves(callback)
+        elif _asks_for_nothing(callback, model_checkpoint()):
+            trainer.callbacks.remove(callback)
 
 
-def _give_way(trainer: Any, callback: ModelCheckpoint, default: ModelCheckpoint) -> None:
-    settings = ("state_key", "dirpath", "filename", "save_top_k", "save_last")
-    if any(getattr(callback, each) != getattr(default, each) for each in settings):
-        raise ValueError(
-            "the Trainer has a ModelCheckpoint and a RayTrainReportCallback, and both would save; "
-            "write RayTrainReportCallback(checkpoint=False) to have the ModelCheckpoint decide "
-            "when, or leave the ModelCheckpoint out"
-        )
-    trainer.callbacks.remove(callback)
+def _asks_for_nothing(callback: ModelCheckpoint, default: ModelCheckpoint) -> bool:
+    settings = ("state_key", "dirpath", "filename", "save_top_k", "save_last", "save_weights_only")
+    return all(getattr(callback, each) == getattr(default, each) for each in settings)
 
 
 def commit_what_it_saves(callback: ModelCheckpoint) -> None:

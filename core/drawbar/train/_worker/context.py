@@ -324,9 +324,16 @@ def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DataIterator:
 T = TypeVar("T")
 
 
-def barrier() -> None:
-    """Wait until every rank has called this."""
-    current_session("collective.barrier").collective("barrier")
+def barrier(timeout_s: float | None = None) -> None:
+    """Wait until every rank has called this.
+
+    Args:
+        timeout_s: How long to wait, in seconds. Default: as long as it takes.
+
+    Raises:
+        TimeoutError: Not every rank has come in that time. The ranks cannot meet any more after it.
+    """
+    current_session("collective.barrier").collective("barrier", timeout=timeout_s)
 
 
 def broadcast_from_rank_zero(data: T) -> T:

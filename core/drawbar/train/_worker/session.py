@@ -243,7 +243,9 @@ class Session:
         """Do what `drawbar.train.backend.collectives_called` says."""
         return self._next_collective
 
-    def collective(self, kind: CollectiveKind, value: object = None) -> list[Any]:
+    def collective(
+        self, kind: CollectiveKind, value: object = None, *, timeout: float | None = None
+    ) -> list[Any]:
         """Meet all ranks once; gives the values that came of it (none for a barrier)."""
         rank = self.assignment.ranks.world_rank
         gives = kind == "all_gather" or (kind == "broadcast_from_rank_zero" and rank == 0)
@@ -253,7 +255,7 @@ class Session:
             self.callers.check_speaker("a collective")
             sequence, self._next_collective = self._next_collective, self._next_collective + 1
             self._say(CollectiveCalled(sequence=sequence, kind=kind, payload=payload, where=where))
-        done = self._mailbox.wait((CollectiveDone, sequence))
+        done = self._mailbox.wait((CollectiveDone, sequence), timeout=timeout)
         assert isinstance(done, CollectiveDone)
         return [p.unpack() for p in done.payloads if p is not None]
 

@@ -29,6 +29,9 @@ else:
 
 CHECKPOINT_NAME = "checkpoint.ckpt"
 
+SAVE_SECONDS = 300.0
+"""How long a rank that saves waits for the others to save too."""
+
 
 class CommitsCheckpoints(ParallelStrategy):
     """The part of a strategy that deals with checkpoints, and with the position in the data."""
@@ -43,6 +46,7 @@ class CommitsCheckpoints(ParallelStrategy):
         """Save where Lightning says. In the run's directory, that is a report with a checkpoint."""
         name = name_in_run(filepath)
         if name is None:
+            _meet_to_save(filepath)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         with common_checkpoint_dir() as path:
@@ -84,6 +88,23 @@ def _trainer_of(strategy: ParallelStrategy) -> Trainer:
 
 
 # -- saving
+
+
+def _meet_to_save(filepath: str | Path) -> None:
+    """Wait for all ranks, since Lightning does, and without end, when it has saved.
+
+    Raises:
+        RuntimeError: They do not all come.
+    """
+    try:
+        collective.barrier(timeout_s=SAVE_SECONDS)
+    except TimeoutError:
+        raise RuntimeError(
+            f"trainer.save_checkpoint() was called for {str(filepath)!r} on rank "
+            f"{get_context().get_world_rank()}, but within {SAVE_SECONDS:g} s not on every rank; "
+            "Lightning has all of them take part, so call it on every rank, and not only where "
+            "trainer.is_global_zero: rank 0 alone writes the file"
+        ) from None
 
 
 @contextmanager
