@@ -21,13 +21,12 @@ from drawbar.train._errors import DamagedRunError
 from drawbar.train._group.cluster import connect_to_ray, is_client, started_here
 from drawbar.train._handle.handle import FollowedRun, RunHandle
 from drawbar.train._handle.hosted_run import start_in_actor
-from drawbar.train._handle.launched_run import host_or_join
 from drawbar.train._history.result import Result
 from drawbar.train._launch import preflight
 from drawbar.train._launch.host import host_function, host_workers
 from drawbar.train._launch.spec import make_spec
 from drawbar.train._settings.arguments import ExplainsItsArguments
-from drawbar.train._settings.backend import BackendConfig
+from drawbar.train._settings.backend import BackendConfig, LauncherStore
 from drawbar.train._settings.data_config import DataConfig
 from drawbar.train._settings.run_config import RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
@@ -158,7 +157,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         if self.scaling_config.max_workers == 0:
             self._refuse_detached()
             store = self.backend_config.launcher_store()
-            host = host_function if store is None else partial(host_or_join, store)
+            host = host_function if store is None else _launched(store)
             return host(
                 spec, payload, self.validation_config, self._make_console, jobs_wait=jobs_wait
             )
@@ -258,6 +257,13 @@ class DataParallelTrainer(ExplainsItsArguments):
     def __repr__(self) -> str:
         name = getattr(self.train_loop_per_worker, "__name__", self.train_loop_per_worker)
         return f"{type(self).__name__}({name}, {self.scaling_config!r}, {self.run_config!r})"
+
+
+def _launched(store: LauncherStore) -> Callable[..., FollowedRun]:
+    # Every worker's process imports this module, and few runs need multiprocessing's connections.
+    from drawbar.train._handle.launched_run import host_or_join
+
+    return partial(host_or_join, store)
 
 
 def _unpacked_state(packed: bytes, place: object, *, but: Mapping[str, Any]) -> dict[str, Any]:
