@@ -96,6 +96,15 @@ def test_jax_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> 
     assert "checkpoint_000012" in again
 
 
+def test_tensorflow_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> None:
+    first = run("tensorflow_loop.py", "--epochs", "10")
+    assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
+    assert (tmp_path / "drawbar_results/digits-tensorflow/curves.png").read_bytes().startswith(PNG)
+    again = run("tensorflow_loop.py", "--epochs", "11", "--num-workers", "0")
+    assert "'epoch': 10" in again
+    assert "checkpoint_000010" in again
+
+
 def test_xgboost(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("xgboost_trees.py")
     assert float(re.findall(r"'validation-error': ([\d.]+)", output)[0]) < 0.06

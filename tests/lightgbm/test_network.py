@@ -19,8 +19,9 @@ import lightgbm
 import numpy as np
 import pytest
 
+from drawbar._rendezvous import reserved_port
+from drawbar._rendezvous._ports import _ephemeral
 from drawbar.lightgbm import LightGBMConfig, _native, get_network_params
-from drawbar.lightgbm._network.ports import _ephemeral, reserved_port
 from drawbar.train import Result, ScalingConfig, get_context
 from drawbar.train.testing import BackendContract
 
@@ -97,7 +98,7 @@ def test_no_two_processes_reserve_one_port() -> None:
         """
         import os, sys
         from contextlib import ExitStack
-        from drawbar.lightgbm._network.ports import reserved_port
+        from drawbar._rendezvous import reserved_port
         all(os.fork() for _ in range(5))  # a child goes on below, as the parent does in the end
         with ExitStack() as stack:
             found = range(20000, 20400)

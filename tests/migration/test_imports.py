@@ -13,6 +13,7 @@ import pytest
 import drawbar.jax
 import drawbar.lightgbm
 import drawbar.lightning
+import drawbar.tensorflow
 import drawbar.torch
 import drawbar.transformers
 import drawbar.xgboost
@@ -23,6 +24,7 @@ WINDOWS = {
     "lightning": drawbar.lightning,
     "huggingface.transformers": drawbar.transformers,
     "jax": drawbar.jax,
+    "tensorflow": drawbar.tensorflow,
     "xgboost": drawbar.xgboost,
     "lightgbm": drawbar.lightgbm,
 }

@@ -77,6 +77,7 @@ if TYPE_CHECKING:  # __getattr__ gives them where the program runs
     from drawbar.train import jax as jax
     from drawbar.train import lightgbm as lightgbm
     from drawbar.train import lightning as lightning
+    from drawbar.train import tensorflow as tensorflow
     from drawbar.train import torch as torch
     from drawbar.train import xgboost as xgboost
 
@@ -136,7 +137,7 @@ __all__ = [
     "report",
 ]
 
-_INTEGRATIONS = ("huggingface", "jax", "lightgbm", "lightning", "torch", "xgboost")
+_INTEGRATIONS = ("huggingface", "jax", "lightgbm", "lightning", "tensorflow", "torch", "xgboost")
 _REPLACED = {
     "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",
     "SyncConfig": "leave it out: report() uploads checkpoints, the run its journal and logs",

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-import ray
-
+from drawbar._rendezvous import held_port, own_address
 from drawbar.train import ScalingConfig, collective, get_context
 from drawbar.train.backend import Backend, BackendConfig
 
@@ -123,8 +122,8 @@ def _join(config: JaxConfig) -> None:
     """Meet at rank 0, whose port is held before it is told and until JAX has bound it too."""
     context = get_context()
     leads = context.get_world_rank() == 0
-    host = _own_address()
-    with _held_port(host) if leads else nullcontext(0) as port:
+    host = own_address()
+    with held_port(host) if leads else nullcontext(0) as port:
         met = collective.all_gather((socket.gethostname(), os.getpid(), host, port))
         _check_processes([(node, pid) for node, pid, _, _ in met])
         _, _, leader, port = met[0]
@@ -147,22 +146,5 @@ def _check_processes(processes: list[tuple[str, int]]) -> None:
         )
 
 
-def _own_address() -> str:
-    context = get_context()
-    if context.get_local_world_size() == context.get_world_size():
-        return "127.0.0.1"
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-
-
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-@contextmanager
-def _held_port(host: str) -> Iterator[int]:
-    """Bind a free port without listening, so that only who shares ports, as gRPC does, gets it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind((host, 0))
-        yield int(holder.getsockname()[1])

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
-import ray
-
 from drawbar._boosting import BoostingConfig, worker_threads
+from drawbar._rendezvous import own_address, reserved_port
 from drawbar.train import collective, get_context
 from drawbar.train.backend import Backend, require_duration
 
@@ -30,7 +29,6 @@ except ImportError as missing:
     ) from missing
 
 from drawbar.lightgbm import _native
-from drawbar.lightgbm._network.ports import reserved_port
 from drawbar.lightgbm._network.sockets import reset_unless_it_returns
 from drawbar.lightgbm._parameters import name_of, value_of, without
 
@@ -140,14 +138,6 @@ def _head_start() -> float:
     """
     context = get_context()
     return HEAD_START_SECONDS * (1 - context.get_world_rank() / (context.get_world_size() - 1))
-
-
-def own_address() -> str:
-    """Give this node's address as the other workers reach it."""
-    context = get_context()
-    if context.get_local_world_size() == context.get_world_size():
-        return "127.0.0.1"
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types
 
 
 def get_network_params(tree_learner: str = "data") -> dict[str, Any]:

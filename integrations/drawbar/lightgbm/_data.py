@@ -24,8 +24,8 @@ import pyarrow as pa
 from lightgbm import Booster, Dataset
 
 from drawbar._boosting import Block, Shard, worker_threads
+from drawbar._rendezvous import own_address
 from drawbar.lightgbm import _native
-from drawbar.lightgbm._backend import own_address
 from drawbar.lightgbm._parameters import name_of, value_of
 from drawbar.train import collective, get_context
 

@@ -1,8 +1,10 @@
-"""Ports that LightGBM can bind itself, later.
+"""Ports that a framework can bind itself, later.
 
-LightGBM takes a port number and binds it in C, without SO_REUSEADDR, so nobody can hold the port
-for it: a socket that is bound already makes LightGBM fail, and one that was bound and closed may be
-another's by then. So a port is reserved by a name instead: an abstract Unix socket called after it.
+JAX's gRPC binds with SO_REUSEPORT, so the port can be held by a socket that does so too.
+
+LightGBM and TensorFlow take a port number and bind it in C, without SO_REUSEPORT, so nobody can
+hold the port for them: a socket that is bound already makes them fail, and one that was bound and
+closed may be another's by then. So a port is reserved by a name: an abstract Unix socket called so.
 Such a name belongs to the network namespace, as ports do; one process can have it, and the kernel
 frees it however that process ends. All of Drawbar's workers look there first, and the ports lie
 outside the range from which the kernel gives ports to sockets that ask for any.
@@ -23,6 +25,20 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @contextmanager
+def held_port(host: str) -> Iterator[int]:
+    """Bind a free port without listening, so that only who shares ports, as gRPC may, gets it.
+
+    Args:
+        host: The address to bind it on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, 0))
+        yield int(holder.getsockname()[1])
+
+
+@contextmanager
 def reserved_port(candidates: range | None = None) -> Iterator[int]:
     """Give a TCP port that is free on all interfaces and stays so while the context lasts.
 
@@ -36,7 +52,7 @@ def reserved_port(candidates: range | None = None) -> Iterator[int]:
     """
     for port in _shuffled(candidates):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
-            if _bind(name, f"\0drawbar-lightgbm-port-{port}") and _is_free(port):
+            if _bind(name, f"\0drawbar-port-{port}") and _is_free(port):
                 yield port
                 return
     raise OSError(errno.EADDRINUSE, f"no port of {candidates or _ALL} is free on this node")

@@ -1,0 +1,3 @@
+"""`drawbar.tensorflow`, under the path that it has in Ray Train."""
+
+from drawbar.tensorflow import *

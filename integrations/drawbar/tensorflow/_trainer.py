@@ -1,0 +1,78 @@
+"""TensorflowTrainer: the trainer for functions written in TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from drawbar.tensorflow._backend import TensorflowConfig
+from drawbar.train import (
+    Checkpoint,
+    DataConfig,
+    DataParallelTrainer,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+)
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+
+class TensorflowTrainer(DataParallelTrainer):
+    """Run a TensorFlow training function on every worker, with TF_CONFIG set.
+
+        def train_loop(config):
+            strategy = tf.distribute.MultiWorkerMirroredStrategy()
+            with strategy.scope():
+                model = tf.keras.Sequential(...)  # Keras 2, see TensorflowConfig
+                model.compile("adam", "mse")
+            shard = drawbar.train.get_dataset_shard("train").to_tf("x", "y", batch_size=32)
+            model.fit(prepare_dataset_shard(shard), epochs=config["epochs"])
+
+        result = TensorflowTrainer(
+            train_loop,
+            train_loop_config={"epochs": 5},
+            datasets={"train": dataset},
+            scaling_config=ScalingConfig(num_workers=4),
+        ).fit()
+
+    After a failure all processes are new: TensorFlow cannot leave a cluster whose peers are dead.
+    For Keras 3, on any of its backends, there is `drawbar.keras.KerasTrainer`.
+
+    Args:
+        train_loop_per_worker: The training function; takes `train_loop_config` or nothing.
+        tensorflow_config: How the workers are set up; see `TensorflowConfig`.
+
+    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        tensorflow_config: TensorflowConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        dataset_config: DataConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+        validation_config: ValidationConfig | None = None,
+    ) -> None:
+        config = TensorflowConfig() if tensorflow_config is None else tensorflow_config
+        if not isinstance(config, TensorflowConfig):
+            raise TypeError(f"tensorflow_config must be a TensorflowConfig, found {config!r}")
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=config,
+            scaling_config=scaling_config,
+            run_config=run_config,
+            datasets=datasets,
+            dataset_config=dataset_config,
+            metadata=metadata,
+            resume_from_checkpoint=resume_from_checkpoint,
+            validation_config=validation_config,
+        )
