@@ -48,6 +48,9 @@ def test_a_cell_trains_on_two_workers_and_shows_the_result(
     outputs = run_cells(tmp_path, DEFINE, FIT)
     assert outputs[-1]["output_type"] == "execute_result"
     assert outputs[-1]["data"]["text/plain"].startswith(f"Result(\n  path='{tmp_path}/run',")
+    card = outputs[-1]["data"]["text/html"]
+    assert "<b>run</b> finished" in card
+    assert "reports 0 to 2</title>" in card
     printed = [each["text"] for each in outputs if each.get("name") == "stdout"]
     assert printed == ["from rank 0\n"]
     live = [each["data"]["text/plain"] for each in outputs if each["output_type"] == "display_data"]

@@ -310,3 +310,36 @@ def test_a_repr_is_short_and_has_the_path(tmp_path: Path) -> None:
     assert lines[0] == "Result("
     assert lines[1:3] == [f"  path='{tmp_path}/run',", "  metrics={'last': 1},"]
     assert len(lines) == 5
+
+
+class TestInANotebook:
+    def test_a_result_shows_its_state_metrics_curves_and_checkpoints(self, tmp_path: Path) -> None:
+        html = fit(save_three, tmp_path)._repr_html_()
+        assert "<b>run</b> finished" in html
+        assert html.count("<svg") == 2
+        assert "from 1 to 3, reports 1 to 5" in html
+        for name in ("checkpoint_000001", "checkpoint_000003", "checkpoint_000005"):
+            assert f'<td style="text-align: left">{name}</td>' in html
+        assert "loss 2, eval/acc 8" in html
+
+    def test_each_number_that_was_reported_twice_has_a_curve(self, tmp_path: Path) -> None:
+        def function() -> None:
+            for step in range(1000):
+                train.report({"step": step, "loss": math.nan, "flag": True, "a": {"<c>": "<svg"}})
+
+        html = fit(function, tmp_path)._repr_html_()
+        assert html.count("<svg") == 1
+        assert "from 0 to 999, reports 0 to 999" in html
+        assert "&lt;c&gt;" in html
+        assert "<c>" not in html
+        assert len(html) < 10_000
+
+    def test_a_failed_run_shows_why(self, tmp_path: Path) -> None:
+        def function() -> None:
+            raise ValueError("<no>")
+
+        with pytest.raises(WorkerGroupError):
+            fit(function, tmp_path)
+        html = Result.from_path(tmp_path / "run")._repr_html_()
+        assert "<b>run</b> failed" in html
+        assert "ValueError: &lt;no&gt;" in html

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._history.events import JournaledEvent, ReportReceived, RunEnded, RunStarted
+from drawbar.train._history.html import Card, curves_of
 from drawbar.train._history.journal import events_of, history, replay
 from drawbar.train._history.ranking import ranked, score, why_unranked
-from drawbar.train._history.timeline import Timeline
+from drawbar.train._history.timeline import Snapshot, Timeline
 from drawbar.train._metrics import flatten, metrics_there_are
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage.checkpoint import Checkpoint
@@ -166,6 +167,28 @@ class Result:
         if self.error is not None:
             lines.append(f"error={self.error!r}")
         return "Result(\n  " + ",\n  ".join(lines) + ",\n)"
+
+    def _repr_html_(self) -> str:
+        """Give what a notebook shows: state, metrics, curves and checkpoints.
+
+        A result whose run cannot be read any more, or that was made by hand, has what it holds.
+        """
+        try:
+            events = list(self._events())
+        except (OSError, ValueError):
+            events = []
+        status = Snapshot.of(events).status if events else ""
+        return Card(
+            title=os.path.basename(self.path.rstrip("/")),
+            status="failed" if self.error else status,
+            path=self.path,
+            error=str(self.error or ""),
+            metrics=self.metrics or {},
+            curves=curves_of(history(events)),
+            checkpoints=[
+                (os.path.basename(c.path), metrics) for c, metrics in self.best_checkpoints
+            ],
+        ).html()
 
 
 _COLUMNS = ("rank", "index", "attempt", "time")

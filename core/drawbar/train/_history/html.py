@@ -1,0 +1,130 @@
+"""How a run that is over looks in a notebook: its state, metrics, their curves and checkpoints.
+
+One static piece of HTML in the colours of the page around it; nothing is loaded and no script runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from drawbar.train._history.events import ReportReceived
+from drawbar.train._metrics import flatten
+
+CURVES = 12
+"""Of so many metrics the curve is drawn."""
+POINTS = 200
+"""A curve has so many points at the most: it is not wider in pixels."""
+
+_WIDTH, _HEIGHT, _EDGE = 180, 48, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What is shown of a run.
+
+    Attributes:
+        title: Its name.
+        status: Such as "finished".
+        path: Where it lies.
+        error: Why it failed, or "".
+        metrics: The last ones.
+        curves: Of each metric, its values in the order of the reports, by number of the report.
+        checkpoints: Those that are kept, by name, with their metrics.
+    """
+
+    title: str
+    status: str
+    path: str
+    error: str = ""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    curves: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    checkpoints: Sequence[tuple[str, Mapping[str, Any]]] = ()
+
+    def html(self) -> str:
+        """Write it."""
+        parts = [
+            f"<b>{escape(self.title)}</b> {escape(self.status)}<br><code>{escape(self.path)}</code>"
+        ]
+        if self.error:
+            parts.append(f"<pre>{escape(self.error)}</pre>")
+        drawn = {name: points for name, points in self.curves.items() if len(points) > 1}
+        lasts = {name: points[max(points)] for name, points in self.curves.items()}
+        values = {**lasts, **flatten(self.metrics)}
+        rows = [
+            (name, _number(value), _curve(drawn[name]) if name in list(drawn)[:CURVES] else "")
+            for name, value in values.items()
+        ]
+        if rows:
+            parts.append(_table(rows))
+        if self.checkpoints:
+            parts.append(_table(_checkpoint_rows(self.checkpoints)))
+        return f'<div style="line-height: 1.5">{"".join(parts)}</div>'
+
+
+def curves_of(reports: Iterable[ReportReceived]) -> dict[str, dict[int, float]]:
+    """Give the numbers that the lowest rank has reported, by metric and number of the report."""
+    found: dict[str, dict[int, float]] = {}
+    made = list(reports)
+    lowest = min((report.rank for report in made), default=0)
+    for report in made:
+        if report.rank != lowest:
+            continue
+        for name, value in flatten(report.metrics).items():
+            if _is_number(value):
+                found.setdefault(name, {})[report.index] = float(value)
+    return found
+
+
+def _is_number(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)  # type: ignore[arg-type]  # it is one
+
+
+def _checkpoint_rows(checkpoints: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = []
+    for name, metrics in reversed(checkpoints):
+        values = ", ".join(f"{key} {_number(value)}" for key, value in flatten(metrics).items())
+        rows.append((name, values))
+    return rows
+
+
+class _Drawing(str):
+    """HTML of our own, rather than text."""
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    cells = ["".join(map(_cell, row)) for row in rows]
+    return f"<table>{''.join(f'<tr>{each}</tr>' for each in cells)}</table>"
+
+
+def _cell(text: str) -> str:
+    shown = text if isinstance(text, _Drawing) else escape(text)
+    return f'<td style="text-align: left">{shown}</td>'
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _curve(points: Mapping[int, float]) -> _Drawing:
+    """Draw a curve with its lowest and highest value."""
+    step = -(-len(points) // POINTS)
+    kept = sorted(points.items())
+    kept = [*kept[::step], kept[-1]]
+    first, last = kept[0][0], kept[-1][0]
+    low, high = min(points.values()), max(points.values())
+    across = (_WIDTH - 2 * _EDGE) / max(last - first, 1)
+    up = (_HEIGHT - 2 * _EDGE) / (high - low) if high > low else 0.0
+    line = " ".join(
+        f"{_EDGE + (x - first) * across:.1f},{_HEIGHT - _EDGE - (y - low) * up:.1f}"
+        for x, y in kept
+    )
+    described = f"from {_number(low)} to {_number(high)}, reports {first} to {last}"
+    return _Drawing(
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img"><title>{described}</title>'
+        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>'
+    )
