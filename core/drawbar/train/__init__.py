@@ -56,6 +56,7 @@ from drawbar.train._settings.validation_config import (
 )
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
+from drawbar.train._storage.storage_context import StorageContext
 from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train._worker.context import (
     ReportedCheckpoint,
@@ -112,6 +113,7 @@ __all__ = [
     "RunContext",
     "RunHandle",
     "ScalingConfig",
+    "StorageContext",
     "StorageError",
     "Timeline",
     "TrainContext",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,14 @@ def test_a_copy_leaves_out_what_is_being_written(checkpoint: Checkpoint, tmp_pat
     assert files_in(tmp_path / "copy") == CONTENT
 
 
-def test_to_directory_makes_a_new_directory_by_default(checkpoint: Checkpoint) -> None:
-    first, second = checkpoint.to_directory(), checkpoint.to_directory()
-    assert first != second
-    assert files_in(first) == files_in(second) == CONTENT
+def test_to_directory_makes_one_copy_for_all_that_were_given_it(checkpoint: Checkpoint) -> None:
+    first = checkpoint.to_directory()
+    assert files_in(first) == CONTENT
+    assert pickle.loads(pickle.dumps(checkpoint)).to_directory() == first
+    assert Checkpoint(checkpoint).to_directory() != first
+    shutil.rmtree(first)
+    assert checkpoint.to_directory() == first
+    assert files_in(first) == CONTENT
 
 
 def test_to_directory_replaces_files_of_an_earlier_copy(

@@ -124,6 +124,86 @@ def test_a_function_of_the_users_uploads(storage_path: str, mode: CheckpointUplo
     assert content(fit(function, storage_path).checkpoint) == {"packed": "mm"}
 
 
+@pytest.mark.parametrize("mode", list(CheckpointUploadMode)[:2])
+def test_a_function_may_fill_a_place_of_its_own_in_the_run(
+    storage_path: str, mode: CheckpointUploadMode
+) -> None:
+    def wait(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        storage = train.get_context().get_storage()
+        assert name == storage.extract_checkpoint_dir_name_from_path(checkpoint.path)
+        put(checkpoint, "model", name)
+        return checkpoint
+
+    def function() -> None:
+        storage = train.get_context().get_storage()
+        for step in range(2):
+            path = storage.build_checkpoint_path_from_name(f"step_{step}")
+            mine = Checkpoint(path, filesystem=storage.storage_filesystem)
+            train.report(
+                {}, checkpoint=mine, checkpoint_upload_mode=mode, checkpoint_upload_fn=wait
+            )
+
+    result = fit(function, storage_path)
+    assert content(result.checkpoint) == {"model": "step_1"}
+    assert len(result.best_checkpoints) == 2
+
+
+def test_every_rank_fills_its_part_of_such_a_place(tmp_path: Path) -> None:
+    def function() -> None:
+        storage, rank = train.get_context().get_storage(), train.get_context().get_world_rank()
+        place = Checkpoint(storage.build_checkpoint_path_from_name("mine"))
+
+        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            put(checkpoint, f"part_{rank}", str(rank))
+            return checkpoint
+
+        train.report({}, checkpoint=place, checkpoint_upload_fn=upload)
+
+    config = RunConfig(name="run", storage_path=tmp_path)
+    result = run_in_threads(function, num_workers=3, run_config=config)
+    assert content(result.checkpoint) == {"part_0": "0", "part_1": "1", "part_2": "2"}
+
+
+def test_a_function_may_leave_the_upload_to_the_run(storage_path: str) -> None:
+    def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        return train.get_context().get_storage().persist_current_checkpoint(checkpoint, name)
+
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            train.report({}, checkpoint=path, checkpoint_upload_fn=upload)
+
+    assert content(fit(function, storage_path).checkpoint) == {"model": "m"}
+
+
+def test_a_checkpoint_may_lie_in_another_storage(storage_path: str) -> None:
+    other = Checkpoint(f"memory://{uuid.uuid4().hex}")
+
+    def function() -> None:
+        put(other, "model", "m")
+        train.report({}, checkpoint=other)
+
+    result = fit(function, storage_path)
+    assert content(result.checkpoint) == {"model": "m"}
+    assert result.checkpoint != other
+
+
+def test_the_storage_is_a_path_and_a_place_on_a_filesystem(storage_path: str) -> None:
+    def function() -> None:
+        storage = train.get_context().get_storage()
+        (storage / "notes").write_text("mine")
+        assert Path(storage).is_dir()
+        assert storage.exists()
+        assert storage.experiment_dir_name == "run"
+        assert storage.experiment_fs_path == f"{storage.storage_fs_path}/run"
+        found = storage.storage_filesystem.get_file_info(storage.storage_fs_path)
+        assert found.base_name == Path(storage.storage_fs_path).name
+        with pytest.raises(ValueError, match="'/x/y' is not directly in"):
+            storage.extract_checkpoint_dir_name_from_path("/x/y")
+
+    fit(function, storage_path)
+
+
 def test_a_function_that_puts_it_elsewhere_is_refused(storage_path: str, tmp_path: Path) -> None:
     def function() -> None:
         with train.checkpoint_dir() as path:

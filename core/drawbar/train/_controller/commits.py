@@ -185,7 +185,7 @@ class Committer:
             share = complete.shares[rank]
             if offer.staged:
                 pending.parts[rank] = Part(Path(offer.directory), share)
-            elif share:
+            elif share or (offer.in_place and not offer.files):
                 pending.awaited[rank] = share
                 order(rank, Persist(index=complete.index, files=share, name=name))
         self._pending[complete.index] = pending

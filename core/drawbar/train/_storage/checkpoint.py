@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +33,7 @@ from drawbar.train._storage.manifest import (
     user_files,
 )
 from drawbar.train._storage.remote_folder import Folder, locate, same_filesystem
-from drawbar.train._storage.shared_copy import shared_copy
+from drawbar.train._storage.shared_copy import kept_copy, shared_copy
 
 
 class Checkpoint:
@@ -62,6 +62,7 @@ class Checkpoint:
         self._place = locate(path, filesystem)
         self.path = self._place.path if isinstance(self._place, Folder) else str(self._place)
         self.filesystem: Any = getattr(self._place, "filesystem", None)
+        self._identity = uuid.uuid4().hex
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
@@ -98,22 +99,29 @@ class Checkpoint:
         """Copy the files to a directory of your own and return its path.
 
         Args:
-            path: Where to. Default: a new temporary directory, which is yours to delete.
+            path: Where to. Default: a temporary directory, one for all processes of a node that
+                were given this very object, as by `get_checkpoint()` at the start of an attempt. It
+                is yours to delete.
 
         Raises:
             CheckpointError: The checkpoint is not there.
             ValueError: `path` is the checkpoint itself.
         """
         self.require()
-        target = Path(path) if path is not None else Path(tempfile.mkdtemp(prefix="checkpoint_"))
+        if path is None:
+            return str(kept_copy(self._identity, self._copy_to))
+        target = Path(path)
         target.mkdir(parents=True, exist_ok=True)
+        self._copy_to(target)
+        return str(target)
+
+    def _copy_to(self, target: Path) -> None:
         if isinstance(self._place, Path):
             if target.samefile(self._place):
                 raise ValueError(f"to_directory() was given the checkpoint's own path, {target}")
             copy_files(self._place, target, list_files(self._place))
         else:
             self._place.download(target, user_files(self._place))
-        return str(target)
 
     def get_metadata(self) -> dict[str, Any]:
         """Give the metadata set for this checkpoint, with the trainer's `metadata` in it."""

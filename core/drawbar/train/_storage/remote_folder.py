@@ -278,6 +278,21 @@ def _local(path: str) -> Path:
         ) from None
 
 
+def local_filesystem() -> Any:
+    """Give pyarrow's filesystem of this node.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+    """
+    try:
+        from pyarrow import fs
+    except ImportError as error:
+        raise ImportError(
+            'a pyarrow filesystem needs pyarrow: pip install "drawbar[data]"'
+        ) from error
+    return fs.LocalFileSystem()
+
+
 def same_filesystem(one: Any, other: Any) -> bool:
     """Whether two pyarrow filesystems are the same one.
 

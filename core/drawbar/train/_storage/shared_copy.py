@@ -46,6 +46,25 @@ def shared_copy(folder: Folder) -> Iterator[Path]:
             lock.remove_if_unread()
 
 
+def kept_copy(identity: str, copy_to: Callable[[Path], None]) -> Path:
+    """Give a copy that stays, made by the first process of this node that asks by this identity."""
+    copy = _own_folder() / f"checkpoint_{identity}"
+    lock = copy.with_suffix(".lock")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not copy.exists():
+            partial = copy.with_suffix(".partial")
+            remove_tree(partial)  # of one who was killed while this one waited
+            partial.mkdir()
+            copy_to(partial)
+            os.rename(partial, copy)
+        lock.unlink(missing_ok=True)  # whoever waits for it finds the copy
+    finally:
+        os.close(descriptor)
+    return copy
+
+
 def _own_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"drawbar-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):

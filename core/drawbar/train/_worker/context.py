@@ -21,6 +21,7 @@ from drawbar.train._settings.data_config import TRAIN_DATASET_KEY
 from drawbar.train._settings.validation_config import ValidationTaskConfig
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
+from drawbar.train._storage.storage_context import StorageContext
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.uploads import CheckpointUploadFn, CheckpointUploadMode
 
@@ -123,12 +124,9 @@ class TrainContext:
         """
         return self._assignment.gpu_ids
 
-    def get_storage(self) -> Path:
-        """The run's directory. Files put there are yours; names with a leading "." are not.
-
-        If the run's storage is not a mounted filesystem, it is the work folder on this node.
-        """
-        return self._session.directory.path
+    def get_storage(self) -> StorageContext:
+        """The run's directory: a path, and where that is on the storage's filesystem."""
+        return StorageContext(self._session.directory)
 
     def get_metadata(self) -> dict[str, Any]:
         """The trainer's `metadata`."""

@@ -163,6 +163,8 @@ class Uploads:
                     "delete_local_checkpoint_after_upload=True would delete the checkpoint"
                 )
             return self._offer_in_place(checkpoint)
+        if checkpoint.filesystem is not None and self._checkpoints.name_of(checkpoint) is None:
+            checkpoint = self._brought(checkpoint)
         try:
             return self._offer_files(checkpoint, name, mode, upload_fn, handed_over)
         except FileNotFoundError:
@@ -171,6 +173,16 @@ class Uploads:
             if taken is None:
                 raise
             return self._offer_taken(taken, name)
+
+    def _brought(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Copy a checkpoint from wherever it lies to where a commit can take it."""
+        stage = self._staging.new(self._label)
+        try:
+            checkpoint.to_directory(stage)
+        except BaseException:
+            remove_tree(stage)
+            raise
+        return Checkpoint(stage)
 
     def _offer_files(
         self,
@@ -181,7 +193,11 @@ class Uploads:
         handed_over: bool,
     ) -> Offer:
         if upload_fn is not None:
-            self._functions[name] = upload_fn
+            own = self._checkpoints.name_of(checkpoint)
+            self._functions[own or name] = upload_fn
+            if own is not None:  # what will lie there is known when the function has returned
+                place = checkpoint.path
+                return Offer(directory=place, files=(), staged=False, name=own, in_place=True)
             return msgspec.structs.replace(
                 self._offer_local(checkpoint, name, handed_over=handed_over),
                 staged=False,
@@ -291,13 +307,16 @@ class Uploads:
         if upload_fn is None:
             with _told_as_storage_error():
                 return self._sink.persist(self._share(offer, order.files, order.name))
-        uploaded = upload_fn(Checkpoint(source), order.name)
+        own = self._checkpoints.checkpoint(order.name)
+        given = own if own.path == offer.directory else Checkpoint(source)
+        uploaded = upload_fn(given, order.name)
         if not isinstance(uploaded, Checkpoint):
             raise TypeError(f"checkpoint_upload_fn must return a Checkpoint, found {uploaded!r}")
-        if uploaded != self._checkpoints.checkpoint(order.name):
+        if uploaded != own:
             raise ValueError(
                 f"checkpoint_upload_fn must put the checkpoint at "
-                f"{self._checkpoints.place(order.name)}, found {uploaded!r}"
+                f"{self._checkpoints.place(order.name)}, found {uploaded!r}; for another place in "
+                "the run's directory, report that place as the checkpoint"
             )
         return Part(None, order.files)
 
