@@ -18,6 +18,7 @@ from drawbar.train._settings.backend import (
     require_package,
 )
 from drawbar.train._settings.checks import require_duration
+from drawbar.train._worker.addresses import node_address, worker_address
 from drawbar.train._worker.integration import (
     align_reports,
     collectives_called,
@@ -37,10 +38,12 @@ __all__ = [
     "collectives_called",
     "discard_checkpoint",
     "keep_data_position",
+    "node_address",
     "report_soon",
     "require_duration",
     "require_package",
     "retire_process",
+    "worker_address",
 ]
 
 as_public(globals())

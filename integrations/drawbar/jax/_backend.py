@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from drawbar._rendezvous import held_port, own_address
+from drawbar._rendezvous import held_port
 from drawbar.train import ScalingConfig, collective, get_context
-from drawbar.train.backend import Backend, BackendConfig
+from drawbar.train.backend import Backend, BackendConfig, worker_address
 
 try:
     import jax
@@ -122,7 +122,7 @@ def _join(config: JaxConfig) -> None:
     """Meet at rank 0, whose port is held before it is told and until JAX has bound it too."""
     context = get_context()
     leads = context.get_world_rank() == 0
-    host = own_address()
+    host = worker_address()
     with held_port(host) if leads else nullcontext(0) as port:
         met = collective.all_gather((socket.gethostname(), os.getpid(), host, port))
         _check_processes([(node, pid) for node, pid, _, _ in met])

@@ -17,9 +17,9 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from drawbar._boosting import BoostingConfig, worker_threads
-from drawbar._rendezvous import own_address, reserved_port
+from drawbar._rendezvous import reserved_port
 from drawbar.train import collective, get_context
-from drawbar.train.backend import Backend, require_duration
+from drawbar.train.backend import Backend, require_duration, worker_address
 
 try:
     import lightgbm  # noqa: F401  # here first, for what the error says
@@ -120,7 +120,7 @@ def _network(config: LightGBMConfig) -> Iterator[None]:
         return
     candidates = range(config.ports[0], config.ports[1] + 1) if config.ports else None
     with reserved_port(candidates) as port:
-        machines = collective.all_gather(f"{own_address()}:{port}")
+        machines = collective.all_gather(f"{worker_address()}:{port}")
         time.sleep(_head_start())
         try:
             assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked

@@ -24,10 +24,10 @@ import pyarrow as pa
 from lightgbm import Booster, Dataset
 
 from drawbar._boosting import Block, Shard, worker_threads
-from drawbar._rendezvous import own_address
 from drawbar.lightgbm import _native
 from drawbar.lightgbm._parameters import name_of, value_of
 from drawbar.train import collective, get_context
+from drawbar.train.backend import worker_address
 
 Floats = npt.NDArray[np.floating[Any]]
 Columns = npt.NDArray[np.float64]
@@ -171,7 +171,7 @@ def _gathered_sample(shard: Shard, params: Mapping[str, Any]) -> Columns | None:
     key = secrets.token_bytes(32)
     with (
         ThreadPoolExecutor(1) as meanwhile,
-        Listener((own_address(), 0), backlog=context.get_world_size(), authkey=key) as listener,
+        Listener((worker_address(), 0), backlog=context.get_world_size(), authkey=key) as listener,
     ):
         collective.broadcast_from_rank_zero((listener.address, key))
         own = meanwhile.submit(_fill, parts[0], pieces)

@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from drawbar._rendezvous import own_address, reserved_port
+from drawbar._rendezvous import reserved_port
 from drawbar.train import ScalingConfig, collective, get_context
-from drawbar.train.backend import Backend, BackendConfig, require_package
+from drawbar.train.backend import Backend, BackendConfig, require_package, worker_address
 
 _LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 _prepared: set[int] = set()
@@ -121,7 +121,7 @@ def cluster() -> Iterator[None]:
         yield
         return
     with reserved_port() as port:
-        own = (os.uname().nodename, os.getpid(), f"{own_address()}:{port}")
+        own = (os.uname().nodename, os.getpid(), f"{worker_address()}:{port}")
         met = collective.all_gather(own)
         _check_processes([(node, pid) for node, pid, _ in met])
         task = {"type": "worker", "index": context.get_world_rank()}

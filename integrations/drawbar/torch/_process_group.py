@@ -28,13 +28,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import psutil
-import ray
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
 
 from drawbar.torch._undo import at_end, set_variable
 from drawbar.train import TrainContext, collective, get_context
+from drawbar.train.backend import worker_address
 
 _IMPORTED_BEFORE = (
     "torch.distributed.nn.functional",  # these two keep the default group
@@ -122,9 +122,8 @@ def _meet(context: TrainContext, timeout: timedelta) -> TCPStore:
     if context.get_world_rank() > 0:
         host, port = collective.broadcast_from_rank_zero(("", 0))
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
-    on_one_node = context.get_local_world_size() == size
     store = TCPStore(
-        "127.0.0.1" if on_one_node else _node_address(),
+        worker_address(),
         0,
         size,
         is_master=True,
@@ -134,10 +133,6 @@ def _meet(context: TrainContext, timeout: timedelta) -> TCPStore:
     )
     collective.broadcast_from_rank_zero((store.host, store.port))
     return store
-
-
-def _node_address() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types
 
 
 def interface_towards(host: str, port: int) -> str | None:

@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
-import ray
-
 from drawbar._boosting import BoostingConfig
 from drawbar.train import get_context
-from drawbar.train.backend import Backend, WorkerGroupView, require_duration
+from drawbar.train.backend import Backend, WorkerGroupView, node_address, require_duration
 
 try:
     from xgboost import collective
@@ -94,7 +92,7 @@ class XGBoostBackend(Backend):
         if len(worker_group) == 1:
             return
         self._tracker = RabitTracker(
-            n_workers=len(worker_group), host_ip=_node_address(), sortby="task"
+            n_workers=len(worker_group), host_ip=node_address(), sortby="task"
         )
         self._tracker.start()
         worker_group.execute(_remember, self._tracker.worker_args())
@@ -113,10 +111,6 @@ class XGBoostBackend(Backend):
 def _remember(arguments: dict[str, Any]) -> None:
     _tracker_args.clear()
     _tracker_args.update(arguments)
-
-
-def _node_address() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types
 
 
 @contextlib.contextmanager

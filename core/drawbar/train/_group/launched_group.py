@@ -25,7 +25,7 @@ from drawbar.train._group.peers import (
     Said,
     StackAsked,
     StopAsked,
-    node_address,
+    peer_address,
 )
 from drawbar.train._group.thread_group import ThreadWorkerGroup
 from drawbar.train._group.worker_group import Hear, OnWait
@@ -182,7 +182,7 @@ def launched_here(ranks: Ranks, gpu_ids: tuple[str, ...]) -> WorkerInfo:
     host = os.uname().nodename
     return WorkerInfo(
         node_id=f"{ranks.node_rank}@{host}",
-        node_ip=node_address(ranks),
+        node_ip=peer_address(ranks),
         hostname=host,
         pid=os.getpid(),
         gpu_ids=gpu_ids,

@@ -17,12 +17,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-import ray
-
 from drawbar.train._errors import ControllerError
 from drawbar.train._messages import Assignment, Message, Order, Ranks, WorkerInfo
 from drawbar.train._settings.backend import LauncherStore
 from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._worker.addresses import LOOPBACK, node_address
 from drawbar.train._worker.stack import Stack
 
 
@@ -216,8 +215,6 @@ def meet_rank_zero(store: LauncherStore, key: str, hello: Hello) -> tuple[Wire, 
     return wire, opened.directory
 
 
-def node_address(ranks: Ranks) -> str:
+def peer_address(ranks: Ranks) -> str:
     """Give the address at which the other ranks reach this process."""
-    if ranks.local_world_size == ranks.world_size:
-        return "127.0.0.1"
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types here
+    return LOOPBACK if ranks.local_world_size == ranks.world_size else node_address()

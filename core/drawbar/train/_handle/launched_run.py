@@ -35,7 +35,7 @@ from drawbar.train._group.peers import (
     StackAsked,
     StopAsked,
     meet_rank_zero,
-    node_address,
+    peer_address,
 )
 from drawbar.train._group.ranks import local_gpu_ids
 from drawbar.train._group.thread_group import ThreadWorkerGroup, perform_here
@@ -80,7 +80,7 @@ def host_or_join(
     key = f"drawbar/run/{next(_runs)}"
     if ranks.world_rank > 0:
         return LaunchedRun(store, key, spec, payload, ranks, jobs_wait=jobs_wait)
-    peers = Peers(ranks.world_size - 1, node_address(ranks))
+    peers = Peers(ranks.world_size - 1, peer_address(ranks))
     try:
         host = _host(spec, payload, ranks, peers, validation_config, make_console, jobs_wait)
     except Exception as error:

@@ -39,6 +39,7 @@ from drawbar.train._messages import (
 from drawbar.train._settings.backend import BackendConfig
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker import sentinel
+from drawbar.train._worker.addresses import node_address
 from drawbar.train._worker.context import in_session
 from drawbar.train._worker.environment import (
     available_cores,
@@ -130,7 +131,7 @@ class Worker:
         context = ray.get_runtime_context()
         return WorkerInfo(
             node_id=context.get_node_id(),
-            node_ip=_node_ip(),
+            node_ip=node_address(),
             hostname=os.uname().nodename,
             pid=os.getpid(),
             gpu_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
@@ -189,10 +190,6 @@ def _end_by_sigterm() -> None:
     refused outside that thread, the C library's is not.
     """
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(None))
-
-
-def _node_ip() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types here
 
 
 def _perform_in_process(
