@@ -131,7 +131,7 @@ def test_a_training_function_reports_its_rounds(run_config: RunConfig) -> None:
     assert result.checkpoint is not None
     booster = RayTrainReportCallback.get_model(result.checkpoint, "m.json")
     assert booster.num_boosted_rounds() == 5
-    with pytest.raises(FileNotFoundError, match=r"has no file 'model\.ubj'"):
+    with pytest.raises(FileNotFoundError, match=r"no 'model\.ubj'; its files: m.json"):
         XGBoostTrainer.get_model(result.checkpoint)
 
 

@@ -12,6 +12,7 @@ A library plugs in with a subclass of `Fit` (checks in the driver, trains on the
 
 from drawbar._boosting._backend import BoostingConfig
 from drawbar._boosting._block import Block
+from drawbar._boosting._checkpoint import BoosterCheckpoint, load_model
 from drawbar._boosting._columns import Columns
 from drawbar._boosting._estimator import (
     RayEstimator,
@@ -44,6 +45,7 @@ from drawbar._boosting._trainer import BoostingTrainer
 
 __all__ = [
     "Block",
+    "BoosterCheckpoint",
     "BoostingConfig",
     "BoostingTrainer",
     "Columns",
@@ -69,6 +71,7 @@ __all__ = [
     "has_names",
     "is_ray_dataset",
     "load",
+    "load_model",
     "predict",
     "predicting",
     "rows_of",

@@ -13,6 +13,8 @@ _NULLABLE = {"i": "Int", "u": "UInt", "f": "Float"}
 def normalize_pandas_for_lightgbm(df: pandas.DataFrame) -> pandas.DataFrame:
     """Give a frame whose Arrow-backed numbers and booleans are NumPy's, which LightGBM takes.
 
+    The name is Ray Train's, so that a script which calls it moves over as it is.
+
     `Dataset.to_pandas()` of Ray Data gives Arrow-backed columns. Gaps stay gaps, the values are not
     looked at, and other columns are left as they are.
     """

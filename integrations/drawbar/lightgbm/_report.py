@@ -9,7 +9,7 @@ from typing import Any
 from lightgbm import Booster
 from lightgbm.callback import CallbackEnv
 
-from drawbar._boosting import History, Metrics, Progress, RoundReports
+from drawbar._boosting import History, Metrics, Progress, RoundReports, load_model
 from drawbar.lightgbm._backend import at_end
 from drawbar.lightgbm._evaluation import GlobalEvaluation
 from drawbar.train import Checkpoint, ValidationTaskConfig
@@ -120,16 +120,7 @@ class RayTrainReportCallback:
         Raises:
             FileNotFoundError: The checkpoint has no such file.
         """
-        with checkpoint.as_directory() as directory:
-            path = Path(directory, filename)
-            if not path.exists():
-                names = sorted(each.name for each in Path(directory).iterdir())
-                files = ", ".join(name for name in names if name[0] != ".") or "none"
-                raise FileNotFoundError(
-                    f"{checkpoint.path} has no {filename!r}; its files: {files}. Pass the "
-                    "filename that the callback was made with"
-                )
-            booster = Booster(model_file=path)
+        booster = load_model(checkpoint, filename, lambda path: Booster(model_file=path))
         progress = Progress.load(checkpoint)
         if progress is not None:
             booster.best_iteration = progress.details.get("best_iteration", -1)

@@ -9,7 +9,7 @@ from typing import Any
 from xgboost import Booster
 from xgboost.callback import TrainingCallback
 
-from drawbar._boosting import History, Metrics, Progress, RoundReports
+from drawbar._boosting import History, Metrics, Progress, RoundReports, load_model
 from drawbar.train import Checkpoint, ValidationTaskConfig
 
 
@@ -67,13 +67,7 @@ class RayTrainReportCallback(TrainingCallback):
         Raises:
             FileNotFoundError: The checkpoint has no such file.
         """
-        with checkpoint.as_directory() as folder:
-            path = Path(folder, filename)
-            if not path.exists():
-                raise FileNotFoundError(
-                    f"{checkpoint} has no file {filename!r}; give the callback's filename"
-                )
-            return Booster(model_file=path)
+        return load_model(checkpoint, filename, lambda path: Booster(model_file=path))
 
     def after_iteration(self, model: Any, epoch: int, evals_log: History) -> bool:
         """Report the round."""
