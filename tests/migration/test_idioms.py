@@ -1,0 +1,25 @@
+"""What Ray Train's documentation teaches works after its imports are changed.
+
+Each script in `idioms/` is one documented way of writing, and checks what came of it.
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+IDIOMS = sorted(Path(__file__).parent.joinpath("idioms").glob("*.py"))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the frameworks
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("script", IDIOMS, ids=lambda script: script.stem)
+def test_an_idiom_of_ray_train_works(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
