@@ -291,7 +291,7 @@ def test_a_checkpoint_is_read_copied_verified_and_annotated(
 def test_a_changed_file_is_found(storage: dict[str, Any]) -> None:
     checkpoint = fit(three_steps(), storage).checkpoint
     assert checkpoint is not None
-    assert checkpoint.filesystem is not None
+    assert not checkpoint.is_local
     with checkpoint.filesystem.open_output_stream(f"{checkpoint.path}/model") as stream:
         stream.write(b"3")
     with pytest.raises(CheckpointError, match="model was altered after the commit"):
@@ -373,8 +373,8 @@ def test_a_uri_may_carry_the_address_of_the_server(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     query = f"scheme=http&endpoint_override=127.0.0.1:{s3_port}&region=us-east-1"
     result = fit(three_steps(), {"storage_path": f"s3://bucket/{uuid.uuid4().hex}?{query}"})
-    assert result.path.endswith(f"/run?{query}")
-    assert content(Result.from_path(result.path).checkpoint) == "2"
+    assert result.uri.endswith(f"/run?{query}")
+    assert content(Result.from_path(result.uri).checkpoint) == "2"
 
 
 def test_a_run_starts_from_a_checkpoint_on_another_storage(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_run_starts_from_a_checkpoint_on_another_storage(tmp_path: Path) -> No
 def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
     result = fit(three_steps(), {"storage_path": f"file://{tmp_path}"})
     assert result.path == str(tmp_path / "run")
-    assert result.filesystem is None
+    assert result.filesystem.type_name == "local"
 
 
 def test_an_unknown_scheme_is_told() -> None:

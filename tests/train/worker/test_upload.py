@@ -43,7 +43,7 @@ def fit(function: Any, storage_path: str | Path) -> Result:
 
 def put(place: Checkpoint, name: str, text: str) -> None:
     """Write a file where a checkpoint lies or will lie."""
-    if place.filesystem is None:
+    if place.is_local:
         Path(place).mkdir(exist_ok=True)
         (Path(place) / name).write_text(text)
         return
@@ -69,7 +69,7 @@ def test_what_lies_in_the_storage_is_committed_where_it_is(storage_path: str) ->
     result = fit(function, storage_path)
     assert result.checkpoint == Checkpoint(place)
     assert content(result.checkpoint) == {"model": "m"}
-    assert [metrics for _, metrics in Result.from_path(result.path).best_checkpoints] == [{"a": 1}]
+    assert [metrics for _, metrics in Result.from_path(result.uri).best_checkpoints] == [{"a": 1}]
 
 
 def test_what_lies_elsewhere_is_refused(storage_path: str, tmp_path: Path) -> None:
@@ -144,6 +144,8 @@ def test_a_function_may_fill_a_place_of_its_own_in_the_run(
             )
 
     result = fit(function, storage_path)
+    again = Result.from_path(result.path, result.filesystem)
+    assert again.checkpoint == result.checkpoint
     assert content(result.checkpoint) == {"model": "step_1"}
     assert len(result.best_checkpoints) == 2
 

@@ -130,7 +130,7 @@ class ValidationWork:
 
     def do(self, checkpoint: Checkpoint, validation: Validation) -> Validation:
         """Call the function as the training function is called; leave the process as it was."""
-        if checkpoint.filesystem is None and not Path(checkpoint.path).is_dir():
+        if checkpoint.is_local and not Path(checkpoint.path).is_dir():
             return validation.failed(
                 f"node {os.uname().nodename} does not see {checkpoint.path}. Set "
                 "RunConfig.storage_path to a folder that all nodes share, or to an object store"

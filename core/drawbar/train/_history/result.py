@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar.train._errors import TrainingFailedError
@@ -18,6 +18,7 @@ from drawbar.train._history.timeline import Snapshot, Timeline
 from drawbar.train._metrics import flatten, metrics_there_are
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.remote_folder import Folder, local_filesystem
 from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
 if TYPE_CHECKING:
@@ -26,12 +27,11 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("drawbar.train")
 
 
-@dataclass(kw_only=True, repr=False)
+@dataclass(repr=False)
 class Result:
     """The result of a run.
 
     Attributes:
-        path: The run's directory, or its URI.
         metrics: The last metrics of the lowest rank that reported, usually rank 0, with those of
             the checkpoint's validation; None without reports.
         checkpoint: The newest committed checkpoint, None if there is none.
@@ -39,18 +39,19 @@ class Result:
             last, as `CheckpointConfig` ranks them. If none has the score, by age; a warning is
             logged then.
         error: Why the run failed, None if it did not. `fit()` raises it; `from_path` gives it here.
+        path: The run's directory, on its filesystem.
         return_values: What the training function returned on each rank, in rank order. Empty after
             `from_path`.
-        filesystem: The `pyarrow.fs.FileSystem` that the run lies on; None if it is a local one.
     """
 
-    path: str
-    metrics: dict[str, Any] | None
-    checkpoint: Checkpoint | None
-    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]]
+    metrics: dict[str, Any] | None = None
+    checkpoint: Checkpoint | None = None
     error: TrainingFailedError | None = None
+    path: str = ""
+    _: KW_ONLY
+    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]] = field(default_factory=list)
     return_values: list[Any] = field(default_factory=list)
-    filesystem: Any = None
+    _storage_filesystem: Any = None
     _directory: RunDirectory | None = field(default=None, compare=False)
     _read: list[JournaledEvent] | None = field(default=None, compare=False)
 
@@ -86,8 +87,8 @@ class Result:
             _logger.warning("%s: %s best_checkpoints are by age", directory.location, unranked)
         pairs = {m.name: (directory.checkpoints.checkpoint(m.name), m.metrics) for m in manifests}
         return cls(
-            path=directory.location,
-            filesystem=directory.filesystem,
+            path=directory.home.path if isinstance(directory.home, Folder) else directory.location,
+            _storage_filesystem=directory.filesystem,
             _directory=directory,
             _read=read,
             metrics=_last_metrics(history(events)),
@@ -95,6 +96,16 @@ class Result:
             best_checkpoints=[pairs[m.name] for m in ranked(manifests, config)],
             error=error,
         )
+
+    @property
+    def filesystem(self) -> Any:
+        """The `pyarrow.fs.FileSystem` that the run lies on."""
+        return self._storage_filesystem or local_filesystem()
+
+    @property
+    def uri(self) -> str:
+        """The address of the run: its path, or its URI if it was given as one."""
+        return self._directory.location if self._directory else self.path
 
     @property
     def return_value(self) -> Any:
@@ -132,7 +143,7 @@ class Result:
     def _events(self) -> Iterable[JournaledEvent]:
         if self._read is not None:
             return self._read
-        return _events_of(self._directory or open_directory(self.path, self.filesystem))
+        return _events_of(self._directory or open_directory(self.path, self._storage_filesystem))
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
         """Give the kept checkpoint with the lowest or highest value of a metric.
@@ -160,7 +171,7 @@ class Result:
 
     def __repr__(self) -> str:
         lines = [
-            f"path={self.path!r}",
+            f"path={self.uri!r}",
             f"metrics={self.metrics!r}",
             f"checkpoint={self.checkpoint!r}",
         ]
@@ -181,7 +192,7 @@ class Result:
         return Card(
             title=os.path.basename(self.path.rstrip("/")),
             status="failed" if self.error else status,
-            path=self.path,
+            path=self.uri,
             error=str(self.error or ""),
             metrics=self.metrics or {},
             curves=curves_of(history(events)),

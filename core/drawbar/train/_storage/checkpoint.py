@@ -32,7 +32,7 @@ from drawbar.train._storage.manifest import (
     read_manifest,
     user_files,
 )
-from drawbar.train._storage.remote_folder import Folder, locate, same_filesystem
+from drawbar.train._storage.remote_folder import Folder, local_filesystem, locate, same_filesystem
 from drawbar.train._storage.shared_copy import kept_copy, shared_copy
 
 
@@ -46,7 +46,6 @@ class Checkpoint:
 
     Attributes:
         path: The directory's path on its filesystem, without a scheme.
-        filesystem: The `pyarrow.fs.FileSystem`; None for a local path.
 
     A checkpoint is equal to another one at the same place. `os.fspath(checkpoint)` gives its path
     if it is a local one, so that it can be handed to anything that opens a path.
@@ -61,8 +60,22 @@ class Checkpoint:
             raise TypeError(f"Checkpoint takes the path of a directory, found {path!r}")
         self._place = locate(path, filesystem)
         self.path = self._place.path if isinstance(self._place, Folder) else str(self._place)
-        self.filesystem: Any = getattr(self._place, "filesystem", None)
         self._identity = uuid.uuid4().hex
+
+    @property
+    def filesystem(self) -> Any:
+        """The `pyarrow.fs.FileSystem` that `path` lies on."""
+        return local_filesystem() if isinstance(self._place, Path) else self._place.filesystem
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `path` is one of this node, or of what is mounted here."""
+        return isinstance(self._place, Path)
+
+    @property
+    def uri(self) -> str:
+        """The address of the directory, as it was given: a path, or a URI."""
+        return str(self._place)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
@@ -186,7 +199,7 @@ class Checkpoint:
             raise CheckpointError(f"there is no checkpoint at {self._place}: not a directory")
 
     def __fspath__(self) -> str:
-        if self.filesystem is not None:
+        if not self.is_local:
             raise TypeError(
                 f"{self!r} is not on a local path; open it by "
                 "`with checkpoint.as_directory() as path:`"
@@ -196,14 +209,14 @@ class Checkpoint:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Checkpoint) or self.path != other.path:
             return False
-        if self.filesystem is None or other.filesystem is None:
-            return self.filesystem is other.filesystem
+        if self.is_local or other.is_local:
+            return self.is_local and other.is_local
         return same_filesystem(self.filesystem, other.filesystem)
 
     def __hash__(self) -> int:
         return hash(self.path)
 
     def __repr__(self) -> str:
-        if self.filesystem is None:
+        if self.is_local:
             return f"Checkpoint({self.path!r})"
         return f"Checkpoint({str(self._place)!r}, filesystem={self.filesystem.type_name!r})"

@@ -49,7 +49,7 @@ class LocalCheckpoints(CheckpointStore):
 
     def name_of(self, checkpoint: Checkpoint) -> str | None:
         path = Path(checkpoint.path)
-        inside = checkpoint.filesystem is None and _is_same(path.parent, self.run)
+        inside = checkpoint.is_local and _is_same(path.parent, self.run)
         return path.name if inside and not path.name.startswith(".") else None
 
     def is_staged(self, path: Path) -> bool:

@@ -41,7 +41,7 @@ class RemoteCheckpoints(CheckpointStore):
         return self.run / name
 
     def name_of(self, checkpoint: Checkpoint) -> str | None:
-        if checkpoint.filesystem is None:
+        if checkpoint.is_local:
             return None
         folder = Folder(checkpoint.path, checkpoint.filesystem)
         return folder.name if folder.parent.same_as(self.run) else None

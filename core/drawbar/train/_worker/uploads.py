@@ -163,7 +163,7 @@ class Uploads:
                     "delete_local_checkpoint_after_upload=True would delete the checkpoint"
                 )
             return self._offer_in_place(checkpoint)
-        if checkpoint.filesystem is not None and self._checkpoints.name_of(checkpoint) is None:
+        if not checkpoint.is_local and self._checkpoints.name_of(checkpoint) is None:
             checkpoint = self._brought(checkpoint)
         try:
             return self._offer_files(checkpoint, name, mode, upload_fn, handed_over)
@@ -238,7 +238,7 @@ class Uploads:
 
     def _offer_local(self, checkpoint: Checkpoint, name: str, *, handed_over: bool) -> Offer:
         directory = Path(checkpoint.path)
-        if checkpoint.filesystem is not None or not directory.is_dir():
+        if not checkpoint.is_local or not directory.is_dir():
             raise FileNotFoundError(
                 f"report() was given the checkpoint {checkpoint!r}, which is not a directory "
                 f"on this worker's node ({os.uname().nodename}). That of checkpoint_dir() is gone "

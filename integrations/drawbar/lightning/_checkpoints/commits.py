@@ -152,7 +152,7 @@ def path_of(checkpoint: Checkpoint) -> Path:
     For remote storage it is that in the run's work folder, where nothing lies: see `local`.
     """
     folder = Path(checkpoint.path)
-    if checkpoint.filesystem is not None:
+    if not checkpoint.is_local:
         folder = get_context().get_storage() / folder.name
     return folder / CHECKPOINT_NAME
 
