@@ -32,6 +32,7 @@ from drawbar.train._settings.run_config import RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.remote_folder import AnyFileSystem
 from drawbar.train._storage.run_directory import open_directory
 from drawbar.train._worker.actor import Payload
 
@@ -204,7 +205,7 @@ class DataParallelTrainer(ExplainsItsArguments):
 
     @classmethod
     def can_restore(
-        cls, path: str | os.PathLike[str], storage_filesystem: Any | None = None
+        cls, path: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
     ) -> bool:
         """Whether `restore(path)` will find a run there."""
         directory = open_directory(path, storage_filesystem)
@@ -214,7 +215,7 @@ class DataParallelTrainer(ExplainsItsArguments):
     def restore(
         cls,
         path: str | os.PathLike[str],
-        storage_filesystem: Any | None = None,
+        storage_filesystem: AnyFileSystem | None = None,
         *,
         run_config: RunConfig | None = None,
         datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,

@@ -17,6 +17,8 @@ from drawbar.train._settings.data_config import DataConfig
 
 if TYPE_CHECKING:
     import numpy as np
+    import pyarrow as pa
+    from numpy.typing import NDArray
     from ray.data import Dataset
 
 
@@ -31,7 +33,7 @@ class ExactPart:
         self._kept = ray.put(part.iterator())
 
     @cached_property
-    def _iterator(self) -> Any:
+    def _iterator(self) -> Any:  # a DataIterator; Ray's own annotation forbids batch_size=None
         """The iterator; a worker that does not ask for it need not import Ray Data."""
         return ray.get(self._kept)
 
@@ -40,7 +42,7 @@ class ExactPart:
         """Whether the tables that `arrow_tables` gives lie in Ray's object store."""
         return self._blocks is not None
 
-    def arrow_tables(self) -> Iterator[Any]:
+    def arrow_tables(self) -> Iterator[pa.Table]:
         """Give the rows as Arrow tables, in a new pass.
 
         Blocks that are Arrow tables come straight from the object store, without a copy, and
@@ -61,7 +63,7 @@ class ExactPart:
         return getattr(self._iterator, name)
 
 
-def _arrow_blocks(part: Dataset) -> list[Any] | None:
+def _arrow_blocks(part: Dataset) -> list[ray.ObjectRef[pa.Table]] | None:
     """Give the blocks of a computed dataset; None if they are not Arrow tables."""
     import pyarrow as pa
 
@@ -75,7 +77,7 @@ class ExactSplits:
 
     def __init__(self) -> None:
         self._whole: dict[str, Dataset] = {}
-        self._starts: dict[str, np.ndarray[Any, Any]] = {}
+        self._starts: dict[str, NDArray[np.int64]] = {}
         self._parts: dict[tuple[str, int], list[ExactPart]] = {}
 
     def parts(
@@ -122,7 +124,7 @@ class ExactSplits:
         self._whole[name] = whole
 
 
-def cut_points(rows: int, world_size: int, starts: np.ndarray[Any, Any] | None = None) -> list[int]:
+def cut_points(rows: int, world_size: int, starts: NDArray[np.int64] | None = None) -> list[int]:
     """Say at which row numbers to cut so that the parts are as equal as can be.
 
     Args:
@@ -139,12 +141,12 @@ def cut_points(rows: int, world_size: int, starts: np.ndarray[Any, Any] | None =
     return [int(allowed[np.abs(allowed - cut).argmin()]) for cut in even]
 
 
-def _runs(dataset: Dataset, column: str) -> tuple[np.ndarray[Any, Any], bool]:
+def _runs(dataset: Dataset, column: str) -> tuple[NDArray[np.int64], bool]:
     """Find where each run of equal values begins, and whether no value has two runs."""
     import numpy as np
 
-    starts: list[np.ndarray[Any, Any]] = []
-    values: list[np.ndarray[Any, Any]] = []
+    starts: list[NDArray[np.int64]] = []
+    values: list[NDArray[np.generic]] = []
     rows = 0
     batches = dataset.select_columns([column]).iter_batches(batch_size=None, batch_format="numpy")
     for batch in batches:

@@ -10,12 +10,13 @@ size that an epoch has gone through, is the position.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from ray.data import DataIterator
 
     from drawbar.train._data.exact_split import ExactPart
@@ -134,7 +135,7 @@ class DatasetShard:
         """As that of `ray.data.DataIterator`."""
         return self._passes("iter_rows", {})
 
-    def arrow_tables(self) -> Iterable[Any]:
+    def arrow_tables(self) -> Iterable[pa.Table]:
         """Give the rows as Arrow tables of any size: the cheapest way to read each of them once."""
         if hasattr(self._part, "arrow_tables"):
             return self._passes("arrow_tables", {})
@@ -153,7 +154,7 @@ class DatasetShard:
         begin = partial(self._read, method, options, rows_of or (lambda _: 0))
         return _Passes(begin, self._items(method, options))
 
-    def _items(self, method: str, options: dict[str, Any]) -> int | None:
+    def _items(self, method: str, options: dict[str, object]) -> int | None:
         """Say how many items a whole pass by this method has, if that is known."""
         parameters = inspect.signature(getattr(self._part, method)).parameters
         if "batch_size" not in parameters or self._length is None:
@@ -231,7 +232,7 @@ def _row_counter(
     return None if options.get("collate_fn") else _count_rows
 
 
-def _count_rows(batch: Any) -> int:
+def _count_rows(batch: Sized) -> int:
     if isinstance(batch, Mapping):
         return len(next(iter(batch.values()), ()))
     return len(batch)

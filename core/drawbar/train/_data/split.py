@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STREAM_END_SECONDS = 0.5
 
 
-def check_datasets(datasets: Mapping[str, Any] | None, config: DataConfig) -> None:
+def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) -> None:
     """Check the datasets' names and types before anything starts.
 
     Warns of a name in `DataConfig` that no dataset has.
@@ -56,12 +56,12 @@ def _kind(value: object) -> str:
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
-def make(datasets: Mapping[str, Any]) -> dict[str, Any]:
+def make(datasets: Mapping[str, DatasetOrFactory]) -> dict[str, Dataset]:
     """Call the functions that make datasets."""
     return {name: each() if callable(each) else each for name, each in datasets.items()}
 
 
-def lazy(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
+def lazy(datasets: Mapping[str, DatasetOrFactory], config: DataConfig) -> list[str]:
     """Name the datasets that Ray Data computes as they are read; of those that are made already."""
     made = {
         name: each
@@ -76,7 +76,7 @@ def lazy(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
 
 
 def shard(
-    datasets: Mapping[str, Any],
+    datasets: Mapping[str, Dataset],
     config: DataConfig,
     node_ids: Sequence[str],
     positions: Mapping[str, Any],
@@ -130,7 +130,7 @@ def shard(
 
 
 def _configured(
-    datasets: Mapping[str, Any],
+    datasets: Mapping[str, Dataset],
     config: DataConfig,
     node_ids: Sequence[str],
     positions: Mapping[str, Any],
@@ -165,7 +165,10 @@ def _epoch(positions: Mapping[str, Any], name: str) -> RowPosition:
 
 
 def split_exactly(
-    datasets: Mapping[str, Any], config: DataConfig, sizes: Sequence[int], exact: ExactSplits
+    datasets: Mapping[str, DatasetOrFactory],
+    config: DataConfig,
+    sizes: Sequence[int],
+    exact: ExactSplits,
 ) -> None:
     """Compute what is split exactly, for each size that the group of workers may have."""
     chosen = {name: each for name, each in datasets.items() if config.splits_exactly(name)}
@@ -175,7 +178,7 @@ def split_exactly(
             exact.parts(name, dataset, config, size)
 
 
-def _rows(dataset: Any, world_size: int) -> int | None:
+def _rows(dataset: Dataset, world_size: int) -> int | None:
     """Say how many rows each part has, unless the dataset would have to be computed for that."""
     from ray.data.dataset import MaterializedDataset
 
@@ -187,7 +190,7 @@ def position_name(dataset_name: str) -> str:
     return f"dataset:{dataset_name}"
 
 
-def _split(dataset: Any, world_size: int, hints: list[str] | None = None) -> list[DataIterator]:
+def _split(dataset: Dataset, world_size: int, hints: list[str] | None = None) -> list[DataIterator]:
     """Give the parts of a dataset, equally long."""
     if world_size == 1:
         return [dataset.iterator()]
@@ -197,14 +200,14 @@ def _split(dataset: Any, world_size: int, hints: list[str] | None = None) -> lis
     return parts
 
 
-def _rest(dataset: Any, read: Read, world_size: int) -> tuple[list[DataIterator], list[Any]]:
+def _rest(dataset: Dataset, read: Read, world_size: int) -> tuple[list[DataIterator], list[object]]:
     """Give the parts of what has not been read of a dataset, and what must live meanwhile.
 
     Where the last readers were as many as there are now, each goes on with its own part.
     """
     if not read:
         return [], []
-    owners: list[Any] = []
+    owners: list[object] = []
     for readers, rows in read:
         parts = _split(dataset, readers)
         owners.append(parts)  # whose actor owns the rows

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from drawbar.train._group.daemon_thread import in_daemon_thread
 from drawbar.train._group.peers import (
@@ -31,6 +31,9 @@ from drawbar.train._group.thread_group import ThreadWorkerGroup
 from drawbar.train._group.worker_group import Hear, OnWait
 from drawbar.train._messages import Assignment, Gone, Interrupt, Order, Ranks, WorkerInfo
 from drawbar.train._worker.stack import Stack
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NOTICE_SECONDS = 5.0
 STACK_SECONDS = 2.0
@@ -158,12 +161,12 @@ class LaunchedWorkerGroup:
         """What the launcher has started, it kills."""
 
     def execute_single_async(
-        self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         """Refuse: what reaches the other processes is their own script."""
         raise _NOT_FROM_HERE
 
-    def execute_async(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_async(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Refuse, too."""
         raise _NOT_FROM_HERE
 

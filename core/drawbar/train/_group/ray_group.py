@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import ParamSpec, TypeVar, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -32,6 +32,9 @@ from drawbar.train._messages import (
     WorkerInfo,
 )
 from drawbar.train._worker.stack import Stack
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LEAVE_SECONDS = 2.0
 STACK_SECONDS = 2.0
@@ -172,23 +175,26 @@ class RayWorkerGroup:
     # -- the view that backends get
 
     def execute_single_async(
-        self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> ray.ObjectRef[R]:
         """Run a function on one worker; gives an object reference."""
-        return self._ranks[rank].actor.execute.remote(carry((function, args, kwargs)))
+        asked = self._ranks[rank].actor.execute.remote(carry((function, args, kwargs)))
+        return cast("ray.ObjectRef[R]", asked)
 
-    def execute_async(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_async(
+        self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[ray.ObjectRef[R]]:
         """Run a function on every worker; gives object references in rank order."""
         ranks = sorted(self._ranks)
         return [self.execute_single_async(rank, function, *args, **kwargs) for rank in ranks]
 
     def execute_single(
-        self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         """Run a function on one worker and wait for its result."""
         return ray.get(self.execute_single_async(rank, function, *args, **kwargs))
 
-    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def execute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run a function on every worker and wait for all results, in rank order."""
         return list(ray.get(self.execute_async(function, *args, **kwargs)))
 

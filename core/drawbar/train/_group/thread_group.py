@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from drawbar.train._group.daemon_thread import in_daemon_thread
 from drawbar.train._group.worker_group import Hear, OnWait
@@ -35,6 +35,9 @@ from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import capture_output
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.stack import Stack, take_stack
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STOP_SECONDS = 1.0
 
@@ -146,12 +149,12 @@ class ThreadWorkerGroup:
         """There is nothing to kill."""
 
     def execute_single_async(
-        self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         """Run a function here; gives its result."""
         return function(*args, **kwargs)
 
-    def execute_async(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_async(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run a function once per rank, here; gives the results."""
         return [function(*args, **kwargs) for _ in range(self._count)]
 

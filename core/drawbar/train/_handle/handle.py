@@ -22,6 +22,7 @@ from drawbar.train._history.timeline import Snapshot, Timeline
 from drawbar.train._settings.checks import require_duration
 from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._storage.journal_file import is_held
+from drawbar.train._storage.remote_folder import AnyFileSystem
 from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
 WAIT_SECONDS = 1.0  # a Ctrl-C that comes just before Python waits is seen only when the wait ends
@@ -245,7 +246,7 @@ class RunHandle:
 
 
 def attach(
-    path_or_name: str | os.PathLike[str], storage_filesystem: Any | None = None
+    path_or_name: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
 ) -> RunHandle:
     """Give a handle on a detached run that goes on, or on any run that is over.
 

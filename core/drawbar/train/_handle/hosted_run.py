@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -23,6 +23,14 @@ from drawbar.train._handle.relay import Position
 from drawbar.train._history.events import Notice
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.host import DIAGNOSIS_SECONDS, ENDS_WITH_THE_PROGRAM, EXIT_SECONDS
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+    HostHandle = ActorHandle[HostActor]
+
+T = TypeVar("T")
 
 NAMESPACE = "drawbar"
 """The Ray namespace in which every detached run has an actor of its name."""
@@ -42,7 +50,7 @@ class HostedRun:
         from_the_start: Show everything from the first line on, not only what comes from now on.
     """
 
-    def __init__(self, actor: Any, facts: RunFacts, *, from_the_start: bool) -> None:
+    def __init__(self, actor: HostHandle, facts: RunFacts, *, from_the_start: bool) -> None:
         self._actor = actor
         self._directory = facts.directory
         self._console = Console(facts.level, self.path)
@@ -71,7 +79,7 @@ class HostedRun:
         follower = uuid.uuid4().hex
         try:
             while self._ending is None and not self._let_go:
-                asked = self._actor.follow.remote(follower, self._seen)
+                asked: ObjectRef[News] = self._actor.follow.remote(follower, self._seen)
                 while not self._let_go:
                     if ray.wait([asked], timeout=POLL_SECONDS)[0]:
                         self._hear(ray.get(asked))
@@ -193,7 +201,8 @@ def start_in_actor(spec: RunSpec) -> HostedRun:
     """
     actor = _make_actor(spec)
     try:
-        facts = ray.get(actor.begin.remote(carry(spec)))
+        asked: ObjectRef[RunFacts] = actor.begin.remote(carry(spec))
+        facts = ray.get(asked)
     except RayTaskError as error:
         ray.kill(actor)
         raise _unwrapped(error) from None
@@ -203,10 +212,10 @@ def start_in_actor(spec: RunSpec) -> HostedRun:
     return HostedRun(actor, facts, from_the_start=True)
 
 
-def _make_actor(spec: RunSpec) -> Any:
+def _make_actor(spec: RunSpec) -> HostHandle:
     detached = spec.run_config.detached
     node = ray.get_runtime_context().get_node_id()
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "num_cpus": 0,
         "max_restarts": 0,
         "max_concurrency": _THREADS,
@@ -218,11 +227,13 @@ def _make_actor(spec: RunSpec) -> Any:
         _make_way(spec.name)
         options |= {"name": spec.name, "namespace": NAMESPACE, "lifetime": "detached"}
     try:
-        return (
-            ray.remote(HostActor)
+        remote: Any = ray.remote  # its stub takes `remote()` for one that makes a plain object
+        actor: HostHandle = (
+            remote(HostActor)
             .options(**options)
             .remote(spec.worker.environment, spec.worker.surroundings, detached)
         )
+        return actor
     except ValueError as error:  # another one was faster
         raise _taken(spec.name) from error
 
@@ -252,7 +263,7 @@ def _taken(name: str) -> JournalLockedError:
     )
 
 
-def hosted_run(name: str) -> Any | None:
+def hosted_run(name: str) -> HostHandle | None:
     """Give the actor of the detached run of this name, None if there is none."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
@@ -285,7 +296,9 @@ def attached(name: str, path: str | None = None) -> HostedRun | None:
     return HostedRun(actor, facts, from_the_start=False)
 
 
-def _answer(actor: Any, name: str, asked: Any, seconds: float = ANSWER_SECONDS) -> Any:
+def _answer(
+    actor: HostHandle, name: str, asked: ObjectRef[T], seconds: float = ANSWER_SECONDS
+) -> T:
     """Wait for what an actor answers, so long at the most.
 
     Raises:
@@ -298,7 +311,7 @@ def _answer(actor: Any, name: str, asked: Any, seconds: float = ANSWER_SECONDS) 
         raise TimeoutError(_silence_of(actor, name)) from None
 
 
-def _silence_of(actor: Any, name: str) -> str:
+def _silence_of(actor: HostHandle, name: str) -> str:
     return (
         f"the process that hosts run {name!r} does not answer ({_place_of(actor)}): it is stopped, "
         "still starting, or cut off. There, `kill -CONT <pid>` lets a stopped one go on, and "
@@ -307,7 +320,7 @@ def _silence_of(actor: Any, name: str) -> str:
     )
 
 
-def _place_of(actor: Any) -> str:
+def _place_of(actor: HostHandle) -> str:
     """Say where an actor is, by what Ray has noted, which needs no answer of its process."""
     noted: Any = {}
     with contextlib.suppress(Exception):  # an interface of Ray's that is not public

@@ -6,7 +6,6 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._history.events import (
@@ -18,10 +17,13 @@ from drawbar.train._history.events import (
     WorkersStarted,
 )
 from drawbar.train._history.journal import events_of, history
+from drawbar.train._storage.remote_folder import AnyFileSystem
 from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
 
-def check_run(path: str | os.PathLike[str], storage_filesystem: Any | None = None) -> None:
+def check_run(
+    path: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
+) -> None:
     """Check that the directory of a run is whole, also while the run goes on or after a kill.
 
     That is: the journal can be read; attempts are numbered upwards; in each attempt the reports of

@@ -18,7 +18,7 @@ from drawbar.train._history.timeline import Snapshot, Timeline
 from drawbar.train._metrics import flatten, metrics_there_are
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.remote_folder import Folder, local_filesystem
+from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, local_filesystem
 from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Result:
 
     @classmethod
     def from_path(
-        cls, path: str | os.PathLike[str], storage_filesystem: Any | None = None
+        cls, path: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
     ) -> Result:
         """Read the result of a run from its directory, also of one that failed or still goes on.
 

@@ -6,11 +6,12 @@ import importlib.util
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.scaling_config import ScalingConfig
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -21,20 +22,24 @@ class WorkerGroupView(Protocol):
         """Give the number of workers."""
         ...
 
-    def execute(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> list[R]:
+    def execute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run a function on every worker and wait for all results."""
         ...
 
-    def execute_async(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_async(
+        self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Any]:
         """Run a function on every worker; gives object references."""
         ...
 
-    def execute_single(self, rank: int, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    def execute_single(
+        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         """Run a function on one worker and wait for its result."""
         ...
 
     def execute_single_async(
-        self, rank: int, function: Callable[..., R], *args: Any, **kwargs: Any
+        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> Any:
         """Run a function on one worker; gives an object reference."""
         ...

@@ -23,6 +23,7 @@ from drawbar.train._settings.checks import (
     require_type,
     warn_caller,
 )
+from drawbar.train._storage.remote_folder import AnyFileSystem
 
 if TYPE_CHECKING:
     from drawbar.train._messages import PreemptionInfo
@@ -247,7 +248,7 @@ class RunConfig(ShowsWhatWasSet):
 
     name: str | None = None
     storage_path: str | os.PathLike[str] | None = None
-    storage_filesystem: Any | None = None
+    storage_filesystem: AnyFileSystem | None = None
     failure_config: FailureConfig = field(default_factory=FailureConfig)
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: Sequence[UserCallback] = ()

@@ -32,7 +32,13 @@ from drawbar.train._storage.manifest import (
     read_manifest,
     user_files,
 )
-from drawbar.train._storage.remote_folder import Folder, local_filesystem, locate, same_filesystem
+from drawbar.train._storage.remote_folder import (
+    AnyFileSystem,
+    Folder,
+    local_filesystem,
+    locate,
+    same_filesystem,
+)
 from drawbar.train._storage.shared_copy import kept_copy, shared_copy
 
 
@@ -55,7 +61,9 @@ class Checkpoint:
             here.
     """
 
-    def __init__(self, path: str | os.PathLike[str], filesystem: Any | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], filesystem: AnyFileSystem | None = None
+    ) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"Checkpoint takes the path of a directory, found {path!r}")
         self._place = locate(path, filesystem)

@@ -6,18 +6,31 @@ cannot do, such as renaming or appending, is not used.
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.files import FileEntry, check_stays_inside
 from drawbar.train._storage.retries import retrying
 from drawbar.train._storage.sizes import in_bytes
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from fsspec import AbstractFileSystem
+    from pyarrow.fs import FileInfo, FileSystem
+
+    AnyFileSystem: TypeAlias = FileSystem | AbstractFileSystem
+    """What users give as one: pyarrow's, or fsspec's, which is wrapped as pyarrow's."""
+else:
+    AnyFileSystem = Any  # whoever evaluates annotations need not have either of them
 
 T = TypeVar("T")
 
@@ -45,7 +58,7 @@ class Folder:
     """
 
     path: str
-    filesystem: Any
+    filesystem: FileSystem
     uri: str = ""
 
     def __str__(self) -> str:
@@ -103,11 +116,11 @@ class Folder:
         found = (each for each in self._infos(recursive=False) if not each.is_file)
         return sorted(check_stays_inside(self._relative(info.path)) for info in found)
 
-    def _infos(self, *, recursive: bool) -> Iterable[Any]:
+    def _infos(self, *, recursive: bool) -> Iterable[FileInfo]:
         from pyarrow.fs import FileSelector
 
         selector = FileSelector(self.path, recursive=recursive, allow_not_found=True)
-        infos: list[Any] = retrying(
+        infos: list[FileInfo] = retrying(
             lambda: self.filesystem.get_file_info(selector), f"listing {self}"
         )
         return infos
@@ -234,7 +247,7 @@ def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], T]) -> l
     return done
 
 
-def locate(path: str | os.PathLike[str], filesystem: Any | None = None) -> Path | Folder:
+def locate(path: str | os.PathLike[str], filesystem: AnyFileSystem | None = None) -> Path | Folder:
     """Say which place a path means: a local one, or a folder on another filesystem.
 
     Args:
@@ -261,7 +274,7 @@ def locate(path: str | os.PathLike[str], filesystem: Any | None = None) -> Path 
     return _from_uri(text)
 
 
-def _folder(path: str, filesystem: Any, uri: str) -> Path | Folder:
+def _folder(path: str, filesystem: FileSystem, uri: str) -> Path | Folder:
     if filesystem.type_name == "local":
         return _local(path)
     return Folder(path.rstrip("/"), filesystem, uri)
@@ -278,22 +291,16 @@ def _local(path: str) -> Path:
         ) from None
 
 
-def local_filesystem() -> Any:
+def local_filesystem() -> FileSystem:
     """Give pyarrow's filesystem of this node.
 
     Raises:
         ImportError: pyarrow is not installed.
     """
-    try:
-        from pyarrow import fs
-    except ImportError as error:
-        raise ImportError(
-            'a pyarrow filesystem needs pyarrow: pip install "drawbar[data]"'
-        ) from error
-    return fs.LocalFileSystem()
+    return _pyarrow_fs().LocalFileSystem()
 
 
-def same_filesystem(one: Any, other: Any) -> bool:
+def same_filesystem(one: FileSystem, other: FileSystem) -> bool:
     """Whether two pyarrow filesystems are the same one.
 
     fsspec's are equal only if the same thread has made them, so what they were made with is
@@ -302,14 +309,14 @@ def same_filesystem(one: Any, other: Any) -> bool:
     return bool(one.equals(other)) or _made_with(one) == _made_with(other) is not None
 
 
-def _made_with(filesystem: Any) -> tuple[Any, ...] | None:
+def _made_with(filesystem: FileSystem) -> tuple[object, ...] | None:
     wrapped: Any = getattr(getattr(filesystem, "handler", None), "fs", None)
     if not hasattr(wrapped, "storage_options"):
         return None
     return type(wrapped), wrapped.storage_args, wrapped.storage_options
 
 
-def server_of(filesystem: Any) -> str:
+def server_of(filesystem: AnyFileSystem) -> str:
     """Say which server, account or subtree a filesystem shows; "" if its kind has just one.
 
     It is the same in every process, and with other credentials, which change from day to day.
@@ -321,7 +328,7 @@ def server_of(filesystem: Any) -> str:
     return " ".join(sorted(_addresses(_settings_of(shown))))
 
 
-def _settings_of(filesystem: Any) -> dict[str, Any]:
+def _settings_of(filesystem: AnyFileSystem) -> dict[str, object]:
     if hasattr(filesystem, "storage_options"):
         return dict(filesystem.storage_options)
     try:
@@ -339,30 +346,18 @@ def _addresses(settings: dict[str, Any]) -> Iterator[str]:
             yield f"{name}={value}"
 
 
-def as_pyarrow(filesystem: Any) -> Any:
+def as_pyarrow(filesystem: AnyFileSystem) -> FileSystem:
     """Give a filesystem as a `pyarrow.fs.FileSystem`; one of fsspec is wrapped."""
     arrow = _pyarrow_fs()
     if isinstance(filesystem, arrow.FileSystem):
         return filesystem
-    try:
-        return arrow.PyFileSystem(arrow.FSSpecHandler(_require_fsspec(filesystem)))
-    except ImportError:
-        raise _not_a_filesystem(filesystem) from None
-
-
-def _require_fsspec(filesystem: Any) -> Any:
-    import fsspec
-
-    if not isinstance(filesystem, fsspec.AbstractFileSystem):
-        raise _not_a_filesystem(filesystem)
-    return filesystem
-
-
-def _not_a_filesystem(filesystem: Any) -> TypeError:
-    return TypeError(
-        "the filesystem must be a pyarrow.fs.FileSystem or an fsspec.AbstractFileSystem, "
-        f"found {filesystem!r} ({type(filesystem).__name__})"
-    )
+    fsspec = sys.modules.get("fsspec")  # whoever has made one of its filesystems has imported it
+    if fsspec is None or not isinstance(filesystem, fsspec.AbstractFileSystem):
+        raise TypeError(
+            "the filesystem must be a pyarrow.fs.FileSystem or an fsspec.AbstractFileSystem, "
+            f"found {filesystem!r} ({type(filesystem).__name__})"
+        )
+    return arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
 
 
 def _from_uri(uri: str) -> Path | Folder:
@@ -374,7 +369,7 @@ def _from_uri(uri: str) -> Path | Folder:
     return _folder(path, filesystem, uri)
 
 
-def _from_fsspec(uri: str, unknown: Exception) -> tuple[Any, str]:
+def _from_fsspec(uri: str, unknown: Exception) -> tuple[FileSystem, str]:
     scheme = urlsplit(uri).scheme
     try:
         import fsspec
@@ -390,11 +385,11 @@ def _from_fsspec(uri: str, unknown: Exception) -> tuple[Any, str]:
     return as_pyarrow(filesystem), path
 
 
-def _pyarrow_fs() -> Any:
+def _pyarrow_fs() -> ModuleType:
     try:
-        import pyarrow.fs
+        return importlib.import_module("pyarrow.fs")
     except ImportError as error:
         raise ImportError(
-            'storage that is not a local path needs pyarrow: pip install "drawbar[data]"'
+            "storage that is not a local path, or one as a filesystem, needs pyarrow; run: "
+            'pip install "drawbar[data]"'
         ) from error
-    return pyarrow.fs

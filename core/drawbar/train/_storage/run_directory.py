@@ -22,7 +22,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from drawbar.train._storage.checkpoint_store import CheckpointStore
 from drawbar.train._storage.files import remove_tree, write_atomically
@@ -31,8 +31,11 @@ from drawbar.train._storage.local_checkpoints import LocalCheckpoints
 from drawbar.train._storage.manifest import read_file
 from drawbar.train._storage.published_copy import PublishedCopy
 from drawbar.train._storage.remote_checkpoints import RemoteCheckpoints
-from drawbar.train._storage.remote_folder import Folder, locate, server_of
+from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, locate, server_of
 from drawbar.train._storage.staging import StagingArea
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
 
 OUTCOME = "outcome.pkl"
 TRAINER = "trainer.pkl"
@@ -74,7 +77,7 @@ class RunDirectory:
         return str(self.home)
 
     @property
-    def filesystem(self) -> Any | None:
+    def filesystem(self) -> FileSystem | None:
         """The `pyarrow.fs.FileSystem` that the run lies on; None if it is a local one."""
         return None if self.folder is None else self.folder.filesystem
 
@@ -227,7 +230,9 @@ class RunDirectory:
         return None if self.folder is None else PublishedCopy(self.path, self.folder)
 
 
-def open_directory(path: str | os.PathLike[str], filesystem: Any | None = None) -> RunDirectory:
+def open_directory(
+    path: str | os.PathLike[str], filesystem: AnyFileSystem | None = None
+) -> RunDirectory:
     """Give the directory of a run, wherever it lies. Nothing is read or written yet.
 
     The work folder of a remote one is `$XDG_CACHE_HOME/drawbar/<name>-<hash of the place>`, by
