@@ -28,8 +28,10 @@ from drawbar._boosting._progress import History, Progress
 from drawbar._boosting._read import Reading
 from drawbar._boosting._report import Metrics, RoundReports
 from drawbar._boosting._rows import (
+    Features,
     Labelled,
     Rows,
+    Values,
     alike,
     classes_of,
     feature_names,
@@ -50,6 +52,7 @@ __all__ = [
     "BoostingTrainer",
     "Columns",
     "Feature",
+    "Features",
     "Fit",
     "History",
     "Labelled",
@@ -63,6 +66,7 @@ __all__ = [
     "Schema",
     "Shard",
     "Table",
+    "Values",
     "alike",
     "allreduce_metric",
     "check_label",

@@ -6,13 +6,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 LABEL, WEIGHT, GROUP, MARGIN = ("__label__", "__weight__", "__group__", "__margin_{}__")
 """Columns beside the features."""
+
+
+Features: TypeAlias = Any
+"""A NumPy or SciPy array, a pandas or Arrow table, or a Ray Dataset."""
+
+Values: TypeAlias = Any
+"""One value per row, array-like, or None. With a Ray Dataset, the name of its column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +39,11 @@ class Rows:
         absent: What a sparse matrix leaves out.
     """
 
-    features: Any
-    label: Any
-    weight: Any = None
-    group: Any = None
-    margin: Any = None
+    features: Features
+    label: Values
+    weight: Values = None
+    group: Values = None
+    margin: Values = None
     classes: Sequence[Any] | None = None
     missing: float = math.nan
     absent: float = 0.0
@@ -140,7 +147,7 @@ class Labelled:
         classes: The distinct labels of the training rows, which stand in for the column.
     """
 
-    dataset: Any
+    dataset: Features
     label: str
     classes: Any
 
@@ -177,7 +184,7 @@ def _completed(rows: Rows, *, weighted: bool, margins: int) -> Rows:
     return replace(rows, **{name: given[name] for name in lacking})
 
 
-def rows_of(features: Any, label: Any, **others: Any) -> Rows:
+def rows_of(features: Features, label: Values, **others: Any) -> Rows:
     """Give rows as a plain estimator's `fit` passes them on."""
     if isinstance(features, Labelled):
         dataset, label, classes = features.dataset, features.label, features.classes
@@ -190,7 +197,7 @@ def is_ray_dataset(value: object) -> bool:
     return hasattr(value, "streaming_split")
 
 
-def feature_names(features: Any, prefix: str = "") -> list[str]:
+def feature_names(features: Features, prefix: str = "") -> list[str]:
     """Give the names of the features: those of a table, else the prefix and their numbers."""
     named = getattr(features, "column_names", None)  # Arrow's
     if named is None:
@@ -201,12 +208,12 @@ def feature_names(features: Any, prefix: str = "") -> list[str]:
     return [f"{prefix}{number}" for number in range(shape[1])]
 
 
-def has_names(features: Any) -> bool:
+def has_names(features: Features) -> bool:
     """Whether the features have names of their own."""
     return hasattr(features, "columns") or hasattr(features, "column_names")
 
 
-def feature_table(features: Any, names: Sequence[str], absent: float = 0.0) -> pa.Table:
+def feature_table(features: Features, names: Sequence[str], absent: float = 0.0) -> pa.Table:
     """Give features as an Arrow table.
 
     Args:
@@ -264,7 +271,7 @@ def _from_arrow(table: pa.Table) -> Any:
     return ray.data.from_arrow(table)
 
 
-def classes_of(dataset: Any, label: str) -> Any:
+def classes_of(dataset: Features, label: str) -> Any:
     """Give the distinct labels of a Ray Dataset, ascending."""
     return np.array(sorted(dataset.unique(label)))
 

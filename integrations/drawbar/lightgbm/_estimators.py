@@ -8,16 +8,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 from lightgbm import Booster, LGBMClassifier, LGBMModel, LGBMRanker, LGBMRegressor
 from lightgbm.sklearn import _EvalFunctionWrapper
 
 from drawbar._boosting import (
+    Features,
     Labelled,
     Progress,
     RayEstimator,
     Rows,
+    Values,
     alike,
     classes_of,
     feature_names,
@@ -32,6 +34,9 @@ from drawbar.lightgbm._predict import predict_rows
 from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.lightgbm._trainer import LightGBMTrainer
 from drawbar.train import Checkpoint
+
+Model: TypeAlias = Booster | LGBMModel | str | Path
+"""What to go on from; a str is a path, too."""
 
 
 class _RayLGBMModel(RayEstimator, LGBMModel):
@@ -50,12 +55,12 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
 
     def fit(
         self,
-        X: Any,
-        y: Any,
-        sample_weight: Any = None,
-        init_score: Any = None,
-        group: Any = None,
-        eval_set: Sequence[tuple[Any, Any]] | None = None,
+        X: Features,
+        y: Values,
+        sample_weight: Values = None,
+        init_score: Values = None,
+        group: Values = None,
+        eval_set: Sequence[tuple[Features, Values]] | None = None,
         eval_names: Sequence[str] | None = None,
         eval_sample_weight: Any = None,
         eval_class_weight: Any = None,
@@ -65,11 +70,11 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         feature_name: Any = "auto",
         categorical_feature: Any = "auto",
         callbacks: Sequence[Any] | None = None,
-        init_model: Any = None,
+        init_model: Model | None = None,
         *,
-        eval_X: Any = None,
-        eval_y: Any = None,
-    ) -> _RayLGBMModel:
+        eval_X: Features = None,
+        eval_y: Values = None,
+    ) -> Self:
         """Do what `LGBMModel.fit` does, on workers."""
         params = self._process_params("fit")
         rounds = {"early_stopping_rounds": _take(params, "early_stopping_round")}
@@ -116,7 +121,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         self._keep(booster, progress, {"train": "training", **dict(datasets)}, named=named)
         return self
 
-    def _names(self, X: Any, given: Any) -> list[str]:
+    def _names(self, X: Features, given: Any) -> list[str]:
         """Give the names of the features; a Ray Dataset has its own."""
         if isinstance(X, Labelled) or is_ray_dataset(X):
             return []
@@ -128,10 +133,10 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         names: Sequence[str],
         *,
         by_name: bool,
-        init_model: Any,
+        init_model: Model | None,
         **options: Any,
     ) -> tuple[Booster, Progress]:
-        datasets: Any = {name: each.dataset(names, by_name=by_name) for name, each in rows.items()}
+        datasets = {name: each.dataset(names, by_name=by_name) for name, each in rows.items()}
         with self._run() as configs, tempfile.TemporaryDirectory() as folder:
             earlier, before = _checkpoint_of(init_model, Path(folder))
             result = LightGBMTrainer(
@@ -163,7 +168,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         booster.best_score = self._best_score
         self.fitted_ = True
 
-    def _checked(self, X: Any, y: Any, weight: Any) -> tuple[Any, Any]:
+    def _checked(self, X: Features, y: Values, weight: Values) -> tuple[Features, Values]:
         """Check as `LGBMModel.fit` does."""
         if isinstance(X, Labelled) or is_ray_dataset(X):
             return X, weight
@@ -177,7 +182,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         )
         return X, None if weight is None else _check_sample_weight(weight, X)
 
-    def _weights(self, X: Any, y: Any, weight: Any) -> Any:
+    def _weights(self, X: Features, y: Values, weight: Values) -> Values:
         """Give the rows' weights, those of their classes included."""
         if self._class_weight is None:
             self._class_weight = self.class_weight
@@ -190,7 +195,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             )
         return _with_class_weights(weight, self._class_weight, y)
 
-    def _weight_of(self, weights: Any, class_weights: Any, label: Any, number: int) -> Any:
+    def _weight_of(self, weights: Any, class_weights: Any, label: Values, number: int) -> Values:
         weight, by_class = _each(weights, number), _each(class_weights, number)
         if by_class is None:
             return weight
@@ -198,7 +203,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             by_class = {self._class_map[name]: value for name, value in by_class.items()}
         return _with_class_weights(weight, by_class, label)
 
-    def predict(self, X: Any, *args: Any, **options: Any) -> Any:
+    def predict(self, X: Features, *args: Any, **options: Any) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict(X, *args, **options)
@@ -219,7 +224,7 @@ class RayLGBMRanker(LGBMRanker, _RayLGBMModel):  # type: ignore[misc]  # two fit
 class RayLGBMClassifier(LGBMClassifier, _RayLGBMModel):
     """`lightgbm.LGBMClassifier`, trained on workers."""
 
-    def fit(self, X: Any, y: Any, *args: Any, **options: Any) -> RayLGBMClassifier:
+    def fit(self, X: Features, y: Values, *args: Any, **options: Any) -> Self:
         """Do what `LGBMClassifier.fit` does, on workers."""
         if is_ray_dataset(X):
             classes = classes_of(X, y)
@@ -231,20 +236,20 @@ class RayLGBMClassifier(LGBMClassifier, _RayLGBMModel):
         super().fit(X, y, *args, **options)
         return self
 
-    def predict(self, X: Any, *args: Any, **options: Any) -> Any:
+    def predict(self, X: Features, *args: Any, **options: Any) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict(X, *args, **options)
         return predict_rows(self, "predict", X, options)
 
-    def predict_proba(self, X: Any, *args: Any, **options: Any) -> Any:
+    def predict_proba(self, X: Features, *args: Any, **options: Any) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict_proba(X, *args, **options)
         return predict_rows(self, "predict_proba", X, options)
 
 
-def _checkpoint_of(model: Any, folder: Path) -> tuple[Checkpoint | None, int]:
+def _checkpoint_of(model: Model | None, folder: Path) -> tuple[Checkpoint | None, int]:
     """Give what to go on from as a checkpoint, and its number of rounds."""
     if model is None:
         return None, 0
@@ -269,18 +274,18 @@ def _add_metrics(params: dict[str, Any], given: Any) -> list[Any]:
     return [_EvalFunctionWrapper(each) for each in metrics if callable(each)]
 
 
-def _with_class_weights(weight: Any, by_class: Any, label: Any) -> Any:
+def _with_class_weights(weight: Values, by_class: object, label: Values) -> Values:
     from sklearn.utils.class_weight import compute_sample_weight
 
     by_row = compute_sample_weight(by_class, label)
     return by_row if weight is None else by_row * weight
 
 
-def _as_list(eval_set: Any) -> list[tuple[Any, Any]]:
+def _as_list(eval_set: Any) -> list[tuple[Features, Values]]:
     return [eval_set] if isinstance(eval_set, tuple) else list(eval_set or ())
 
 
-def _pairs(eval_set: Any, eval_X: Any, eval_y: Any) -> list[tuple[Any, Any]]:
+def _pairs(eval_set: Any, eval_X: Features, eval_y: Values) -> list[tuple[Features, Values]]:
     """Give features and labels to evaluate, in whichever of two ways they were given."""
     if eval_set is not None or eval_X is None:
         return _as_list(eval_set)
@@ -290,7 +295,9 @@ def _pairs(eval_set: Any, eval_X: Any, eval_y: Any) -> list[tuple[Any, Any]]:
 
 
 def _dataset_names(
-    pairs: Sequence[tuple[Any, Any]], given: Sequence[str] | str | None, training: tuple[Any, Any]
+    pairs: Sequence[tuple[Features, Values]],
+    given: Sequence[str] | str | None,
+    training: tuple[Features, Values],
 ) -> list[tuple[str, str]]:
     """Give for each pair the dataset's name, "train" for the training rows, and what users see."""
     given = [given] if isinstance(given, str) else given

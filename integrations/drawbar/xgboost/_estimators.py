@@ -6,16 +6,18 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from xgboost import Booster, XGBClassifier, XGBModel, XGBRanker, XGBRegressor
 from xgboost.sklearn import _get_qid, _objective_decorator
 
 from drawbar._boosting import (
+    Features,
     Progress,
     RayEstimator,
     Rows,
+    Values,
     alike,
     classes_of,
     has_names,
@@ -27,6 +29,9 @@ from drawbar.train import Checkpoint
 from drawbar.xgboost._predict import predict_rows
 from drawbar.xgboost._report import RayTrainReportCallback
 from drawbar.xgboost._trainer import XGBoostTrainer
+
+Model: TypeAlias = Booster | XGBModel | str
+"""What to go on from; a str is a path."""
 
 
 class _RayXGBModel(RayEstimator):
@@ -47,18 +52,18 @@ class _RayXGBModel(RayEstimator):
 
     def fit(
         self,
-        X: Any,
-        y: Any,
+        X: Features,
+        y: Values,
         *,
-        sample_weight: Any = None,
-        base_margin: Any = None,
-        eval_set: Sequence[tuple[Any, Any]] | None = None,
+        sample_weight: Values = None,
+        base_margin: Values = None,
+        eval_set: Sequence[tuple[Features, Values]] | None = None,
         verbose: bool | int | None = True,
-        xgb_model: Any = None,
-        sample_weight_eval_set: Sequence[Any] | None = None,
-        base_margin_eval_set: Sequence[Any] | None = None,
+        xgb_model: Model | None = None,
+        sample_weight_eval_set: Sequence[Values] | None = None,
+        base_margin_eval_set: Sequence[Values] | None = None,
         feature_weights: Any = None,
-    ) -> Any:
+    ) -> Self:
         """Do what the plain estimator's `fit` does, on workers; `verbose` is `run_config`'s."""
         training = self._rows(X, y, weight=sample_weight, margin=base_margin)
         evaluated = [
@@ -72,7 +77,7 @@ class _RayXGBModel(RayEstimator):
         ]
         return self._train([training, *evaluated], xgb_model, feature_weights)
 
-    def _train(self, rows: Sequence[Rows], model: Any, feature_weights: Any) -> Any:
+    def _train(self, rows: Sequence[Rows], model: Model | None, feature_weights: Any) -> Self:
         """Train, and set what plain XGBoost sets after it."""
         model, metric, params, weights = self._configure_fit(  # type: ignore[attr-defined]  # XGBModel's
             model, self._params(), feature_weights
@@ -123,7 +128,7 @@ class _RayXGBModel(RayEstimator):
             params["objective"] = self._own_objective
         return params
 
-    def _rows(self, features: Any, label: Any, **others: Any) -> Rows:
+    def _rows(self, features: Features, label: Values, **others: Any) -> Rows:
         return Rows(features=features, label=label, missing=self.missing, absent=math.nan, **others)
 
     def _checked(self, rows: Rows) -> Rows:
@@ -143,7 +148,7 @@ class _RayXGBModel(RayEstimator):
             tags.classifier_tags.multi_label = False
         return tags
 
-    def predict(self, X: Any, **options: Any) -> Any:
+    def predict(self, X: Features, **options: Any) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict(X, **options)  # type: ignore[misc]  # XGBModel's
@@ -169,7 +174,7 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
             params["num_class"] = self.n_classes_
         return params
 
-    def _train(self, rows: Sequence[Rows], model: Any, feature_weights: Any) -> Any:
+    def _train(self, rows: Sequence[Rows], model: Model | None, feature_weights: Any) -> Self:
         training = rows[0]
         found = (
             classes_of(training.features, training.label)
@@ -188,7 +193,7 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
             self.objective = self._params()["objective"]
         return self
 
-    def predict_proba(self, X: Any, *args: Any, **options: Any) -> Any:
+    def predict_proba(self, X: Features, *args: Any, **options: Any) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict_proba(X, *args, **options)
@@ -201,22 +206,22 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
 
     def fit(
         self,
-        X: Any,
-        y: Any,
+        X: Features,
+        y: Values,
         *,
-        group: Any = None,
-        qid: Any = None,
-        sample_weight: Any = None,
-        base_margin: Any = None,
-        eval_set: Sequence[tuple[Any, Any]] | None = None,
-        eval_group: Sequence[Any] | None = None,
-        eval_qid: Sequence[Any] | None = None,
+        group: Values = None,
+        qid: Values = None,
+        sample_weight: Values = None,
+        base_margin: Values = None,
+        eval_set: Sequence[tuple[Features, Values]] | None = None,
+        eval_group: Sequence[Values] | None = None,
+        eval_qid: Sequence[Values] | None = None,
         verbose: bool | int | None = False,
-        xgb_model: Any = None,
-        sample_weight_eval_set: Sequence[Any] | None = None,
-        base_margin_eval_set: Sequence[Any] | None = None,
+        xgb_model: Model | None = None,
+        sample_weight_eval_set: Sequence[Values] | None = None,
+        base_margin_eval_set: Sequence[Values] | None = None,
         feature_weights: Any = None,
-    ) -> Any:
+    ) -> Self:
         """Do what `XGBRanker.fit` does, on workers. With a Ray Dataset, `qid` names a column."""
         training = self._ranked(X, y, group, qid, sample_weight, base_margin)
         evaluated = [
@@ -232,7 +237,9 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         ]
         return self._train([training, *evaluated], xgb_model, feature_weights)
 
-    def _ranked(self, X: Any, y: Any, group: Any, qid: Any, weight: Any, margin: Any) -> Rows:
+    def _ranked(
+        self, X: Features, y: Values, group: Values, qid: Values, weight: Values, margin: Values
+    ) -> Rows:
         """Give rows with the sizes of their queries. XGBoost's weights are of queries."""
         if not is_ray_dataset(X):
             X, qid = _get_qid(X, qid)
@@ -245,7 +252,7 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         return self._rows(X, y, weight=weight, group=sizes, margin=margin)
 
 
-def _sizes(qid: Any) -> Any:
+def _sizes(qid: Values) -> Any:
     values = np.asarray(qid)
     if (values[1:] < values[:-1]).any():
         raise ValueError("qid must be sorted in ascending order, along with the rows")
@@ -257,7 +264,7 @@ def _categorical(names: Sequence[str], types: Sequence[str]) -> list[str]:
     return [name for name, kind in zip(names, types, strict=True) if kind == "c"]
 
 
-def _checkpoint_of(model: Any, folder: Path) -> Checkpoint | None:
+def _checkpoint_of(model: Model | None, folder: Path) -> Checkpoint | None:
     """Give what to go on from as a checkpoint; its rounds do not count as done."""
     if model is None:
         return None
