@@ -132,6 +132,7 @@ def binned_dataset(
         _LIB.LGBM_DatasetCreateFromSerializedReference(
             reference,
             ctypes.c_int32(len(reference)),
+            # One row, which nobody fills: only the bins are wanted.
             ctypes.c_int64(1),
             ctypes.c_int32(1),
             text,

@@ -93,6 +93,7 @@ def prepare_data_loader(
         sampler = _split(loader)
     counter = _resume(loader, sampler, name) if resume else None
     device = get_device() if move_to_device else torch.device("cpu")
+    # A batch that is fetched ahead would be in the dataset's state before it is used.
     ahead = auto_transfer and not isinstance(counter, StateCounter)
     return PreparedDataLoader(
         loader, device, ahead=ahead, counter=counter, seeding=_seeding(loader, sampler)
@@ -176,12 +177,14 @@ def _resume(
 ) -> Counter | None:
     """Keep the loader's position, if it has one, and go on from the recorded one."""
     if sampler is not None:
+        # A subclass may merge or skip batches: then they do not tell how many items were taken.
         one_to_one = type(loader).__iter__ is DataLoader.__iter__
         counter = BatchCounter(sampler, (loader.batch_size or 1) if one_to_one else 0)
         if recorded := keep(counter, name):
             sampler.go_on_from(Position(**recorded))
         return counter
     dataset = loader.dataset
+    # In worker processes lie copies of the dataset, whose state nobody here can ask for.
     if loader.num_workers or not isinstance(dataset, IterableDataset):
         return None
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):

@@ -74,6 +74,8 @@ def process_group(
     _make_way()
     for module in _IMPORTED_BEFORE:
         importlib.import_module(module)
+    # What the imports have made stays: the collection in `_leave` need not go through it. A
+    # freeze of the user's is left as it is.
     if not gc.get_freeze_count():
         at_end(gc.unfreeze)
         gc.freeze()
@@ -106,6 +108,7 @@ def _set_variables(store: TCPStore, *, publish: bool) -> None:
 
 def _join(backend: str, store: TCPStore, timeout: timedelta, device: torch.device) -> None:
     global _ours
+    # Before there is a group: one that an interrupt has left half made is ours as well.
     context, _ours = get_context(), True
     dist.init_process_group(
         backend,

@@ -96,6 +96,7 @@ class EpochSampler(Sampler[T]):
 
     def __iter__(self) -> Iterator[T]:
         begin = self.upcoming
+        # Now and not at the end, which a loop that is left by `break` never comes to.
         self.upcoming = Position(seed=begin.seed, epoch=begin.epoch + 1)
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(begin.epoch)

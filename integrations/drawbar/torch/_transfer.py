@@ -22,6 +22,7 @@ def move(batch: Any, device: torch.device) -> Any:
         return batch if moved is None else moved  # some objects move in place
     if isinstance(batch, Mapping):
         return _like(batch, {key: move(value, device) for key, value in batch.items()})
+    # A named tuple takes its fields one by one, where tuples and lists take an iterable.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, list | tuple):

@@ -146,6 +146,7 @@ class Attempt:
 
     def close(self) -> None:
         """Hear nothing any more."""
+        # Without an error, nothing is gathered for its cause either.
         self._error = None
         self._is_over.set()
 
@@ -166,6 +167,7 @@ class Attempt:
                 left = max(self._heard.values()) + patience - time.monotonic()
                 if left <= 0 and not self._awaits_validation:
                     return False
+                # Somebody waits for a validation: look again when as much time has gone.
                 left = left if left > 0 else patience
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):

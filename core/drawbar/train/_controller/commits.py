@@ -111,6 +111,7 @@ class Committer:
         self._background: set[asyncio.Future[None]] = set()
         self._travelling: set[asyncio.Task[None]] = set()
         self.handed_over = HandedOver()
+        # One thread: a checkpoint is hashed before it is deleted, never while it is.
         self._later = ThreadPoolExecutor(1, "drawbar-later", initializer=_yield_to_others)
         self._task: asyncio.Task[None] | None = None
         self.kept = self._checkpoints.intact()
@@ -158,6 +159,7 @@ class Committer:
         offers = complete.offers
         if not offers:
             return
+        # Ranks may report different metrics; the checkpoint has those of the lowest with files.
         report = complete.reports[min(offers)]
         name = offers[min(offers)].name or default_name(complete.index)
         if any(each.name == name for each in self.kept):
@@ -269,13 +271,16 @@ class Committer:
         )
         manifest = await asyncio.to_thread(self._checkpoints.commit, draft)
         seconds = time.monotonic() - pending.began
+        # The journal first: nothing may go on from a checkpoint that it does not know.
         self._emit(CheckpointCommitted.of(manifest, seconds=seconds))
         fault_points.reached("commit.journaled")
         self.kept.append(manifest)
+        # Before the ranks hear of it: the answers for which they wait depend on what is committing.
         self._committing.discard(manifest.index)
         self.handed_over.committed(manifest.index)
         self._on_commit(manifest)
         self._retain()
+        # Out of the way by a rename: by the time of the deletion more may have been set aside.
         given_up = self._staging.bury(self._staging.uncommitted)
         self._in_background(self._after_commit, manifest.name, given_up)
 
@@ -317,6 +322,7 @@ class Committer:
             self._delete(manifest)
 
     def _delete(self, manifest: Manifest) -> None:
+        # In this order a kill leaves a checkpoint too many, never a journal that promises one.
         self.kept.remove(manifest)
         self._emit(CheckpointDeleted(time=time.time(), name=manifest.name))
         self._in_background(self._delete_files, manifest.name)
@@ -353,6 +359,7 @@ class Committer:
         """Finish the commits that every rank has persisted, drop the rest: the attempt is over."""
         self._committing.difference_update(self._pending)
         self._pending.clear()
+        # Their pieces are written into the stages that are removed below.
         if self._travelling:
             await asyncio.wait(self._travelling)
         await self._ready.join()

@@ -164,6 +164,7 @@ class Controller:
             ranks = assign(workers)
             self._group.take_ranks(ranks)
             await self._backend.set_up()
+            # It may compute datasets for minutes; neither stop() nor the program's end waits.
             assignments = await in_daemon_thread(self._plan.assignments, start, workers, ranks)
         except Exception as error:
             raise AttemptFailed(startup_end(error), cause=error) from error
@@ -228,6 +229,7 @@ class Controller:
 
     def _storage_failed(self, error: Exception) -> None:
         failed = AttemptFailed("storage", cause=error)
+        # Where no attempt is left that could fail of it, it is at least said.
         if self._attempt is None or not self._attempt.fail(failed):
             self._emit(Notice(f"a checkpoint is not committed: {error}"))
 

@@ -127,6 +127,7 @@ class Progress:
             self.ranks[rank].waits_for_report = report
         if report.offer is not None or self.keep_all_rounds:
             self._rounds.setdefault(report.index, {})[rank] = report
+        # The common case, a report of metrics alone, does not look at the other ranks.
         if not self._rounds:
             return []
         complete = min(each.reports for each in self.ranks.values())
@@ -206,6 +207,7 @@ class Progress:
         return Sign(silent, waits, self.waiters_for(rank), last)
 
     def _waiters(self) -> list[int]:
+        # A rank whose checkpoint is in flight goes on, but what it waits for at its end is known.
         offering = {rank for reports in self._rounds.values() for rank in reports}
         return [rank for rank in self.ranks if self._stands_still(rank) or rank in offering]
 

@@ -123,6 +123,7 @@ class QuietWatch:
         before = await self._group.stacks()
         await asyncio.sleep(patience / _LOOKS)
         now = await self._group.stacks()
+        # Looking takes seconds, in which the attempt may have ended.
         if attempt is self._current():
             self._note(attempt, quiet_ranks(attempt.signs(), patience, before, now))
 

@@ -39,9 +39,11 @@ class Recovery:
         """End attempt `number`, and decide. `attempt` is None if it has not come to run."""
         await self._stop_workers(failed, moves=_moves(attempt))
         if attempt is not None:
+            # Only now: until every process had stopped, ranks told what had become of them.
             attempt.close()
             await self._look_into_deaths(attempt, failed)
         failed.failures = root_cause_first(failed.failures)
+        # What all ranks had persisted becomes a checkpoint yet, which a restart goes on from.
         await self._commits.settle()
         if failed.end not in ("startup", "configuration"):
             await self._backend.shut_down()

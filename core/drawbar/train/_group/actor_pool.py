@@ -108,6 +108,7 @@ class ActorPool:
         self._scaling = scaling
         self._run_path = run_path
         remote: Any = ray.remote  # its stub does not know concurrency groups
+        # A second thread for orders: `run` holds the first one as long as the function runs.
         self._actor_class = remote(concurrency_groups={"control": 1})(Worker)
         self._runtime_env = dict(runtime_env) if runtime_env else None
         self._process_setup = process_setup
@@ -158,6 +159,7 @@ class ActorPool:
         count = self._scaling.max_workers
         labels = self._scaling.selectors
         made: PlacementGroup = placement_group(
+            # Ray refuses a bundle without any resource.
             [self._scaling.bundle or {"CPU": 0.001}] * count,
             strategy=self._scaling.placement_strategy,
             bundle_label_selector=labels or None,
@@ -171,6 +173,7 @@ class ActorPool:
             "num_gpus": resources.pop("GPU", 0),
             "memory": resources.pop("memory", None),
             "resources": resources,
+            # Ray's own restart would give a process that no attempt knows.
             "max_restarts": 0,
         }
         if self._placement is not None:
@@ -186,6 +189,7 @@ class ActorPool:
 
     def _forget(self, slot: int) -> None:
         member = self.members.pop(slot)
+        # Before the kill, or they would tell of a death that is wanted.
         for task in (member.up, member.stream):
             if task is not None:
                 task.cancel()

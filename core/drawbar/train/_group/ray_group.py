@@ -73,6 +73,7 @@ class RayWorkerGroup:
 
     def take_ranks(self, ranks: Sequence[Ranks]) -> None:
         """Learn the rank of each worker that `start` gave."""
+        # Who has come since then is a spare, and gets no rank.
         pairs = zip(ranks, self._pool.up(), strict=False)
         self._ranks = {each.world_rank: member for each, member in pairs}
 
@@ -104,6 +105,7 @@ class RayWorkerGroup:
             hear(rank, [Failed(failure=describe_broken_worker(rank, error))])
         except RayError as error:
             member.dead = True
+            # In a thread: it calls the node, which may not answer.
             hear(rank, [await asyncio.to_thread(_gone, error, member.up.result().node_id)])
 
     def order(self, rank: int, order: Order) -> None:

@@ -63,4 +63,5 @@ class EventStream:
     def snapshot(self) -> Snapshot:
         """Say how the run stands. From any thread."""
         with self._lock:
+            # A copy: the stream goes on changing its own while the caller reads.
             return copy.deepcopy(self._snapshot)

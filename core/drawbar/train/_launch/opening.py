@@ -63,12 +63,14 @@ def open_run(spec: RunSpec) -> Run:
     directory, resume = directory_of(spec.run_config), spec.run_config.resume
     if not directory.holds_run():  # an error leaves no trace
         resume_plan(RunState.NONE, resume, path=directory.location, newest=None)
+    # Looked at first: the check that follows makes the folder.
     is_new = not directory.path.exists()
     check_storage_path(directory.path)
     if is_new:
         take_mode_of_folder(directory.path)
     journal = Journal(directory.journal)
     try:  # from here on nobody else writes to the run, or removes its folders
+        # Under the lock: what is read from here on is what the run goes on from.
         directory.catch_up(journal)
         found = _look(directory, journal, resume)
         directory.sweep()

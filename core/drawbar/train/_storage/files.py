@@ -64,6 +64,7 @@ _OWN = re.compile(
 _COPY_THREADS = 8
 _LITTLE = 1024 * 1024  # bytes that are copied sooner than threads have started
 _CHUNK = 64 * 1024 * 1024
+# What copy_file_range() says of files that can be copied in another way.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY}
 
 
@@ -244,6 +245,7 @@ def replace_links(directory: Path, spare: Path) -> None:
     _for_each(linked, lambda file: _copy_file(f"{directory}/{file.path}", f"{spare}/{file.path}"))
     for link in links:
         if (spare / link).is_dir():
+            # A rename puts a folder in the place of an empty one only, not of a link.
             os.unlink(directory / link)
             os.rename(spare / link, directory / link)
         elif (spare / link).exists():
@@ -277,6 +279,7 @@ def _copy_file(source: str, target: str) -> None:
     try:
         with open(source, "rb") as reader, open(target, "wb") as writer:
             if not _copy_in_kernel(reader.fileno(), writer.fileno()):
+                # The kernel may have copied a piece before it refused the next one.
                 reader.seek(0)
                 writer.seek(0)
                 shutil.copyfileobj(reader, writer, _CHUNK)

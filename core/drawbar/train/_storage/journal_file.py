@@ -93,6 +93,7 @@ def _open_locked(path: Path) -> IO[bytes]:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            # Unbuffered: when write() returns the kernel has the line, and no kill undoes that.
             file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
         except FileNotFoundError:
             continue
@@ -126,6 +127,7 @@ def is_held(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
+    # Refused, or it cannot be asked: a run that may go on is left alone.
     except OSError:
         return True
     return False

@@ -76,6 +76,7 @@ class LocalCheckpoints(CheckpointStore):
         fault_points.reached("commit.manifest")
         if not draft.in_place:
             os.rename(merged, target)
+        # The checkpoint's name is an entry of the run's folder, which has to reach the disk too.
         if draft.durable:
             sync(self.run)
         fault_points.reached("commit.renamed")
@@ -122,6 +123,7 @@ class LocalCheckpoints(CheckpointStore):
             return True
         if not name.startswith("checkpoint_"):
             return False
+        # All of Drawbar's own files in it may be lost; the journal still knows what it has made.
         return name in committed_names(read_file(self.run, JOURNAL) or b"")
 
     def _folders(self) -> list[str]:

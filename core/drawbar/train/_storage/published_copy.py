@@ -56,6 +56,7 @@ class PublishedCopy:
                 except Exception as error:  # fsspec's filesystems raise what their libraries do
                     complete = False
                     _logger.warning("%s in %s is not up to date: %s", name, self.folder, error)
+                    # A storage that is down would be asked, and waited for, once per file.
                     if is_transient(error) or not isinstance(error, OSError):
                         break
         return complete

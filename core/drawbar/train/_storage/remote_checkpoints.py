@@ -126,6 +126,7 @@ def _claim(folder: Folder) -> None:
 def _remove_leftovers(folder: Folder, parts: Sequence[Part]) -> None:
     wanted = {file.path for part in parts for file in part.files}
     found = [file.path for file in folder.list_files() if file.path not in wanted]
+    # A manifest that was left goes first: without it nobody takes the rest for a checkpoint.
     for path in sorted(found, key=lambda path: path != MANIFEST):
         folder.delete_file(path)
 

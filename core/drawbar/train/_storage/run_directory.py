@@ -143,6 +143,7 @@ class RunDirectory:
         Raises:
             OSError: The storage cannot be written.
         """
+        # Before the staging area goes: these files are nowhere else any more.
         self.set_aside()
         remove_tree(self.staging.path)
         remove_tree(self.path / ".workers")
@@ -155,6 +156,7 @@ class RunDirectory:
 
     def set_aside(self) -> None:
         """Keep what was handed over and did not become part of a checkpoint, and say where."""
+        # Asked first: listing the checkpoints of a remote storage costs a request each.
         if self.staging.handed_over():
             self.staging.set_aside([each.name for each in self.checkpoints.committed()])
 

@@ -103,6 +103,7 @@ class StagingArea:
         act = _files.move_files if share.move else _files.copy_files
         try:
             act(share.source, target, share.files)
+        # Also when it is interrupted: half a share must not look like one.
         except BaseException as error:
             _files.remove_tree(target)
             if not isinstance(error, OSError):
@@ -124,6 +125,7 @@ class StagingArea:
         stage = self.path / f"{_HANDED_OVER}{_kept_as(share.label, share.name)}-{key}"
         fault_points.reached("persist.start")
         with one_at_a_time(self.path / "taking.lock"):
+            # A rename would take links along, and what they lead to is not in the run.
             if not _files.find_links(share.source) and _moved(share.source, stage):
                 fault_points.reached("persist.half")
                 _files.take_mode_of_folder(stage)
@@ -135,6 +137,7 @@ class StagingArea:
 
     def taken_over(self, source: Path, name: str, *, attempt: int) -> Path | None:
         """Find where a rank of this node has taken a folder that others report too."""
+        # Under the lock, or it would look in between a copy and the rename that names it.
         with one_at_a_time(self.path / "taking.lock"):
             pattern = f"{_HANDED_OVER}*-{_key(source, name, attempt)}"
             return next(self.path.glob(pattern), None)
@@ -231,6 +234,7 @@ def merge(parts: Sequence[Part]) -> Path | None:
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
     """Hold a lock file among all processes and threads."""
+    # Never deleted: who waits for the lock of a deleted file would hold one that nobody else sees.
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

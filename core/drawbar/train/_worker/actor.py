@@ -120,6 +120,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         report = RunDirectory(Path(run_path)).exit_report(os.uname().nodename, os.getpid())
         report.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the rest of the start, which would wait some 10 ms for it.
         self._sentinel = threading.Thread(target=sentinel.start, args=(report,), daemon=True)
         self._sentinel.start()
         _end_by_sigterm()

@@ -55,6 +55,7 @@ def capture_output(
     Raises:
         OSError: The file cannot be made.
     """
+    # Streams are restored in the reverse order, so that none writes to a closed log.
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undo:
         log = undo.enter_context(open(log_path, "ab", buffering=0))
@@ -87,6 +88,7 @@ def _watched(path: Path, say: Say) -> Iterator[LogFile]:
 
 def _redirect(fd: int, log: int, stream: TextIO, undo: ExitStack) -> None:
     """Point `fd` at the log, with what `stream` still buffers on the right side of the change."""
+    # Before the descriptors change: what is buffered belongs where it was written to.
     stream.flush()
     flush_c_stdout()
     before = os.dup(fd)

@@ -63,6 +63,7 @@ def start(report_file: Path) -> None:
     os.environ[MARKER_VARIABLE] = marker
     reader, _held_until_death = os.pipe()
     pidfd = _own_pidfd()
+    # Without site, the user's paths and variables: it is up sooner, and nobody's code runs in it.
     command = [sys.executable, "-I", "-S", "-E", os.path.abspath(__file__)]
     process = subprocess.Popen(
         [*command, str(os.getpid()), str(report_file.absolute()), marker, str(pidfd)],
@@ -97,6 +98,7 @@ def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
     oom_kills = _oom_kills(oom_file)
     rss = _wait_for_death(pid, pidfd)
     died_at = time.time()
+    # Before anything is found out: what it has started may hold its GPUs and ports.
     _kill(-pid)
     report = {
         "pid": pid,
@@ -143,6 +145,7 @@ def _exit_status(pid: int, pidfd: int) -> int | None:
 
     Until the parent reaps it, `/proc/<pid>/stat` tells (last field, proc(5)); afterwards the pidfd.
     """
+    # The program's name is in parentheses, and may have blanks and parentheses itself.
     stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if stat and stat[0] == "Z":
         return int(stat[-1])
@@ -184,6 +187,7 @@ def _oom_kills(path: str) -> int | None:
 def _kill_strays(marker: str) -> None:
     """Kill the descendants that left the process group, such as a daemon with its own session."""
     pipe = os.readlink("/proc/self/fd/0") if os.path.isdir("/proc/self/fd") else ""
+    # A stray may start another process between the look and the kill.
     for _ in range(_SWEEPS):
         strays = _strays(f"{MARKER_VARIABLE}={marker}", pipe)
         if not strays:
@@ -201,6 +205,7 @@ def _strays(setting: str, pipe: str) -> list[int]:
         pid
         for pid in others
         if pid != os.getpid()
+        # By either: a program may clear its environment, and a daemon closes what it inherits.
         and (setting in _read(f"/proc/{pid}/environ").split("\0") or _holds(pid, pipe))
     ]
 

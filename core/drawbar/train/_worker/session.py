@@ -121,6 +121,7 @@ class Session:
         if checkpoint is None and validation is False:
             self.report_metrics(metrics)
             return
+        # Before a report without a checkpoint goes its way: it says what is wrong there.
         to_validate = asked_for(
             validation, self.assignment.spec.validation, has_checkpoint=checkpoint is not None
         )
@@ -212,6 +213,7 @@ class Session:
         try:
             yield path
         except BaseException:
+            # What was reported is the controller's by now, and may be part of a commit.
             if all(offer.directory != str(path) for offer in self._offers.values()):
                 remove_tree(path)
             raise
@@ -280,6 +282,7 @@ class Session:
                 self.user_code.interrupt()
             case Committed():
                 self.checkpoint = self.directory.checkpoints.checkpoint(order.name)
+                # Only who has offered files waits for it; elsewhere nobody would take it.
                 if self._offers.pop(order.index, None) is not None:
                     self._mailbox.put(order)
             case _:

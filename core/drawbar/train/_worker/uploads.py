@@ -167,6 +167,7 @@ class Uploads:
             checkpoint = self._brought(checkpoint)
         try:
             return self._offer_files(checkpoint, name, mode, upload_fn, handed_over)
+        # Another rank of this node may have handed over the same folder a moment ago.
         except FileNotFoundError:
             source = Path(checkpoint.path)
             taken = self._staging.taken_over(source, name, attempt=self._attempt)
@@ -293,6 +294,7 @@ class Uploads:
             directory = "" if part.directory is None else str(part.directory)
             self._say(Persisted(index=index, directory=directory, checksums=part.checksums))
             self._wait((Committed, index))
+        # After the commit: until then these files may be the only ones.
         if self._is_own(offer):
             remove_tree(Path(offer.directory))
         elif offer.handed_over:
@@ -324,6 +326,7 @@ class Uploads:
         """Do the same in another thread; waits for the oldest if too many are in flight."""
         with self._following:
             if self._background is None:
+                # One thread, so that commits are followed in the order of the reports.
                 self._background = ThreadPoolExecutor(1, thread_name_prefix="drawbar-checkpoint")
             while sum(not each.done() for _, each in self._in_flight) >= MAX_CHECKPOINTS_IN_FLIGHT:
                 self._wait_for_oldest()
@@ -332,6 +335,7 @@ class Uploads:
 
     def _wait_for_oldest(self) -> None:
         index, oldest = self._in_flight.pop(0)
+        # Said only if it is true: the controller takes it as proof that this rank stands still.
         if not oldest.done():
             self._say(WaitsForCheckpoint(index=index))
         oldest.result()

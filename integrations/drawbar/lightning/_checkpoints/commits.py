@@ -58,6 +58,7 @@ class CommitsCheckpoints(ParallelStrategy):
     ) -> dict[str, Any]:
         """Load from where Lightning says; what is in remote storage is fetched."""
         with local(Path(checkpoint_path)) as path, self.loadable(path) as on_these_workers:
+            # Validation and test go through all of their data, however far training has come.
             if _trainer_of(self).state.fn == "fit":
                 self._loaders.go_on_from(Checkpoint(path.parent))
             loaded: dict[str, Any] = super().load_checkpoint(on_these_workers, *args, **kwargs)
