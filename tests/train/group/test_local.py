@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import importlib
 import os
 import pty
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,6 +53,39 @@ def test_the_gpus_are_the_first_that_this_process_sees(
         run_config=RunConfig(name="run", storage_path=tmp_path),
     ).fit()
     assert result.return_value == given
+
+
+@pytest.mark.timeout(60)
+def test_a_profiler_sees_the_function_and_the_run_ends(tmp_path: Path) -> None:
+    profile = cProfile.Profile()
+
+    def train_func() -> None:
+        train.report({"loss": 0.5})
+
+    assert profile.runcall(fit, train_func, tmp_path).metrics == {"loss": 0.5}
+    assert "train_func" in {getattr(each.code, "co_name", "") for each in profile.getstats()}
+
+
+@pytest.mark.timeout(60)
+def test_a_debugger_traces_every_thread_and_the_run_ends(tmp_path: Path) -> None:
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        seen.add(frame.f_code.co_name)
+        return trace
+
+    def train_func() -> None:
+        train.report({"loss": 0.5})
+
+    seen = set[str]()
+    before = sys.gettrace()
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        result = fit(train_func, tmp_path)
+    finally:
+        sys.settrace(before)
+        threading.settrace(before)
+    assert result.metrics == {"loss": 0.5}
+    assert {"train_func", "_run_attempts"} <= seen
 
 
 def test_the_function_runs_in_the_thread_that_called_fit(tmp_path: Path) -> None:

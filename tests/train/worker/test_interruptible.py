@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -44,6 +45,30 @@ def test_one_that_comes_too_late_hits_nothing() -> None:
     code.end()
     code.interrupt()
     assert [number for number in range(1000) if number < 0] == []
+
+
+@pytest.mark.timeout(60)
+def test_one_that_is_taken_back_leaves_a_traced_thread_running() -> None:
+    """What is pending for ever keeps Python 3.11 from beginning any function that is traced."""
+    for is_late in (False, True):
+        code, ended = Interruptible(), threading.Event()
+
+        def user_code(code: Interruptible, is_late: bool, ended: threading.Event) -> None:
+            with contextlib.suppress(AttemptInterrupted):
+                code.begin()
+                if is_late:
+                    code.interrupt()
+                code.end()
+            [abs(number) for number in range(1000)]
+            ended.set()
+
+        threading.setprofile(lambda *_: None)
+        try:
+            arguments = (code, is_late, ended)
+            threading.Thread(target=user_code, args=arguments, daemon=True).start()
+        finally:
+            threading.setprofile(None)
+        assert ended.wait(10)
 
 
 def test_a_thread_that_the_code_starts_is_not_hit_in_its_place() -> None:

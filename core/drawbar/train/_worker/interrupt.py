@@ -27,6 +27,7 @@ class Interruptible:
         self._lock = threading.Lock()
         self._thread: int | None = None
         self._is_wanted = False
+        self._is_sent = False
 
     def begin(self) -> None:
         """Allow interruptions of this thread.
@@ -45,6 +46,7 @@ class Interruptible:
         with self._lock:
             self._is_wanted = True
             if self._thread is not None:
+                self._is_sent = True
                 _hit(self._thread)
 
     def end(self) -> None:
@@ -55,7 +57,9 @@ class Interruptible:
         """
         with self._lock:
             self._thread = None
-            _set_exception(threading.get_ident(), None)
+            is_sent = self._is_sent
+        if is_sent:
+            _take_back()
 
 
 LONGEST_BIRTH_SECONDS = 1.0
@@ -81,6 +85,20 @@ def _hit(thread: int) -> None:
         time.sleep(0)  # lets it be born
 
 
-def _set_exception(thread: int, exception: type[BaseException] | None) -> None:
-    given = None if exception is None else ctypes.py_object(exception)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
+def _take_back() -> None:
+    """Let no exception be on its way to this thread: one of our own takes its place, and ends here.
+
+    Setting none instead would leave Python 3.11 with a signal that nobody answers: every function
+    of a thread that is traced (by a debugger, coverage, cProfile) would then never begin.
+    """
+    try:
+        _set_exception(threading.get_ident(), AttemptInterrupted)
+        while True:
+            pass
+    except AttemptInterrupted:
+        pass
+
+
+def _set_exception(thread: int, exception: type[BaseException]) -> None:
+    identity = ctypes.c_ulong(thread)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(exception))
