@@ -1,8 +1,10 @@
-"""The files of the core that one `report(metrics)` crosses: `python -m benchmarks._walk`.
+"""The files of the core that two ways cross: `python -m benchmarks._walk`.
 
-The way is from the user's call to the line on the console. The stacks are looked at where the
-report is handed on to another thread or process, and where the line is shown: what stands on them
-is what a reader opens who follows the calls. First with `num_workers=0`, then with a worker.
+That of `fit()` goes to the user's first line, that of `report(metrics)` to the line on the console.
+The stacks are looked at where something is handed on to another thread or process, and at the end:
+what stands on them is what a reader opens who follows the calls. First with `num_workers=0`, then
+with a worker. For `fit()`, the files in which any function of the driver's was called are counted
+too: what checks, opens and prepares has returned when the way goes on.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import FrameType
 from unittest import mock
@@ -47,8 +50,42 @@ def files_on(frame: FrameType | None, since: tuple[str, ...]) -> list[str]:
     return found
 
 
-def train_func() -> list[str]:
-    """Report once; gives the files up to where that is handed on."""
+class FitWatch:
+    """Looks at the calls of this process from `fit()` until the workers are told to run."""
+
+    def __init__(self) -> None:
+        self.stacks: list[str] = []
+        self.touched: set[str] = set()
+        self._over = False
+
+    def start(self) -> None:
+        """Look at this thread and at those that begin from now on."""
+        threading.setprofile(self._look)
+        sys.setprofile(self._look)
+
+    def stop(self) -> None:
+        """Look no longer."""
+        self._over = True
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if self._over or event != "call":
+            return
+        if code.co_filename.startswith(CORE):
+            file = code.co_filename.removeprefix(CORE)
+            self.touched.add(file)
+            if code.co_name == "run" and file.startswith("_group"):
+                self.stacks += files_on(frame, since=("_run",))
+                self._over = True
+        elif code.co_name == "start" and code.co_filename == threading.__file__:
+            self.stacks += files_on(frame, since=("fit",))
+
+
+def train_func() -> tuple[list[str], list[str]]:
+    """Report once; gives the files up to this line, and up to where the report is handed on."""
+    begun_by = files_on(sys._getframe(1), since=("run", "_perform_in_process", "job"))
     said_by: list[str] = []
 
     def look(frame: FrameType, event: str, _: object) -> None:
@@ -59,23 +96,35 @@ def train_func() -> list[str]:
     sys.setprofile(look)
     train.report({"loss": 0.5})
     sys.setprofile(None)
-    return said_by
+    return begun_by, said_by
 
 
-def walk(num_workers: int) -> list[str]:
-    """Give the files that a report crosses in a run with so many workers, in order."""
+def walk(num_workers: int) -> tuple[list[str], list[str], int]:
+    """Give what a run with so many workers crosses.
+
+    That is the files from `fit()` to the user's first line, those of a report, both in order, and
+    the number of files in which `fit()` calls anything until the workers are told to run.
+    """
     view = mock.patch.object(console, "PlainView", WatchedView)  # what is not a terminal gets one
     with view, tempfile.TemporaryDirectory() as folder:
-        result = train.DataParallelTrainer(
+        trainer = train.DataParallelTrainer(
             train_func,
             scaling_config=train.ScalingConfig(num_workers=num_workers),
             run_config=train.RunConfig(storage_path=folder),
-        ).fit()
-    (said_by,) = result.return_values
-    return list(dict.fromkeys([*said_by, *WatchedView.shown_by, "_console/views.py"]))
+        )
+        watch = FitWatch()
+        watch.start()
+        result = trainer.fit()
+        watch.stop()
+    ((begun_by, said_by),) = result.return_values
+    fit = dict.fromkeys([*watch.stacks, *begun_by])
+    report = dict.fromkeys([*said_by, *WatchedView.shown_by, "_console/views.py"])
+    return list(fit), list(report), len(watch.touched)
 
 
 if __name__ == "__main__":
     for count in (0, 1):
-        files = walk(count)
-        print(f"num_workers={count}: {len(files)} files: {', '.join(files)}")
+        fit, report, touched = walk(count)
+        print(f"num_workers={count}")
+        print(f"  fit(), {len(fit)} files: {', '.join(fit)}; calls into {touched}")
+        print(f"  report(), {len(report)} files: {', '.join(report)}")
