@@ -41,12 +41,8 @@ LEFT_OUT_ARGUMENTS = {
     "PreemptionError(drain_timed_out=)": "the message says it",
 }
 LEFT_OUT_MEMBERS = {
-    "ScalingConfig.as_placement_group_factory": "of Ray Tune",
+    "ScalingConfig.as_placement_group_factory": "drawbar.tune.placement_group_factory",
     "ScalingConfig.from_placement_group_factory": "of Ray Tune",
-    "TrainContext.get_trial_dir": "of Ray Tune; raises there",
-    "TrainContext.get_trial_id": "of Ray Tune; raises there",
-    "TrainContext.get_trial_name": "of Ray Tune; raises there",
-    "TrainContext.get_trial_resources": "of Ray Tune; raises there",
     "Result.config": "raises there; the journal has the config",
     "RunConfig.storage_context": "internal there",
     "RayLightningEnvironment.teardown": "Lightning's, whose class it becomes when it is made",

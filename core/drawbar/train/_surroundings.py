@@ -32,6 +32,7 @@ class Surroundings:
         argv: Its `sys.argv`.
         logging: What `logging.basicConfig` and its like have set.
         data_context: Its `DataContext`, packed; None if it has changed nothing there.
+        trial: The trial of Ray Tune that it runs in, if it does.
     """
 
     working_directory: str
@@ -39,6 +40,7 @@ class Surroundings:
     argv: tuple[str, ...]
     logging: LoggingSetup
     data_context: Carried | None
+    trial: Trial | None
 
     @classmethod
     def here(cls) -> Surroundings:
@@ -49,6 +51,7 @@ class Surroundings:
             argv=tuple(sys.argv),
             logging=LoggingSetup.here(),
             data_context=_data_context(),
+            trial=next(iter(_trials), None),
         )
 
     @contextlib.contextmanager
@@ -65,6 +68,37 @@ class Surroundings:
                 yield
         finally:
             sys.argv = argv
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A trial of Ray Tune.
+
+    Attributes:
+        name, id: What Tune calls it.
+        directory: Where it lies.
+        resources: Its `ray.tune.PlacementGroupFactory`, packed: who does not ask for it need not
+            import Ray Tune.
+    """
+
+    name: str
+    id: str
+    directory: str
+    resources: Carried
+
+
+_trials: list[Trial] = []
+
+
+def enter_trial(*, name: str, id: str, directory: str, resources: Any) -> None:
+    """Have the runs that start in this process from now on be those of a trial of Ray Tune.
+
+    Args:
+        name, id: What Tune calls it.
+        directory: Where it lies.
+        resources: Its `ray.tune.PlacementGroupFactory`.
+    """
+    _trials[:] = [Trial(name=name, id=id, directory=directory, resources=carry(resources))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import itertools
 import json
 import os
@@ -69,6 +71,13 @@ class DataParallelTrainer(ExplainsItsArguments):
             to do.
     """
 
+    _given: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **arguments: Any) -> Self:
+        trainer = super().__new__(cls, *args, **arguments)
+        trainer._given = args, arguments
+        return trainer
+
     def __init__(
         self,
         train_loop_per_worker: TrainFunction,
@@ -133,6 +142,32 @@ class DataParallelTrainer(ExplainsItsArguments):
             As `fit()`, but for what happens once the run has started: `RunHandle.wait` raises that.
         """
         return self._start(jobs_wait=False)
+
+    def as_trainable(self) -> type[Any]:
+        """Give what `ray.tune.Tuner` takes; see `drawbar.tune.as_trainable`.
+
+        Raises:
+            ImportError: Ray Tune is not installed.
+        """
+        trainable: type[Any] = importlib.import_module("drawbar.tune").as_trainable(self)
+        return trainable
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What it was made with, by name: `type(trainer)(**trainer.arguments)` is one like it.
+
+        Raises:
+            RuntimeError: `restore()` has made it.
+        """
+        args, given = self._given
+        if not args and not given:
+            raise RuntimeError(f"restore() has made this {type(self).__name__}; make one yourself")
+        bound = inspect.signature(type(self).__init__).bind(self, *args, **given)
+        arguments = dict(itertools.islice(bound.arguments.items(), 1, None))
+        for each in bound.signature.parameters.values():
+            if each.kind is each.VAR_KEYWORD:
+                arguments.update(arguments.pop(each.name, {}))
+        return arguments
 
     def _start(self, *, jobs_wait: bool) -> RunHandle:
         self.backend_config.preflight(self.scaling_config)

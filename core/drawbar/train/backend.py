@@ -18,6 +18,7 @@ from drawbar.train._settings.backend import (
     require_package,
 )
 from drawbar.train._settings.checks import require_duration
+from drawbar.train._surroundings import enter_trial
 from drawbar.train._worker.addresses import node_address, worker_address
 from drawbar.train._worker.integration import (
     align_reports,
@@ -37,6 +38,7 @@ __all__ = [
     "as_public",
     "collectives_called",
     "discard_checkpoint",
+    "enter_trial",
     "keep_data_position",
     "node_address",
     "report_soon",

@@ -1,6 +1,6 @@
 """The processes of a run on Ray: placed, started, replaced, killed.
 
-The pool knows slots, which are the bundles of its placement group, and nothing of ranks. It
+The pool knows slots, which are the places of its placement, and nothing of ranks. It
 outlives attempts: after a failure only dead or stuck processes are replaced, into their old slots.
 """
 
@@ -12,14 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from drawbar.train._group.placement import Placement
 from drawbar.train._group.worker_group import Hear, OnWait
 from drawbar.train._messages import Message, WorkerInfo
 from drawbar.train._settings.scaling_config import ScalingConfig
@@ -94,8 +88,9 @@ class Member:
 class ActorPool:
     """One actor per slot.
 
-    A pool of fixed size has one placement group. An elastic one has none: the actors that do not
-    fit stay pending, which costs nothing and tells an autoscaler what is missing.
+    A pool of fixed size has one placement. An elastic one has none of its own: the actors that do
+    not fit stay pending, which costs nothing and tells an autoscaler what is missing. Both stay in
+    the group `around` the process that hosts the run, if there is one with room.
     """
 
     def __init__(
@@ -104,6 +99,7 @@ class ActorPool:
         run_path: str,
         runtime_env: Mapping[str, object] | None,
         process_setup: Callable[[], object] | None,
+        around: Placement | None = None,
     ) -> None:
         self._scaling = scaling
         self._run_path = run_path
@@ -112,7 +108,8 @@ class ActorPool:
         self._actor_class = remote(concurrency_groups={"control": 1})(Worker)
         self._runtime_env = dict(runtime_env) if runtime_env else None
         self._process_setup = process_setup
-        self._placement: PlacementGroup | None = None
+        self._around = around
+        self._placement: Placement | None = None
         self.members: dict[int, Member] = {}
 
     async def start(self, on_wait: OnWait) -> list[WorkerInfo]:
@@ -121,8 +118,8 @@ class ActorPool:
         Raises:
             Exception: Whatever keeps one of them from starting.
         """
-        if self._placement is None and not self._scaling.elasticity_enabled:
-            self._placement = self._make_placement_group()
+        if self._placement is None:
+            self._placement = self._around or self._own_placement()
         for slot in range(self._scaling.max_workers):
             if slot not in self.members:
                 self._create(slot)
@@ -151,20 +148,10 @@ class ActorPool:
         return len(self.up()) >= wanted
 
     def _is_placed(self) -> bool:
-        if self._placement is None:
-            return False
-        return bool(placement_group_table(self._placement)["state"] == "CREATED")
+        return self._placement is not None and self._placement.is_ready
 
-    def _make_placement_group(self) -> PlacementGroup:
-        count = self._scaling.max_workers
-        labels = self._scaling.selectors
-        made: PlacementGroup = placement_group(
-            # Ray refuses a bundle without any resource.
-            [self._scaling.bundle or {"CPU": 0.001}] * count,
-            strategy=self._scaling.placement_strategy,
-            bundle_label_selector=labels or None,
-        )
-        return made
+    def _own_placement(self) -> Placement | None:
+        return None if self._scaling.elasticity_enabled else Placement.made(self._scaling)
 
     def _create(self, slot: int) -> None:
         resources = self._scaling.bundle
@@ -175,10 +162,10 @@ class ActorPool:
             "resources": resources,
             # Ray's own restart would give a process that no attempt knows.
             "max_restarts": 0,
+            "scheduling_strategy": "DEFAULT",  # not in a group around that has no room
         }
         if self._placement is not None:
-            strategy = PlacementGroupSchedulingStrategy(self._placement, slot)
-            options["scheduling_strategy"] = strategy
+            options["scheduling_strategy"] = self._placement.strategy(slot)
         elif self._scaling.selectors:
             options["label_selector"] = self._scaling.selectors[slot]
         if self._runtime_env:
@@ -203,11 +190,11 @@ class ActorPool:
                 self._create(slot)
 
     def kill(self) -> None:
-        """Kill every process and remove the placement group."""
+        """Kill every process and give up their placement."""
         for slot in list(self.members):
             self._forget(slot)
         if self._placement is not None:
-            remove_placement_group(self._placement)
+            self._placement.give_up()
             self._placement = None
 
 

@@ -150,13 +150,13 @@ class RayWorkerGroup:
             member.stream = None
 
     def move(self) -> None:
-        """Give up every process and the placement group: the next start places all of them anew."""
+        """Give up every process and their placement: the next start places all of them anew."""
         self.kill()
 
     # -- the end
 
     async def stop(self) -> None:
-        """Let idle processes run their exit handlers, kill all, remove the placement group.
+        """Let idle processes run their exit handlers, kill all, give up their placement.
 
         A kill ends a process within some ten milliseconds; its own end would take it seconds.
         """
@@ -171,7 +171,7 @@ class RayWorkerGroup:
         self._payload.clear()
 
     def kill(self) -> None:
-        """Kill every process and remove the placement group."""
+        """Kill every process and give up their placement."""
         self._pool.kill()
 
     # -- the view that backends get

@@ -21,6 +21,7 @@ from drawbar.train._data import split
 from drawbar.train._errors import ControllerError
 from drawbar.train._group.actor_pool import ActorPool
 from drawbar.train._group.cluster import check_cluster, check_data, check_validation
+from drawbar.train._group.placement import Placement
 from drawbar.train._group.ranks import local_gpu_ids
 from drawbar.train._group.ray_group import RayWorkerGroup
 from drawbar.train._group.thread_group import ThreadWorkerGroup
@@ -302,11 +303,12 @@ def host_workers(
         check_validation(spec.validation.resources)
 
     payload = ray.put(spec.payload)  # before the caller can go on, and change an array
+    around = Placement.around(spec.scaling_config)
 
     def make_group(path: str, spawn: Spawn) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
         setup = spec.backend_config.process_setup
-        pool = ActorPool(spec.scaling_config, path, runtime_env, setup)
+        pool = ActorPool(spec.scaling_config, path, runtime_env, setup, around)
         return RayWorkerGroup(pool, payload)
 
     validator = RayValidator(spec.validation) if spec.validation is not None else None

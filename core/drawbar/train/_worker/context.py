@@ -22,6 +22,7 @@ from drawbar.train._settings.validation_config import ValidationTaskConfig
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.storage_context import StorageContext
+from drawbar.train._surroundings import Trial
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.uploads import CheckpointUploadFn, CheckpointUploadMode
 
@@ -96,6 +97,27 @@ class TrainContext:
     def get_attempt(self) -> int:
         """Number of this attempt: 0 at first, one more for every restart and resume."""
         return self._assignment.attempt
+
+    def get_trial_name(self) -> str | None:
+        """Name of the trial of Ray Tune that the run belongs to; None if it belongs to none."""
+        return self._trial.name if self._trial else None
+
+    def get_trial_id(self) -> str | None:
+        """Id of the trial of Ray Tune; None if there is none."""
+        return self._trial.id if self._trial else None
+
+    def get_trial_dir(self) -> str | None:
+        """Where the trial of Ray Tune lies; None if there is none."""
+        return self._trial.directory if self._trial else None
+
+    def get_trial_resources(self) -> Any:
+        """`ray.tune.PlacementGroupFactory` of the trial of Ray Tune; None if there is none."""
+        return self._trial.resources.unpack() if self._trial else None
+
+    @property
+    def _trial(self) -> Trial | None:
+        surroundings = self._assignment.spec.surroundings
+        return surroundings.trial if surroundings else None
 
     def get_world_size(self) -> int:
         """Number of workers."""

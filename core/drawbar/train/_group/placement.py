@@ -1,0 +1,97 @@
+"""Where workers lie: in a placement group of their run's own, or in the one that they come from.
+
+A process that Ray has placed in a group which takes child tasks, such as a trial of Ray Tune, has
+the resources of its run there already. Asking for them once more, outside, would have trials that
+fill the cluster wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from drawbar.train._group.capacity import room_for
+from drawbar.train._settings.scaling_config import ScalingConfig
+
+
+class Placement:
+    """The bundles of one placement group that the workers of a run get, by slot."""
+
+    def __init__(self, group: PlacementGroup, bundles: Sequence[int], *, own: bool) -> None:
+        self._group = group
+        self._bundles = bundles
+        self._own = own
+
+    @classmethod
+    def made(cls, scaling: ScalingConfig) -> Self:
+        """Ask Ray for a group of the run's own."""
+        count = scaling.max_workers
+        group = placement_group(
+            # Ray refuses a bundle without any resource.
+            [scaling.bundle or {"CPU": 0.001}] * count,
+            strategy=scaling.placement_strategy,
+            bundle_label_selector=scaling.selectors or None,
+        )
+        return cls(group, range(count), own=True)
+
+    @classmethod
+    def around(cls, scaling: ScalingConfig) -> Self | None:
+        """Give the group that this process lies in, if it takes child tasks and holds the workers.
+
+        To be called in the thread that Ray calls: others of a task do not know its group.
+        """
+        if not ray.is_initialized() or (group := get_current_placement_group()) is None:
+            return None
+        context = ray.get_runtime_context()
+        taken = context.get_assigned_resources()  # type: ignore[no-untyped-call]
+        count = scaling.max_workers
+        bundles = bundles_with_room(group.bundle_specs, taken, scaling.bundle, count)
+        return cls(group, bundles, own=False) if len(bundles) == count else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all bundles have their nodes."""
+        table: dict[str, Any] = placement_group_table(self._group)
+        return bool(table["state"] == "CREATED")
+
+    def strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
+        """Say where the worker of a slot lies. What it starts itself goes anywhere."""
+        return PlacementGroupSchedulingStrategy(
+            self._group, self._bundles[slot], placement_group_capture_child_tasks=False
+        )
+
+    def give_up(self) -> None:
+        """Let go of the resources, unless they are somebody else's."""
+        if self._own:
+            remove_placement_group(self._group)
+
+
+def bundles_with_room(
+    bundles: Sequence[Mapping[str, float]],
+    taken: Mapping[str, float],
+    wanted: Mapping[str, float],
+    count: int,
+) -> list[int]:
+    """Number the bundles that workers can get: one number for each, for `count` at the most.
+
+    Args:
+        bundles: Those of the group.
+        taken: What the asking process has of the first one, where Ray Tune puts it.
+        wanted: What a worker needs.
+        count: How many workers there are.
+    """
+    left = [dict(bundle) for bundle in bundles]
+    for name, amount in taken.items():
+        left[0][name] = left[0].get(name, 0) - amount
+    room = [min(room_for(bundle, wanted), count) for bundle in left]
+    return [number for number, holds in enumerate(room) for _ in range(holds)][:count]

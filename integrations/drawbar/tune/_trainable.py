@@ -1,0 +1,237 @@
+"""A trainer as Ray Tune takes it: a class whose steps are the rounds of reports of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import threading
+from typing import Any
+
+from pyarrow.fs import FileSelector, FileType, LocalFileSystem
+from ray import tune
+from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
+from ray.tune.trainable import FunctionTrainable
+from ray.tune.trainable.function_trainable import (  # type: ignore[attr-defined]
+    _TrainingResult,  # what save() gives has no public name
+)
+
+from drawbar.train import (
+    Checkpoint,
+    DataParallelTrainer,
+    Result,
+    RunContext,
+    RunHandle,
+    TrainingFailedError,
+    UserCallback,
+)
+from drawbar.train.backend import enter_trial
+from drawbar.tune._report import told
+from drawbar.tune._resources import placement_group_factory
+from drawbar.tune._trial import check_names, merged, next_run, run_names, with_parameters
+
+STOP_SECONDS = 10.0
+
+
+def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
+    """Give what `ray.tune.Tuner` takes for a trainer. `trainer.as_trainable()` is the same.
+
+        tuner = tune.Tuner(
+            trainer.as_trainable(),
+            param_space={"train_loop_config": {"lr": tune.loguniform(1e-4, 1e-1)}},
+            tune_config=tune.TuneConfig(metric="loss", mode="min", num_samples=8),
+        )
+
+    The names in `param_space` are arguments of the trainer. A dict changes those keys of a dict
+    that it has, or those fields of a config: `{"scaling_config": {"num_workers": 2}}`.
+
+    Each trial is a run in the trial's folder, and its workers lie in the trial's placement group;
+    nothing else takes resources. Each round of reports is one of Tune's: rank 0's metrics, and the
+    checkpoint, which Tune can start this or another trial from. It is not copied. The trainer's
+    `FailureConfig` restarts workers within the trial; Tune's restarts the trial.
+
+    Raises:
+        ValueError: The trainer's run cannot be a trial's; the message says why.
+    """
+    config = trainer.run_config
+    if config.detached:
+        raise ValueError(
+            "RunConfig(detached=True) outlives its driver, and a trial must end when Tune ends it; "
+            "set detached=False"
+        )
+    if config.checkpoint_config.num_to_keep is not None:
+        raise ValueError(
+            f"CheckpointConfig.num_to_keep={config.checkpoint_config.num_to_keep} would delete "
+            "checkpoints that Tune starts trials from; set it in the Tuner's "
+            "ray.tune.RunConfig(checkpoint_config=ray.tune.CheckpointConfig(num_to_keep=...))"
+        )
+    kind, scaling, validation = type(trainer), trainer.scaling_config, trainer.validation_config
+
+    class TrialOfTrainer(RunTrainable):
+        _name = kind.__name__
+
+        @classmethod
+        def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+            check_names(kind, config)
+            wanted = merged(scaling, config.get("scaling_config", scaling))
+            return placement_group_factory(wanted, validation)
+
+    trainable: type[tune.Trainable] = tune.with_parameters(TrialOfTrainer, trainer=trainer)
+    return trainable
+
+
+class RunTrainable(FunctionTrainable):
+    """A trial that is a run.
+
+    Ray Tune knows classes, whose checkpoints it copies, and functions, which report checkpoints
+    that lie in the storage already. This is a class of the second kind, without the function's
+    thread and session.
+    """
+
+    def setup(  # type: ignore[override]  # tune.with_parameters gives the trainer
+        self, config: dict[str, Any], trainer: DataParallelTrainer
+    ) -> None:
+        """Take the trainer; the run starts with the first step, when Tune has said from where."""
+        self._trainer = trainer
+        self._forget()
+
+    def _forget(self) -> None:
+        self._run: RunHandle | None = None
+        self._rounds = Rounds()
+        self._start_from: str | None = None
+        self._saved = _TrainingResult(None, {})
+
+    def step(self) -> dict[str, Any]:
+        """Wait for the next round of reports, or for the end of the run."""
+        if self._run is None:
+            self._run = self._started()
+            threading.Thread(target=self._rounds.follow, args=[self._run], daemon=True).start()
+        metrics, checkpoint = self._rounds.next()
+        if metrics is None:
+            return {RESULT_DUPLICATE: True}  # the last one was the last
+        if checkpoint is not None:
+            theirs = tune.Checkpoint(self._path_of(self._run.name, checkpoint), self._filesystem)
+            self._saved = _TrainingResult(theirs, {})
+        return told(metrics, checkpoint) | {SHOULD_CHECKPOINT: checkpoint is not None}
+
+    def save(self, checkpoint_dir: str | None = None) -> _TrainingResult:
+        """Give the newest checkpoint, with the result that it belongs to."""
+        if not self._saved.metrics:
+            self._saved.metrics = dict(self._last_result or {})
+        return self._saved
+
+    def load_checkpoint(self, checkpoint_result: Any) -> None:
+        """Take the checkpoint that the run is to start from."""
+        self._start_from = checkpoint_result.checkpoint.path
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Be another trial, in the same process."""
+        self.cleanup()
+        self._forget()
+        return True
+
+    def cleanup(self) -> None:
+        """End the run in order: when this returns, none of its processes is alive."""
+        if self._run is not None:
+            self._run.stop(save=False)
+            with contextlib.suppress(TimeoutError, TrainingFailedError):
+                self._run.wait(STOP_SECONDS)
+
+    # -- the run
+
+    @property
+    def _folder(self) -> str:
+        assert self._storage is not None  # Tune has given it
+        return self._storage.trial_fs_path
+
+    @property
+    def _filesystem(self) -> Any:
+        assert self._storage is not None
+        return self._storage.storage_filesystem
+
+    @property
+    def _own_filesystem(self) -> Any | None:
+        """The filesystem as Drawbar takes it: None for local paths."""
+        return None if isinstance(self._filesystem, LocalFileSystem) else self._filesystem
+
+    def _started(self) -> RunHandle:
+        enter_trial(
+            name=self.trial_name,
+            id=self.trial_id,
+            directory=self._folder,
+            resources=self.trial_resources,
+        )
+        name, start_from = self._place()
+        mine, changed = self._trainer.run_config, {}
+        if start_from is not None:
+            changed["resume_from_checkpoint"] = start_from
+        run_config = dataclasses.replace(
+            mine,
+            name=name,
+            storage_path=self._folder,
+            storage_filesystem=self._own_filesystem,
+            callbacks=[*mine.callbacks, self._rounds],
+            resume="auto",
+        )
+        return with_parameters(self._trainer, self.config, run_config=run_config, **changed).start()
+
+    def _place(self) -> tuple[str, Checkpoint | None]:
+        """Give the name of the run to go on with, and the checkpoint that it begins at, if any."""
+        selector = FileSelector(self._folder, allow_not_found=True)
+        infos = self._filesystem.get_file_info(selector)
+        runs = run_names(info.base_name for info in infos if info.type is FileType.Directory)
+        newest, failed = self._state_of(runs[-1]) if runs else (None, False)
+        name, begins = next_run(runs, self._start_from, newest=newest, failed=failed)
+        if not begins or self._start_from is None:
+            return name, None
+        return name, Checkpoint(self._start_from, self._own_filesystem)
+
+    def _state_of(self, name: str) -> tuple[str | None, bool]:
+        """Give the path of a run's newest checkpoint, and whether the run has failed."""
+        try:
+            result = Result.from_path(f"{self._folder}/{name}", self._own_filesystem)
+        except FileNotFoundError:
+            return None, False
+        newest = self._path_of(name, result.checkpoint) if result.checkpoint else None
+        return newest, result.error is not None
+
+    def _path_of(self, run: str, checkpoint: Checkpoint) -> str:
+        """Give the path of a run's checkpoint as Tune writes it, below the trial's folder."""
+        return f"{self._folder}/{run}/{checkpoint.path.rpartition('/')[2]}"
+
+
+class Rounds(UserCallback):
+    """The rounds of reports of a run, in order, and then its end."""
+
+    def __init__(self) -> None:
+        self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def after_report(
+        self,
+        run_context: RunContext,
+        metrics: list[dict[str, Any]],
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Keep a round until it is asked for."""
+        self._said.put((metrics, checkpoint))
+
+    def follow(self, run: RunHandle) -> None:
+        """Wait for the run, and keep how it ended."""
+        try:
+            run.wait()
+        except Exception as error:
+            self._said.put(error)
+        else:
+            self._said.put((None, None))
+
+    def next(self) -> tuple[list[dict[str, Any]] | None, Checkpoint | None]:
+        """Wait for the next round; there are no metrics when the run is over.
+
+        Raises:
+            Exception: That ended the run.
+        """
+        said = self._said.get()
+        if isinstance(said, Exception):
+            raise said
+        metrics, checkpoint = said
+        return metrics, checkpoint

@@ -1,0 +1,90 @@
+"""Which run a trial goes on with, and which trainer a trial's parameters make."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from drawbar.train import DataParallelTrainer
+
+_RUN = re.compile(r"run_(\d+)")
+
+
+def run_names(found: Iterable[str]) -> list[str]:
+    """Give the names of a trial's runs, oldest first, of what lies in its folder."""
+    return sorted(filter(_RUN.fullmatch, found), key=_number)
+
+
+def next_run(
+    runs: Sequence[str], start_from: str | None, *, newest: str | None, failed: bool
+) -> tuple[str, bool]:
+    """Decide which run a trial goes on with when its process has started.
+
+    A trial has one run after another, `run_0`, `run_1` ... It goes on with the newest if Tune wants
+    what that would do: start from its newest checkpoint. Tune may want another one, as population
+    based training does, or to begin anew after a failure; then a new run begins.
+
+    Args:
+        runs: Names of the runs that the trial has had, oldest first.
+        start_from: Path of the checkpoint that Tune starts the trial from, if any.
+        newest: Path of the newest checkpoint of the newest run, if it has one.
+        failed: Whether the newest run has ended in failure.
+
+    Returns:
+        The run's name, and whether it begins at `start_from`.
+    """
+    if not runs:
+        return "run_0", start_from is not None
+    if start_from == newest or (start_from is None and not failed):
+        return runs[-1], False
+    return f"run_{_number(runs[-1]) + 1}", start_from is not None
+
+
+def _number(run: str) -> int:
+    return int(run.rpartition("_")[2])
+
+
+def check_names(kind: type[DataParallelTrainer], config: Mapping[str, Any]) -> None:
+    """Refuse parameters that are no arguments of the trainer.
+
+    Raises:
+        ValueError: One is not, or cannot be tuned.
+    """
+    if "run_config" in config:
+        raise ValueError(
+            "param_space has 'run_config', which a trial cannot change: a trial's run lies in the "
+            "trial's folder. Give the Tuner a ray.tune.RunConfig, the trainer a RunConfig"
+        )
+    known = inspect.signature(kind).parameters
+    for name in config:
+        if name not in known:
+            raise ValueError(
+                f"param_space has {name!r}, which is no argument of {kind.__name__}; what the "
+                f"training function gets goes into 'train_loop_config': {{{name!r}: ...}}"
+            )
+
+
+def with_parameters(
+    trainer: DataParallelTrainer, config: Mapping[str, Any], **changed: Any
+) -> DataParallelTrainer:
+    """Make the trainer of a trial: the same but for its parameters and what is `changed`."""
+    arguments = trainer.arguments
+    for name, value in config.items():
+        arguments[name] = merged(arguments.get(name) or getattr(trainer, name, None), value)
+    return type(trainer)(**arguments | changed)
+
+
+def merged(value: Any, parameters: Any) -> Any:
+    """Give the value of an argument with parameters in it.
+
+    A dict changes those keys of a dict that it has, and those fields of a config. Anything else
+    takes the value's place.
+    """
+    if isinstance(parameters, Mapping) and isinstance(value, Mapping):
+        return {**value, **parameters}
+    if isinstance(parameters, Mapping) and dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **parameters)  # type: ignore[type-var]  # an instance
+    return parameters

@@ -1,0 +1,224 @@
+"""Sweeps of Ray Tune over trainers, on real Ray: a trial is a run in the trial's own bundles."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pytest
+from ray import tune
+from ray._private.state import actors
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+from ray.util import placement_group_table
+
+from drawbar import train
+from drawbar.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig
+from drawbar.tune import TuneReportCallback, placement_group_factory
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+PAIR = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
+"""The cluster of the tests has eight CPUs: room for two trials."""
+
+
+def count_up(config: dict[str, Any]) -> None:
+    """Report steps whose loss is that of the config, each with a checkpoint of what led to it."""
+    path = train.get_checkpoint()
+    lineage = Path(path, "lineage").read_text().split() if path else []
+    trial = train.get_context().get_trial_id()
+    for step in range(len(lineage), config["steps"]):
+        lineage.append(f"{trial}:{config['lr']}")
+        with train.checkpoint_dir() as folder:
+            if train.get_context().get_world_rank() == 0:
+                (folder / "lineage").write_text(" ".join(lineage))
+            train.report({"loss": config["lr"], "step": step}, checkpoint=folder)
+
+
+def lineage_of(result: Any) -> list[str]:
+    return Path(result.checkpoint.path, "lineage").read_text().split()
+
+
+def trainer(
+    function: Callable[[dict[str, Any]], Any] = count_up,
+    run_config: RunConfig | None = None,
+    **config: Any,
+) -> DataParallelTrainer:
+    return DataParallelTrainer(
+        function, train_loop_config=config, scaling_config=PAIR, run_config=run_config
+    )
+
+
+def sweep(
+    trainable: Any,
+    folder: Path,
+    param_space: dict[str, Any],
+    callbacks: list[tune.Callback] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Run a sweep to its end; give the results in the order of the trials."""
+    config = tune.TuneConfig(metric="loss", mode="min", **options)
+    place = tune.RunConfig(name="sweep", storage_path=str(folder), verbose=0, callbacks=callbacks)
+    grid: tune.ResultGrid = tune.Tuner(
+        trainable, param_space=param_space, tune_config=config, run_config=place
+    ).fit()
+    return results_of(grid)
+
+
+def results_of(grid: tune.ResultGrid) -> list[Any]:
+    assert grid.num_errors == 0, grid.errors
+    return [grid[number] for number in range(len(grid))]
+
+
+def alive() -> list[str]:
+    """Name the actors and placement groups of this Ray that are there."""
+    groups = [each["state"] for each in placement_group_table().values()]
+    return [
+        *(each["ActorClassName"] for each in actors().values() if each["State"] != "DEAD"),
+        *(state for state in groups if state != "REMOVED"),
+    ]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_halving_with_room_for_half_of_the_trials(tmp_path: Path) -> None:
+    before = len(actors())
+    grid = sweep(
+        trainer(steps=4).as_trainable(),
+        tmp_path,
+        {"train_loop_config": {"lr": tune.grid_search([1, 2, 3, 4])}},
+        scheduler=ASHAScheduler(max_t=4, grace_period=2, reduction_factor=2),
+    )
+    assert alive() == []
+    assert len(actors()) - before == 4 * (1 + 2)  # each trial, and its workers
+    assert sorted(each.metrics["training_iteration"] for each in grid)[-1] == 4
+    assert sum(each.metrics["training_iteration"] == 2 for each in grid) >= 2
+    best = grid[0]
+    assert Path(best.checkpoint.path) == Path(best.path, "run_0", "checkpoint_000003")
+    assert best.metrics["checkpoint_path"] == best.checkpoint.path
+    assert lineage_of(best) == [f"{best.metrics['trial_id']}:1"] * 4
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_population_based_training_exchanges_checkpoints(tmp_path: Path) -> None:
+    scheduler = PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=2,
+        hyperparam_mutations={"train_loop_config": {"lr": [1, 100]}},
+        quantile_fraction=0.5,
+        resample_probability=0,
+        synch=True,
+    )
+    grid = sweep(
+        trainer(steps=3).as_trainable(),
+        tmp_path,
+        {"train_loop_config": {"lr": tune.grid_search([1, 100])}},
+        scheduler=scheduler,
+        reuse_actors=True,
+    )
+    assert alive() == []
+    good, bad = grid
+    donor = good.metrics["trial_id"]
+    assert lineage_of(bad)[:2] == [f"{donor}:1"] * 2
+    assert len(lineage_of(bad)) == 3
+    assert bad.checkpoint.path.startswith(f"{bad.path}/run_")
+    assert "run_0" not in bad.checkpoint.path
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_killed_worker_restarts_within_its_trial(tmp_path: Path) -> None:
+    def function(config: dict[str, Any]) -> None:
+        context = train.get_context()
+        train.report({"loss": context.get_attempt(), "name": context.get_trial_name()})
+        if context.get_attempt() == 0 and context.get_world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train.collective.barrier()
+
+    config = RunConfig(failure_config=FailureConfig(max_failures=1))
+    (result,) = sweep(trainer(function, config).as_trainable(), tmp_path, {})
+    assert result.metrics["loss"] == 1
+    assert result.metrics["name"].startswith("DataParallelTrainer_")
+    first, second = train.Result.from_path(f"{result.path}/run_0").timeline.attempts
+    assert "rank 1: worker process died: killed by SIGKILL" in first.outcome
+    assert second.outcome == "finished"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_function_that_calls_fit(tmp_path: Path) -> None:
+    def trial(config: dict[str, Any]) -> None:
+        context = tune.get_context()
+        run = RunConfig(
+            name=context.get_trial_id(), storage_path=tmp_path, callbacks=[TuneReportCallback()]
+        )
+        trainer(run_config=run, steps=2, **config).fit()
+
+    trainable = tune.with_resources(trial, placement_group_factory(PAIR))
+    grid = sweep(trainable, tmp_path, {"lr": tune.grid_search([1, 2])})
+    assert alive() == []
+    for each in grid:
+        assert each.metrics["training_iteration"] == 2
+        (run, checkpoint) = Path(each.metrics["checkpoint_path"]).parts[-2:]
+        assert (run, checkpoint) == (each.metrics["trial_id"], "checkpoint_000001")
+
+
+class DiesWhenSaved(tune.Callback):
+    """Kills the driver when Tune, which saves now and then, has saved that a trial has a loss.
+
+    Tune restores it with the sweep: it dies once.
+    """
+
+    def __init__(self, folder: Path, loss: int) -> None:
+        self._folder = folder
+        self._loss = loss
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if (self._folder / "died").exists():
+            return
+        for state in self._folder.glob("experiment_state-*.json"):
+            with contextlib.suppress(ValueError):  # it is being written
+                saved = json.loads(state.read_text())["trial_data"]
+                results = [json.loads(metadata)["last_result"] for _, metadata in saved]
+                if self._loss in [result.get("loss") for result in results]:
+                    (self._folder / "died").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_sweep_whose_driver_is_killed_is_restored(
+    tmp_path: Path, drivers: Drivers, wait_until_gone: Callable[..., None]
+) -> None:
+    def function(config: dict[str, Any]) -> None:
+        start = train.get_checkpoint()
+        if config["lr"] == 2 and start is None:
+            with train.checkpoint_dir() as folder:
+                (folder / "pid").write_text(str(os.getpid()))
+                train.report({"loss": 3}, checkpoint=folder)
+            signal.pause()
+        train.report({"loss": config["lr"], "restored": start is not None})
+
+    def main() -> None:
+        sweep(
+            trainer(function).as_trainable(),
+            tmp_path,
+            {"train_loop_config": {"lr": tune.grid_search([1, 2])}},
+            callbacks=[DiesWhenSaved(tmp_path / "sweep", loss=3)],
+            max_concurrent_trials=1,
+        )
+
+    with drivers(main, TUNE_GLOBAL_CHECKPOINT_S="1") as driver:
+        assert driver.wait(60) == -signal.SIGKILL
+    (pid,) = tmp_path.glob("sweep/*lr=2*/run_0/checkpoint_000000/pid")
+    wait_until_gone([int(pid.read_text())])
+    restored = tune.Tuner.restore(str(tmp_path / "sweep"), trainer(function).as_trainable())
+    first, second = sorted(results_of(restored.fit()), key=lambda each: each.metrics["loss"])
+    assert [first.metrics["loss"], second.metrics["loss"]] == [1, 2]
+    assert [first.metrics["restored"], second.metrics["restored"]] == [False, True]
+    assert alive() == []

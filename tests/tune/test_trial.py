@@ -1,0 +1,151 @@
+"""Which run a trial goes on with, what its parameters change, what it asks for: without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from drawbar.torch import TorchTrainer
+from drawbar.train import (
+    CheckpointConfig,
+    DataParallelTrainer,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+    get_context,
+)
+from drawbar.train._group.placement import bundles_with_room
+from drawbar.train.testing import run_in_threads
+from drawbar.tune import TuneReportCallback, as_trainable, placement_group_factory
+from drawbar.tune._trial import check_names, next_run, run_names, with_parameters
+from drawbar.xgboost import XGBoostTrainer
+
+EARLIER, NEWEST, OTHER = "a/run_1/checkpoint_000002", "a/run_1/checkpoint_000003", "b/run_0/c"
+
+
+def function(config: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("found", "start_from", "newest", "failed", "expected"),
+    [
+        ([], None, None, False, ("run_0", False)),
+        ([], OTHER, None, False, ("run_0", True)),
+        (["run_1", "mine", "run_0"], None, NEWEST, False, ("run_1", False)),
+        (["run_0", "run_1"], NEWEST, NEWEST, True, ("run_1", False)),
+        (["run_0", "run_1"], EARLIER, NEWEST, False, ("run_2", True)),
+        (["run_0", "run_1"], OTHER, NEWEST, False, ("run_2", True)),
+        (["run_9", "run_10"], None, NEWEST, True, ("run_11", False)),
+    ],
+)
+def test_which_run_a_trial_goes_on_with(
+    found: list[str],
+    start_from: str | None,
+    newest: str | None,
+    failed: bool,
+    expected: tuple[str, bool],
+) -> None:
+    runs = run_names(found)
+    assert next_run(runs, start_from, newest=newest, failed=failed) == expected
+
+
+def test_parameters_change_keys_of_dicts_and_fields_of_configs() -> None:
+    trainer = TorchTrainer(
+        function,
+        train_loop_config={"lr": 1, "layers": 2},
+        scaling_config=ScalingConfig(num_workers=2, placement_strategy="SPREAD"),
+        metadata={"team": "a"},
+    )
+    config = {"train_loop_config": {"lr": 3}, "scaling_config": {"num_workers": 4}}
+    changed = with_parameters(trainer, config, metadata={"team": "b"})
+    assert isinstance(changed, TorchTrainer)
+    assert changed.train_loop_config == {"lr": 3, "layers": 2}
+    expected = ScalingConfig(num_workers=4, placement_strategy="SPREAD")
+    assert (changed.scaling_config, changed.metadata) == (expected, {"team": "b"})
+    assert trainer.train_loop_config == {"lr": 1, "layers": 2}
+
+
+def test_parameters_of_a_declared_training() -> None:
+    datasets: dict[str, Any] = {"train": lambda: None}  # not called before the run
+    trainer = XGBoostTrainer(
+        params={"eta": 0.1, "max_depth": 2}, label_column="y", datasets=datasets
+    )
+    tuned = with_parameters(trainer, {"params": {"max_depth": 5}, "num_boost_round": 7})
+    fit: Any = tuned.train_loop_per_worker
+    assert (fit.params, fit.num_boost_round) == ({"eta": 0.1, "max_depth": 5}, 7)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lr": 1}, r"no argument of DataParallelTrainer; .* 'train_loop_config': \{'lr': ...\}"),
+        ({"run_config": {}}, "a trial's run lies in the trial's folder"),
+    ],
+)
+def test_parameters_that_are_no_arguments(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_names(DataParallelTrainer, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (RunConfig(detached=True), "a trial must end when Tune ends it"),
+        (
+            RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=1)),
+            r"ray.tune.CheckpointConfig",
+        ),
+    ],
+)
+def test_runs_that_cannot_be_trials(config: RunConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        as_trainable(DataParallelTrainer(function, run_config=config))
+
+
+def test_what_a_trial_asks_for() -> None:
+    scaling = ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 2})
+    asked = placement_group_factory(scaling)
+    assert (asked.head_bundle_is_empty, asked.bundles) == (True, [{"CPU": 2}] * 2)
+    validation = ValidationConfig(fn=lambda checkpoint: {}, ray_remote_kwargs={"num_cpus": 3})
+    asked = placement_group_factory(scaling, validation)
+    assert asked.bundles == [{"CPU": 2}] * 2 + [{"CPU": 3}] * 2
+    asked = placement_group_factory(ScalingConfig(num_workers=0))
+    assert (asked.head_bundle_is_empty, asked.bundles) == (False, [{"CPU": 1}])
+    nothing = ScalingConfig(num_workers=2, resources_per_worker={})
+    assert asked.strategy == placement_group_factory(nothing).strategy == "PACK"
+
+
+@pytest.mark.parametrize(
+    ("bundles", "taken", "count", "expected"),
+    [
+        ([{"CPU": 1}, {"CPU": 1}], {}, 2, [0, 1]),
+        ([{"CPU": 1}, {"CPU": 1}, {"CPU": 2}], {"CPU": 1}, 2, [1, 2]),
+        ([{"CPU": 1}], {"CPU": 1}, 1, []),
+        ([{"CPU": 4}], {"CPU": 1}, 2, [0, 0]),
+        ([{"GPU": 1}, {"CPU": 3}], {}, 8, [1, 1, 1]),
+    ],
+)
+def test_bundles_that_workers_can_get(
+    bundles: list[dict[str, float]], taken: dict[str, float], count: int, expected: list[int]
+) -> None:
+    assert bundles_with_room(bundles, taken, {"CPU": 1}, count) == expected
+
+
+def test_the_callback_outside_a_trial() -> None:
+    with pytest.raises(RuntimeError, match=r"outside a Tune trial; .* Tuner\(trainer.as_trainable"):
+        TuneReportCallback()
+
+
+def test_a_run_outside_a_trial_belongs_to_none() -> None:
+    def function() -> list[Any]:
+        context = get_context()
+        return [context.get_trial_name(), context.get_trial_id(), context.get_trial_dir()]
+
+    assert run_in_threads(function).return_value == [None] * 3
+
+
+def test_a_restored_trainer_does_not_know_its_arguments() -> None:
+    restored = DataParallelTrainer.__new__(DataParallelTrainer)
+    with pytest.raises(RuntimeError, match=r"restore\(\) has made this DataParallelTrainer"):
+        _ = restored.arguments
