@@ -87,6 +87,7 @@ GIVEN = {
 
 OTHER_TESTS = {
     "docs/jax.md": "tests/jax",
+    "docs/keras.md": "tests/keras",
     "docs/lightgbm.md": "tests/lightgbm",
     "docs/quickstart.md": "tests/test_examples.py",
     "docs/tensorflow.md": "tests/tensorflow",

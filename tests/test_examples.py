@@ -96,6 +96,14 @@ def test_jax_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> 
     assert "checkpoint_000012" in again
 
 
+def test_keras_goes_on_with_another_backend(run: Callable[..., str], tmp_path: Path) -> None:
+    first = run("keras_digits.py")
+    assert float(re.findall(r"'val_accuracy': ([\d.]+)", first)[0]) > 0.9
+    assert (tmp_path / "drawbar_results/digits-keras/curves.png").read_bytes().startswith(PNG)
+    again = run("keras_digits.py", "--epochs", "9", "--backend", "jax")
+    assert "checkpoint_000008" in again
+
+
 def test_tensorflow_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("tensorflow_loop.py", "--epochs", "10")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93

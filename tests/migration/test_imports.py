@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import drawbar.jax
+import drawbar.keras
 import drawbar.lightgbm
 import drawbar.lightning
 import drawbar.tensorflow
@@ -24,6 +25,7 @@ WINDOWS = {
     "lightning": drawbar.lightning,
     "huggingface.transformers": drawbar.transformers,
     "jax": drawbar.jax,
+    "keras": drawbar.keras,
     "tensorflow": drawbar.tensorflow,
     "xgboost": drawbar.xgboost,
     "lightgbm": drawbar.lightgbm,

@@ -76,6 +76,7 @@ from drawbar.train.backend import Backend, BackendConfig
 if TYPE_CHECKING:  # __getattr__ gives them where the program runs
     from drawbar.train import huggingface as huggingface
     from drawbar.train import jax as jax
+    from drawbar.train import keras as keras
     from drawbar.train import lightgbm as lightgbm
     from drawbar.train import lightning as lightning
     from drawbar.train import tensorflow as tensorflow
@@ -139,7 +140,16 @@ __all__ = [
     "report",
 ]
 
-_INTEGRATIONS = ("huggingface", "jax", "lightgbm", "lightning", "tensorflow", "torch", "xgboost")
+_INTEGRATIONS = (
+    "huggingface",
+    "jax",
+    "keras",
+    "lightgbm",
+    "lightning",
+    "tensorflow",
+    "torch",
+    "xgboost",
+)
 _REPLACED = {
     "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",
     "SyncConfig": "leave it out: report() uploads checkpoints, the run its journal and logs",

@@ -1,0 +1,3 @@
+"""`drawbar.keras`, under a path like those of Ray Train."""
+
+from drawbar.keras import *

@@ -1,0 +1,22 @@
+"""`model.fit` of Keras 3 on a group of Ray actors, with whichever backend Keras has.
+
+Importing this imports neither Keras nor a backend: a trainer says which one the workers use.
+"""
+
+from drawbar.keras._backend import KerasConfig
+from drawbar.keras._data import prepare_dataset
+from drawbar.keras._loop import load_state, prepare_model
+from drawbar.keras._report import ReportCheckpointCallback
+from drawbar.keras._trainer import KerasTrainer
+from drawbar.train.backend import as_public
+
+__all__ = [
+    "KerasConfig",
+    "KerasTrainer",
+    "ReportCheckpointCallback",
+    "load_state",
+    "prepare_dataset",
+    "prepare_model",
+]
+
+as_public(globals())

@@ -1,0 +1,264 @@
+"""ReportCheckpointCallback: Keras's epochs and batches to reports and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drawbar.train import (
+    CheckpointUploadMode,
+    ValidationTaskConfig,
+    checkpoint_dir,
+    get_checkpoint,
+    get_context,
+    report,
+)
+from drawbar.train.backend import report_soon
+
+MODEL = "model.keras"
+WEIGHTS = "model.weights.h5"
+PROGRESS = "progress.json"
+
+EVENTS = tuple(
+    f"{what}_{when}"
+    for what in ("epoch", "train", "train_batch", "test", "test_batch", "predict", "predict_batch")
+    for when in ("begin", "end")
+)
+"""The events of Keras that a callback hears of."""
+
+Events = str | Sequence[str] | Mapping[str, int]
+
+
+@dataclass
+class Progress:
+    """What `progress.json` holds: the epochs that are done, and the state of other callbacks."""
+
+    epochs: int = 0
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_progress(folder: Path) -> Progress:
+    """Read how far a checkpoint has come; nowhere if it does not say."""
+    try:
+        return Progress(**json.loads(Path(folder, PROGRESS).read_text()))
+    except FileNotFoundError:
+        return Progress()
+
+
+class ReportCheckpointCallback:
+    """Reports metrics, and saves the model, at the events of Keras that are named.
+
+    Every rank reports; rank 0 saves, so that `keras.models.load_model` opens the file `model.keras`
+    of the checkpoint. For Keras 3 on every backend, and for Keras 2 (`tf_keras`) under a strategy.
+    Outside a run it warns once and does nothing.
+
+    Args:
+        checkpoint_on: At which events to save: one, a list of them, or a dict from the event to
+            every how many times, such as `{"train_batch_end": 100}`. Names are what follows `on_`
+            in Keras, such as "epoch_end", "train_batch_end" or "test_end". An empty list saves
+            never.
+        report_metrics_on: At which events to report, likewise. With a checkpoint metrics are
+            reported anyhow.
+        metrics: Which metrics to report: a name, a list of names, or a dict from the name to report
+            to Keras's. Default: all.
+        callbacks: Other callbacks of the same `fit`, such as `EarlyStopping`, whose counters and
+            best values go into the checkpoint, and come back when `fit` goes on. List this callback
+            after them.
+        save_weights: Also save the weights alone, as `model.weights.h5`.
+        checkpoint_upload_mode: As for `drawbar.train.report`.
+        validation: Have each checkpoint validated, as for `drawbar.train.report`.
+
+    Raises:
+        TypeError, ValueError: There is no such event; or, as it is reported, no such metric.
+    """
+
+    CHECKPOINT_NAME = MODEL
+
+    def __init__(
+        self,
+        checkpoint_on: Events = "epoch_end",
+        report_metrics_on: Events = "epoch_end",
+        metrics: str | Sequence[str] | Mapping[str, str] | None = None,
+        *,
+        callbacks: Sequence[Any] = (),
+        save_weights: bool = False,
+        checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+        validation: bool | ValidationTaskConfig = False,
+    ) -> None:
+        self._checkpoint_on = _events("checkpoint_on", checkpoint_on)
+        self._report_on = _events("report_metrics_on", report_metrics_on)
+        self._metrics = _names(metrics)
+        self._callbacks = list(callbacks)
+        self._save_weights = save_weights
+        self._options: dict[str, Any] = {
+            "checkpoint_upload_mode": checkpoint_upload_mode,
+            "validation": validation,
+        }
+        self._seen = dict.fromkeys(EVENTS, 0)
+        self._begun: list[dict[str, Any]] = []
+        self._epoch = 0
+        self._model: Any = None
+        self._has_warned = False
+
+    def set_model(self, model: Any) -> None:
+        """Learn which model it is; Keras calls it."""
+        self._model = model
+
+    def set_params(self, params: Any) -> None:
+        """Learn what `fit` was given; Keras calls it."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Give other callbacks their state back, which they drop at this event."""
+        if self._is_in_run():
+            self._restore_callbacks()
+        self._hear("train_begin", logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the epoch."""
+        self._epoch = epoch
+        self._hear("epoch_begin", logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Note that the epoch is done."""
+        self._epoch = epoch + 1
+        self._hear("epoch_end", logs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Give what is called at every other event, and Keras 2's questions for batches."""
+        event = name.removeprefix("on_")
+        if event in EVENTS:
+            return lambda *batch_and_logs, logs=None: self._hear(event, (*batch_and_logs, logs))
+        if name in ("on_batch_begin", "on_batch_end"):  # older names of the same events
+            return _nothing
+        if name.startswith("_implements_") and name.endswith("_batch_hooks"):
+            what = name.removeprefix("_implements_").removesuffix("_hooks")
+            wanted = self._checkpoint_on.keys() | self._report_on.keys()
+            return lambda: bool(wanted & {f"{what}_begin", f"{what}_end"})
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _hear(self, event: str, logs: Any) -> None:
+        saves, reports = self._checkpoint_on.get(event, 0), self._report_on.get(event, 0)
+        if not (saves or reports) or not self._is_in_run():
+            return
+        self._seen[event] += 1
+        saves = saves and self._seen[event] % saves == 0
+        reports = reports and self._seen[event] % reports == 0
+        metrics = self._chosen(_logs_in(logs))
+        if saves:
+            self._save(metrics)
+        elif reports and "batch" in event:
+            report_soon(metrics)
+        elif reports:
+            report(metrics)
+
+    def _is_in_run(self) -> bool:
+        try:
+            get_context()
+        except RuntimeError:
+            if not self._has_warned:
+                warnings.warn(
+                    "ReportCheckpointCallback reports nothing outside a Drawbar trainer's run",
+                    stacklevel=2,
+                )
+            self._has_warned = True
+            return False
+        return True
+
+    def _chosen(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        if self._metrics is None or not logs:
+            return dict(logs)
+        missing = [name for name in self._metrics.values() if name not in logs]
+        if missing:
+            raise ValueError(
+                f"ReportCheckpointCallback has metrics {missing}, which are not in the logs; "
+                f"there are {', '.join(map(repr, logs))}"
+            )
+        return {name: logs[found] for name, found in self._metrics.items()}
+
+    def _save(self, metrics: dict[str, Any]) -> None:
+        leads = get_context().get_world_rank() == 0
+        if (sync := getattr(self._model, "jax_state_sync", None)) is not None:
+            sync()  # on every rank: placing arrays is a meeting of JAX's processes
+        if not leads and not _needs_all_ranks(self._model):
+            report(metrics)
+            return
+        with checkpoint_dir() as path:
+            self._write(path)
+            if leads:
+                report(metrics, checkpoint=path, **self._options)
+            else:
+                report(metrics)
+
+    def _write(self, folder: Path) -> None:
+        self._model.save(str(folder / MODEL))
+        if self._save_weights:
+            self._model.save_weights(str(folder / WEIGHTS))
+        progress = Progress(self._epoch, self._changed())
+        (folder / PROGRESS).write_text(json.dumps(asdict(progress)))
+
+    def _changed(self) -> list[dict[str, Any]]:
+        """Give what callbacks have come to since training began, not what they were made with."""
+        return [
+            {name: value for name, value in _state_of(each).items() if begun.get(name) != value}
+            for each, begun in zip(self._callbacks, self._begun, strict=True)
+        ]
+
+    def _restore_callbacks(self) -> None:
+        self._begun = [_state_of(each) for each in self._callbacks]
+        checkpoint = get_checkpoint()
+        if checkpoint is None or not self._callbacks:
+            return
+        with checkpoint.as_directory() as folder:
+            saved = read_progress(Path(folder)).callbacks
+        for callback, state in zip(self._callbacks, saved, strict=False):
+            vars(callback).update(state)
+
+
+def _events(name: str, given: Events) -> dict[str, int]:
+    events = [given] if isinstance(given, str) else given
+    counted = dict(events) if isinstance(events, Mapping) else dict.fromkeys(events, 1)
+    for event, every in counted.items():
+        if event not in EVENTS:
+            raise ValueError(
+                f"{name} has {event!r}, which is no event; there are {', '.join(EVENTS)}"
+            )
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"{name}[{event!r}] must be a whole number from 1, found {every!r}")
+    return counted
+
+
+def _names(metrics: str | Sequence[str] | Mapping[str, str] | None) -> dict[str, str] | None:
+    if metrics is None:
+        return None
+    if isinstance(metrics, str):
+        return {metrics: metrics}
+    return dict(metrics) if isinstance(metrics, Mapping) else {name: name for name in metrics}
+
+
+def _logs_in(given: Any) -> Mapping[str, Any]:
+    """Find the logs in what an event came with: perhaps a number, perhaps logs."""
+    parts = given if isinstance(given, tuple) else (given,)
+    return next((part for part in parts if isinstance(part, Mapping)), {})
+
+
+def _needs_all_ranks(model: Any) -> bool:
+    """Whether saving is a meeting of all ranks, as for Keras 2 under a strategy of several."""
+    return getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1) > 1
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    """Give the attributes of a callback that are one value each."""
+    values = {}
+    for name, value in vars(callback).items():
+        plain = value.item() if getattr(value, "size", 0) == 1 else value
+        if isinstance(plain, bool | int | float | str | None):
+            values[name] = plain
+    return values
+
+
+def _nothing(batch: int, logs: Any = None) -> None:
+    """What Keras calls by an older name and another one as well."""

@@ -1,0 +1,83 @@
+"""KerasTrainer: the trainer for functions written in Keras 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from drawbar.keras._backend import KerasBackend, KerasConfig, backend_here
+from drawbar.train import (
+    Checkpoint,
+    DataConfig,
+    DataParallelTrainer,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+)
+from drawbar.train.backend import BackendConfig
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+
+class KerasTrainer(DataParallelTrainer):
+    """Run a function with a `model.fit` of Keras 3 on every worker.
+
+        def train_loop(config):
+            model = prepare_model(make_model())  # built and compiled
+            data = prepare_dataset(x, y, batch_size=64)
+            begin = load_state(model)
+            callback = ReportCheckpointCallback()
+            model.fit(data, epochs=10, initial_epoch=begin, callbacks=[callback])
+
+        KerasTrainer(
+            train_loop, keras_backend="jax", scaling_config=ScalingConfig(num_workers=4)
+        ).fit()
+
+    Args:
+        train_loop_per_worker: The training function; takes `train_loop_config` or nothing.
+        keras_backend: "torch", "jax" or "tensorflow". Default: that of Keras in this process, if it
+            is imported, or else KERAS_BACKEND, or else "tensorflow".
+        backend_config: How the backend's processes meet: a `TorchConfig`, `JaxConfig` or
+            `TensorflowConfig`.
+
+    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        keras_backend: KerasBackend | None = None,
+        backend_config: BackendConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        dataset_config: DataConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+        validation_config: ValidationConfig | None = None,
+    ) -> None:
+        if keras_backend is None:
+            keras_backend = cast(KerasBackend, backend_here())
+        if keras_backend == "jax" and backend_config is None and scaling_config is not None:
+            backend_config = _jax_config(scaling_config)
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=KerasConfig(keras_backend, backend_config),
+            scaling_config=scaling_config,
+            run_config=run_config,
+            datasets=datasets,
+            dataset_config=dataset_config,
+            metadata=metadata,
+            resume_from_checkpoint=resume_from_checkpoint,
+            validation_config=validation_config,
+        )
+
+
+def _jax_config(scaling_config: ScalingConfig) -> BackendConfig:
+    from drawbar.jax import JaxConfig
+
+    return JaxConfig(use_gpu=scaling_config.use_gpu, use_tpu=scaling_config.use_tpu)

@@ -1,0 +1,130 @@
+"""What the callback reports and refuses, in a world without Ray and with a model that is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar.keras import ReportCheckpointCallback, load_state
+from drawbar.train import Result, RunConfig, TrainingFailedError, get_checkpoint
+from drawbar.train.testing import run_in_threads
+
+
+class Model:
+    """What the callback needs of one."""
+
+    def save(self, path: str) -> None:
+        Path(path).write_text("model")
+
+    def save_weights(self, path: str) -> None:
+        Path(path).write_text("weights")
+
+
+class Counting:
+    """Another callback, with a counter that training changes and a setting that it does not."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.wait = 0
+
+
+def run(callback: ReportCheckpointCallback, config: RunConfig, epochs: int = 2) -> Result:
+    def function() -> None:
+        callback.set_model(Model())
+        callback.on_train_begin()
+        for epoch in range(epochs):
+            callback.on_epoch_begin(epoch)
+            for batch in range(4):
+                callback.on_train_batch_end(batch, {"loss": 4.0 - batch})
+            callback.on_epoch_end(epoch, {"loss": 1.0 - epoch, "accuracy": 0.5})
+        callback.on_train_end({})
+
+    return run_in_threads(function, num_workers=1, run_config=config)
+
+
+def reported(result: Result) -> list[dict[str, Any]]:
+    rows = result.metrics_dataframe.query("rank == 0")
+    names = [name for name in rows if name in ("loss", "accuracy", "error")]
+    return [{name: row[name] for name in names} for _, row in rows.iterrows()]
+
+
+def test_each_epoch_is_reported_and_saved(run_config: RunConfig) -> None:
+    result = run(ReportCheckpointCallback(save_weights=True), run_config)
+    assert reported(result) == [{"loss": 1.0, "accuracy": 0.5}, {"loss": 0.0, "accuracy": 0.5}]
+    assert result.checkpoint is not None
+    with result.checkpoint.as_directory() as folder:
+        assert sorted(each.name for each in Path(folder).iterdir() if each.name[0] not in "._") == [
+            "model.keras",
+            "model.weights.h5",
+            "progress.json",
+        ]
+        assert json.loads(Path(folder, "progress.json").read_text())["epochs"] == 2
+
+
+def test_events_metrics_and_how_often_are_chosen(run_config: RunConfig) -> None:
+    callback = ReportCheckpointCallback(
+        checkpoint_on=[], report_metrics_on={"train_batch_end": 3}, metrics={"error": "loss"}
+    )
+    result = run(callback, run_config)
+    assert reported(result) == [{"error": 2.0}, {"error": 3.0}]  # the third batch, and the sixth
+    assert result.checkpoint is None
+
+
+def test_what_other_callbacks_have_come_to_is_kept(run_config: RunConfig) -> None:
+    other = Counting(patience=3)
+
+    def function() -> tuple[int, int]:
+        callback = ReportCheckpointCallback(callbacks=[other])
+        callback.set_model(Model())
+        callback.on_train_begin()
+        if get_checkpoint() is None:
+            other.wait = 2
+            callback.on_epoch_end(0, {"loss": 1.0})
+            other.wait, other.patience = 0, 5  # made anew, with another setting
+            callback.on_train_begin()
+        return other.wait, other.patience
+
+    result = run_in_threads(function, num_workers=1, run_config=run_config)
+    assert result.return_values == [(2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"checkpoint_on": "epoch_stop"}, "'epoch_stop', which is no event; there are epoch_begin"),
+        ({"report_metrics_on": ["epochs"]}, "report_metrics_on has 'epochs'"),
+        ({"checkpoint_on": {"epoch_end": 0}}, "must be a whole number from 1, found 0"),
+    ],
+)
+def test_an_event_that_does_not_exist_is_refused(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ReportCheckpointCallback(**arguments)
+
+
+def test_a_metric_that_is_not_in_the_logs_is_named(run_config: RunConfig) -> None:
+    callback = ReportCheckpointCallback(metrics=["val_loss"])
+    with pytest.raises(TrainingFailedError, match=r"\['val_loss'\], which are not in the logs"):
+        run(callback, run_config)
+
+
+def test_outside_a_run_it_warns_once() -> None:
+    callback = ReportCheckpointCallback()
+    with pytest.warns(UserWarning, match="outside a Drawbar trainer's run"):
+        callback.on_epoch_end(0, {"loss": 1.0})
+    callback.on_epoch_end(1, {"loss": 1.0})  # a second warning would be an error
+
+
+def test_a_checkpoint_of_something_else_is_refused(run_config: RunConfig) -> None:
+    from drawbar import train
+
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "other").write_text("")
+            train.report({}, checkpoint=path)
+        load_state(Model())
+
+    with pytest.raises(TrainingFailedError, match=r"has no file 'model.keras'"):
+        run_in_threads(function, num_workers=1, run_config=run_config)
