@@ -246,7 +246,9 @@ def _logs_in(given: Any) -> Mapping[str, Any]:
 
 
 def _needs_all_ranks(model: Any) -> bool:
-    """Whether saving is a meeting of all ranks, as for Keras 2 under a strategy of several."""
+    """Whether saving is a meeting of all ranks: of Keras 2's strategies and of JAX's processes."""
+    if hasattr(model, "jax_state_sync"):
+        return True
     return getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1) > 1
 
 
