@@ -125,3 +125,9 @@ def test_lightgbm(run: Callable[..., str], tmp_path: Path) -> None:
     assert float(re.findall(r"'validation-multi_error': ([\d.]+)", output)[0]) < 0.06
     figure = tmp_path / "drawbar_results/digits-trees/learning.png"
     assert figure.read_bytes().startswith(PNG)
+
+
+def test_tune_sweeps(run: Callable[..., str], tmp_path: Path) -> None:
+    output = run("tune_digits.py", "--trials", "2")
+    assert float(re.findall(r"best: ([\d.]+)", output)[0]) > 0.5  # two guesses
+    assert (tmp_path / "drawbar_results/digits-sweep/sweep.png").read_bytes().startswith(PNG)
