@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from drawbar import train
 from drawbar.train import (
+    CheckpointUploadMode,
     DataParallelTrainer,
     RunConfig,
     RunHandle,
@@ -215,6 +218,8 @@ def test_a_program_that_ends_takes_its_run_along(
         wait_until_gone(int(pid) for pid in heard - {"started"})
     assert driver.returncode == ending
     assert "the program ends without wait()" in err
+    assert "] stopped" in err
+    assert "] failed" not in err
     assert ("ArithmeticError" in err) == ("Traceback" in err) == bool(ending)
     end = json.loads((tmp_path / "run" / "journal.jsonl").read_text().splitlines()[-1])
     assert (end["event"], end["outcome"]) == ("run_ended", "stopped")
@@ -249,3 +254,42 @@ def test_a_run_on_a_remote_filesystem_is_seen_too(
     assert attached.status == "finished"
     assert_seen(attached)
     assert attached.wait().metrics == {"step": 1}
+
+
+@pytest.mark.parametrize("where", ["folder", "memory://runs"])
+def test_a_run_in_a_thread_goes_on_after_the_program_s_last_line(
+    tmp_path: Path, drivers: Drivers, where: str
+) -> None:
+    def function() -> None:
+        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(1) as pool:
+            while True:  # until Python's own pools refuse work, soon after the last line
+                pool.submit(int).result()
+        for upload in (CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC):
+            with train.checkpoint_dir() as path:
+                for number in range(9):
+                    (path / f"{number}").write_text("model")
+                train.report({"rest": 1}, checkpoint=path, checkpoint_upload_mode=upload)
+
+    class Callback(train.UserCallback):
+        def after_report(self, *_: object) -> None:
+            (tmp_path / "told").write_text("")
+
+    storage = str(tmp_path) if where == "folder" else where
+
+    def fit() -> None:
+        result = DataParallelTrainer(
+            function,
+            scaling_config=ScalingConfig(num_workers=0),
+            run_config=RunConfig(name="run", storage_path=storage, callbacks=[Callback()]),
+        ).fit()
+        assert result.checkpoint is not None
+        result.checkpoint.verify()
+        (tmp_path / "ended").write_text(result.checkpoint.path.rpartition("/")[2])
+
+    def main() -> None:
+        threading.Thread(target=fit).start()
+
+    _, err = drivers.run(main, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert "Traceback" not in err
+    assert (tmp_path / "ended").read_text() == "checkpoint_000001"
+    assert (tmp_path / "told").exists()

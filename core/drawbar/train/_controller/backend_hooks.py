@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from drawbar.train._group.daemon_thread import in_daemon_thread
 from drawbar.train._group.worker_group import WorkerGroup
 from drawbar.train._history.events import Notice
 from drawbar.train._history.stream import Emit
 from drawbar.train._settings.backend import Backend, BackendConfig
+from drawbar.train._threads import in_daemon_thread
 
 
 class BackendHooks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from drawbar.train._errors import WorkerFailure, exceptions_of
 from drawbar.train._history.events import (
@@ -14,6 +13,7 @@ from drawbar.train._history.events import (
     WorkersFailed,
 )
 from drawbar.train._settings.run_config import RunContext, UserCallback
+from drawbar.train._threads import DaemonThreads
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -24,7 +24,7 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[UserCallback], context: RunContext) -> None:
         self._callbacks = callbacks
         self._context = context
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drawbar-callbacks")
+        self._thread = DaemonThreads(1, "drawbar-callbacks")
         self._said = set[tuple[str, str]]()
 
     def note(self, event: Event) -> None:

@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ from drawbar.train._storage.manifest import (
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Part
 from drawbar.train._storage.unshared_node import FileAnswer, read_piece, write_piece
+from drawbar.train._threads import DaemonThreads, in_daemon_thread
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -112,7 +113,7 @@ class Committer:
         self._travelling: set[asyncio.Task[None]] = set()
         self.handed_over = HandedOver()
         # One thread: a checkpoint is hashed before it is deleted, never while it is.
-        self._later = ThreadPoolExecutor(1, "drawbar-later", initializer=_yield_to_others)
+        self._later = DaemonThreads(1, "drawbar-later", _yield_to_others)
         self._task: asyncio.Task[None] | None = None
         self.kept = self._checkpoints.intact()
 
@@ -138,13 +139,13 @@ class Committer:
 
     async def pass_over_damaged(self) -> None:
         """Let go of the newest checkpoints as long as they are damaged, and say so."""
-        self.kept, damage = await asyncio.to_thread(
+        self.kept, damage = await in_daemon_thread(
             starting_point.pass_over_damaged, self._checkpoints, self.kept
         )
         for name, what in damage.items():
             self._emit(CheckpointDeleted(time=time.time(), name=name))
             self._emit(Notice(f"damaged, so passed over: {what}"))
-            await asyncio.to_thread(starting_point.set_aside, self._checkpoints, name)
+            await in_daemon_thread(starting_point.set_aside, self._checkpoints, name)
 
     def begin(
         self,
@@ -234,7 +235,7 @@ class Committer:
 
         async def answered() -> None:
             try:
-                answer(await asyncio.to_thread(work))
+                answer(await in_daemon_thread(work))
             except OSError as error:
                 self._on_failure(error)
 
@@ -269,7 +270,7 @@ class Committer:
             metadata=self._metadata,
             in_place=pending.in_place,
         )
-        manifest = await asyncio.to_thread(self._checkpoints.commit, draft)
+        manifest = await in_daemon_thread(self._checkpoints.commit, draft)
         seconds = time.monotonic() - pending.began
         # The journal first: nothing may go on from a checkpoint that it does not know.
         self._emit(CheckpointCommitted.of(manifest, seconds=seconds))
@@ -300,8 +301,10 @@ class Committer:
         self.kept[self.kept.index(manifest)] = validated
         try:
             self._emit(CheckpointValidated.of(manifest, validation))
-            durable = self._config.durable
-            await asyncio.to_thread(self._checkpoints.keep_validation, validated, durable=durable)
+            keep = partial(
+                self._checkpoints.keep_validation, validated, durable=self._config.durable
+            )
+            await in_daemon_thread(keep)
         finally:
             self._retain()
         self._in_background(self._directory.publish)
@@ -363,8 +366,8 @@ class Committer:
         if self._travelling:
             await asyncio.wait(self._travelling)
         await self._ready.join()
-        await asyncio.to_thread(self.handed_over.tell)
-        await asyncio.to_thread(self._directory.set_aside)
+        await in_daemon_thread(self.handed_over.tell)
+        await in_daemon_thread(self._directory.set_aside)
         for stage in self._staging.stages():
             self._in_background(remove_tree, stage)
 

@@ -23,13 +23,13 @@ from drawbar.train._controller.quiet import QuietWatch
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.run import Outcome, Plan, Run
 from drawbar.train._controller.validations import Validations
-from drawbar.train._group.daemon_thread import in_daemon_thread
 from drawbar.train._group.ranks import assign, by_rank
 from drawbar.train._group.validators import Validator
 from drawbar.train._group.worker_group import WorkerGroup
 from drawbar.train._history.events import AttemptStarted, Notice, RunEnded, WorkersStarted
 from drawbar.train._history.stream import Emit
 from drawbar.train._storage.manifest import Manifest
+from drawbar.train._threads import in_daemon_thread
 
 STOP_GRACE_SECONDS = 5.0  # the user's own clean-up; a second Ctrl-C cuts it short
 

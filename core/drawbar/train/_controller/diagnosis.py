@@ -12,6 +12,7 @@ from drawbar.train._history.events import Notice
 from drawbar.train._history.stream import Emit
 from drawbar.train._messages import Diagnosis, DiagnosisAsked
 from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.stack import Stack
 
 
@@ -28,7 +29,7 @@ class Diagnoses:
         """Ask every rank for its stacks; gives the folder with them, and how the ranks differ."""
         folder = self._directory.path / "stacks" / name
         stacks = await self._group.stacks()
-        return folder, await asyncio.to_thread(write_stacks, folder, stacks)
+        return folder, await in_daemon_thread(write_stacks, folder, stacks)
 
     async def tell(self) -> str:
         """Say how the ranks differ, and give it."""

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 from drawbar.train._controller.attempt import Attempt
-from drawbar.train._group.daemon_thread import in_daemon_thread
 from drawbar.train._history.events import PreemptionAnnounced
 from drawbar.train._history.stream import Emit
+from drawbar.train._threads import in_daemon_thread
 
 DRAIN_CHECK_SECONDS = 2.0
 

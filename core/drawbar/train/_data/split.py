@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._data.exact_split import ExactSplits
 from drawbar.train._data.shard import DatasetShard, Read, RowPosition
 from drawbar.train._settings.checks import warn_caller
 from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig, with_options
+from drawbar.train._threads import DaemonThreads
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
@@ -211,7 +211,7 @@ def _rest(dataset: Dataset, read: Read, world_size: int) -> tuple[list[DataItera
     for readers, rows in read:
         parts = _split(dataset, readers)
         owners.append(parts)  # whose actor owns the rows
-        with ThreadPoolExecutor(readers) as pool:  # all have to be read at the same time
+        with DaemonThreads(readers, "drawbar-split") as pool:  # all are read at the same time
             tables = list(pool.map(lambda part: part.materialize(), parts))
         left = [table.split_at_indices([rows])[1] for table in tables]
         dataset = with_options(left[0].union(*left[1:]) if len(left) > 1 else left[0], None)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
-from drawbar.train._group.daemon_thread import in_daemon_thread
 from drawbar.train._group.peers import (
     Begin,
     Ended,
@@ -30,6 +29,7 @@ from drawbar.train._group.peers import (
 from drawbar.train._group.thread_group import ThreadWorkerGroup
 from drawbar.train._group.worker_group import Hear, OnWait
 from drawbar.train._messages import Assignment, Gone, Interrupt, Order, Ranks, WorkerInfo
+from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.stack import Stack
 
 P = ParamSpec("P")

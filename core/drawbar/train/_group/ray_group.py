@@ -31,6 +31,7 @@ from drawbar.train._messages import (
     Retired,
     WorkerInfo,
 )
+from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.stack import Stack
 
 P = ParamSpec("P")
@@ -106,7 +107,7 @@ class RayWorkerGroup:
         except RayError as error:
             member.dead = True
             # In a thread: it calls the node, which may not answer.
-            hear(rank, [await asyncio.to_thread(_gone, error, member.up.result().node_id)])
+            hear(rank, [await in_daemon_thread(_gone, error, member.up.result().node_id)])
 
     def order(self, rank: int, order: Order) -> None:
         """Give one rank an order; one that it cannot take fails it.

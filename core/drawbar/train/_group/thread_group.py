@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from drawbar.train._group.daemon_thread import in_daemon_thread
 from drawbar.train._group.worker_group import Hear, OnWait
 from drawbar.train._messages import (
     Assignment,
@@ -28,6 +27,7 @@ from drawbar.train._messages import (
     Ranks,
     WorkerInfo,
 )
+from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.actor import Payload, perform
 from drawbar.train._worker.environment import as_before
 from drawbar.train._worker.failure import describe_exception

@@ -35,6 +35,7 @@ from drawbar.train._launch.assignments import SpecPlan
 from drawbar.train._launch.opening import open_run
 from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage.files import take_mode_of_folder, write_atomically
+from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.actor import Payload
 
 DIAGNOSIS_SECONDS = 10.0
@@ -163,7 +164,7 @@ class Host:
         try:
             return await controller.run()
         finally:
-            await asyncio.to_thread(self._plan.close)
+            await in_daemon_thread(self._plan.close)
 
     def _let_go(self) -> None:
         """Hold nothing of the user's any longer, even where this is held on to."""

@@ -9,7 +9,6 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Container, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -19,6 +18,7 @@ from drawbar.train._errors import CheckpointError
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.retries import explained
 from drawbar.train._storage.sizes import in_bytes
+from drawbar.train._threads import DaemonThreads
 
 _LEADS_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|\0")
 
@@ -269,7 +269,7 @@ def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -
                 fault_points.reached("persist.half")
             action(file)
         return
-    with ThreadPoolExecutor(min(_COPY_THREADS, len(files))) as pool:
+    with DaemonThreads(min(_COPY_THREADS, len(files)), "drawbar-copy") as pool:
         for number, _ in enumerate(pool.map(action, files)):
             if number == 0:
                 fault_points.reached("persist.half")

@@ -10,7 +10,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -20,6 +19,7 @@ from drawbar.train._storage import fault_points
 from drawbar.train._storage.files import FileEntry, check_stays_inside
 from drawbar.train._storage.retries import retrying
 from drawbar.train._storage.sizes import in_bytes
+from drawbar.train._threads import DaemonThreads
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -239,7 +239,7 @@ class Folder:
 
 def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], T]) -> list[T]:
     done: list[T] = []
-    with ThreadPoolExecutor(min(_THREADS, max(len(files), 1))) as pool:
+    with DaemonThreads(min(_THREADS, max(len(files), 1)), "drawbar-transfer") as pool:
         for each in pool.map(action, files):
             if not done:
                 fault_points.reached("persist.half")

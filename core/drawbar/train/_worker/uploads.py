@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
@@ -37,6 +37,7 @@ from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.retries import is_transient
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Part, Share
+from drawbar.train._threads import DaemonThreads
 from drawbar.train._worker.acceptable import (
     Grounds,
     check_files,
@@ -132,7 +133,7 @@ class Uploads:
         self._wait = wait
         self._functions: dict[str, CheckpointUploadFn] = {}
         self._following = threading.Lock()  # threads that report checkpoints in the background
-        self._background: ThreadPoolExecutor | None = None
+        self._background: DaemonThreads | None = None
         self._in_flight: list[tuple[int, Future[None]]] = []
 
     @cached_property
@@ -327,7 +328,7 @@ class Uploads:
         with self._following:
             if self._background is None:
                 # One thread, so that commits are followed in the order of the reports.
-                self._background = ThreadPoolExecutor(1, thread_name_prefix="drawbar-checkpoint")
+                self._background = DaemonThreads(1, "drawbar-checkpoint")
             while sum(not each.done() for _, each in self._in_flight) >= MAX_CHECKPOINTS_IN_FLIGHT:
                 self._wait_for_oldest()
             follow = self._background.submit(self.follow, index, offer)

@@ -1,0 +1,117 @@
+"""Threads that work until the process is gone.
+
+Python's own pools, and `asyncio.to_thread` with them, refuse work as soon as the main thread has
+ended. A run may go on then: in another thread that is in `fit()`, or until the end of the program
+has stopped it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
+
+async def in_daemon_thread(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+    """Await what a function gives that runs in a thread of its own.
+
+    If this is cancelled, the function goes on, and nobody waits for it: neither the loop's end nor
+    Python's, which both wait for `asyncio.to_thread`.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    outcome: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function(*arguments))
+        except BaseException as error:
+            outcome.set_exception(error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=call, name="drawbar-call", daemon=True).start()
+    await ended.wait()
+    return outcome.result()
+
+
+class DaemonThreads(Executor):
+    """A pool of threads that Python's end neither waits for nor keeps from working.
+
+    Args:
+        most: How many threads there are at the same time.
+        name: Of the threads.
+        initializer: Called first in each thread.
+    """
+
+    def __init__(
+        self, most: int, name: str, initializer: Callable[[], object] | None = None
+    ) -> None:
+        self._most = most
+        self._name = name
+        self._initializer = initializer
+        self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have a thread call a function.
+
+        Raises:
+            RuntimeError: The pool is shut down.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the threads {self._name} are shut down")
+            self._calls.put((future, partial(fn, *args, **kwargs)))
+            if len(self._threads) < self._most:
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls; wait until the given ones have been made, or cancel them."""
+        with self._lock:
+            self._closed = True
+            if cancel_futures:
+                self._cancel()
+            for _ in self._threads:
+                self._calls.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+    def _cancel(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None:
+                    call[0].cancel()
+
+    def _work(self) -> None:
+        if self._initializer is not None:
+            self._initializer()
+        while (call := self._calls.get()) is not None:
+            _make(*call)
+            del call  # what it was given is held no longer than it lasts
+
+
+def _make(future: Future[Any], action: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(action())
+    except BaseException as error:
+        future.set_exception(error)
