@@ -208,7 +208,7 @@ def test_links_are_followed_and_empty_folders_left_out(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / "a" / "up").symlink_to(folder), "a symbolic link back to"),
         (lambda folder: (folder / "a" / "self").symlink_to("."), "a symbolic link back to"),
-        (lambda folder: (folder / "nowhere").symlink_to("gone"), "no link to one"),
+        (lambda folder: (folder / "nowhere").symlink_to("gone"), "to gone, where nothing is"),
         (lambda folder: os.mkfifo(folder / "pipe"), "no file, no folder"),
     ],
 )

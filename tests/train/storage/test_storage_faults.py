@@ -429,6 +429,9 @@ def test_a_disk_that_is_really_full_is_not_tried_again(
             function, scaling_config=ScalingConfig(num_workers=0), run_config=config
         ).fit()
     assert "The run ends: it would fail again in the same way" in str(raised.value)
+    (failure,) = raised.value.failures
+    lines = [line for line in failure.traceback.splitlines() if 'File "' in line]
+    assert all(__file__ in line for line in lines)
     result = Result.from_path(tiny_disk / "run")
     assert content(result.checkpoint) == "0"
     assert len(result.timeline.attempts) == 1

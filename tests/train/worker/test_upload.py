@@ -228,6 +228,47 @@ def test_a_function_that_gives_no_checkpoint_is_refused(storage_path: str) -> No
         fit(function, storage_path)
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda checkpoint: checkpoint, r"<lambda>\(checkpoint\) cannot be: too many positional"),
+        ("s3://bucket", "must be a function, found 's3://bucket'"),
+    ],
+)
+def test_what_cannot_be_called_with_checkpoint_and_name_is_refused_at_once(
+    tmp_path: Path, function: Any, message: str
+) -> None:
+    def save() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            train.report({}, checkpoint=path, checkpoint_upload_fn=function)
+
+    with pytest.raises(WorkerGroupError, match=f"checkpoint_upload_fn .*{message}") as raised:
+        fit(save, tmp_path)
+    assert "drawbar/train" not in raised.value.failures[0].traceback
+
+
+@pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC])
+def test_what_a_function_raises_is_told_with_the_users_lines_alone(
+    tmp_path: Path, mode: CheckpointUploadMode
+) -> None:
+    def upload(*_: object) -> Checkpoint:
+        raise ArithmeticError("no")
+
+    def save() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            train.report(
+                {}, checkpoint=path, checkpoint_upload_mode=mode, checkpoint_upload_fn=upload
+            )
+
+    with pytest.raises(WorkerGroupError, match="ArithmeticError: no") as raised:
+        fit(save, tmp_path)
+    lines = [line for line in raised.value.failures[0].traceback.splitlines() if 'File "' in line]
+    assert lines
+    assert all(__file__ in line for line in lines)
+
+
 def test_every_rank_uploads_what_is_its_own(tmp_path: Path) -> None:
     storage_path = f"memory://{uuid.uuid4().hex}"
 

@@ -115,15 +115,17 @@ def look_into(directory: Path) -> Contents:
                         _check_leads_on(entry.path, leads_through)
                     stack.append((path, (*leads_through, entry.path)))
                 elif not entry.is_file():
-                    raise OSError(
-                        errno.EINVAL,
-                        "it is no file, no folder and no link to one, so it cannot be saved",
-                        entry.path,
-                    )
+                    raise OSError(errno.EINVAL, _why_not(entry.path), entry.path)
                 else:
                     files.append(FileEntry(path, entry.stat().st_size))
     files.sort(key=lambda file: file.path)
     return Contents(tuple(files), frozenset(links), tuple(sorted(own)))
+
+
+def _why_not(path: str) -> str:
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"it is a symbolic link to {os.readlink(path)}, where nothing is"
+    return "it is no file, no folder and no link to one, so it cannot be saved"
 
 
 def _check_leads_on(link: str, leads_through: tuple[str, ...]) -> None:

@@ -229,8 +229,8 @@ def report(
         RuntimeError: Called outside a training function, or in a process that was forked there, or
             by a second thread where only one may.
         TypeError, ValueError: A metric cannot be kept; the message names its key. Or the checkpoint
-            does not lie where its mode wants it, or there is none to validate, or no
-            `validation_config`.
+            does not lie where its mode wants it, or its upload function takes
+            other arguments, or there is none to validate, or no `validation_config`.
         StorageError: The storage, full or read-only, refuses the files; the message has the path
             and the bytes. If it is let through, the run ends without another attempt.
         OSError: The storage did not take the files after six tries; as for any other exception, the

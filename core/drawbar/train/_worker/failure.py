@@ -12,7 +12,7 @@ from traceback import StackSummary, TracebackException
 from drawbar.train._carry import keep
 from drawbar.train._errors import SHOWN_CHARS, FailureKind, StorageError, WorkerFailure
 from drawbar.train._messages import Assignment
-from drawbar.train._worker.user_code import is_drawbars, users_lines
+from drawbar.train._worker.user_code import is_drawbars, is_pythons, users_lines
 
 _MAX_PICKLED = 1_000_000
 
@@ -100,7 +100,14 @@ def _is_own_bug(stack: StackSummary) -> bool:
 
 
 def _without_own(stack: StackSummary) -> StackSummary:
-    return StackSummary.from_list([each for each in stack if not is_drawbars(each.filename)])
+    """Leave out Drawbar's frames, and those of Python itself that Drawbar has called."""
+    kept = []
+    is_own = False
+    for frame in stack:
+        is_own = is_drawbars(frame.filename) or (is_own and is_pythons(frame.filename))
+        if not is_own:
+            kept.append(frame)
+    return StackSummary.from_list(kept)
 
 
 def _user_line(stack: StackSummary) -> str:

@@ -58,6 +58,7 @@ from drawbar.train._worker.uploads import (
     CheckpointUploadMode,
     Uploads,
     check_mode,
+    check_upload_fn,
 )
 
 
@@ -130,6 +131,8 @@ class Session:
             return
         values = normalise(metrics)
         check_mode(mode)
+        if upload_fn is not None:
+            check_upload_fn(upload_fn)
         if name is not None:
             check_name(name)
         if not isinstance(checkpoint, Checkpoint):

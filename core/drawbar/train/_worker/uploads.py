@@ -7,6 +7,7 @@ matter.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,27 @@ def check_mode(mode: object) -> None:
         )
 
 
+def check_upload_fn(function: object) -> None:
+    """Check that a function can be called as `checkpoint_upload_fn` is.
+
+    Raises:
+        TypeError: It is not callable, or takes other arguments.
+    """
+    if not callable(function):
+        raise TypeError(f"checkpoint_upload_fn must be a function, found {function!r}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # some that are written in C have none
+    try:
+        signature.bind(None, "")
+    except TypeError as error:
+        raise TypeError(
+            "checkpoint_upload_fn is called as function(checkpoint, name), but "
+            f"{getattr(function, '__name__', function)}{signature} cannot be: {error}"
+        ) from None
+
+
 @contextmanager
 def _told_as_storage_error() -> Iterator[None]:
     """Tell a refusal of the storage from what may pass, and from files that are not there."""
@@ -91,7 +113,7 @@ def _told_as_storage_error() -> Iterator[None]:
     except OSError as error:
         if is_transient(error) or isinstance(error, FileNotFoundError):
             raise
-        raise StorageError(*error.args) from error
+        raise StorageError(*error.args) from (error.__cause__ or error)
 
 
 class Wait(Protocol):

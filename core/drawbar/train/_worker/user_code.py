@@ -20,6 +20,11 @@ def is_drawbars(file: str) -> bool:
     return os.path.realpath(file).startswith(homes)
 
 
+def is_pythons(file: str) -> bool:
+    """Whether a file is part of Python itself."""
+    return _package(file) is None and os.path.realpath(file).startswith(_PYTHON)
+
+
 def users_lines(files: Sequence[str]) -> list[int]:
     """Give the indices of the user's lines in a stack; `files`: each line's file, outermost first.
 
@@ -33,7 +38,7 @@ def users_lines(files: Sequence[str]) -> list[int]:
 
 def _is_base(file: str) -> bool:
     """Whether a file is Python's own or Drawbar's."""
-    if _package(file) is None and os.path.realpath(file).startswith(_PYTHON):
+    if is_pythons(file):
         return True
     is_generated = file.startswith("<") and not file.startswith(_TYPED)
     return is_generated or is_drawbars(file)
