@@ -105,8 +105,7 @@ def look_into(directory: Path) -> Contents:
         with os.scandir(leads_through[-1]) as entries:
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
-                is_link = entry.is_symlink()
-                if is_link:
+                if is_link := entry.is_symlink():
                     links.add(path)
                 if is_own(path):
                     own.append(path)
@@ -123,9 +122,8 @@ def look_into(directory: Path) -> Contents:
 
 
 def _why_not(path: str) -> str:
-    if os.path.islink(path) and not os.path.exists(path):
-        return f"it is a symbolic link to {os.readlink(path)}, where nothing is"
-    return "it is no file, no folder and no link to one, so it cannot be saved"
+    where = f" to {os.readlink(path)}, where nothing is" if not os.path.exists(path) else ""
+    return f"it is no file, no folder and no link to one{where}, so it cannot be saved"
 
 
 def _check_leads_on(link: str, leads_through: tuple[str, ...]) -> None:
