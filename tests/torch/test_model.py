@@ -31,6 +31,11 @@ def test_the_model_is_moved_to_the_device_that_is_named(fit: Callable[..., Resul
     assert fit(function).return_value == "meta"
 
 
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"takes a torch.nn.Module, found 3 \(int\)"):
+        prepare_model(3)  # type: ignore[arg-type]
+
+
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one of 'ddp', 'fsdp', 'fsdp2' or None, found 'dpp'"):
         prepare_model(nn.Linear(1, 1), parallel_strategy="dpp")  # type: ignore[arg-type]

@@ -53,6 +53,10 @@ def test_all_is_sorted_and_every_name_exists(module: ModuleType) -> None:
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
+def test_completion_offers_what_is_public_and_nothing_else() -> None:
+    assert dir(drawbar.train) == sorted({*drawbar.train.__all__, *drawbar.train._INTEGRATIONS})
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_nothing_public_is_missing(module: ModuleType) -> None:
     classes_and_functions = {

@@ -15,6 +15,7 @@ result = train.DataParallelTrainer(
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train import backend, collective
@@ -165,11 +166,13 @@ if not TYPE_CHECKING:  # else type checkers would take any name
             return importlib.import_module(f"{__name__}.{name}")
         if name in _REPLACED:  # "from drawbar.train import" hides the text of an AttributeError
             raise ImportError(f"drawbar.train has no {name}: {_REPLACED[name]}", name=__name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_INTEGRATIONS})
+    return sorted({*__all__, *_INTEGRATIONS})
 
 
 backend.as_public(globals())

@@ -25,11 +25,22 @@ def normalise(metrics: object) -> dict[str, Any]:
 
     Raises:
         TypeError: `metrics` is no mapping, or a value is none of these; the message names its key.
-        ValueError: a tensor or array has more than one element, or text is no valid Unicode.
+        ValueError: a tensor or array has more than one element, text is no valid Unicode, or a
+            value is nested too deeply.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"report() takes a dict of metrics, found {metrics!r}")
-    return {_text(str(key), key): _plain(value, str(key)) for key, value in metrics.items()}
+    return {_text(str(key), key): _outermost(value, str(key)) for key, value in metrics.items()}
+
+
+def _outermost(value: Any, key: str) -> Any:
+    try:
+        return _plain(value, key)
+    except RecursionError:
+        raise ValueError(
+            f"metric {key!r} is nested too deeply, or holds itself; report() takes what JSON can "
+            "hold. Put larger objects into a checkpoint"
+        ) from None
 
 
 def _plain(value: Any, key: str) -> Any:

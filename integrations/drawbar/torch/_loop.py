@@ -42,10 +42,15 @@ def prepare_model(
             all gathered at once.
 
     Raises:
+        TypeError: `model` is no `torch.nn.Module`.
         ValueError: The strategy has no such name, or has arguments where there is none.
         RuntimeError: Called outside a training function, or where several workers have no process
             group.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"prepare_model takes a torch.nn.Module, found {model!r} ({type(model).__name__})"
+        )
     _check_strategy(parallel_strategy, parallel_strategy_kwargs)
     kwargs = dict(parallel_strategy_kwargs or {})
     device = get_device() if isinstance(move_to_device, bool) else move_to_device

@@ -190,6 +190,11 @@ def test_what_cannot_start_fails_at_once_and_what_fails_later_in_wait(
     assert run.status == "failed"
 
 
+def test_an_empty_name_is_no_run() -> None:
+    with pytest.raises(ValueError, match=r"attach\(\) takes a run's name, .* found ''"):
+        train.attach("")
+
+
 @pytest.mark.parametrize("ending", [0, 1])
 def test_a_program_that_ends_takes_its_run_along(
     run_config: RunConfig,

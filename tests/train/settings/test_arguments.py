@@ -39,6 +39,9 @@ UNKNOWN: list[tuple[Any, str, str]] = [
     (TorchConfig, "timeout", "did you mean 'timeout_s'?"),
     (DataParallelTrainer, "scalingconfig", "did you mean 'scaling_config'?"),
     (TorchTrainer, "train_loop_configs", "did you mean 'train_loop_config'?"),
+    (TorchTrainer, "backend_config", "it takes .*torch_config"),
+    (TorchTrainer, "data_config", "did you mean 'dataset_config'?"),
+    (DataParallelTrainer, "torch_config", "it takes .*backend_config"),
     (XGBoostTrainer, "label_colum", "did you mean 'label_column'?"),
 ]
 
@@ -47,6 +50,12 @@ UNKNOWN: list[tuple[Any, str, str]] = [
 def test_an_unknown_argument_is_told_with_what_was_meant(kind: Any, name: str, advice: str) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__} takes no {name}=: .*{advice}"):
         kind(**{name: 1})
+
+
+def test_options_of_a_validation_that_are_no_mapping_are_told_with_their_name() -> None:
+    options: Any = 3
+    with pytest.raises(TypeError, match=r"ValidationConfig\.ray_remote_kwargs must be Mapping"):
+        ValidationConfig(lambda checkpoint: {}, ray_remote_kwargs=options)
 
 
 def test_arguments_may_be_given_by_position_in_ray_trains_order(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ WRONG_VALUES: list[tuple[type, str, Any, str]] = [
     (RunConfig, "name", "  ", "'  ' is not a usable folder name"),
     (RunConfig, "name", ".", "'.' is not a usable folder name"),
     (RunConfig, "name", "a\nb", r"'a\\nb' is not a usable folder name"),
+    (RunConfig, "name", "ä" * 128, "'ä{20}...' has 256 bytes; a folder's name has at most 255"),
     (RunConfig, "name", "/tmp/a", "'/tmp/a' would leave the storage path; give a plain name"),
     (RunConfig, "name", "../a", "'../a' would leave the storage path; give a plain name"),
     (RunConfig, "name", "a/../../b", "would leave the storage path; give a plain name"),

@@ -7,7 +7,7 @@ import pickle
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import pytest
@@ -169,6 +169,11 @@ def test_metadata_that_is_no_json_leaves_the_old(checkpoint: Checkpoint) -> None
     with pytest.raises(TypeError, match="not JSON serializable"):
         checkpoint.set_metadata({"a": object()})
     assert checkpoint.get_metadata() == {"a": 1}
+
+
+def test_metadata_that_is_no_mapping_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(TypeError, match=r"metadata must be a mapping, found 3 \(int\)"):
+        checkpoint.set_metadata(cast(Any, 3))
 
 
 def test_the_manifest_tells_what_was_committed(checkpoint: Checkpoint, tmp_path: Path) -> None:

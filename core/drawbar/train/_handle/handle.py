@@ -258,10 +258,13 @@ def attach(
         storage_filesystem: The filesystem that the path lies on, as for `RunConfig`.
 
     Raises:
+        ValueError: The path or name is empty.
         LookupError: There is no such run; the message lists the detached runs that go on.
         TimeoutError: The process that hosts the run does not answer; the message says where it is.
     """
     given = os.fspath(path_or_name)
+    if not given:
+        raise ValueError("attach() takes a run's name, its directory or its URI, found ''")
     is_name = "/" not in given and storage_filesystem is None
     place = os.path.join(DEFAULT_STORAGE_PATH, given) if is_name else given
     directory = open_directory(place, storage_filesystem)

@@ -35,5 +35,6 @@ class ExplainsItsArguments:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Say which of the known names is like this one, or which there are."""
     known = list(known)
-    like = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {like[0]!r}?" if like else f"it takes {', '.join(known) or 'none'}"
+    heads = {each.removesuffix("_config"): each for each in known}  # all configs end alike
+    like = difflib.get_close_matches(name.removesuffix("_config"), heads, n=1)
+    return f"did you mean {heads[like[0]]!r}?" if like else f"it takes {', '.join(known) or 'none'}"

@@ -97,7 +97,9 @@ class ValidationConfig(ShowsWhatWasSet):
         require_type("ValidationConfig.task_config", self.task_config, ValidationTaskConfig)
         require_int("ValidationConfig.max_in_flight", self.max_in_flight, at_least=1)
         self._check_arguments()
-        object.__setattr__(self, "ray_remote_kwargs", dict(self.ray_remote_kwargs or {}))
+        options = {} if self.ray_remote_kwargs is None else self.ray_remote_kwargs
+        require_type("ValidationConfig.ray_remote_kwargs", options, Mapping)
+        object.__setattr__(self, "ray_remote_kwargs", dict(options))
         self._check_options()
 
     def _check_arguments(self) -> None:

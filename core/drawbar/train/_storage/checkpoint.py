@@ -152,6 +152,9 @@ class Checkpoint:
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the metadata: any JSON-able mapping."""
+        if not isinstance(metadata, Mapping):
+            kind = type(metadata).__name__
+            raise TypeError(f"the metadata must be a mapping, found {metadata!r} ({kind})")
         data = json.dumps(dict(metadata)).encode()
         if isinstance(self._place, Path):
             committed = (self._place / MANIFEST).exists()
