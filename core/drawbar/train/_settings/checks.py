@@ -17,7 +17,6 @@ from typing import Any
 from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.secrets import cleaned
 
-_NAME_BYTES = 255  # on any common filesystem
 _LONGEST = timedelta.max.total_seconds()
 _LONGEST_NAME = 255  # bytes, in all usual file systems
 
@@ -63,11 +62,6 @@ def check_run_name(name: str) -> None:
     if len(path.parts) != 1:
         raise ValueError(
             f"RunConfig.name={name!r} has folders in it; give the folder as storage_path"
-        )
-    if (length := len(os.fsencode(name))) > _NAME_BYTES:
-        raise ValueError(
-            f"RunConfig.name={name[:20] + '...'!r} has {length} bytes; the name of a folder has "
-            f"{_NAME_BYTES} at most"
         )
 
 
