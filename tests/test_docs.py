@@ -92,6 +92,7 @@ OTHER_TESTS = {
     "docs/quickstart.md": "tests/test_examples.py",
     "docs/tensorflow.md": "tests/tensorflow",
     "docs/transformers.md": "tests/transformers",
+    "docs/tune.md": "tests/tune",
     "docs/writing-an-integration.md": "tests/train/test_writing_an_integration.py",
     "docs/xgboost.md": "tests/xgboost",
 }

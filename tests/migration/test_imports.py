@@ -56,6 +56,8 @@ def test_integrations_are_attributes_of_the_package() -> None:
     assert train.torch.TorchTrainer is drawbar.torch.TorchTrainer
     callback = train.huggingface.transformers.RayTrainReportCallback
     assert callback is drawbar.transformers.RayTrainReportCallback
+    keras = importlib.import_module("drawbar.train.tensorflow.keras")
+    assert keras.ReportCheckpointCallback is drawbar.keras.ReportCheckpointCallback
 
 
 def test_nothing_is_imported_before_it_is_used() -> None:

@@ -267,3 +267,10 @@ def test_log_levels_are_those_of_logging_in_any_case() -> None:
 def test_which_datasets_are_split(split: Any, train: bool, valid: bool) -> None:
     config = DataConfig(datasets_to_split=split)
     assert (config.splits("train"), config.splits("valid")) == (train, valid)
+
+
+def test_a_callback_of_rays_own_says_which_takes_its_place() -> None:
+    module = {"__module__": "ray.tune.integration.ray_train"}
+    callback = type("TuneReportCallback", (), module)()  # the real one wants to be in a trial
+    with pytest.raises(TypeError, match=r"drawbar\.tune\.TuneReportCallback reports to Ray Tune"):
+        RunConfig(callbacks=[callback])

@@ -216,7 +216,8 @@ class RunHandle:
         if interrupts:
             raise UserAbort(
                 f"stopped by Ctrl-C; the run lies at {self.path} and goes on from its newest "
-                f"checkpoint with RunConfig(name={self.name!r}, ...) and the same storage_path"
+                f"checkpoint, if it has one, with RunConfig(name={self.name!r}, ...) and the same "
+                "storage_path"
             )
         return self._run.ending().settle()
 

@@ -296,6 +296,14 @@ class RunConfig(ShowsWhatWasSet):
         if not is_list_of(UserCallback, callbacks):
             raise TypeError(
                 "RunConfig.callbacks must be a list of instances of drawbar.train.UserCallback, "
-                f"found {callbacks!r}"
+                f"found {callbacks!r}{_instead_of_rays(callbacks)}"
             )
         object.__setattr__(self, "callbacks", tuple(callbacks))
+
+
+def _instead_of_rays(callbacks: object) -> str:
+    """Say what to write in the place of a callback that Ray brings for its own trainers."""
+    found = callbacks if isinstance(callbacks, list | tuple) else ()
+    if any(type(each).__module__.startswith("ray.tune.integration") for each in found):
+        return "; drawbar.tune.TuneReportCallback reports to Ray Tune"
+    return ""
