@@ -44,6 +44,9 @@ def torchrun(folder: Path, function: str, *options: str, trainer: str = "") -> t
                 result = fit()
             except Exception as error:
                 tell([type(error).__name__, str(error)])
+                store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+                store.set(f"told by {{rank}}", "")  # torchrun ends the others as soon as one fails
+                store.wait(["told by 0", "told by 1"])
                 raise
             metrics = result.metrics_dataframe.to_dict("list")
             tell([result.return_values, os.path.basename(result.checkpoint.path), metrics["seen"]])

@@ -79,17 +79,29 @@ def results_of(grid: tune.ResultGrid) -> list[Any]:
     return [grid[number] for number in range(len(grid))]
 
 
-def alive() -> list[str]:
-    """Name the actors and placement groups of this Ray that are there."""
-    groups = [each["state"] for each in placement_group_table().values()]
-    return [
-        *(each["ActorClassName"] for each in actors().values() if each["State"] != "DEAD"),
-        *(state for state in groups if state != "REMOVED"),
-    ]
+@pytest.fixture
+def left_over(ray_cluster: None) -> Callable[[], list[str]]:
+    """Names the actors and placement groups of this Ray that have come since, and are there.
+
+    Other tests' may be there too: Ray Data keeps some for as long as Ray runs.
+    """
+    before = {*actors(), *placement_group_table()}
+
+    def find() -> list[str]:
+        kinds = {key: each["ActorClassName"] for key, each in actors().items() if _is_there(each)}
+        kinds |= {key: "group" for key, each in placement_group_table().items() if _is_there(each)}
+        return [kind for key, kind in kinds.items() if key not in before]
+
+    return find
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_halving_with_room_for_half_of_the_trials(tmp_path: Path) -> None:
+def _is_there(row: dict[str, Any]) -> bool:
+    return row.get("State", row.get("state")) not in ("DEAD", "REMOVED")
+
+
+def test_halving_with_room_for_half_of_the_trials(
+    tmp_path: Path, left_over: Callable[[], list[str]]
+) -> None:
     before = len(actors())
     grid = sweep(
         trainer(steps=4).as_trainable(),
@@ -97,7 +109,7 @@ def test_halving_with_room_for_half_of_the_trials(tmp_path: Path) -> None:
         {"train_loop_config": {"lr": tune.grid_search([1, 2, 3, 4])}},
         scheduler=ASHAScheduler(max_t=4, grace_period=2, reduction_factor=2),
     )
-    assert alive() == []
+    assert left_over() == []
     assert len(actors()) - before == 4 * (1 + 2)  # each trial, and its workers
     assert sorted(each.metrics["training_iteration"] for each in grid)[-1] == 4
     assert sum(each.metrics["training_iteration"] == 2 for each in grid) >= 2
@@ -107,8 +119,9 @@ def test_halving_with_room_for_half_of_the_trials(tmp_path: Path) -> None:
     assert lineage_of(best) == [f"{best.metrics['trial_id']}:1"] * 4
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_population_based_training_exchanges_checkpoints(tmp_path: Path) -> None:
+def test_population_based_training_exchanges_checkpoints(
+    tmp_path: Path, left_over: Callable[[], list[str]]
+) -> None:
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
         perturbation_interval=2,
@@ -124,7 +137,7 @@ def test_population_based_training_exchanges_checkpoints(tmp_path: Path) -> None
         scheduler=scheduler,
         reuse_actors=True,
     )
-    assert alive() == []
+    assert left_over() == []
     good, bad = grid
     donor = good.metrics["trial_id"]
     assert lineage_of(bad)[:2] == [f"{donor}:1"] * 2
@@ -151,8 +164,7 @@ def test_a_killed_worker_restarts_within_its_trial(tmp_path: Path) -> None:
     assert second.outcome == "finished"
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_function_that_calls_fit(tmp_path: Path) -> None:
+def test_a_function_that_calls_fit(tmp_path: Path, left_over: Callable[[], list[str]]) -> None:
     def trial(config: dict[str, Any]) -> None:
         context = tune.get_context()
         run = RunConfig(
@@ -162,7 +174,7 @@ def test_a_function_that_calls_fit(tmp_path: Path) -> None:
 
     trainable = tune.with_resources(trial, placement_group_factory(PAIR))
     grid = sweep(trainable, tmp_path, {"lr": tune.grid_search([1, 2])})
-    assert alive() == []
+    assert left_over() == []
     for each in grid:
         assert each.metrics["training_iteration"] == 2
         (run, checkpoint) = Path(each.metrics["checkpoint_path"]).parts[-2:]
@@ -191,9 +203,11 @@ class DiesWhenSaved(tune.Callback):
                     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_sweep_whose_driver_is_killed_is_restored(
-    tmp_path: Path, drivers: Drivers, wait_until_gone: Callable[..., None]
+    tmp_path: Path,
+    drivers: Drivers,
+    wait_until_gone: Callable[..., None],
+    left_over: Callable[[], list[str]],
 ) -> None:
     def function(config: dict[str, Any]) -> None:
         start = train.get_checkpoint()
@@ -221,4 +235,4 @@ def test_a_sweep_whose_driver_is_killed_is_restored(
     first, second = sorted(results_of(restored.fit()), key=lambda each: each.metrics["loss"])
     assert [first.metrics["loss"], second.metrics["loss"]] == [1, 2]
     assert [first.metrics["restored"], second.metrics["restored"]] == [False, True]
-    assert alive() == []
+    assert left_over() == []
