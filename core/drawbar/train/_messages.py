@@ -16,7 +16,7 @@ import msgspec
 from drawbar.train._carry import Carried
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.files import FileEntry, check_stays_inside
+from drawbar.train._storage.contents import FileEntry, check_stays_inside
 from drawbar.train._storage.manifest import ReportedCheckpointStatus, Validation
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.unshared_node import FileAnswer

@@ -10,7 +10,7 @@ from drawbar.train import CheckpointConfig
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.progress import Round
 from drawbar.train._messages import FileSent, FileTaken, Offer, Order, Persist, Reported
-from drawbar.train._storage.files import FileEntry
+from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.run_directory import RunDirectory
 
 PATIENCE_S = 20

@@ -16,7 +16,7 @@ from drawbar.train._messages import (
     Offer,
     Reported,
 )
-from drawbar.train._storage.files import FileEntry
+from drawbar.train._storage.contents import FileEntry
 
 
 def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> Reported:

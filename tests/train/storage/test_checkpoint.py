@@ -14,7 +14,7 @@ import pytest
 
 from drawbar.train import Checkpoint, CheckpointError
 from drawbar.train._storage.checkpoint_store import Draft
-from drawbar.train._storage.files import list_files
+from drawbar.train._storage.contents import list_files
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Part

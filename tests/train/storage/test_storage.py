@@ -17,14 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
 from drawbar.train._history.journal import events_of
 from drawbar.train._storage.checkpoint_store import Draft
-from drawbar.train._storage.files import (
-    CHECKSUMS,
-    MANIFEST,
-    METADATA,
-    VALIDATION,
-    list_files,
-    remove_tree,
-)
+from drawbar.train._storage.contents import CHECKSUMS, MANIFEST, METADATA, VALIDATION, list_files
+from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.remote_folder import Folder, locate
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Part

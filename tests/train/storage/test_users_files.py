@@ -22,7 +22,7 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
-from drawbar.train._storage.files import METADATA, list_files
+from drawbar.train._storage.contents import METADATA, list_files
 from drawbar.train._storage.staging import Share, StagingArea
 from drawbar.train.testing import run_in_threads
 from tests.train.local_runs import ASYNC, fit, save
@@ -418,6 +418,25 @@ def test_ranks_may_hand_over_one_folder(tmp_path: Path, kind: str) -> None:
             assert content(folder) == {"deep/model": text, **linked}
     assert not own.exists()
     assert content(far) == {"x": "x"}
+
+
+def test_ranks_delete_one_folder_at_once(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+
+    def function() -> None:
+        for _ in range(8):
+            if train.get_context().get_world_rank() == 0:
+                for number in range(100):
+                    write(own / f"{number}" / "deep", model="m")
+            collective.barrier()
+            train.report({}, checkpoint=own, **HANDED_OVER)
+            collective.barrier()
+
+    config = RunConfig(name="run", storage_path=str(tmp_path))
+    result = run_in_threads(function, num_workers=4, run_config=config)
+    assert result.checkpoint is not None
+    assert len(content(result.checkpoint)) == 100
+    assert not own.exists()
 
 
 def test_a_folder_that_is_handed_over_keeps_to_who_may_read_the_run(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage import fault_points, starting_point
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import Draft, default_name
-from drawbar.train._storage.files import FileEntry, remove_tree
+from drawbar.train._storage.contents import FileEntry
+from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import (
     Manifest,
     ReportedCheckpointStatus,

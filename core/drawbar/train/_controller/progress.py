@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from drawbar.train._messages import CheckpointsAsked, CollectiveCalled, Offer, Reported
-from drawbar.train._storage.files import FileEntry
+from drawbar.train._storage.contents import FileEntry
 
 
 @dataclass(frozen=True)

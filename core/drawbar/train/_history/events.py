@@ -16,7 +16,7 @@ import msgspec
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._messages import PreemptionInfo, Printed, Ranks, WorkerInfo
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.files import check_stays_inside
+from drawbar.train._storage.contents import check_stays_inside
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 
 AttemptEnd = Literal[

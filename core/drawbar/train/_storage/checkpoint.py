@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from drawbar.train._errors import CheckpointError
-from drawbar.train._storage.files import (
-    MANIFEST,
-    METADATA,
-    copy_files,
-    list_files,
-    write_atomically,
-)
+from drawbar.train._storage.contents import MANIFEST, METADATA, list_files
+from drawbar.train._storage.files import copy_files, write_atomically
 from drawbar.train._storage.manifest import (
     Manifest,
     check_files,

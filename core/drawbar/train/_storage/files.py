@@ -1,146 +1,33 @@
-"""Files of a checkpoint on a local or mounted filesystem: list, copy, move, sync, hash."""
+"""Files of a checkpoint on a local or mounted filesystem: copy, move, sync, delete."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import re
 import shutil
 import stat
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
 
-import msgspec
-
-from drawbar.train._errors import CheckpointError
 from drawbar.train._storage import fault_points
+from drawbar.train._storage.contents import (
+    FileEntry,
+    entries_below,
+    find_links,
+    leads_through,
+    list_files,
+    ways_to,
+)
 from drawbar.train._storage.retries import explained
 from drawbar.train._storage.sizes import in_bytes
 from drawbar.train._threads import DaemonThreads
-
-_LEADS_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|\0")
-
-
-def check_stays_inside(path: str) -> str:
-    """Check that a path out of data, with "/" between folders, leads to something below a folder.
-
-    Raises:
-        CheckpointError: It is absolute, empty, or has an empty part, "..", "." or NUL in it.
-    """
-    if _LEADS_OUT.search(path):
-        raise CheckpointError(
-            f"{path!r} is no path of a file in a checkpoint: it would lead out of it, or nowhere. "
-            "What lists it is damaged"
-        )
-    return path
-
-
-class FileEntry(msgspec.Struct, frozen=True):
-    """One file of a checkpoint: its path in it, with "/" between folders, and its bytes.
-
-    Raises:
-        CheckpointError: The path leads out of the checkpoint, wherever it was read.
-    """
-
-    path: str
-    size: int
-
-    def __post_init__(self) -> None:
-        check_stays_inside(self.path)
-
-
-# Drawbar's own files in a checkpoint. They are not part of what the user saved.
-MANIFEST = ".drawbar.json"
-CHECKSUMS = ".drawbar-checksums.json"
-VALIDATION = ".drawbar-validation.json"
-PENDING = ".drawbar-pending"
-METADATA = ".metadata.json"
-_OWN = re.compile(
-    r"\.drawbar(-checksums|-validation)?\.json|\.drawbar-pending|\.drawbar-.+\.\d+\.tmp"
-)
 
 _COPY_THREADS = 8
 _LITTLE = 1024 * 1024  # bytes that are copied sooner than threads have started
 _CHUNK = 64 * 1024 * 1024
 # What copy_file_range() says of files that can be copied in another way.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY}
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What lies below a directory.
-
-    Attributes:
-        files: Every file but Drawbar's own, sorted by path.
-        links: The symbolic links that lead there, as paths; "" if the directory is one itself.
-        own: What has the name of one of Drawbar's own files, directly in it.
-    """
-
-    files: tuple[FileEntry, ...]
-    links: frozenset[str]
-    own: tuple[str, ...]
-
-
-def list_files(directory: Path) -> tuple[FileEntry, ...]:
-    """List every file below `directory`; see `look_into`."""
-    return look_into(directory).files
-
-
-def look_into(directory: Path) -> Contents:
-    """Look at everything below `directory`, once.
-
-    Symbolic links are followed. Empty folders are not listed.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError: `directory` is not there, or is a file.
-        OSError: Something in it is neither a file nor a folder, leads nowhere, or leads back.
-    """
-    files, own = [], []
-    links = {""} if os.path.islink(directory) else set()
-    stack: list[tuple[str, tuple[str, ...]]] = [("", (f"{directory}",))]
-    while stack:
-        folder, leads_through = stack.pop()
-        with os.scandir(leads_through[-1]) as entries:
-            for entry in entries:
-                path = f"{folder}/{entry.name}" if folder else entry.name
-                if is_link := entry.is_symlink():
-                    links.add(path)
-                if is_own(path):
-                    own.append(path)
-                elif entry.is_dir():
-                    if is_link:
-                        _check_leads_on(entry.path, leads_through)
-                    stack.append((path, (*leads_through, entry.path)))
-                elif not entry.is_file():
-                    raise OSError(errno.EINVAL, _why_not(entry.path), entry.path)
-                else:
-                    files.append(FileEntry(path, entry.stat().st_size))
-    files.sort(key=lambda file: file.path)
-    return Contents(tuple(files), frozenset(links), tuple(sorted(own)))
-
-
-def _why_not(path: str) -> str:
-    where = f" to {os.readlink(path)}, where nothing is" if not os.path.exists(path) else ""
-    return f"it is no file, no folder and no link to one{where}, so it cannot be saved"
-
-
-def _check_leads_on(link: str, leads_through: tuple[str, ...]) -> None:
-    """Check that a link to a folder leads to none of those that have led to it."""
-    real = os.path.realpath(link)
-    if any(os.path.realpath(folder) == real for folder in leads_through):
-        raise OSError(errno.ELOOP, f"it is a symbolic link back to {real}", link)
-
-
-def is_own(path: str) -> bool:
-    """Whether a path in a checkpoint is that of a file of Drawbar's."""
-    return path.startswith(".drawbar") and _OWN.fullmatch(path) is not None
-
-
-def holds_own(directory: Path) -> bool:
-    """Whether a directory holds a file of Drawbar's, so that Drawbar made it."""
-    return any(map(is_own, os.listdir(directory)))
 
 
 def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
@@ -168,7 +55,7 @@ def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     """
     fault_points.reached("persist.start")
     links = find_links(source)
-    linked = [file for file in files if _leads_through(file.path, links)] if links else []
+    linked = [file for file in files if leads_through(file.path, links)] if links else []
     _make_folders(target, files)
     _for_each(linked, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}"))
     behind = {file.path for file in linked}
@@ -198,40 +85,6 @@ def _rename_or_copy(source: str, target: str) -> bool:
     return True
 
 
-def find_links(directory: Path) -> set[str]:
-    """Find the symbolic links below `directory`, as paths in it; "" if it is one itself.
-
-    None is followed.
-    """
-    if directory.is_symlink():
-        return {""}
-    return {path for path, entry in _entries(directory) if entry.is_symlink()}
-
-
-def _entries(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Give everything below `directory` but folders, with its path; no link is followed."""
-    stack = [""]
-    while stack:
-        folder = stack.pop()
-        with os.scandir(f"{directory}/{folder}") as entries:
-            for entry in entries:
-                path = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    stack.append(path)
-                else:
-                    yield path, entry
-
-
-def _leads_through(path: str, links: set[str]) -> bool:
-    """Whether the way to a file, or the file itself, is one of these links."""
-    return "" in links or path in links or any(way in links for way in _ways(path))
-
-
-def _ways(path: str) -> list[str]:
-    """List the folders on the way to a file."""
-    return [str(way) for way in PurePosixPath(path).parents[:-1]]
-
-
 def replace_links(directory: Path, spare: Path) -> None:
     """Put copies of what they lead to in the place of the symbolic links below `directory`.
 
@@ -240,7 +93,7 @@ def replace_links(directory: Path, spare: Path) -> None:
         spare: An empty folder on the same filesystem, where the copies are made.
     """
     links = find_links(directory)
-    linked = [file for file in list_files(directory) if _leads_through(file.path, links)]
+    linked = [file for file in list_files(directory) if leads_through(file.path, links)]
     _make_folders(spare, linked)
     _for_each(linked, lambda file: _copy_file(f"{directory}/{file.path}", f"{spare}/{file.path}"))
     for link in links:
@@ -256,7 +109,7 @@ def replace_links(directory: Path, spare: Path) -> None:
 
 def keep_only(directory: Path, wanted: Container[str]) -> None:
     """Delete every file below `directory` that is not wanted, and every link, wanted or not."""
-    for path, entry in list(_entries(directory)):
+    for path, entry in list(entries_below(directory)):
         if path not in wanted or entry.is_symlink():
             os.unlink(entry.path)
 
@@ -386,15 +239,19 @@ def remove_tree(path: Path) -> None:
 def remove_files(directory: Path, files: Sequence[FileEntry]) -> None:
     """Delete these files and the folders that are empty then; of what is linked, the links.
 
-    What else is there stays. Some of it may be gone already, since peers delete the same.
+    What else is there stays. Any of it may go meanwhile, since peers delete the same.
     """
     if directory.is_symlink():
         remove_tree(directory)
-    elif directory.is_dir():
-        listed = {part for file in files for part in (file.path, *_ways(file.path))}
-        for path, entry in list(_entries(directory)):
-            if path in listed:
-                remove_tree(Path(entry.path))
-        for folder, _, _ in os.walk(directory, topdown=False):
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
+        return
+    links: set[str] = set()
+    for folder in sorted({way for file in files for way in ways_to(file.path)}):  # outer ones first
+        if not leads_through(folder, links) and os.path.islink(directory / folder):
+            links.add(folder)
+    own = (file.path for file in files if not leads_through(file.path, links))
+    for path in (*links, *own):
+        with contextlib.suppress(OSError):
+            os.unlink(directory / path)
+    for folder, _, _ in os.walk(directory, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)

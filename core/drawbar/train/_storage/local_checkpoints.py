@@ -16,16 +16,8 @@ import msgspec
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore, Draft, taken
-from drawbar.train._storage.files import (
-    CHECKSUMS,
-    METADATA,
-    VALIDATION,
-    holds_own,
-    list_files,
-    remove_tree,
-    sync,
-    write_atomically,
-)
+from drawbar.train._storage.contents import CHECKSUMS, METADATA, VALIDATION, holds_own, list_files
+from drawbar.train._storage.files import remove_tree, sync, write_atomically
 from drawbar.train._storage.journal_file import JOURNAL, committed_names
 from drawbar.train._storage.manifest import (
     Manifest,

@@ -12,7 +12,7 @@ import msgspec
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._metrics import from_json, to_json
-from drawbar.train._storage.files import (
+from drawbar.train._storage.contents import (
     CHECKSUMS,
     MANIFEST,
     METADATA,
@@ -20,10 +20,8 @@ from drawbar.train._storage.files import (
     FileEntry,
     check_stays_inside,
     is_own,
-    sync,
-    sync_tree,
-    write_atomically,
 )
+from drawbar.train._storage.files import sync, sync_tree, write_atomically
 from drawbar.train._storage.remote_folder import Folder
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.train._storage.files import FileEntry
+from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.journal_file import JOURNAL, is_held, whole_lines
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.retries import is_transient

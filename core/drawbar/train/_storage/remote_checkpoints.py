@@ -17,7 +17,7 @@ import msgspec
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore, Draft, taken
-from drawbar.train._storage.files import (
+from drawbar.train._storage.contents import (
     CHECKSUMS,
     MANIFEST,
     METADATA,

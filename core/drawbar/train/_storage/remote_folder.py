@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from drawbar.train._storage import fault_points
-from drawbar.train._storage.files import FileEntry, check_stays_inside
+from drawbar.train._storage.contents import FileEntry, check_stays_inside
 from drawbar.train._storage.retries import retrying
 from drawbar.train._storage.sizes import in_bytes
 from drawbar.train._threads import DaemonThreads

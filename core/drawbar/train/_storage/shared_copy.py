@@ -24,7 +24,8 @@ from pathlib import Path
 import cloudpickle
 
 from drawbar.train._errors import CheckpointError
-from drawbar.train._storage.files import MANIFEST, is_open_at, remove_tree
+from drawbar.train._storage.contents import MANIFEST
+from drawbar.train._storage.files import is_open_at, remove_tree
 from drawbar.train._storage.remote_folder import Folder
 
 

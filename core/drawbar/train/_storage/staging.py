@@ -19,7 +19,7 @@ from pathlib import Path
 
 from drawbar.train._storage import fault_points
 from drawbar.train._storage import files as _files
-from drawbar.train._storage.files import FileEntry
+from drawbar.train._storage.contents import FileEntry, find_links
 from drawbar.train._storage.retries import explained
 from drawbar.train._storage.sizes import in_bytes
 
@@ -126,7 +126,7 @@ class StagingArea:
         fault_points.reached("persist.start")
         with one_at_a_time(self.path / "taking.lock"):
             # A rename would take links along, and what they lead to is not in the run.
-            if not _files.find_links(share.source) and _moved(share.source, stage):
+            if not find_links(share.source) and _moved(share.source, stage):
                 fault_points.reached("persist.half")
                 _files.take_mode_of_folder(stage)
                 return stage
@@ -150,7 +150,7 @@ class StagingArea:
         Raises:
             OSError: One leads nowhere, or back; or there is no room.
         """
-        if not _files.find_links(directory):
+        if not find_links(directory):
             return
         with one_at_a_time(self.path / "links.lock"):
             spare = self.new("links")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._storage.checkpoint_store import CheckpointStore
-from drawbar.train._storage.files import holds_own
+from drawbar.train._storage.contents import holds_own
 from drawbar.train._storage.manifest import Manifest, check_files
 
 HASHED_BYTES = 1_000_000_000

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.files import list_files
+from drawbar.train._storage.contents import list_files
 from drawbar.train._storage.remote_folder import Folder, local_filesystem
 from drawbar.train._storage.run_directory import RunDirectory
 

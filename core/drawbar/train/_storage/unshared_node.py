@@ -15,7 +15,8 @@ import msgspec
 
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink
-from drawbar.train._storage.files import CHECKSUMS, MANIFEST, FileEntry, list_files, remove_tree
+from drawbar.train._storage.contents import CHECKSUMS, MANIFEST, FileEntry, list_files
+from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import read_file
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.sizes import in_bytes

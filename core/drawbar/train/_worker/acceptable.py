@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.train._storage.files import MANIFEST, Contents, FileEntry
+from drawbar.train._storage.contents import MANIFEST, Contents, FileEntry
 from drawbar.train._storage.manifest import read_manifest
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.run_directory import OWN_NAMES, RunDirectory

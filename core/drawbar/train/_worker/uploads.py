@@ -32,7 +32,8 @@ from drawbar.train._messages import (
 )
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink
-from drawbar.train._storage.files import FileEntry, list_files, look_into, remove_files, remove_tree
+from drawbar.train._storage.contents import FileEntry, list_files, look_into
+from drawbar.train._storage.files import remove_files, remove_tree
 from drawbar.train._storage.manifest import user_files
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.retries import is_transient
