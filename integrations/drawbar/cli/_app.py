@@ -1,0 +1,62 @@
+"""All commands, and what is the same for each: help, completion, bad input.
+
+A command is a function with typer's annotations in a file of its own, which imports Ray and
+frameworks where it runs and not before: `drawbar runs` must not wait for what it does not need.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from drawbar.cli._output import CommandError
+from drawbar.cli._stop import stop
+
+app = typer.Typer(
+    name="drawbar",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain text: it fits any terminal, and Rich takes long to import
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"drawbar {version('drawbar')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _drawbar(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Train on Ray, and look at the runs that were made."""
+
+
+app.command()(stop)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command `drawbar` and exit.
+
+    Args:
+        arguments: What stands behind `drawbar`; None takes it from the command line.
+
+    Raises:
+        SystemExit: The command has ended: 0 if it did what it was asked, 2 if it was asked for
+            what is not there, with one line on stderr that says so.
+    """
+    try:
+        app(arguments)
+    except CommandError as error:
+        line = " ".join(str(error).split())
+        print(f"drawbar: {line}", file=sys.stderr)
+        sys.exit(2)

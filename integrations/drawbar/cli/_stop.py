@@ -1,0 +1,30 @@
+"""`drawbar stop`: end a run in order."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from drawbar.cli._output import AsJson, CommandError, write_json
+
+
+def stop(
+    run: Annotated[str, typer.Argument(help="Name, path or address of the run.")],
+    save: Annotated[
+        bool, typer.Option("--save/--now", help="After its next checkpoint, or at once.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """End a run in order; it can be resumed."""
+    from drawbar import train
+
+    try:
+        handle = train.attach(run)
+        if not handle.done:
+            handle.stop(save=save)
+        status = handle.status
+    except (LookupError, OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    if as_json:
+        write_json({"name": handle.name, "path": handle.path, "status": status})
