@@ -36,7 +36,6 @@ from drawbar.train._errors import (
     WorkerFailure,
     WorkerGroupError,
 )
-from drawbar.train._handle.handle import RunHandle, attach
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import AttemptTimes, Timeline
 from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
@@ -58,7 +57,6 @@ from drawbar.train._settings.validation_config import (
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train._storage.storage_context import StorageContext
-from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train._worker.context import (
     ReportedCheckpoint,
     TrainContext,
@@ -83,6 +81,8 @@ if TYPE_CHECKING:  # __getattr__ gives them where the program runs
     from drawbar.train import tensorflow as tensorflow
     from drawbar.train import torch as torch
     from drawbar.train import xgboost as xgboost
+    from drawbar.train._handle.handle import RunHandle, attach
+    from drawbar.train._trainer import DataParallelTrainer
 
 __all__ = [
     "TRAIN_DATASET_KEY",
@@ -151,6 +151,13 @@ _INTEGRATIONS = (
     "torch",
     "xgboost",
 )
+_ON_RAY = {
+    "DataParallelTrainer": "drawbar.train._trainer",
+    "RunHandle": "drawbar.train._handle.handle",
+    "attach": "drawbar.train._handle.handle",
+}
+"""Where lies what needs Ray, whose import takes a second: who only reads of runs has none."""
+
 _REPLACED = {
     "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",
     "SyncConfig": "leave it out: report() uploads checkpoints, the run its journal and logs",
@@ -161,7 +168,12 @@ _REPLACED = {
 if not TYPE_CHECKING:  # else type checkers would take any name
 
     def __getattr__(name: str) -> Any:
-        """Import an integration where it is used first, as `train.torch`."""
+        """Import what needs Ray, or an integration as `train.torch`, where it is used first."""
+        if name in _ON_RAY:
+            for each, home in _ON_RAY.items():
+                globals()[each] = getattr(importlib.import_module(home), each)
+            backend.as_public(globals())
+            return globals()[name]
         if name in _INTEGRATIONS:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _REPLACED:  # "from drawbar.train import" hides the text of an AttributeError

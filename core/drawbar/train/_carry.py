@@ -3,7 +3,8 @@
 cloudpickle makes bytes of it, which tell Ray nothing of the object references and actor handles in
 them: nobody owns those, and `ray.get` would wait for ever. So what only Ray can send travels beside
 the bytes, in the object that Ray itself serialises: it counts them, and their owner keeps them.
-Only `unpack` runs code of the user's; a process in between just holds a `Carried`.
+Only `unpack` runs code of the user's; a process in between just holds a `Carried`. Ray is imported
+by what packs: who only reads of runs needs none.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import cloudpickle
-import ray
-import ray.cloudpickle
 
 SHARED_BYTES = 1 << 20
 """From this size on a captured array lies in the object store, once per node and read-only."""
@@ -58,6 +57,8 @@ class Carried:
     @property
     def owned_here(self) -> int:
         """Number of the objects referred to that this process owns: they end with it."""
+        import ray
+
         objects = [each for each in self._references if isinstance(each, ray.ObjectRef)]
         return sum(type(each) is not ray.ObjectRef or _is_own(each) for each in objects)
 
@@ -93,6 +94,8 @@ def carry(value: object, *, shares: bool = False, leaves: bool = False) -> Carri
     aside = functools.partial(_set_aside, references)
     reducers: dict[type, Reducer] = dict.fromkeys(_only_ray_sends(), aside)
     if leaves:
+        import ray
+
         reducers[ray.ObjectRef] = functools.partial(_bring_along, aside)
     _Pickler(stream, reducers, apart).dump(value)
     return Carried(stream.getvalue(), buffers, references)
@@ -121,6 +124,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         reducers: dict[type, Reducer],
         buffer_callback: Callable[[pickle.PickleBuffer], bool] | None = None,
     ) -> None:
+        import ray.cloudpickle
+
         others = cloudpickle.Pickler.dispatch_table.maps
         by_ray = ray.cloudpickle.Pickler.dispatch_table
         self.dispatch_table = ChainMap(reducers, *others, by_ray)  # which __init__ reads
@@ -146,6 +151,8 @@ class _Unpickler(pickle.Unpickler):
 
 def _only_ray_sends() -> list[type]:
     """Give the types that Ray counts, or puts stubs in the place of."""
+    import ray
+
     types = [ray.ObjectRef, ray.actor.ActorHandle]
     client = sys.modules.get("ray.util.client.common")  # a process that is none never loads it
     if client is not None:
@@ -168,6 +175,8 @@ def _set_aside(references: list[Any], found: object) -> tuple[Any, ...]:
 
 
 def _bring_along(aside: Callable[[object], tuple[Any, ...]], found: Any) -> tuple[Any, ...]:
+    import ray
+
     return (ray.put, (ray.get(found),)) if _is_own(found) else aside(found)
 
 
@@ -182,6 +191,8 @@ def _reference(number: int) -> Any:
 
 def _is_own(reference: Any) -> bool:
     """Whether this process owns an object, that is, whether the object ends with it."""
+    import ray
+
     worker: Any = ray._private.worker.global_worker
     owner: bytes = worker.core_worker.get_owner_address(reference)
     return bytes.fromhex(ray.get_runtime_context().get_worker_id()) in owner

@@ -23,7 +23,7 @@ def as_public(window: dict[str, Any]) -> None:
         window: The `globals()` of the module, below its `__all__`.
     """
     for name in window["__all__"]:
-        value = window[name]
+        value = window.get(name)  # it may be one that is imported by its first use
         home = getattr(value, "__module__", None) or ""
         if "._" not in home or not isinstance(value, type | FunctionType):
             continue

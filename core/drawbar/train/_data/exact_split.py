@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from drawbar.train._settings.data_config import DataConfig
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
+    import ray
     from numpy.typing import NDArray
     from ray.data import Dataset
 
@@ -29,12 +28,16 @@ class ExactPart:
     """
 
     def __init__(self, part: Dataset) -> None:
+        import ray
+
         self._blocks = _arrow_blocks(part)
         self._kept = ray.put(part.iterator())
 
     @cached_property
     def _iterator(self) -> Any:  # a DataIterator; Ray's own annotation forbids batch_size=None
         """The iterator; a worker that does not ask for it need not import Ray Data."""
+        import ray
+
         return ray.get(self._kept)
 
     @property
@@ -48,6 +51,8 @@ class ExactPart:
         Blocks that are Arrow tables come straight from the object store, without a copy, and
         without Ray Data, whose import and execution would take a worker a second or two.
         """
+        import ray
+
         if self._blocks is None:
             yield from self._iterator.iter_batches(batch_size=None, batch_format="pyarrow")
             return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ray
-
 from drawbar.train._worker.context import get_context
 
 LOOPBACK = "127.0.0.1"
@@ -15,6 +13,8 @@ def node_address() -> str:
     For frameworks that need something in the controller, such as a tracker. In the training
     function it is `worker_address`.
     """
+    import ray
+
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types here
 
 

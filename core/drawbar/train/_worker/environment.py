@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
-
 from drawbar.train._messages import Ranks
 from drawbar.train._settings.forwarded import why_never
 
@@ -36,8 +34,12 @@ def by_runtime_env() -> dict[str, str]:
 
     They were meant for the run's processes, so they go before what the driver's shell has set.
     """
-    if "RAY_RAYLET_PID" not in os.environ or not ray.is_initialized():
+    if "RAY_RAYLET_PID" not in os.environ:
         return {}  # not a process that Ray has started
+    import ray
+
+    if not ray.is_initialized():
+        return {}
     named: Mapping[str, str] = ray.get_runtime_context().runtime_env.get("env_vars") or {}
     return {name: os.environ[name] for name in named if name in os.environ and not why_never(name)}
 
