@@ -117,6 +117,18 @@ def events_in(lines: Iterable[bytes], place: object) -> Iterator[JournaledEvent]
         yield event
 
 
+def legible(data: bytes) -> tuple[list[JournaledEvent], list[int]]:
+    """Read what can be read of a journal; gives also the numbers of the lines that cannot be."""
+    events: list[JournaledEvent] = []
+    unreadable: list[int] = []
+    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+        try:
+            events += events_in([line], "")
+        except DamagedRunError:
+            unreadable.append(number)
+    return events, unreadable
+
+
 def journal_lost(place: object, newest: str) -> DamagedRunError:
     """Say that there is no event beside checkpoints, of which `newest` is one."""
     return DamagedRunError(

@@ -14,8 +14,9 @@ from drawbar.train._history.events import JournaledEvent, ReportReceived, RunEnd
 from drawbar.train._history.html import Card, curves_of
 from drawbar.train._history.journal import events_of, history, replay
 from drawbar.train._history.ranking import ranked, score, why_unranked
+from drawbar.train._history.record import COLUMNS, row_of
 from drawbar.train._history.timeline import Snapshot, Timeline
-from drawbar.train._metrics import flatten, metrics_there_are
+from drawbar.train._metrics import metrics_there_are
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, local_filesystem
@@ -132,8 +133,8 @@ class Result:
                 'Result.metrics_dataframe needs pandas: pip install "drawbar[data]"'
             ) from error
         reports = history(self._events())
-        rows = [_row(r) for r in sorted(reports, key=lambda r: (r.index, r.rank))]
-        return pandas.DataFrame(rows, columns=None if rows else list(_COLUMNS))
+        rows = [row_of(r) for r in sorted(reports, key=lambda r: (r.index, r.rank))]
+        return pandas.DataFrame(rows, columns=None if rows else list(COLUMNS))
 
     @property
     def timeline(self) -> Timeline:
@@ -200,16 +201,6 @@ class Result:
                 (os.path.basename(c.path), metrics) for c, metrics in self.best_checkpoints
             ],
         ).html()
-
-
-_COLUMNS = ("rank", "index", "attempt", "time")
-
-
-def _row(report: ReportReceived) -> dict[str, Any]:
-    row = {name: getattr(report, name) for name in _COLUMNS}
-    for name, value in flatten(report.metrics).items():
-        row[f"metric/{name}" if name in _COLUMNS else name] = value
-    return row
 
 
 def _events_of(directory: RunDirectory) -> Iterable[JournaledEvent]:

@@ -1,0 +1,197 @@
+"""`RunRecord`: what a run's directory tells of it, whoever hosts it, as far as it can be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drawbar.train._errors import CheckpointError
+from drawbar.train._history.events import (
+    CheckpointCommitted,
+    CheckpointDeleted,
+    JournaledEvent,
+    ReportReceived,
+    RunEnded,
+    RunStarted,
+)
+from drawbar.train._history.html import curves_of
+from drawbar.train._history.journal import history, legible
+from drawbar.train._history.timeline import ENDS, Snapshot, Timeline
+from drawbar.train._metrics import flatten
+from drawbar.train._storage.files import tree_size
+from drawbar.train._storage.journal_file import is_held
+from drawbar.train._storage.manifest import Manifest
+from drawbar.train._storage.run_directory import RunDirectory
+
+INTERRUPTED = "interrupted"
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run, read from its directory: one that goes on, is over, was cut off, or is damaged.
+
+    Nothing is unpickled, and nothing is written. `find_run` and `list_runs` give one.
+
+    Attributes:
+        damage: What could not be read; "" if all could. The rest is told of what could.
+    """
+
+    _directory: RunDirectory
+    _events: tuple[JournaledEvent, ...]
+    damage: str = ""
+
+    @classmethod
+    def read(cls, directory: RunDirectory) -> RunRecord:
+        """Read what can be read of a run.
+
+        Raises:
+            FileNotFoundError: There is no run.
+            OSError: The storage refuses, or does not answer.
+        """
+        data = directory.read_journal()
+        if data is None and not directory.checkpoints.committed():
+            raise FileNotFoundError(
+                f"{directory.location} holds no Drawbar run: it has no {directory.journal.name}"
+            )
+        events, unreadable = legible(data or b"")
+        if not events:
+            return cls(directory, (), "its journal is empty or gone")
+        lines = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
+        damage = f"its journal cannot be read in line {lines}" if unreadable else ""
+        return cls(directory, tuple(events), damage)
+
+    # -- what it is
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self._directory.name
+
+    @property
+    def path(self) -> str:
+        """The run's directory, or its URI."""
+        return self._directory.location
+
+    @property
+    def status(self) -> str:
+        """How it stands.
+
+        "starting", "running", "restarting"; "finished", "failed" or "stopped"; "interrupted" if the
+        process that hosted it is gone; "unknown" if it has not ended as far as an object store
+        says, and no process of this machine hosts it, or if the journal is lost.
+        """
+        if not self._events:
+            return UNKNOWN
+        status = Snapshot.of(self._events).status
+        if status in ENDS or is_held(self._directory.journal):
+            return status
+        return INTERRUPTED if self._directory.folder is None else UNKNOWN
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the last start was configured with, as reprs."""
+        starts = [event.config for event in self._events if isinstance(event, RunStarted)]
+        return starts[-1] if starts else {}
+
+    # -- what happened
+
+    @property
+    def started(self) -> float | None:
+        """When it first began, in seconds since the epoch."""
+        return self._events[0].time if self._events else None
+
+    @property
+    def last_event(self) -> float | None:
+        """When something last happened in it, in seconds since the epoch."""
+        return self._events[-1].time if self._events else None
+
+    @property
+    def timeline(self) -> Timeline:
+        """Its attempts, with their causes of failure."""
+        return Timeline.of(self._events)
+
+    @property
+    def error(self) -> str:
+        """Why the run failed; "" if it did not."""
+        ends = [event for event in self._events if isinstance(event, RunStarted | RunEnded)]
+        return ends[-1].error if ends and isinstance(ends[-1], RunEnded) else ""
+
+    @property
+    def metrics(self) -> dict[str, Any] | None:
+        """What the lowest rank that has reported, usually rank 0, reported last."""
+        reports = self._reports
+        lowest = min((report.rank for report in reports), default=0)
+        return next((each.metrics for each in reversed(reports) if each.rank == lowest), None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """List all reports that count, each as a row of `Result.metrics_dataframe`."""
+        return [row_of(r) for r in sorted(self._reports, key=lambda r: (r.index, r.rank))]
+
+    def curves(self) -> dict[str, dict[int, float]]:
+        """Give the numbers that the lowest rank reported, by metric and number of the report."""
+        return curves_of(self._reports)
+
+    @property
+    def _reports(self) -> list[ReportReceived]:
+        return history(self._events)
+
+    # -- what lies there
+
+    def checkpoints(self) -> list[Manifest]:
+        """List the committed checkpoints, oldest first. Their files are not checked."""
+        return self._directory.checkpoints.committed()
+
+    def verify(self) -> Iterator[tuple[str, str]]:
+        """Check every checkpoint against its manifest and checksums, one after the other.
+
+        Gives the name of each, and what is wrong with it, or "". One that the journal says is there
+        and is not counts too.
+        """
+        names = dict.fromkeys(each.name for each in self.checkpoints())
+        damaged = self._directory.checkpoints.damaged()
+        for name in sorted({*names, *damaged, *self._committed()}):
+            try:
+                self._directory.checkpoints.checkpoint(name).verify()
+            except CheckpointError as error:
+                yield name, str(error)
+            else:
+                yield name, ""
+
+    def _committed(self) -> set[str]:
+        kept: set[str] = set()
+        for event in self._events:
+            if isinstance(event, CheckpointCommitted):
+                kept.add(event.name)
+            elif isinstance(event, CheckpointDeleted):
+                kept.discard(event.name)
+        return kept
+
+    def size(self) -> int:
+        """Count the bytes of all files of the run, wherever it lies."""
+        home = self._directory.home
+        if isinstance(home, Path):
+            return tree_size(home)
+        return sum(file.size for file in home.list_files())
+
+    def log(self, rank: int) -> bytes | None:
+        """Give what a rank has written so far; None if there is no log of it."""
+        here = self._directory.log(rank)
+        if here.exists():  # newer than what lies in an object store
+            return here.read_bytes()
+        return self._directory.read(os.path.relpath(here, self._directory.path))
+
+
+COLUMNS = ("rank", "index", "attempt", "time")
+"""What each row of a table of reports has, before its metrics."""
+
+
+def row_of(report: ReportReceived) -> dict[str, Any]:
+    """Give a report as a row of a table: who made it when, and its metrics, keys joined by "/"."""
+    row = {name: getattr(report, name) for name in COLUMNS}
+    for name, value in flatten(report.metrics).items():
+        row[f"metric/{name}" if name in COLUMNS else name] = value
+    return row
