@@ -86,6 +86,7 @@ GIVEN = {
 """By page: what its blocks use and do not make, as a reader has a model and data."""
 
 OTHER_TESTS = {
+    "docs/cli.md": "tests/cli",
     "docs/jax.md": "tests/jax",
     "docs/keras.md": "tests/keras",
     "docs/lightgbm.md": "tests/lightgbm",

@@ -13,8 +13,15 @@ from typing import Annotated
 
 import typer
 
+from drawbar.cli._compare import compare
+from drawbar.cli._export import export
+from drawbar.cli._logs import logs
 from drawbar.cli._output import CommandError
+from drawbar.cli._plot import plot
+from drawbar.cli._runs import runs
+from drawbar.cli._show import show
 from drawbar.cli._stop import stop
+from drawbar.cli._verify import verify
 
 app = typer.Typer(
     name="drawbar",
@@ -41,7 +48,8 @@ def _drawbar(
     """Train on Ray, and look at the runs that were made."""
 
 
-app.command()(stop)
+for command in (runs, show, logs, stop, compare, plot, export, verify):
+    app.command()(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             what is not there, with one line on stderr that says so.
     """
     try:
-        app(arguments)
+        app(arguments, prog_name="drawbar")
     except CommandError as error:
         line = " ".join(str(error).split())
         print(f"drawbar: {line}", file=sys.stderr)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
-import typer
 
-AsJson = Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")]
+_MAX_METRICS = 4
 
 
 class CommandError(Exception):
@@ -16,5 +17,60 @@ class CommandError(Exception):
 
 
 def write_json(value: Any) -> None:
-    """Write plain data, or structs and dataclasses of it, to stdout as indented JSON."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+    """Write plain data, or structs and dataclasses of it, to stdout as indented JSON.
+
+    What is no number, NaN and the infinities, is null, as in any JSON.
+    """
+    encoded = msgspec.json.encode(value, enc_hook=str)
+    sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
+
+
+def write_table(rows: Sequence[Sequence[str]], indent: str = "") -> None:
+    """Write rows with their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(indent + "  ".join(cells).rstrip())
+
+
+def span(seconds: float | None) -> str:
+    """Give a duration as people read it, such as "2.1 s", "12 min" or "3 d"."""
+    if seconds is None:
+        return "-"
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            amount = seconds / unit
+            return f"{amount:.2g} {name}" if amount < 10 else f"{amount:.0f} {name}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def ago(moment: float | None) -> str:
+    """Say how long ago something was, by its seconds since the epoch."""
+    return "-" if moment is None else f"{span(max(0.0, time.time() - moment))} ago"
+
+
+def number(value: object) -> str:
+    """Give a value in few characters."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join nested keys with "/", as in a run's table of reports."""
+    joined: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            joined |= flat(value, f"{prefix}{key}/")
+        else:
+            joined[f"{prefix}{key}"] = value
+    return joined
+
+
+def one_line(value: object) -> str:
+    """Give a setting in one line."""
+    return " ".join(str(value).split())
+
+
+def shown_metrics(metrics: Mapping[str, Any] | None) -> str:
+    """Give the first few metrics in one line."""
+    shown = [f"{key} {number(value)[:16]}" for key, value in flat(metrics or {}).items()]
+    return ", ".join(shown[:_MAX_METRICS]) + (", ..." if len(shown) > _MAX_METRICS else "")

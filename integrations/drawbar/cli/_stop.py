@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from drawbar.cli._output import AsJson, CommandError, write_json
+from drawbar.cli._arguments import AsJson, RunName, refusals_told
+from drawbar.cli._output import write_json
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help="Name, path or address of the run.")],
+    run: RunName,
     save: Annotated[
         bool, typer.Option("--save/--now", help="After its next checkpoint, or at once.")
     ] = True,
@@ -19,12 +20,10 @@ def stop(
     """End a run in order; it can be resumed."""
     from drawbar import train
 
-    try:
+    with refusals_told():
         handle = train.attach(run)
         if not handle.done:
             handle.stop(save=save)
         status = handle.status
-    except (LookupError, OSError, ValueError) as error:
-        raise CommandError(str(error)) from error
     if as_json:
         write_json({"name": handle.name, "path": handle.path, "status": status})

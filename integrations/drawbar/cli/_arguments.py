@@ -1,0 +1,40 @@
+"""What several commands are given, and the run that an argument names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from drawbar.cli._output import CommandError
+from drawbar.train.runs import RunRecord, find_run
+
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="Its name in ~/drawbar_results, its path or address.")
+]
+RunNames = Annotated[
+    list[str],
+    typer.Argument(metavar="RUN", help="Names in ~/drawbar_results, paths or addresses."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")]
+
+
+def record_of(run: str) -> RunRecord:
+    """Read the run that was named.
+
+    Raises:
+        CommandError: It is not there, or its storage refuses.
+    """
+    with refusals_told():
+        return find_run(run)
+
+
+@contextmanager
+def refusals_told() -> Iterator[None]:
+    """Turn what a storage, or a run that is looked for, refuses into a `CommandError`."""
+    try:
+        yield
+    except (LookupError, OSError, ImportError, ValueError) as error:
+        raise CommandError(str(error)) from error

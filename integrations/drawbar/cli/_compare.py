@@ -1,0 +1,56 @@
+"""`drawbar compare`: configurations and metrics of several runs, side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from drawbar.cli._arguments import AsJson, RunNames, record_of
+from drawbar.cli._output import CommandError, flat, number, one_line, write_json, write_table
+from drawbar.train.runs import RunRecord
+
+_WIDTH = 32
+
+
+def compare(
+    runs: RunNames,
+    everything: Annotated[bool, typer.Option("--all", help="Settings that are equal too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show runs side by side.
+
+    That is: the settings in which they differ, and what they reported last.
+    """
+    if len(runs) < 2:
+        raise CommandError(f"compare takes two runs or more, found {len(runs)}: {runs[0]}")
+    records = [record_of(each) for each in runs]
+    settings = _beside([flat(record.config) for record in records])
+    if not everything:
+        settings = {name: row for name, row in settings.items() if len(set(map(repr, row))) > 1}
+    metrics = _beside([flat(record.metrics or {}) for record in records])
+    if as_json:
+        paths = [record.path for record in records]
+        write_json({"runs": paths, "configuration": settings, "metrics": metrics})
+    else:
+        _write(records, settings, metrics)
+
+
+def _beside(all_values: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for values in all_values for name in values)
+    return {name: [values.get(name) for values in all_values] for name in names}
+
+
+def _write(
+    records: list[RunRecord], settings: dict[str, list[Any]], metrics: dict[str, list[Any]]
+) -> None:
+    rows = [["", *(record.name for record in records)]]
+    rows.append(["status", *(record.status for record in records)])
+    rows += [[name, *map(_cell, row)] for name, row in settings.items()]
+    rows += [[name, *map(_cell, row)] for name, row in metrics.items()]
+    write_table(rows)
+
+
+def _cell(value: object) -> str:
+    text = "-" if value is None else one_line(number(value))
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."

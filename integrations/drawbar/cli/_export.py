@@ -1,0 +1,73 @@
+"""`drawbar export`: all reports of a run as a table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from drawbar.cli._arguments import AsJson, RunName, record_of
+from drawbar.cli._output import CommandError, write_json
+
+
+def export(
+    run: RunName,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV; so it is by default.")] = False,
+    as_parquet: Annotated[bool, typer.Option("--parquet", help="Write Parquet.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file; stdout if not given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write all reports of a run as a table.
+
+    It has a row for each rank and report.
+    """
+    if as_csv + as_parquet + as_json > 1:
+        raise CommandError("choose one of --csv, --parquet and --json")
+    rows = record_of(run).rows()
+    if as_json:
+        write_json(rows)
+        return
+    data = _parquet(rows) if as_parquet else _csv(rows)
+    if output is not None:
+        try:
+            output.write_bytes(data)
+        except OSError as error:
+            raise CommandError(str(error)) from error
+        return
+    if as_parquet and sys.stdout.isatty():
+        raise CommandError("Parquet is no text for a terminal; say where to, with -o FILE")
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _csv(rows: list[dict[str, Any]]) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _columns(rows), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def _parquet(rows: list[dict[str, Any]]) -> bytes:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise CommandError('--parquet needs pyarrow: pip install "drawbar[data]"') from error
+    try:
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in _columns(rows)})
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        raise CommandError(f"a metric is not of one type, which Parquet needs: {error}") from error
+    sink = io.BytesIO()
+    parquet.write_table(table, sink)
+    return sink.getvalue()

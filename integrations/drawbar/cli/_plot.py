@@ -1,0 +1,63 @@
+"""`drawbar plot`: the curves of a run's metrics, in the terminal or in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+from drawbar.cli._arguments import AsJson, RunName, record_of
+from drawbar.cli._output import CommandError, write_json
+from drawbar.cli._terminal_plot import canvas
+
+Curves: TypeAlias = Mapping[str, Mapping[int, float]]
+
+
+def plot(
+    run: RunName,
+    metrics: Annotated[
+        list[str] | None, typer.Argument(metavar="METRIC", help="Which; all if none.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the curves of metrics of rank 0."""
+    curves = _chosen(record_of(run).curves(), metrics or [], run)
+    if as_json:
+        write_json(curves)
+    elif output is not None:
+        _draw(curves, output)
+    else:
+        for name, points in curves.items():
+            print("\n".join([name, *canvas(points), ""]))
+
+
+def _chosen(curves: Curves, wanted: list[str], run: str) -> Curves:
+    if not curves:
+        raise CommandError(f"{run} has reported no numbers")
+    missing = [name for name in wanted if name not in curves]
+    if missing:
+        raise CommandError(f"{run} has no numbers {missing[0]!r}; it has {', '.join(curves)}")
+    return {name: curves[name] for name in wanted or curves}
+
+
+def _draw(curves: Curves, output: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CommandError('-o needs matplotlib: pip install "drawbar[cli]"') from error
+    figure = Figure(figsize=(7, 2.2 * len(curves)), layout="constrained")
+    for axes, (name, points) in zip(
+        figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0], curves.items(), strict=True
+    ):
+        axes.plot(list(points), list(points.values()))
+        axes.set_ylabel(name)
+    axes.set_xlabel("report")
+    try:
+        figure.savefig(output)
+    except (OSError, ValueError) as error:  # a folder that is not there, an unknown format
+        raise CommandError(f"{output}: {error}") from error

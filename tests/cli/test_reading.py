@@ -1,0 +1,189 @@
+"""What commands tell of runs that are over, go on, were cut off, or are damaged."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
+from drawbar.train.runs import find_run
+from tests.cli.conftest import Command, fit
+
+
+def test_runs_lists_the_newest_first(drawbar: Command, runs_made: Path) -> None:
+    head, *rows = drawbar("runs", runs_made).out.splitlines()
+    assert head.split()[:3] == ["NAME", "STATUS", "STARTED"]
+    assert [row.split()[:2] for row in rows] == [
+        ["failed", "failed"],
+        ["short", "finished"],
+        ["long", "finished"],
+    ]
+    assert "loss 0.3333, val/acc 0.1" in rows[2]
+    told = json.loads(drawbar("runs", runs_made, "--json").out)
+    assert (told[2]["attempts"], told[2]["metrics"]["loss"]) == (1, 1 / 3)
+    size = sum(path.stat().st_size for path in (runs_made / "long").rglob("*") if path.is_file())
+    assert told[2]["size"] == size
+
+
+def test_runs_of_an_object_store(drawbar: Command) -> None:
+    address = f"memory://{uuid.uuid4().hex}"
+    fit(address, "there", 2)
+    (told,) = json.loads(drawbar("runs", address, "--json").out)
+    assert (told["name"], told["status"]) == ("there", "finished")
+    assert told["size"] > 0
+    assert {"epoch 0", "epoch 1"} < set(drawbar("logs", f"{address}/there").out.splitlines())
+    assert drawbar("verify", f"{address}/there").code == 0
+    assert "near to that: there" in drawbar("show", f"{address}/their").err
+
+
+def test_a_name_is_one_of_the_default_storage(
+    drawbar: Command, runs_made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "drawbar_results").symlink_to(runs_made)
+    assert drawbar("show", "short").out.startswith("short  finished\n")
+    assert drawbar("show", "shart").err.endswith("near to that: short\n")
+    monkeypatch.chdir(runs_made)
+    (tmp_path / "drawbar_results").unlink()
+    assert drawbar("show", "short").out.startswith("short  finished\n")
+
+
+def test_show_tells_attempts_checkpoints_metrics_and_the_error(
+    drawbar: Command, runs_made: Path
+) -> None:
+    shown = drawbar("show", runs_made / "failed").out
+    assert "attempt 0: 1 workers" in shown
+    assert "ValueError: boom" in shown
+    assert "checkpoint_000000" in shown
+    told = json.loads(drawbar("show", runs_made / "long", "--json").out)
+    assert [each["index"] for each in told["checkpoints"]] == [0, 1, 2]
+    assert told["config"]["train_loop_config"]["epochs"] == "3"
+    (attempt,) = told["attempts"]
+    whole = told["seconds"]["starting"] + told["seconds"]["training"]
+    assert whole == pytest.approx(attempt["ended"] - attempt["started"])
+
+
+def test_a_run_whose_driver_is_gone_is_interrupted(drawbar: Command, interrupted: Path) -> None:
+    assert drawbar("show", interrupted).out.startswith("long  interrupted\n")
+
+
+def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(drawbar: Command, storage: Path) -> None:
+    journal = storage / "long" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([*lines[:2], b"\xff{\n", *lines[2:]]))
+    shown = drawbar("show", storage / "long").out
+    assert "damaged: its journal cannot be read in line 3" in shown
+    assert "loss     0.3333" in shown
+    (storage / "short" / "journal.jsonl").unlink()
+    shown = drawbar("show", storage / "short").out
+    assert "its journal is empty or gone" in shown
+    assert "checkpoint_000001" in shown
+
+
+def test_what_a_later_version_adds_is_passed_over(drawbar: Command, storage: Path) -> None:
+    journal = storage / "long" / "journal.jsonl"
+    lines = journal.read_text().splitlines()
+    later = [json.dumps({**json.loads(line), "later": 1}) for line in lines]
+    journal.write_text("".join(f"{line}\n" for line in later))
+    assert json.loads(drawbar("show", storage / "long", "--json").out)["damage"] == ""
+
+
+def test_logs_are_those_of_a_rank(drawbar: Command, runs_made: Path) -> None:
+    written = drawbar("logs", runs_made / "short").out.splitlines()
+    assert [line for line in written if not line.startswith("[")] == ["epoch 0", "epoch 1"]
+    assert json.loads(drawbar("logs", runs_made / "short", "--json").out) == written
+    refused = drawbar("logs", runs_made / "short", "--rank", 7)
+    assert (refused.code, refused.out) == (2, "")
+    assert "no log of rank 7" in refused.err
+
+
+def wait_for(config: dict[str, str]) -> None:
+    print("it goes on", flush=True)
+    with open(config["gate"]) as opened:  # until the test opens it too
+        print(opened.read(), flush=True)
+
+
+def test_logs_follow_a_run_to_its_end(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    run = DataParallelTrainer(
+        wait_for,
+        train_loop_config={"gate": str(gate)},
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="live", storage_path=tmp_path),
+    ).start()
+    command = [sys.executable, "-m", "drawbar.cli", "logs", str(tmp_path / "live"), "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert "it goes on\n" in lines
+        assert find_run(run.path).status == "running"
+        gate.write_text("and ends")
+        assert "and ends\n" in lines
+    run.wait()
+    assert process.returncode == 0
+
+
+def test_compare_shows_what_differs(drawbar: Command, runs_made: Path) -> None:
+    two = (runs_made / "long", runs_made / "short")
+    rows = [line.split() for line in drawbar("compare", *two).out.splitlines()]
+    assert rows[0] == ["long", "short"]
+    assert ["train_loop_config/epochs", "3", "2"] in rows
+    assert ["loss", "0.3333", "0.5"] in rows
+    assert "num_workers" not in drawbar("compare", *two).out
+    assert "num_workers" in drawbar("compare", *two, "--all").out
+    told = json.loads(drawbar("compare", *two, "--json").out)
+    assert told["metrics"]["val/acc"] == [0.1, 0.1]
+    assert drawbar("compare", two[0]).code == 2
+
+
+def test_plot_draws_in_the_terminal_and_into_a_file(
+    drawbar: Command, runs_made: Path, tmp_path: Path
+) -> None:
+    run = runs_made / "long"
+    name, _, *_, last, axis, _ = drawbar("plot", run, "loss").out.splitlines()
+    assert name == "loss"
+    assert last.startswith("0.3333 ┤")
+    assert axis.split() == ["0", "2"]
+    assert drawbar("plot", run, "-o", tmp_path / "curves.png").code == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(drawbar("plot", run, "--json").out)["loss"]["1"] == 0.5
+    assert "it has loss, val/acc" in drawbar("plot", run, "los").err
+    assert drawbar("plot", run, "-o", tmp_path / "curves.doc").code == 2
+
+
+def test_export_writes_a_row_for_each_report(
+    drawbar: Command, runs_made: Path, tmp_path: Path
+) -> None:
+    from pyarrow import parquet
+
+    rows = list(csv.DictReader(io.StringIO(drawbar("export", runs_made / "long", "--csv").out)))
+    assert [float(row["loss"]) for row in rows] == [1.0, 0.5, 1 / 3]
+    file = tmp_path / "reports.parquet"
+    assert drawbar("export", runs_made / "long", "--parquet", "-o", file).code == 0
+    assert parquet.read_table(file).column("val/acc").to_pylist() == [0.1] * 3
+    assert len(json.loads(drawbar("export", runs_made / "long", "--json").out)) == 3
+    assert drawbar("export", runs_made / "long", "--csv", "--json").code == 2
+
+
+def test_verify_finds_what_was_altered_and_what_is_gone(drawbar: Command, storage: Path) -> None:
+    run = storage / "long"
+    assert drawbar("verify", run).out.splitlines() == [
+        f"checkpoint_00000{index}: whole" for index in range(3)
+    ]
+    (run / "checkpoint_000000" / "model").write_text("WEIGHTS")
+    (run / "checkpoint_000001" / "model").unlink()
+    (run / "checkpoint_000002").rename(storage / "elsewhere")
+    told = drawbar("verify", run, "--json")
+    assert told.code == 1
+    found = json.loads(told.out)["checkpoints"]
+    assert "is missing" in found["checkpoint_000001"]
+    assert [name for name, wrong in found.items() if wrong] == sorted(found)
