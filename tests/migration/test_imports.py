@@ -19,6 +19,7 @@ import drawbar.torch
 import drawbar.transformers
 import drawbar.xgboost
 from drawbar import train
+from drawbar.train import v2
 
 WINDOWS = {
     "torch": drawbar.torch,
@@ -58,6 +59,21 @@ def test_integrations_are_attributes_of_the_package() -> None:
     assert callback is drawbar.transformers.RayTrainReportCallback
     keras = importlib.import_module("drawbar.train.tensorflow.keras")
     assert keras.ReportCheckpointCallback is drawbar.keras.ReportCheckpointCallback
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own deprecations
+@pytest.mark.parametrize("path", v2.PATHS)
+def test_the_paths_of_v2_hold_the_same_objects(path: str) -> None:
+    theirs = importlib.import_module(f"ray.train.v2.{path}")
+    ours = importlib.import_module(f"drawbar.train.v2.{path}")
+    public = importlib.import_module(f"drawbar.train.{v2.PATHS[path]}".rstrip("."))
+    shown = [name for name in vars(theirs) if name in names_of(public)]
+    assert [name for name in shown if getattr(ours, name) is not getattr(public, name)] == []
+    assert shown or "." not in path
+
+
+def names_of(module: ModuleType) -> list[str]:
+    return [name for name in dir(module) if not name.startswith("_")]
 
 
 def test_nothing_is_imported_before_it_is_used() -> None:

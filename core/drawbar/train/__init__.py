@@ -80,6 +80,7 @@ if TYPE_CHECKING:  # __getattr__ gives them where the program runs
     from drawbar.train import lightning as lightning
     from drawbar.train import tensorflow as tensorflow
     from drawbar.train import torch as torch
+    from drawbar.train import v2 as v2
     from drawbar.train import xgboost as xgboost
     from drawbar.train._handle.handle import RunHandle, attach
     from drawbar.train._trainer import DataParallelTrainer
@@ -149,6 +150,7 @@ _INTEGRATIONS = (
     "lightning",
     "tensorflow",
     "torch",
+    "v2",
     "xgboost",
 )
 _ON_RAY = {

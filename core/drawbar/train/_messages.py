@@ -166,11 +166,13 @@ class WaitsForCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 class Persisted(msgspec.Struct, frozen=True, kw_only=True):
     """The rank has put its share of checkpoint `index` into the staging area, at `directory`.
 
-    That is empty if the files lie in their place already; `checksums` are known then.
+    That is empty if the files lie in their place already; `checksums` are known then. `name` is
+    that of the checkpoint by this place, if a function of the user's has put it there.
     """
 
     index: int
     directory: str
+    name: str = ""
     checksums: dict[str, str] = {}
 
 

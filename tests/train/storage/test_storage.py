@@ -392,7 +392,7 @@ def test_checksums_of_what_lies_elsewhere_are_damage(run: RunDirectory, path: st
         Checkpoint(place).verify()
 
 
-@pytest.mark.parametrize("name", ["../victim", "..", "/victim", ""])
+@pytest.mark.parametrize("name", ["../victim", "..", "a/../../victim", ""])
 def test_a_journal_that_names_what_lies_elsewhere_is_damaged(run: RunDirectory, name: str) -> None:
     event = {"event": "checkpoint_deleted", "time": 1.0, "name": name}
     run.journal.write_text(json.dumps(event) + "\n")

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import msgspec
 
 from drawbar.train._controller.handed_over import HandedOver
+from drawbar.train._controller.pending import Pending
 from drawbar.train._controller.progress import Round
 from drawbar.train._history import ranking
 from drawbar.train._history.events import (
@@ -46,7 +46,6 @@ from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage import fault_points, starting_point
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import Draft, default_name
-from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import (
     Manifest,
@@ -61,20 +60,6 @@ from drawbar.train._storage.unshared_node import FileAnswer, read_piece, write_p
 from drawbar.train._threads import DaemonThreads, in_daemon_thread
 
 _logger = logging.getLogger("drawbar.train")
-
-
-@dataclass
-class _Pending:
-    """A checkpoint that ranks still persist. `awaited`: those that have not said so yet."""
-
-    index: int
-    manifest: Callable[[list[Part]], Manifest]
-    began: float
-    name: str
-    in_place: bool = False
-    stages: dict[int, Path] = field(default_factory=dict)
-    parts: dict[int, Part] = field(default_factory=dict)
-    awaited: dict[int, tuple[FileEntry, ...]] = field(default_factory=dict)
 
 
 class Committer:
@@ -107,8 +92,8 @@ class Committer:
         self._on_commit = committed
         self._on_failure = failed
         self._said_unranked = False
-        self._pending: dict[int, _Pending] = {}
-        self._ready: asyncio.Queue[_Pending] = asyncio.Queue()
+        self._pending: dict[int, Pending] = {}
+        self._ready: asyncio.Queue[Pending] = asyncio.Queue()
         self._committing: set[int] = set()
         self._background: set[asyncio.Future[None]] = set()
         self._travelling: set[asyncio.Task[None]] = set()
@@ -184,7 +169,7 @@ class Committer:
             return described.holding(file for part in parts for file in part.files)
 
         in_place = any(offer.in_place for offer in offers.values())
-        pending = _Pending(complete.index, manifest, time.monotonic(), name, in_place)
+        pending = Pending(complete.index, manifest, time.monotonic(), name, in_place)
         for rank, offer in offers.items():
             share = complete.shares[rank]
             if offer.staged:
@@ -204,6 +189,8 @@ class Committer:
             directory = Path(message.directory) if message.directory else None
             directory = directory or pending.stages.get(rank)
             pending.parts[rank] = Part(directory, share, message.checksums)
+            if message.name:
+                pending.places[rank] = message.name
             self._commit_if_ready(message.index)
 
     def take(self, rank: int, chunk: FileSent, answer: Callable[[Order], None]) -> None:
@@ -262,10 +249,11 @@ class Committer:
                 self._committing.discard(pending.index)
                 self._ready.task_done()
 
-    async def _commit(self, pending: _Pending) -> None:
+    async def _commit(self, pending: Pending) -> None:
         parts = [pending.parts[rank] for rank in sorted(pending.parts)]
+        manifest = pending.manifest(parts)
         draft = Draft(
-            manifest=pending.manifest(parts),
+            manifest=msgspec.structs.replace(manifest, name=pending.placed()),
             parts=parts,
             durable=self._config.durable,
             metadata=self._metadata,

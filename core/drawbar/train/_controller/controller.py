@@ -28,6 +28,7 @@ from drawbar.train._group.validators import Validator
 from drawbar.train._group.worker_group import WorkerGroup
 from drawbar.train._history.events import AttemptStarted, Notice, RunEnded, WorkersStarted
 from drawbar.train._history.stream import Emit
+from drawbar.train._storage.contents import is_outside
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._threads import in_daemon_thread
 
@@ -190,7 +191,8 @@ class Controller:
         began_with = self._run.spec.resume_from_checkpoint
         checkpoint = began_with.path if began_with else None
         if newest is not None:
-            checkpoint = self._commits.checkpoint(newest).path
+            outside = is_outside(newest.name)
+            checkpoint = newest.name if outside else self._commits.checkpoint(newest).path
         return AttemptStarted(
             time=time.time(),
             attempt=self._number,

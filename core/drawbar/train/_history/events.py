@@ -16,7 +16,7 @@ import msgspec
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._messages import PreemptionInfo, Printed, Ranks, WorkerInfo
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.contents import check_stays_inside
+from drawbar.train._storage.contents import check_checkpoint_name
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 
 AttemptEnd = Literal[
@@ -84,7 +84,7 @@ class CheckpointCommitted(Journaled, frozen=True, kw_only=True, tag="checkpoint"
     metrics: dict[str, Any]
 
     def __post_init__(self) -> None:
-        check_stays_inside(self.name)
+        check_checkpoint_name(self.name)
 
     @staticmethod
     def of(manifest: Manifest, *, seconds: float) -> CheckpointCommitted:
@@ -130,7 +130,7 @@ class CheckpointDeleted(Journaled, frozen=True, kw_only=True, tag="checkpoint_de
     name: str
 
     def __post_init__(self) -> None:
-        check_stays_inside(self.name)
+        check_checkpoint_name(self.name)
 
 
 class AttemptEnded(Journaled, frozen=True, kw_only=True, tag="attempt_failed"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import PurePath
 from typing import Any
 
 import ray
@@ -19,6 +18,7 @@ from drawbar.train._group.ranks import by_rank, visible_devices
 from drawbar.train._history.events import AttemptStarted
 from drawbar.train._messages import Assignment, Ranks, WorkerInfo, WorkerSpec
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.remote_folder import Folder
 
 
 class SpecPlan:
@@ -70,7 +70,9 @@ class SpecPlan:
         began_with = self._spec.resume_from_checkpoint
         if began_with is not None and began_with.path == start.checkpoint:
             return began_with
-        return self._run.directory.checkpoints.checkpoint(PurePath(start.checkpoint).name)
+        home = self._run.directory.home
+        run = home.path if isinstance(home, Folder) else str(home)
+        return self._run.directory.checkpoints.checkpoint(start.checkpoint.removeprefix(f"{run}/"))
 
     def _spec_of(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> WorkerSpec:
         """Give the spec of all workers, with the devices that those of this node share."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 from drawbar.train._controller.decisions import spent_so_far
@@ -45,9 +47,21 @@ def directory_of(config: RunConfig) -> RunDirectory:
     return directory_at(storage / config.name)
 
 
-def new_name() -> str:
-    """Make a name for a run that was given none."""
-    return f"drawbar_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
+def named(config: RunConfig) -> RunConfig:
+    """Give a run a name, if it was given none; folders in it become the storage path's.
+
+    Raises:
+        ImportError, ValueError, TypeError: `storage_path` and `storage_filesystem` name no storage.
+    """
+    if config.name is None:
+        name = f"drawbar_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
+        return dataclasses.replace(config, name=name)
+    *folders, name = PurePath(config.name).parts
+    if not folders:
+        return config
+    storage = locate(config.storage_path or DEFAULT_STORAGE_PATH, config.storage_filesystem)
+    place = str(storage / "/".join(folders))
+    return dataclasses.replace(config, name=name, storage_path=place)
 
 
 def open_run(spec: RunSpec) -> Run:

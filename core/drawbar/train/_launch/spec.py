@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from drawbar.train._carry import carry, keep
 from drawbar.train._controller.run import Datasets, RunSpec
 from drawbar.train._group.validators import ValidationWork
 from drawbar.train._launch import preflight
-from drawbar.train._launch.opening import new_name
+from drawbar.train._launch.opening import named
 from drawbar.train._messages import WorkerSpec
 from drawbar.train._settings.checks import fields_of
 from drawbar.train._settings.data_config import DataConfig
@@ -67,7 +66,7 @@ def make_spec(
         trainer=keep({name: carry(value) for name, value in restorable.items()}),
         settings=_settings(payload, scaling_config, run_config, validation_config),
         scaling_config=scaling_config,
-        run_config=dataclasses.replace(run_config, name=run_config.name or new_name()),
+        run_config=named(run_config),
         backend_config=payload.backend_config,
         dataset_config=dataset_config,
         datasets=datasets,

@@ -54,14 +54,10 @@ def check_run_name(name: str) -> None:
         )
     if not name.strip() or name in (".", "./") or re.search(r"[\x00-\x1f]", name):
         raise ValueError(f"RunConfig.name={name!r} is not a usable folder name")
-    if (length := len(os.fsencode(name))) > _LONGEST_NAME:
+    if (length := max(len(os.fsencode(part)) for part in path.parts)) > _LONGEST_NAME:
         raise ValueError(
             f"RunConfig.name={name[:20] + '...'!r} has {length} bytes; a folder's name has at most "
             f"{_LONGEST_NAME}"
-        )
-    if len(path.parts) != 1:
-        raise ValueError(
-            f"RunConfig.name={name!r} has folders in it; give the folder as storage_path"
         )
 
 

@@ -217,6 +217,7 @@ class RunConfig(ShowsWhatWasSet):
 
     Args:
         name: Name of the run's directory. Default: the date, time and six random hex digits.
+            Folders in it, such as "mnist/first", are below the storage path.
         storage_path: Where runs lie: a local or shared path, or a URI that pyarrow or fsspec knows,
             such as `s3://bucket/folder`. Default `~/drawbar_results`.
         storage_filesystem: A `pyarrow.fs.FileSystem`, or one of fsspec, that `storage_path` lies

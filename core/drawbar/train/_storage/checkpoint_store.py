@@ -10,6 +10,7 @@ from typing import Protocol
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.contents import is_outside
 from drawbar.train._storage.manifest import (
     Manifest,
     check_files,
@@ -17,7 +18,8 @@ from drawbar.train._storage.manifest import (
     read_manifest,
     under_their_names,
 )
-from drawbar.train._storage.remote_folder import Folder
+from drawbar.train._storage.places import places_of
+from drawbar.train._storage.remote_folder import Folder, locate
 from drawbar.train._storage.staging import Part, Share
 
 
@@ -30,8 +32,7 @@ class Draft:
         parts: Where that lies.
         durable: Its bytes are on the disk when the commit returns.
         metadata: Becomes its metadata file, unless the user saved one.
-        in_place: It lies in the run already, under its name, and is committed with whatever is in
-            there.
+        in_place: It lies where its name says already, and is committed with whatever is in there.
     """
 
     manifest: Manifest
@@ -62,13 +63,32 @@ class CheckpointStore(ShareSink, ABC):
 
     # -- one checkpoint
 
+    @property
     @abstractmethod
+    def home(self) -> Path | Folder:
+        """The run's directory."""
+
     def place(self, name: str) -> Path | Folder:
         """Where the checkpoint of this name lies."""
+        return locate(name) if is_outside(name) else self.home / name
 
     @abstractmethod
     def name_of(self, checkpoint: Checkpoint) -> str | None:
         """Give the name of a checkpoint that lies directly in the run; None for any other."""
+
+    def name_by_place(self, checkpoint: Checkpoint) -> str | None:
+        """Give the name that a checkpoint has by where it lies, which may be anywhere.
+
+        None: what lies there is the run's own, or neither a path nor a URI leads there.
+        """
+        inside = self.name_of(checkpoint) or self._path_inside(checkpoint)
+        if inside is not None:
+            return None if inside.startswith(".") else inside
+        return checkpoint.uri if is_outside(checkpoint.uri) else None
+
+    @abstractmethod
+    def _path_inside(self, checkpoint: Checkpoint) -> str | None:
+        """Give the path in the run that a checkpoint lies at; None if it lies elsewhere."""
 
     def checkpoint(self, name: str) -> Checkpoint:
         """Give the checkpoint of this name."""
@@ -102,7 +122,10 @@ class CheckpointStore(ShareSink, ABC):
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Delete a checkpoint: gone in one step, its bytes follow. A missing one is no error."""
+        """Delete a checkpoint: gone in one step, its bytes follow. A missing one is no error.
+
+        One that lies outside the run stays where it is, and is the run's no longer.
+        """
 
     @abstractmethod
     def write_checksums(self, name: str) -> None:
@@ -124,11 +147,12 @@ class CheckpointStore(ShareSink, ABC):
 
     @abstractmethod
     def _folders(self) -> list[str]:
-        """List the names of folders in the run that may be checkpoints."""
+        """List the names of folders directly in the run that may be checkpoints."""
 
     def committed(self) -> list[Manifest]:
         """List the committed checkpoints, oldest first. Their files are not checked."""
-        read = {name: read_manifest(self.place(name)) for name in self._folders()}
+        names = [*self._folders(), *places_of(self.home)]
+        read = {name: read_manifest(self.place(name)) for name in names}
         found: Mapping[str, Manifest] = {name: each for name, each in read.items() if each}
         return under_their_names(found)
 

@@ -30,6 +30,23 @@ def check_stays_inside(path: str) -> str:
     return path
 
 
+def is_outside(name: str) -> bool:
+    """Whether a checkpoint's name is the address of a place outside the run's directory.
+
+    Any other is the path of a folder in there.
+    """
+    return name.startswith("/") or "://" in name
+
+
+def check_checkpoint_name(name: str) -> str:
+    """Check a checkpoint's name out of data.
+
+    Raises:
+        CheckpointError: It is neither an address nor the path of a folder in the run.
+    """
+    return name if is_outside(name) else check_stays_inside(name)
+
+
 class FileEntry(msgspec.Struct, frozen=True):
     """One file of a checkpoint: its path in it, with "/" between folders, and its bytes.
 

@@ -16,16 +16,18 @@ import msgspec
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore, Draft, taken
-from drawbar.train._storage.contents import CHECKSUMS, METADATA, VALIDATION, holds_own, list_files
+from drawbar.train._storage.contents import CHECKSUMS, VALIDATION, holds_own, is_outside
 from drawbar.train._storage.files import remove_tree, sync, write_atomically
+from drawbar.train._storage.in_place import commit_in_place, complete_directory
 from drawbar.train._storage.journal_file import JOURNAL, committed_names
 from drawbar.train._storage.manifest import (
     Manifest,
     checksum,
     read_file,
     read_manifest,
-    write_manifest,
 )
+from drawbar.train._storage.places import add_place, remove_place
+from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.staging import Part, Share, StagingArea, merge
 
 
@@ -36,13 +38,20 @@ class LocalCheckpoints(CheckpointStore):
     run: Path
     staging: StagingArea
 
-    def place(self, name: str) -> Path:
-        return self.run / name
+    @property
+    def home(self) -> Path:
+        return self.run
 
     def name_of(self, checkpoint: Checkpoint) -> str | None:
         path = Path(checkpoint.path)
         inside = checkpoint.is_local and _is_same(path.parent, self.run)
         return path.name if inside and not path.name.startswith(".") else None
+
+    def _path_inside(self, checkpoint: Checkpoint) -> str | None:
+        if not checkpoint.is_local:
+            return None
+        path, run = os.path.realpath(checkpoint.path), os.path.realpath(self.run)
+        return os.path.relpath(path, run) if f"{path}/".startswith(f"{run}/") else None
 
     def is_staged(self, path: Path) -> bool:
         return self.staging.holds(path)
@@ -52,27 +61,28 @@ class LocalCheckpoints(CheckpointStore):
 
     def commit(self, draft: Draft) -> Manifest:
         fault_points.reached("commit.start")
-        target = self.place(draft.manifest.name)
         if draft.in_place:
-            self._refuse_committed(target.name)
-            self.staging.replace_links(target)
-            merged, manifest = target, draft.manifest.holding(list_files(target))
-        else:
-            self._make_way(target)
-            merged = merge(draft.parts) or self.staging.new("empty")
-            manifest = draft.manifest.as_stored(merged)
-        if draft.metadata is not None and not (merged / METADATA).exists():
-            (merged / METADATA).write_bytes(draft.metadata)
-        fault_points.reached("commit.merged")
-        write_manifest(merged, manifest, durable=draft.durable)
-        fault_points.reached("commit.manifest")
-        if not draft.in_place:
-            os.rename(merged, target)
+            return self._commit_in_place(draft)
+        target = self.run / draft.manifest.name
+        self._make_way(target)
+        merged = merge(draft.parts) or self.staging.new("empty")
+        manifest = draft.manifest.as_stored(merged)
+        complete_directory(merged, manifest, draft)
+        os.rename(merged, target)
         # The checkpoint's name is an entry of the run's folder, which has to reach the disk too.
         if draft.durable:
             sync(self.run)
         fault_points.reached("commit.renamed")
         return manifest
+
+    def _commit_in_place(self, draft: Draft) -> Manifest:
+        name = draft.manifest.name
+        self._refuse_committed(name)
+        if not is_outside(name):
+            self.staging.replace_links(self.run / name)
+        if "/" in name:
+            add_place(self.run, name)
+        return commit_in_place(self.place(name), draft)
 
     def _make_way(self, target: Path) -> None:
         if not target.exists():
@@ -83,24 +93,31 @@ class LocalCheckpoints(CheckpointStore):
         self.staging.bury(target)
 
     def delete(self, name: str) -> None:
-        remove_tree(self.staging.bury(self.place(name)))
+        if not is_outside(name):
+            remove_tree(self.staging.bury(self.run / name))
+        if "/" in name:
+            remove_place(self.run, name)
 
     def write_checksums(self, name: str) -> None:
         directory = self.place(name)
         manifest = read_manifest(directory)
-        if manifest is None:
+        if manifest is None or isinstance(directory, Folder):
             return
         try:
             sums = {file.path: checksum(directory / file.path) for file in manifest.files}
-            self._add(directory / CHECKSUMS, msgspec.json.encode(sums))
+            self._add(name, CHECKSUMS, msgspec.json.encode(sums))
         except FileNotFoundError:
             return  # retention deleted the checkpoint in the meantime
 
     def keep_validation(self, manifest: Manifest, *, durable: bool) -> None:
-        self._add(self.place(manifest.name) / VALIDATION, manifest.encode(), durable=durable)
+        self._add(manifest.name, VALIDATION, manifest.encode(), durable=durable)
 
-    def _add(self, path: Path, data: bytes, *, durable: bool = False) -> None:
-        write_atomically(path, data, durable=durable, by_way_of=self.staging.path)
+    def _add(self, name: str, file: str, data: bytes, *, durable: bool = False) -> None:
+        place, by_way_of = self.place(name), None if is_outside(name) else self.staging.path
+        if isinstance(place, Folder):
+            place.write(file, data)
+        else:
+            write_atomically(place / file, data, durable=durable, by_way_of=by_way_of)
 
     def damaged(self) -> list[str]:
         return [
@@ -111,7 +128,7 @@ class LocalCheckpoints(CheckpointStore):
 
     def _was_made(self, name: str) -> bool:
         """Whether Drawbar has made a checkpoint of this name: else it is a folder of the user's."""
-        if holds_own(self.place(name)):
+        if holds_own(self.run / name):
             return True
         if not name.startswith("checkpoint_"):
             return False

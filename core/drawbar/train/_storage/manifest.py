@@ -18,6 +18,7 @@ from drawbar.train._storage.contents import (
     METADATA,
     VALIDATION,
     FileEntry,
+    check_checkpoint_name,
     check_stays_inside,
     is_own,
 )
@@ -81,7 +82,8 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, CheckpointError)
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint consists of. It is the commit: without it there is no checkpoint.
 
-    `validation` is None if none was asked for. One that has ended is read from a file of its own;
+    `name` is that of its folder in the run, or says where it lies else (`places.py`). `validation`
+    is None if none was asked for. One that has ended is read from a file of its own;
     its metrics are among `metrics` then.
     """
 
@@ -98,7 +100,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 1
 
     def __post_init__(self) -> None:
-        check_stays_inside(self.name)
+        check_checkpoint_name(self.name)
 
     @property
     def nbytes(self) -> int:

@@ -12,21 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore, Draft, taken
-from drawbar.train._storage.contents import (
-    CHECKSUMS,
-    MANIFEST,
-    METADATA,
-    PENDING,
-    VALIDATION,
-    is_own,
-)
-from drawbar.train._storage.manifest import Manifest, check_files, read_manifest, user_files
-from drawbar.train._storage.remote_folder import Folder
+from drawbar.train._storage.contents import MANIFEST, PENDING, VALIDATION, is_outside, is_own
+from drawbar.train._storage.files import write_atomically
+from drawbar.train._storage.in_place import commit_in_place, complete_folder
+from drawbar.train._storage.manifest import Manifest, read_manifest
+from drawbar.train._storage.places import add_place, remove_place
+from drawbar.train._storage.remote_folder import Folder, same_filesystem
 from drawbar.train._storage.retries import told_when_slow
 from drawbar.train._storage.staging import Part, Share
 
@@ -37,8 +31,9 @@ class RemoteCheckpoints(CheckpointStore):
 
     run: Folder
 
-    def place(self, name: str) -> Folder:
-        return self.run / name
+    @property
+    def home(self) -> Folder:
+        return self.run
 
     def name_of(self, checkpoint: Checkpoint) -> str | None:
         if checkpoint.is_local:
@@ -46,13 +41,19 @@ class RemoteCheckpoints(CheckpointStore):
         folder = Folder(checkpoint.path, checkpoint.filesystem)
         return folder.name if folder.parent.same_as(self.run) else None
 
+    def _path_inside(self, checkpoint: Checkpoint) -> str | None:
+        if checkpoint.is_local or not same_filesystem(checkpoint.filesystem, self.run.filesystem):
+            return None
+        path, run = f"{checkpoint.path}/", f"{self.run.path}/"
+        return (path.removeprefix(run)[:-1] or ".") if path.startswith(run) else None
+
     def is_staged(self, path: Path) -> bool:
         """Nothing that is local lies where a commit can take it."""
         return False
 
     def persist(self, share: Share) -> Part:
         """Write these files under the checkpoint's name. Without the manifest nobody sees them."""
-        folder = self.place(share.name)
+        folder = self.run / share.name
         _claim(folder)
         with told_when_slow(f"writing checkpoint {share.name} of {share.label} to {self.run}"):
             checksums = folder.upload(share.source, share.files)
@@ -61,37 +62,37 @@ class RemoteCheckpoints(CheckpointStore):
     def commit(self, draft: Draft) -> Manifest:
         """Check that all ranks' files are there, remove what is not theirs, write the manifest."""
         fault_points.reached("commit.start")
-        manifest = draft.manifest
-        folder = self.place(manifest.name)
-        self._refuse_committed(manifest.name)
+        name = draft.manifest.name
+        self._refuse_committed(name)
         if draft.in_place:
-            manifest = manifest.holding(user_files(folder))
-        else:
-            _remove_leftovers(folder, draft.parts)
-        if draft.metadata is not None and folder.read_if_there(METADATA) is None:
-            folder.write(METADATA, draft.metadata)
-        sums = {path: value for part in draft.parts for path, value in part.checksums.items()}
-        if sums:
-            folder.write(CHECKSUMS, msgspec.json.encode(sums))
-        fault_points.reached("commit.merged")
-        check_files(folder, manifest)
-        folder.write(MANIFEST, manifest.encode())
-        fault_points.reached("commit.manifest")
+            if "/" in name:
+                add_place(self.run, name)
+            return commit_in_place(self.place(name), draft)
+        folder = self.run / name
+        _remove_leftovers(folder, draft.parts)
+        complete_folder(folder, draft.manifest, draft)
         fault_points.reached("commit.renamed")
-        return manifest
+        return draft.manifest
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint: gone with its manifest, its other files follow."""
-        folder = self.place(name)
-        folder.write(PENDING, b"")  # what a kill leaves of it is Drawbar's to sweep
-        folder.delete_file(MANIFEST)
-        folder.delete()
+        if not is_outside(name):
+            folder = self.run / name
+            folder.write(PENDING, b"")  # what a kill leaves of it is Drawbar's to sweep
+            folder.delete_file(MANIFEST)
+            folder.delete()
+        if "/" in name:
+            remove_place(self.run, name)
 
     def write_checksums(self, name: str) -> None:
         """There is nothing left to do: the commit wrote them."""
 
     def keep_validation(self, manifest: Manifest, *, durable: bool) -> None:
-        self.place(manifest.name).write(VALIDATION, manifest.encode())
+        place = self.place(manifest.name)
+        if isinstance(place, Folder):
+            place.write(VALIDATION, manifest.encode())
+        else:
+            write_atomically(place / VALIDATION, manifest.encode(), durable=durable)
 
     def damaged(self) -> list[str]:
         """List the names of committed checkpoints that have lost files.
@@ -102,7 +103,7 @@ class RemoteCheckpoints(CheckpointStore):
 
     def sweep(self) -> None:
         """Remove what earlier processes left uncommitted or half deleted."""
-        for folder in map(self.place, self._folders()):
+        for folder in (self.run / name for name in self._folders()):
             if _is_leftover(folder):
                 folder.delete()
 

@@ -3,6 +3,7 @@
     <storage_path>/<name>/
         journal.jsonl             what happened, in order (_history/journal.py)
         trainer.pkl               what restore() needs
+        places.json               checkpoints that lie elsewhere (places.py)
         outcome.pkl               return values and error of a detached run
         logs/rank_N.log           every rank's full output
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
@@ -29,6 +30,7 @@ from drawbar.train._storage.files import remove_tree, write_atomically
 from drawbar.train._storage.journal_file import JOURNAL, JournalFile, no_file
 from drawbar.train._storage.local_checkpoints import LocalCheckpoints
 from drawbar.train._storage.manifest import read_file
+from drawbar.train._storage.places import PLACES
 from drawbar.train._storage.published_copy import PublishedCopy
 from drawbar.train._storage.remote_checkpoints import RemoteCheckpoints
 from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, locate, server_of
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 OUTCOME = "outcome.pkl"
 TRAINER = "trainer.pkl"
-OWN_NAMES = ("broken", "journal.damaged", JOURNAL, "logs", OUTCOME, "stacks", TRAINER)
+OWN_NAMES = ("broken", "journal.damaged", JOURNAL, "logs", OUTCOME, PLACES, "stacks", TRAINER)
 
 
 @dataclass(frozen=True)

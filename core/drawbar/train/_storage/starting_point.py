@@ -36,10 +36,11 @@ def set_aside(checkpoints: CheckpointStore, name: str) -> None:
     """Move a damaged checkpoint into the run's folder `broken`, where it takes nobody's name.
 
     A folder of the user's in its place, which holds nothing of Drawbar's, stays.
-    On an object store, which cannot rename, it stays until another one of its name is committed.
+    On an object store, which cannot rename, it stays until another one of its name is committed;
+    so does one that does not lie directly in the run.
     """
     place = checkpoints.place(name)
-    if isinstance(place, Path) and place.is_dir() and holds_own(place):
+    if "/" not in name and isinstance(place, Path) and place.is_dir() and holds_own(place):
         target = place.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
         target.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # nothing is left of it

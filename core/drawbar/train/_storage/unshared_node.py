@@ -15,7 +15,13 @@ import msgspec
 
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink
-from drawbar.train._storage.contents import CHECKSUMS, MANIFEST, FileEntry, list_files
+from drawbar.train._storage.contents import (
+    CHECKSUMS,
+    MANIFEST,
+    FileEntry,
+    is_outside,
+    list_files,
+)
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import read_file
 from drawbar.train._storage.run_directory import RunDirectory
@@ -93,8 +99,8 @@ class UnsharedNode(ShareSink):
         One of this node's ranks does it while the others wait. A directory that is there counts
         only if it has the same manifest: it may be that of an earlier run.
         """
-        name = self._directory.checkpoints.name_of(checkpoint)
-        if name is None or checkpoint == self._brought:
+        name = self._directory.checkpoints.name_by_place(checkpoint)
+        if name is None or is_outside(name) or checkpoint == self._brought:
             return
         path = self._directory.path / name
         with one_at_a_time(self._directory.path / ".bring.lock"):
@@ -102,6 +108,7 @@ class UnsharedNode(ShareSink):
             manifest = b"".join(self._pieces(name, listed[MANIFEST]))
             if read_file(path, MANIFEST) != manifest:
                 remove_tree(path)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 os.rename(self._download(name, listed.values()), path)
         self._brought = checkpoint
 

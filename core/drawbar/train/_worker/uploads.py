@@ -32,13 +32,14 @@ from drawbar.train._messages import (
 )
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink
-from drawbar.train._storage.contents import FileEntry, list_files, look_into
+from drawbar.train._storage.contents import FileEntry, is_outside, list_files, look_into
 from drawbar.train._storage.files import remove_files, remove_tree
 from drawbar.train._storage.manifest import user_files
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.retries import is_transient
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import Part, Share
+from drawbar.train._storage.staging import Share
+from drawbar.train._storage.storage_context import StorageContext
 from drawbar.train._threads import DaemonThreads
 from drawbar.train._worker.acceptable import (
     Grounds,
@@ -51,7 +52,10 @@ from drawbar.train._worker.acceptable import (
 MAX_CHECKPOINTS_IN_FLIGHT = 2
 
 CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
-"""Puts a checkpoint into the run's storage under a name, and gives it as it lies there."""
+"""Puts a checkpoint into the run's storage under a name, or elsewhere; gives it as it lies there.
+
+One that is given back as it was, from a local directory outside the run, is copied by the run.
+"""
 
 
 class CheckpointUploadMode(Enum):
@@ -59,8 +63,9 @@ class CheckpointUploadMode(Enum):
 
     SYNC: it returns when the checkpoint is committed. ASYNC: it returns as soon as the files may be
     overwritten, and the commit follows; at most two are in flight, then `report()` waits for the
-    oldest. The end of the training function waits for all of them. NO_UPLOAD: the directory lies in
-    the run's storage already, directly in the run's directory; it is committed as it is.
+    oldest. The end of the training function waits for all of them. NO_UPLOAD: the directory is
+    committed where it lies, in the run's directory or anywhere else that the driver can read. One
+    that lies outside the run's directory is never deleted.
     """
 
     SYNC = "sync"
@@ -154,7 +159,7 @@ class Uploads:
         self._attempt = attempt
         self._say = say
         self._wait = wait
-        self._functions: dict[str, CheckpointUploadFn] = {}
+        self._functions: dict[str, tuple[CheckpointUploadFn, Checkpoint]] = {}
         self._following = threading.Lock()  # threads that report checkpoints in the background
         self._background: DaemonThreads | None = None
         self._in_flight: list[tuple[int, Future[None]]] = []
@@ -186,11 +191,13 @@ class Uploads:
                     "report() with NO_UPLOAD commits the directory where it lies; "
                     "delete_local_checkpoint_after_upload=True would delete the checkpoint"
                 )
-            return self._offer_in_place(checkpoint)
+            return self._offer_in_place(checkpoint, "report() with NO_UPLOAD")
+        if upload_fn is not None:
+            return self._offer_to_function(checkpoint, name, upload_fn, handed_over)
         if not checkpoint.is_local and self._checkpoints.name_of(checkpoint) is None:
             checkpoint = self._brought(checkpoint)
         try:
-            return self._offer_files(checkpoint, name, mode, upload_fn, handed_over)
+            return self._offer_files(checkpoint, name, mode, handed_over)
         # Another rank of this node may have handed over the same folder a moment ago.
         except FileNotFoundError:
             source = Path(checkpoint.path)
@@ -209,25 +216,21 @@ class Uploads:
             raise
         return Checkpoint(stage)
 
-    def _offer_files(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        mode: CheckpointUploadMode,
-        upload_fn: CheckpointUploadFn | None,
-        handed_over: bool,
+    def _offer_to_function(
+        self, checkpoint: Checkpoint, name: str, upload_fn: CheckpointUploadFn, handed_over: bool
     ) -> Offer:
-        if upload_fn is not None:
-            own = self._checkpoints.name_of(checkpoint)
-            self._functions[own or name] = upload_fn
-            if own is not None:  # what will lie there is known when the function has returned
-                place = checkpoint.path
-                return Offer(directory=place, files=(), staged=False, name=own, in_place=True)
-            return msgspec.structs.replace(
-                self._offer_local(checkpoint, name, handed_over=handed_over),
-                staged=False,
-                in_place=True,
-            )
+        own = self._checkpoints.name_of(checkpoint)
+        self._functions[own or name] = upload_fn, checkpoint
+        if own is not None or not checkpoint.is_local or not Path(checkpoint.path).is_dir():
+            # What will lie there is known when the function has returned.
+            place, given = checkpoint.path, own or name
+            return Offer(directory=place, files=(), staged=False, name=given, in_place=True)
+        offer = self._offer_local(checkpoint, name, handed_over=handed_over)
+        return msgspec.structs.replace(offer, staged=False, in_place=True)
+
+    def _offer_files(
+        self, checkpoint: Checkpoint, name: str, mode: CheckpointUploadMode, handed_over: bool
+    ) -> Offer:
         offer = self._offer_local(checkpoint, name, handed_over=handed_over)
         if handed_over and self._checkpoints.name_of(checkpoint) is not None:
             raise ValueError(
@@ -238,12 +241,14 @@ class Uploads:
             return offer
         return self._snapshot(offer, name)
 
-    def _offer_in_place(self, checkpoint: Checkpoint) -> Offer:
-        name = self._checkpoints.name_of(checkpoint)
-        if name is None:
+    def _offer_in_place(self, checkpoint: Checkpoint, who: str) -> Offer:
+        """Take stock of what lies where it is to stay; `who` says so."""
+        name = self._checkpoints.name_by_place(checkpoint)
+        if name is None or self._staging.holds(Path(checkpoint.path)):
             raise ValueError(
-                "report() with NO_UPLOAD takes a directory directly in the run's directory "
-                f"{self._directory.location}, found {checkpoint!r}"
+                f"{who}: {checkpoint!r} is no place where a checkpoint can stay. That is a folder "
+                f"of its own in {self._directory.location}, or elsewhere one that a path or a URI "
+                "leads to"
             )
         place = self._checkpoints.place(name)
         if isinstance(place, Folder):
@@ -253,12 +258,12 @@ class Uploads:
             files = self._offer_local(checkpoint, name, handed_over=False).files
             if place.is_symlink():
                 raise ValueError(
-                    f"report() with NO_UPLOAD: {place} is a symbolic link to "
+                    f"{who}: {place} is a symbolic link to "
                     f"{os.path.realpath(place)}; report that directory with another mode, which "
                     "copies it"
                 )
         if not files:
-            raise FileNotFoundError(f"report() with NO_UPLOAD: there are no files in {place}")
+            raise FileNotFoundError(f"{who}: there are no files in {place}")
         return Offer(directory=checkpoint.path, files=files, staged=True, name=name, in_place=True)
 
     def _offer_local(self, checkpoint: Checkpoint, name: str, *, handed_over: bool) -> Offer:
@@ -314,9 +319,7 @@ class Uploads:
         """See one checkpoint through: persist this rank's share, wait for the commit."""
         order = self._wait((Persist, index), (Committed, index))
         if isinstance(order, Persist):
-            part = self._persist(offer, order)
-            directory = "" if part.directory is None else str(part.directory)
-            self._say(Persisted(index=index, directory=directory, checksums=part.checksums))
+            self._say(self._persist(index, offer, order))
             self._wait((Committed, index))
         # After the commit: until then these files may be the only ones.
         if self._is_own(offer):
@@ -327,24 +330,28 @@ class Uploads:
     def _is_own(self, offer: Offer) -> bool:
         return self._staging.holds(Path(offer.directory))
 
-    def _persist(self, offer: Offer, order: Persist) -> Part:
-        source = Path(offer.directory)
-        upload_fn = self._functions.pop(order.name, None)
-        if upload_fn is None:
-            with _told_as_storage_error():
-                return self._sink.persist(self._share(offer, order.files, order.name))
-        own = self._checkpoints.checkpoint(order.name)
-        given = own if own.path == offer.directory else Checkpoint(source)
-        uploaded = upload_fn(given, order.name)
+    def _persist(self, index: int, offer: Offer, order: Persist) -> Persisted:
+        function = self._functions.pop(order.name, None)
+        if function is not None:
+            return Persisted(index=index, directory="", name=self._uploaded(order.name, *function))
+        with _told_as_storage_error():
+            part = self._sink.persist(self._share(offer, order.files, order.name))
+        directory = "" if part.directory is None else str(part.directory)
+        return Persisted(index=index, directory=directory, checksums=part.checksums)
+
+    def _uploaded(self, name: str, upload_fn: CheckpointUploadFn, given: Checkpoint) -> str:
+        """Have a function of the user's put a checkpoint somewhere; gives its name by that."""
+        uploaded = upload_fn(given, name)
         if not isinstance(uploaded, Checkpoint):
             raise TypeError(f"checkpoint_upload_fn must return a Checkpoint, found {uploaded!r}")
-        if uploaded != own:
-            raise ValueError(
-                f"checkpoint_upload_fn must put the checkpoint at "
-                f"{self._checkpoints.place(order.name)}, found {uploaded!r}; for another place in "
-                "the run's directory, report that place as the checkpoint"
-            )
-        return Part(None, order.files)
+        place = self._checkpoints.name_by_place(uploaded)
+        if uploaded == given and given.is_local and (place is None or is_outside(place)):
+            # It may be gone in the next moment, such as the folder of a `with` statement.
+            StorageContext(self._directory).persist_current_checkpoint(given, name)
+            return name
+        if place == name:
+            return name
+        return self._offer_in_place(uploaded, "checkpoint_upload_fn").name or name
 
     def follow_in_background(self, index: int, offer: Offer) -> None:
         """Do the same in another thread; waits for the oldest if too many are in flight."""
