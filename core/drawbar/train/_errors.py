@@ -16,6 +16,7 @@ extra. The exceptions below are built from it in the driver, and every one of th
     JournalLockedError (RuntimeError)  the run goes on in another process
     CheckpointError (RuntimeError)     a checkpoint is missing, incomplete or altered
     StorageError (OSError)             the storage refuses a checkpoint: full, read-only, over quota
+    ProgramFailedError (RuntimeError)  a program that ran as a rank has failed; its exit code
     WorkerError (RuntimeError)         stands for a worker's exception that could not be unpickled
     UserAbort (KeyboardInterrupt)      the run was stopped by Ctrl-C; its directory can be resumed
 """
@@ -246,6 +247,39 @@ class StorageError(OSError):
 
     It ends the run if the training function lets it through: no restart would change it.
     """
+
+
+class ProgramFailedError(RuntimeError):
+    """A program that ran in the place of the training function has failed.
+
+    Its message is the program's. `type_name`, `traceback` and `where` are as in `WorkerFailure`.
+    `exit_code` is what a shell would say of it: 128 and the signal's number if one has killed it.
+    `time`: when it failed, in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        type_name: str,
+        exit_code: int,
+        time: float,
+        traceback: str = "",
+        where: str = "",
+    ) -> None:
+        super().__init__(message, type_name, exit_code, time, traceback, where)
+        self.type_name = type_name
+        self.exit_code = exit_code
+        self.time = time
+        self.traceback = traceback
+        self.where = where
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended it."""
+        return self.exit_code > 128 and not self.traceback
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class WorkerError(RuntimeError):

@@ -267,6 +267,16 @@ class Printed(msgspec.Struct, frozen=True, kw_only=True):
     record: bool = False
 
 
+class Wrote(msgspec.Struct, frozen=True, kw_only=True):
+    """The program that stands in for the function has written this to its standard output."""
+
+    data: bytes
+
+
+class SignOfLife(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank has nothing to say, but does something."""
+
+
 class Retired(msgspec.Struct, frozen=True, kw_only=True):
     """This process is not to run another attempt."""
 
@@ -309,6 +319,8 @@ Message = (
     | DiagnosisAsked
     | FunctionStarted
     | Printed
+    | Wrote
+    | SignOfLife
     | Retired
     | Finished
     | Failed
@@ -363,9 +375,13 @@ class FileTaken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interrupt(msgspec.Struct, frozen=True, kw_only=True):
-    """End the function as soon as possible; the reason is for its log."""
+    """End the function as soon as possible; the reason is for its log.
+
+    `by_user`: it is not that another rank failed, and a program may clean up as on a Ctrl-C.
+    """
 
     reason: str
+    by_user: bool = False
 
 
 Order = (

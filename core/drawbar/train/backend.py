@@ -28,6 +28,7 @@ from drawbar.train._worker.integration import (
     report_soon,
     retire_process,
 )
+from drawbar.train._worker.program import run_program
 
 __all__ = [
     "Backend",
@@ -45,6 +46,7 @@ __all__ = [
     "require_duration",
     "require_package",
     "retire_process",
+    "run_program",
     "worker_address",
 ]
 

@@ -1,6 +1,7 @@
 """Ports that a framework can bind itself, later.
 
-JAX's gRPC binds with SO_REUSEPORT, so the port can be held by a socket that does so too.
+JAX's gRPC binds with SO_REUSEPORT, and torch's store with SO_REUSEADDR, as most servers do. So the
+port can be held by a socket that does so too, and is not listening.
 
 LightGBM and TensorFlow take a port number and bind it in C, without SO_REUSEPORT, so nobody can
 hold the port for them: a socket that is bound already makes them fail, and one that was bound and
@@ -26,7 +27,9 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @contextmanager
 def held_port(host: str) -> Iterator[int]:
-    """Bind a free port without listening, so that only who shares ports, as gRPC may, gets it.
+    """Bind a free port without listening, so that only who asks for it by number gets it.
+
+    And of these only who shares ports, as gRPC may, or may follow another one, as servers do.
 
     Args:
         host: The address to bind it on.
@@ -34,6 +37,7 @@ def held_port(host: str) -> Iterator[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, 0))
         yield int(holder.getsockname()[1])
 

@@ -15,6 +15,7 @@ import typer
 
 from drawbar.cli._compare import compare
 from drawbar.cli._export import export
+from drawbar.cli._launch import LAUNCH_CONTEXT, LaunchCommand, launch
 from drawbar.cli._logs import logs
 from drawbar.cli._output import CommandError
 from drawbar.cli._plot import plot
@@ -48,6 +49,7 @@ def _drawbar(
     """Train on Ray, and look at the runs that were made."""
 
 
+app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT)(launch)
 for command in (runs, show, logs, stop, compare, plot, export, verify):
     app.command()(command)
 

@@ -22,6 +22,7 @@ from drawbar.train._console.views import (
 from drawbar.train._history.events import (
     AttemptEnded,
     AttemptStarted,
+    BytesWritten,
     CheckpointCommitted,
     CheckpointValidated,
     ControllerFailed,
@@ -85,6 +86,8 @@ class Console:
             match event:
                 case LinePrinted():
                     self._show_line(event.rank, event.line)
+                case BytesWritten() if self._level <= logging.WARNING:
+                    self._view.user_bytes(event.data)
                 case Notice():
                     self._say(logging.WARNING, event.text)
                 case WorkersFailed() if event.failures:

@@ -81,7 +81,7 @@ class Streams:
     def __init__(self, file: TextIO | None) -> None:
         self._file = file
         self._lock = threading.Lock()
-        self._lines: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[tuple[TextIO, str | bytes] | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         self._waits = file is not None
 
@@ -90,22 +90,26 @@ class Streams:
         return stream
 
     def write_line(self, name: StreamName, text: str) -> None:
+        self.write(name, text + "\n")
+
+    def write(self, name: StreamName, data: str | bytes) -> None:
+        """Write text, or bytes as they are."""
         stream = self.get(name)
         with self._lock:
             if not self._waits:
-                self._lines.put((stream, text))
+                self._lines.put((stream, data))
                 if self._writer is None:
                     self._writer = threading.Thread(
                         target=self._write_lines, name="drawbar-console", daemon=True
                     )
                     self._writer.start()
                 return
-        _write_line(stream, text)
+        _write(stream, data)
 
     def _write_lines(self) -> None:
         while (line := self._lines.get()) is not None:
             try:
-                _write_line(*line)
+                _write(*line)
             except Exception:
                 logger.debug("a line could not be shown", exc_info=True)
 
@@ -118,8 +122,14 @@ class Streams:
             self._writer.join()
 
 
-def _write_line(stream: TextIO, text: str) -> None:
-    stream.write(text + "\n")
+def _write(stream: TextIO, data: str | bytes) -> None:
+    if isinstance(data, str):
+        stream.write(data)
+    elif (buffer := getattr(stream, "buffer", None)) is None:  # a notebook's, or a StringIO
+        stream.write(data.decode(errors="backslashreplace"))
+    else:
+        stream.flush()
+        buffer.write(data)
     stream.flush()
 
 
@@ -133,6 +143,8 @@ class View(Protocol):
     def line(self, text: str) -> None: ...
 
     def user_line(self, text: str, stream: StreamName) -> None: ...
+
+    def user_bytes(self, data: bytes) -> None: ...
 
     def redrawn(self, text: str, stream: StreamName) -> None: ...
 
@@ -176,6 +188,9 @@ class PlainView:
 
     def user_line(self, text: str, stream: StreamName) -> None:
         self._streams.write_line(stream, text)
+
+    def user_bytes(self, data: bytes) -> None:
+        self._streams.write("stdout", data)
 
     def redrawn(self, text: str, stream: StreamName) -> None:
         if self._redraws.passes():
@@ -225,6 +240,7 @@ class _TerminalView:
 
         self._streams = streams
         self._status = status
+        self._unfinished = b""  # line of a program's
         self._live = Live(
             console=RichConsole(file=file, stderr=True),
             get_renderable=draw,
@@ -243,6 +259,14 @@ class _TerminalView:
         else:
             self._streams.write_line(stream, text)
 
+    def user_bytes(self, data: bytes) -> None:
+        if not self._streams.get("stdout").isatty():
+            self._streams.write("stdout", data)
+            return
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        for line in lines:
+            self._above(line.rpartition(b"\r")[2].decode(errors="backslashreplace"))
+
     def _above(self, text: str) -> None:
         self._live.console.out(text, highlight=False)
 
@@ -255,6 +279,8 @@ class _TerminalView:
     reported = committed = state_changed
 
     def close(self) -> None:
+        if self._unfinished:
+            self.user_bytes(b"\n")
         self._live.stop()
         self._streams.write_line("stderr", self._status.one_line())
 

@@ -22,6 +22,7 @@ from drawbar.train._controller.validations import Validations
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import (
     AttemptEnd,
+    BytesWritten,
     LinePrinted,
     Notice,
     ReportReceived,
@@ -50,9 +51,11 @@ from drawbar.train._messages import (
     PreemptionInfo,
     Printed,
     Reported,
+    SignOfLife,
     WaitsForCheckpoint,
     Wishes,
     WorkerInfo,
+    Wrote,
 )
 from drawbar.train._storage.manifest import Manifest
 
@@ -195,6 +198,10 @@ class Attempt:
                 self._reported(rank, message)
             case Printed():
                 self._emit(LinePrinted(rank, message))
+            case Wrote():
+                self._emit(BytesWritten(message.data))
+            case SignOfLife():
+                pass  # its time is all that it says
             case WaitsForCheckpoint():
                 self._progress.waits(rank, message.index)
                 self._check_divergence()

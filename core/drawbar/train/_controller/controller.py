@@ -113,7 +113,9 @@ class Controller:
             outcome = Outcome()
             if self._attempt is not None:
                 self._attempt.close()
-            await self._group.end_attempt(grace=STOP_GRACE_SECONDS, keep=True, replace=False)
+            await self._group.end_attempt(
+                grace=STOP_GRACE_SECONDS, keep=True, replace=False, by_user=True
+            )
             self._end_run("stopped")
         finally:
             for watch in watches:

@@ -128,11 +128,13 @@ class LaunchedWorkerGroup:
         else:
             self._peers.send(rank, Obey(self._attempt, order))
 
-    async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:
+    async def end_attempt(
+        self, *, grace: float, keep: bool, replace: bool, by_user: bool = False
+    ) -> None:
         """Interrupt every running function and wait for it: what a launcher started, it kills."""
         running = {rank: done for rank, done in self._running.items() if not done.is_set()}
         for rank in running:
-            self.order(rank, Interrupt(reason="the attempt is over"))
+            self.order(rank, Interrupt(reason="the attempt is over", by_user=by_user))
         own = self._own.end_attempt(grace=grace, keep=keep, replace=replace)
         waits = [asyncio.wait_for(done.wait(), grace) for done in running.values()]
         await asyncio.gather(own, *waits, return_exceptions=True)

@@ -132,7 +132,9 @@ class RayWorkerGroup:
         answers = await asyncio.gather(*[_stack_of(member) for member in self._ranks.values()])
         return dict(zip(self._ranks, answers, strict=True))
 
-    async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:
+    async def end_attempt(
+        self, *, grace: float, keep: bool, replace: bool, by_user: bool = False
+    ) -> None:
         """Interrupt every running function; kill whoever has not stopped in `grace` seconds."""
         members = self._pool.members
         taking_part = [slot for slot, member in members.items() if member.stream is not None]
@@ -140,7 +142,7 @@ class RayWorkerGroup:
         self._pool.discard(dead, replace=replace)
         running = {rank: each.stream for rank, each in self._ranks.items() if each.is_running}
         for rank in running:
-            self.order(rank, Interrupt(reason="the attempt is over"))
+            self.order(rank, Interrupt(reason="the attempt is over", by_user=by_user))
         if running:
             await asyncio.wait([task for task in running.values() if task], timeout=grace)
         still_there = members.keys()  # none of them, if kill() was called meanwhile

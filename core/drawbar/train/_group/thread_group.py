@@ -125,11 +125,13 @@ class ThreadWorkerGroup:
         """Give one rank an order."""
         self._sessions[rank].obey(order)
 
-    async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:
+    async def end_attempt(
+        self, *, grace: float, keep: bool, replace: bool, by_user: bool = False
+    ) -> None:
         """Interrupt every running function and wait for it: a thread cannot be killed."""
         running = [rank for rank, done in self._done.items() if not done.is_set()]
         for rank in running:
-            self.order(rank, Interrupt(reason="the attempt is over"))
+            self.order(rank, Interrupt(reason="the attempt is over", by_user=by_user))
         for rank in running:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._done[rank].wait(), grace)

@@ -45,7 +45,9 @@ class WorkerGroup(WorkerGroupView, Protocol):
         """Give one rank an order, without waiting."""
         ...
 
-    async def end_attempt(self, *, grace: float, keep: bool, replace: bool) -> None:
+    async def end_attempt(
+        self, *, grace: float, keep: bool, replace: bool, by_user: bool = False
+    ) -> None:
         """Interrupt what still runs. Kept processes can run another attempt, others are killed.
 
         `replace` starts the replacements of the dead at once, while the others are still stopping.

@@ -186,6 +186,13 @@ class LinePrinted:
 
 
 @dataclass(frozen=True)
+class BytesWritten:
+    """The program that is rank 0 has written this to its standard output."""
+
+    data: bytes
+
+
+@dataclass(frozen=True)
 class RoundReported:
     """Every rank has reported `index`; the checkpoint that came with it is committed.
 
@@ -233,6 +240,7 @@ Event = (
     JournaledEvent
     | Notice
     | LinePrinted
+    | BytesWritten
     | RoundReported
     | WorkersFailed
     | PreemptionAnnounced

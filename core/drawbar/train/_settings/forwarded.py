@@ -39,6 +39,7 @@ NEVER_FORWARDED: Mapping[str, str] = MappingProxyType(
         "ZE_AFFINITY_MASK": _DEVICES,
         "FURIOSA_DEVICES": _DEVICES,
         "RBLN_DEVICES": _DEVICES,
+        "DRAWBAR_*": "it describes a process of an other run",
         "RAY_*": "it describes the driver's own connection to Ray",
         "RANK": _RANKS,
         "LOCAL_RANK": _RANKS,

@@ -172,8 +172,9 @@ class Worker:
             self._session.obey(order)
 
     def stack(self) -> Stack:
-        """Say where the threads of this process stand (control group)."""
-        return take_stack(self._thread)
+        """Say where the function, or the program in its place, stands (control group)."""
+        program = self._session.program if self._session is not None else None
+        return take_stack(self._thread) if program is None else program.stack()
 
     def leave(self) -> None:
         """Run the exit handlers of this process, which the caller kills next, and tidy its node."""

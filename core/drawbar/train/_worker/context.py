@@ -23,6 +23,7 @@ from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.storage_context import StorageContext
 from drawbar.train._surroundings import Trial
+from drawbar.train._worker.program_session import program_session
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.uploads import CheckpointUploadFn, CheckpointUploadMode
 
@@ -69,7 +70,7 @@ def current_session(caller: str) -> Session:
 
 
 def _session_here(caller: str) -> Session:
-    session = _thread.session or next(reversed(_process_sessions), None)
+    session = _thread.session or next(reversed(_process_sessions), None) or program_session()
     if session is None:
         raise RuntimeError(
             f"{caller}() works inside a training function that a Drawbar trainer runs, while it "

@@ -10,9 +10,15 @@ from pathlib import Path
 from traceback import StackSummary, TracebackException
 
 from drawbar.train._carry import keep
-from drawbar.train._errors import SHOWN_CHARS, FailureKind, StorageError, WorkerFailure
+from drawbar.train._errors import (
+    SHOWN_CHARS,
+    FailureKind,
+    ProgramFailedError,
+    StorageError,
+    WorkerFailure,
+)
 from drawbar.train._messages import Assignment
-from drawbar.train._worker.user_code import is_drawbars, is_pythons, users_lines
+from drawbar.train._worker.user_code import is_drawbars, is_pythons, users_line
 
 _MAX_PICKLED = 1_000_000
 
@@ -22,6 +28,8 @@ def describe_exception(
 ) -> WorkerFailure:
     """Describe what a training function, or the set-up before it, raised: now, if not said when."""
     now = raised_at or time.time()  # the earliest counts as the cause: what follows takes its time
+    if isinstance(error, ProgramFailedError):
+        now = error.time
     told, where = _account_of(error)
     log = assignment.directory.log(assignment.ranks.world_rank)
     if len(told) > SHOWN_CHARS:
@@ -29,7 +37,7 @@ def describe_exception(
     return WorkerFailure(
         rank=assignment.ranks.world_rank,
         kind=_kind_of(error),
-        type_name=type(error).__name__,
+        type_name=_type_name_of(error),
         message=_message_of(error),
         traceback=told,
         where=where,
@@ -63,7 +71,17 @@ def describe_validation_failure(error: BaseException) -> str:
 
 
 def _kind_of(error: BaseException) -> FailureKind:
-    return "storage" if isinstance(error, StorageError) else "exception"
+    match error:
+        case StorageError():
+            return "storage"
+        case ProgramFailedError() if error.was_killed:
+            return "died"
+        case _:
+            return "exception"
+
+
+def _type_name_of(error: BaseException) -> str:
+    return error.type_name if isinstance(error, ProgramFailedError) else type(error).__name__
 
 
 def _message_of(error: BaseException) -> str:
@@ -75,12 +93,15 @@ def _message_of(error: BaseException) -> str:
 
 def _account_of(error: BaseException) -> tuple[str, str]:
     """Give the traceback without Drawbar's frames, and the user's innermost line in it."""
+    if isinstance(error, ProgramFailedError):
+        return error.traceback, error.where
     told = TracebackException.from_exception(error)
     for cause in _causes_of(told):
         cause.stack = _without_own(cause.stack)
     if not _is_own_bug(told.stack):
         told.stack = _without_own(told.stack) or told.stack
-    return "".join(told.format()), _user_line(told.stack)
+    lines = [(each.filename, each.lineno or 0, each.name) for each in told.stack]
+    return "".join(told.format()), users_line(lines)
 
 
 def _causes_of(told: TracebackException) -> Iterator[TracebackException]:
@@ -108,14 +129,6 @@ def _without_own(stack: StackSummary) -> StackSummary:
         if not is_own:
             kept.append(frame)
     return StackSummary.from_list(kept)
-
-
-def _user_line(stack: StackSummary) -> str:
-    """Give the innermost line that is neither a library's nor Python's own."""
-    if not stack:
-        return ""
-    frame = stack[(users_lines([each.filename for each in stack]) or [-1])[-1]]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -66,14 +66,13 @@ class LogFile:
             os.close(self._fd)
             self._fd = -1
 
-    def write(self, text: str) -> bool:
-        """Append Python's text; first hand on what others have written before it.
+    def write(self, data: bytes) -> bool:
+        """Append what is Python's own; first hand on what others have written before it.
 
         Gives False in a forked child, which is one of the others, and after the end.
         """
         if forks.count != self._forks:
             return False
-        data = text.encode("utf-8", "backslashreplace")
         with self._lock:
             if self._fd < 0:
                 return False

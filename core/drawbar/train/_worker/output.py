@@ -124,11 +124,16 @@ class _FileStream(io.TextIOWrapper):
         if self._retired and (current := getattr(sys, self._stream_name)) is not self:
             return cast(int, current.write(text))
         log = self._log
-        if log is None or not log.write(text):
+        if log is None or not log.write(text.encode("utf-8", "backslashreplace")):
             return super().write(text)
         if self._lines:
             self._lines.feed(text)
         return len(text)
+
+    def keep(self, data: bytes) -> None:
+        """Write to the file what is not to be said as lines."""
+        if self._log is None or not self._log.write(data):
+            self.buffer.write(data)
 
     def close(self) -> None:
         """Do nothing: like the standard streams, it lasts as long as the process."""
@@ -137,6 +142,12 @@ class _FileStream(io.TextIOWrapper):
         self._retired, self._log = True, None
         if self._lines:
             self._lines.finish()
+
+
+def write_to_log(data: bytes) -> None:
+    """Write to this process's log, while its output is captured, and say nothing of it."""
+    if isinstance(sys.stdout, _FileStream):
+        sys.stdout.keep(data)
 
 
 class _Tee:

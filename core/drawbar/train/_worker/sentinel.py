@@ -94,8 +94,7 @@ def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
     if os.fork():
         # An orphan is nobody's child: Ray kills a worker's children when the worker exits.
         os._exit(0)
-    oom_file = _oom_file(pid)
-    oom_kills = _oom_kills(oom_file)
+    ooms = OomKills(pid)
     rss = _wait_for_death(pid, pidfd)
     died_at = time.time()
     # Before anything is found out: what it has started may hold its GPUs and ports.
@@ -104,11 +103,12 @@ def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
         "pid": pid,
         "status": _exit_status(pid, pidfd),
         "time": died_at,
-        "oom_kill": None if oom_kills is None else _oom_kills(oom_file) != oom_kills,
+        "oom_kill": ooms.have_risen(),
         "rss": rss,
     }
     _write(report_file, report)
-    _kill_strays(marker)
+    pipe = os.readlink("/proc/self/fd/0") if _has_proc() else ""
+    kill_strays(f"{MARKER_VARIABLE}={marker}", pipe)
 
 
 def _wait_for_death(pid: int, pidfd: int) -> int | None:
@@ -163,6 +163,18 @@ def _exit_status(pid: int, pidfd: int) -> int | None:
     return None
 
 
+class OomKills:
+    """The OOM killer's victims in the cgroup of a process, or on the machine, from now on."""
+
+    def __init__(self, pid: int) -> None:
+        self._file = _oom_file(pid)
+        self._before = _oom_kills(self._file)
+
+    def have_risen(self) -> bool | None:
+        """Whether there was one; None where they are not counted."""
+        return None if self._before is None else _oom_kills(self._file) != self._before
+
+
 def _oom_file(pid: int) -> str:
     """Find the file that counts the OOM killer's victims: the worker's cgroup, or the machine."""
     own = []
@@ -184,12 +196,14 @@ def _oom_kills(path: str) -> int | None:
     return None
 
 
-def _kill_strays(marker: str) -> None:
-    """Kill the descendants that left the process group, such as a daemon with its own session."""
-    pipe = os.readlink("/proc/self/fd/0") if os.path.isdir("/proc/self/fd") else ""
+def kill_strays(setting: str, pipe: str = "") -> None:
+    """Kill the descendants that left the process group, such as a daemon with its own session.
+
+    They are those that have `setting` in their environment, or hold the pipe of this name.
+    """
     # A stray may start another process between the look and the kill.
     for _ in range(_SWEEPS):
-        strays = _strays(f"{MARKER_VARIABLE}={marker}", pipe)
+        strays = _strays(setting, pipe)
         if not strays:
             return
         for pid in strays:
@@ -197,8 +211,12 @@ def _kill_strays(marker: str) -> None:
         time.sleep(0.01)
 
 
+def _has_proc() -> bool:
+    return os.path.isdir("/proc/self/fd")
+
+
 def _strays(setting: str, pipe: str) -> list[int]:
-    if not pipe:
+    if not _has_proc():
         return []
     others = (int(name) for name in os.listdir("/proc") if name.isdigit())
     return [
@@ -206,7 +224,7 @@ def _strays(setting: str, pipe: str) -> list[int]:
         for pid in others
         if pid != os.getpid()
         # By either: a program may clear its environment, and a daemon closes what it inherits.
-        and (setting in _read(f"/proc/{pid}/environ").split("\0") or _holds(pid, pipe))
+        and (setting in _read(f"/proc/{pid}/environ").split("\0") or (pipe and _holds(pid, pipe)))
     ]
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from drawbar.train._carry import carry
 from drawbar.train._messages import (
@@ -53,6 +53,7 @@ from drawbar.train._worker.callers import Callers
 from drawbar.train._worker.data_sources import DataSources
 from drawbar.train._worker.interrupt import AttemptInterrupted, Interruptible
 from drawbar.train._worker.mailbox import Mailbox
+from drawbar.train._worker.stack import Stack
 from drawbar.train._worker.uploads import (
     CheckpointUploadFn,
     CheckpointUploadMode,
@@ -60,6 +61,18 @@ from drawbar.train._worker.uploads import (
     check_mode,
     check_upload_fn,
 )
+
+
+class StandIn(Protocol):
+    """A program that runs in the place of the training function."""
+
+    def obey(self, order: Order) -> None:
+        """Take an order from the controller. From any thread; never blocks."""
+        ...
+
+    def stack(self) -> Stack:
+        """Say where it stands."""
+        ...
 
 
 class Session:
@@ -85,6 +98,23 @@ class Session:
         self._next_collective = 0
         self._offers: dict[int, Offer] = {}
         self.user_code = Interruptible()
+        self.program: StandIn | None = None
+
+    @property
+    def is_unshared(self) -> bool:
+        """Whether this node does not share the run's directory."""
+        return self._unshared is not None
+
+    def pass_on(self, message: Message) -> None:
+        """Say what the program says that stands in for the function."""
+        with self._order:
+            if isinstance(message, Reported):
+                self._next_report = message.index + 1
+            self._say(message)
+
+    def skip_collectives(self, count: int) -> None:
+        """Begin after the collectives that this rank has called elsewhere."""
+        self._next_collective = count
 
     @property
     def reports_made(self) -> int:
@@ -279,6 +309,13 @@ class Session:
 
     def obey(self, order: Order) -> None:
         """Take an order from the controller. Called from any thread; never blocks."""
+        program = self.program
+        if program is None or isinstance(order, Interrupt):
+            self._obey(order)
+        if program is not None:
+            program.obey(order)
+
+    def _obey(self, order: Order) -> None:
         match order:
             case Interrupt():
                 self._mailbox.interrupt(order.reason)

@@ -36,6 +36,18 @@ def users_lines(files: Sequence[str]) -> list[int]:
     return [index for index in others if packages[index] == wanted]
 
 
+def users_line(stack: Sequence[tuple[str, int, str]]) -> str:
+    """Give the innermost line that is neither a library's nor Python's own, "" if there is none.
+
+    Args:
+        stack: File, line and function of each line, outermost first.
+    """
+    if not stack:
+        return ""
+    file, line, function = stack[(users_lines([each for each, _, _ in stack]) or [-1])[-1]]
+    return f"{file}:{line} in {function}"
+
+
 def _is_base(file: str) -> bool:
     """Whether a file is Python's own or Drawbar's."""
     if is_pythons(file):

@@ -1,0 +1,285 @@
+"""`drawbar launch`: run a script, as torchrun does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+from drawbar.cli._output import CommandError
+from drawbar.cli._torchrun import IGNORED, bounds_of, without_torchruns, workers_of
+
+if TYPE_CHECKING:
+    from drawbar.launch import ScriptTrainer
+    from drawbar.train import RunHandle, ScalingConfig, TrainingFailedError, WorkerFailure
+
+INTERRUPTED, TERMINATED = 130, 143  # what a shell says of SIGINT and SIGTERM
+
+
+class LaunchCommand(TyperCommand):
+    """The command, which takes torchrun's other options too, and what follows the script."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Tell torchrun's options and leave them out."""
+        options = [each for each in self.params if getattr(each, "is_flag", False)]
+        flags = {name for each in options for name in (*each.opts, *each.secondary_opts)}
+        kept, ignored = without_torchruns(args, flags)
+        for name in ignored:
+            print(f"drawbar: {name} changes nothing here: {IGNORED[name]}", file=sys.stderr)
+        return super().parse_args(ctx, kept)
+
+
+LAUNCH_CONTEXT = {"allow_interspersed_args": False}  # what follows the script is the script's
+
+
+def launch(
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", show_default="")],
+    num_workers: Annotated[
+        str | None, typer.Option(metavar="N|LOW:HIGH", help="Processes; 2:8 is elastic.")
+    ] = None,
+    use_gpu: Annotated[
+        bool | None,
+        typer.Option("--use-gpu/--no-gpu", help="A GPU each; by default if there are enough."),
+    ] = None,
+    cpus_per_worker: Annotated[float | None, typer.Option(min=0, help="CPUs of each.")] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
+    storage_path: Annotated[str | None, typer.Option(help="Where runs lie.")] = None,
+    max_failures: Annotated[int, typer.Option(min=-1, help="How often it starts anew.")] = 0,
+    hang_timeout: Annotated[
+        float | None, typer.Option(help="Seconds without output and work of any rank.")
+    ] = None,
+    resume: Annotated[str, typer.Option(metavar="auto|never|must")] = "auto",
+    detach: Annotated[bool, typer.Option("--detach", help="The run outlives the command.")] = False,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable for the script.")
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="Of a Ray cluster.")] = None,
+    nproc_per_node: Annotated[
+        str | None, typer.Option(metavar="N|gpu|cpu|auto", help="As for torchrun.")
+    ] = None,
+    nnodes: Annotated[str | None, typer.Option(metavar="N|LOW:HIGH", help="As for torchrun.")] = (
+        None
+    ),
+    max_restarts: Annotated[int | None, typer.Option(min=0, help="As for torchrun.")] = None,
+    standalone: Annotated[bool, typer.Option("--standalone", help="On a Ray of its own.")] = False,
+) -> None:
+    """Run a script as it is, in several processes: write this for torchrun.
+
+    The exit code is the script's. Output of rank 0 passes, all output is in the run's logs.
+    """
+    if num_workers is not None and (nproc_per_node or nnodes):
+        raise CommandError("give --num-workers, or --nproc-per-node and --nnodes")
+    if address and standalone:
+        raise CommandError(f"--standalone is a Ray of its own, found --address {address} too")
+    from drawbar import train
+
+    wanted = _Wanted(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
+    with _refused():
+        failures = train.FailureConfig(
+            max_failures if max_restarts is None else max_restarts, hang_timeout=hang_timeout
+        )
+        run_config = train.RunConfig(
+            name,
+            storage_path,
+            failure_config=failures,
+            resume=resume,  # type: ignore[arg-type]  # it is checked there
+            detached=detach,
+        )
+        _check_script(script[0], is_module=is_module)
+        _connect(address, wanted.cpus, standalone=standalone)
+        trainer = _trainer(script, is_module, wanted.scaling(), run_config, _variables(env or []))
+        handle = trainer.start()
+    if detach:
+        print(handle.name)
+    else:
+        _wait(handle)
+
+
+def _trainer(
+    script: Sequence[str],
+    is_module: bool,
+    scaling: ScalingConfig,
+    run_config: Any,
+    environment: dict[str, str],
+) -> ScriptTrainer:
+    from drawbar.launch import ScriptTrainer
+
+    return ScriptTrainer(
+        script[0],
+        script[1:],
+        is_module=is_module,
+        environment=environment,
+        scaling_config=scaling,
+        run_config=run_config,
+    )
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Have what cannot be done said in one line."""
+    from drawbar.train import InsufficientResourcesError, JournalLockedError
+
+    try:
+        yield
+    except (
+        ValueError,
+        TypeError,
+        ImportError,
+        OSError,
+        JournalLockedError,
+        InsufficientResourcesError,
+    ) as error:
+        raise CommandError(str(error)) from error
+
+
+def _check_script(script: str, *, is_module: bool) -> None:
+    # Before Ray, which takes a second to start.
+    if not is_module and not os.path.isfile(script):
+        raise CommandError(f"there is no script {script} in {os.getcwd()}")
+
+
+def _variables(given: Sequence[str]) -> dict[str, str]:
+    variables = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not name or not equals:
+            raise CommandError(
+                f"--env is NAME=VALUE, found {each!r}; all variables set here go too"
+            )
+        variables[name] = value
+    return variables
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """How many workers the options mean, which may depend on what Ray has."""
+
+    num_workers: str | None
+    nproc_per_node: str | None
+    nnodes: str | None
+    use_gpu: bool | None
+    cpus_per_worker: float | None
+
+    @property
+    def cpus(self) -> int:
+        """CPUs that a Ray of its own must have: torchrun starts more processes than cores, too."""
+        asked = self.nproc_per_node or ""
+        return int(asked) if asked.isdecimal() else 0
+
+    def scaling(self) -> ScalingConfig:
+        """Give what is to be started on the Ray that this process has joined."""
+        from drawbar.train import ScalingConfig
+
+        gpus, cpus = _of_a_node("GPU"), _of_a_node("CPU")
+        workers: int | tuple[int, int]
+        if self.nproc_per_node is None and self.nnodes is None:
+            low, high = bounds_of("--num-workers", self.num_workers or "1")
+            workers, one_node = (low if low == high else (low, high)), False
+        else:
+            workers, one_node = workers_of(
+                self.nproc_per_node or "1", self.nnodes or "1", gpus=gpus, cpus=cpus
+            )
+        most = workers if isinstance(workers, int) else workers[1]
+        return ScalingConfig(
+            num_workers=workers,
+            use_gpu=_gpus_of_all() >= most if self.use_gpu is None else self.use_gpu,
+            resources_per_worker=(
+                None if self.cpus_per_worker is None else {"CPU": self.cpus_per_worker}
+            ),
+            placement_strategy="STRICT_PACK" if one_node else "PACK",
+        )
+
+
+def _connect(address: str | None, cpus: int, *, standalone: bool) -> None:
+    """Join a Ray that runs, or start one that ends with this process."""
+    import logging
+
+    import ray
+
+    if ray.is_initialized():
+        return  # a program of the user's has called this
+    if not standalone and (address or "RAY_ADDRESS" in os.environ):
+        ray.init(address=address, logging_level=logging.WARNING)
+        return
+    if not standalone:
+        with contextlib.suppress(ConnectionError):
+            ray.init(address="auto", logging_level=logging.WARNING)
+            return
+    ray.init(
+        address="local",
+        num_cpus=max(cpus, len(os.sched_getaffinity(0))),
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+    )
+
+
+def _of_a_node(resource: str) -> int:
+    import ray
+
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has none here
+    return int(max((node["Resources"].get(resource, 0) for node in nodes), default=0))
+
+
+def _gpus_of_all() -> int:
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]  # as above
+
+
+def _wait(handle: RunHandle) -> NoReturn:
+    """Wait for the end of the run, and exit as the script has."""
+    from drawbar import train
+    from drawbar.launch import exit_code_of
+
+    interrupted = INTERRUPTED
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = TERMINATED
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    code = 0
+    try:
+        handle.wait()
+    except train.UserAbort as abort:
+        print(f"drawbar: {abort}", file=sys.stderr)
+        code = interrupted
+    except train.TrainingFailedError as error:
+        print(_told(error), file=sys.stderr)
+        code = exit_code_of(error)
+    _leave_stdout()
+    raise typer.Exit(code)
+
+
+def _told(error: TrainingFailedError) -> str:
+    """Tell why a run has failed, the traceback that is its cause last."""
+    from drawbar.train import WorkerGroupError
+
+    if not isinstance(error, WorkerGroupError) or not error.failures:
+        return str(error)
+    first, *others = error.failures
+    return "\n".join([*_folded(others), f"run directory: {error.path}", "", first.describe()])
+
+
+def _folded(failures: Sequence[WorkerFailure]) -> list[str]:
+    if not failures:
+        return []
+    return ["failed after it:", *(f"  {each.headline()}" for each in failures)]
+
+
+def _leave_stdout() -> None:
+    """Let Python end in silence if who has read standard output is gone."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

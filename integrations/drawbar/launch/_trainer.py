@@ -1,0 +1,120 @@
+"""ScriptTrainer: the trainer for scripts that are no functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from drawbar.launch._backend import ScriptConfig
+from drawbar.launch._loop import run_script
+from drawbar.train import (
+    Checkpoint,
+    DataParallelTrainer,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+)
+
+SIGN_SECONDS = 5.0
+SIGNS_PER_HANG = 4
+
+
+class ScriptTrainer(DataParallelTrainer):
+    """Run a script on every worker, as torchrun does.
+
+        ScriptTrainer(
+            "train.py", ["--epochs", "3"], scaling_config=ScalingConfig(num_workers=4)
+        ).fit()
+
+    Each rank is a Python process of its own, with torchrun's variables and the driver's own
+    environment, in its working directory. The script may call `drawbar.train.report` and its
+    companions, or know nothing of Drawbar. After a failure it starts anew, in a new process and
+    with TORCHELASTIC_RESTART_COUNT raised: what a script leaves in its process (its modules' state,
+    process groups, threads, a CUDA context) is not known to bear another start. Ray's worker
+    processes stay, with their place and GPUs.
+
+    What rank 0 writes to its standard output goes to the driver's as it is, all else to the ranks'
+    logs; of rank 0 standard error is shown too.
+
+    `FailureConfig.hang_timeout` counts from when any rank has last written or computed: a process
+    that uses less than 1 % of a core counts as waiting. So a rank that spins while it waits for its
+    GPU counts as alive; NCCL's own timeout ends it.
+
+    Args:
+        script: Its path, or with `is_module` the name of a module, as after `python -m`.
+        arguments: Of the script.
+        is_module: Whether `script` is the name of a module.
+        environment: Variables for the script, besides those of this process.
+        scaling_config: How many workers, on what; not `num_workers=0`.
+        run_config: As for `DataParallelTrainer`. All variables of the driver are forwarded.
+        metadata, resume_from_checkpoint: As for `DataParallelTrainer`.
+
+    `fit()` raises a `WorkerGroupError` when a script has failed; its `worker_failures` are
+    `ProgramFailedError`s with exit codes, and `exit_code_of` gives the first one's.
+
+    Raises:
+        FileNotFoundError: There is no such script.
+        TypeError, ValueError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        script: str | os.PathLike[str],
+        arguments: Sequence[str] = (),
+        *,
+        is_module: bool = False,
+        environment: Mapping[str, str] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+    ) -> None:
+        if scaling_config is not None and scaling_config.max_workers == 0:
+            raise ValueError(
+                "ScriptTrainer needs processes of its own, found num_workers=0; start the script "
+                "with python to run it in one process"
+            )
+        run_config = run_config or RunConfig()
+        super().__init__(
+            run_script,
+            train_loop_config={
+                "arguments": _arguments(script, arguments, is_module=is_module),
+                "environment": {**_as_python_starts(), **(environment or {})},
+                "max_restarts": run_config.failure_config.max_failures,
+                "sign_seconds": _sign_seconds(run_config.failure_config),
+            },
+            backend_config=ScriptConfig(),
+            scaling_config=scaling_config,
+            run_config=dataclasses.replace(run_config, forward_env=(*run_config.forward_env, "*")),
+            metadata=metadata,
+            resume_from_checkpoint=resume_from_checkpoint,
+        )
+
+
+def _arguments(
+    script: str | os.PathLike[str], arguments: Sequence[str], *, is_module: bool
+) -> list[str]:
+    """Give what would follow `python`."""
+    if is_module:
+        return ["-m", os.fspath(script), *arguments]
+    path = os.fspath(script)
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: give the script, or -m and a module")
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no script {path} in {os.getcwd()}")
+    return [path, *arguments]
+
+
+def _as_python_starts() -> dict[str, str]:
+    """Give what is forwarded to no worker, whose Python has started, but to a script's can be."""
+    return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+
+
+def _sign_seconds(failures: FailureConfig) -> float:
+    timeout = failures.hang_timeout
+    assert not isinstance(timeout, int | float)  # FailureConfig makes it a timedelta
+    patience = timeout or timedelta.max
+    return min(SIGN_SECONDS, patience.total_seconds() / SIGNS_PER_HANG)

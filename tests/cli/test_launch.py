@@ -1,0 +1,90 @@
+"""What `drawbar launch` makes of its options, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drawbar.cli import main
+from drawbar.cli._output import CommandError
+from drawbar.cli._torchrun import IGNORED, REFUSED, without_torchruns, workers_of
+
+
+def test_torchruns_options_are_taken_from_before_the_script_alone() -> None:
+    given = [
+        "--rdzv_backend",
+        "c10d",
+        "--nproc_per_node",
+        "2",
+        "-t=3",
+        "--detach",
+        "--master-port=1",
+    ]
+    kept, ignored = without_torchruns([*given, "a.py", "--tee", "1"], {"--detach"})
+    assert kept == ["--nproc-per-node", "2", "--detach", "a.py", "--tee", "1"]
+    assert ignored == ["--rdzv-backend", "--tee", "--master-port"]
+
+
+@pytest.mark.parametrize(
+    ("each", "nodes", "workers"),
+    [
+        ("4", "1", (4, True)),
+        ("2", "3", (6, False)),
+        ("2", "1:4", ((2, 8), False)),
+        ("gpu", "2", (16, False)),
+        ("auto", "1", (8, True)),
+        ("cpu", "1", (64, True)),
+    ],
+)
+def test_torchruns_workers(each: str, nodes: str, workers: object) -> None:
+    assert workers_of(each, nodes, gpus=8, cpus=64) == workers
+
+
+@pytest.mark.parametrize(("each", "nodes"), [("0", "1"), ("two", "1"), ("2", "3:1"), ("2", "x")])
+def test_wrong_numbers_of_workers(each: str, nodes: str) -> None:
+    with pytest.raises(CommandError, match=r"is a number"):
+        workers_of(each, nodes, gpus=0, cpus=1)
+
+
+def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
+    from torch.distributed.run import get_args_parser
+
+    known = {"--nnodes", "--nproc-per-node", "--max-restarts", "--standalone", "--module", "--help"}
+    theirs = {
+        option
+        for action in get_args_parser()._actions
+        for option in action.option_strings
+        if option.startswith("--") and "_" not in option
+    }
+    assert theirs - known - IGNORED.keys() - REFUSED.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["--node_rank", "1", "a.py"], "start the command once"),
+        (["--num-workers", "2", "--nnodes", "2", "a.py"], "give --num-workers, or"),
+        (["--num-workers", "0", "{script}"], "--num-workers is a number"),
+        (["--env", "NAME", "{script}"], "--env is NAME=VALUE"),
+        (["--name", "a/b", "{script}"], "RunConfig.name"),
+        (["--num-workers", "64", "{script}"], "64"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ray_cluster: None,
+) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", *(each.format(script=script) for each in arguments)])
+    assert ended.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert told in output.err
+    assert output.err.count("\n") == 1

@@ -1,0 +1,175 @@
+"""`drawbar launch`, as it is called: what a script finds, and what a shell hears of its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+from drawbar.train import Result
+from tests.launch.conftest import Launch, Pipe
+
+
+def test_a_script_finds_what_python_and_torchrun_would_give_it(
+    launch: Launch, wait_until_gone: Callable[..., None]
+) -> None:
+    done = launch(
+        """
+        import atexit, json, os, signal, subprocess, sys, threading
+
+        class Kept:
+            pass
+
+        if os.environ["RANK"] == "1":
+            sys.stdout.write("only in its log")
+            left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            with open("left", "w") as file:
+                file.write(str(left.pid))
+            sys.exit()
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OWN"]
+        names += ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"]
+        print(json.dumps({
+            "argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path[0],
+            "folder": os.getcwd(), "drawbar": "drawbar.train" in sys.modules,
+            "main thread": threading.current_thread() is threading.main_thread(),
+            "main": sys.modules["__main__"].Kept is Kept,
+            "variables": [os.environ[name] for name in names],
+            "rays": [name for name in os.environ if name.startswith("RAY_")],
+            "told": os.environ["TORCHELASTIC_RUN_ID"] and int(os.environ["MASTER_PORT"]) > 0,
+        }))
+        signal.signal(signal.SIGUSR2, lambda *_: None)
+        sys.stdout.buffer.write(b"\\xff\\x00 as it is\\r\\n")
+        print("to standard error", file=sys.stderr)
+        atexit.register(print, "at exit", end="")
+        """,
+        *("--nproc_per_node=2", "--rdzv_backend", "c10d", "--max-restarts", "2"),
+        script=("script.py", "--own", "option", "--name=its own"),
+        OWN="by the shell",
+    )
+    assert done.code == 0, done.err
+    first, _, rest = done.out.partition(b"\n")
+    assert rest == b"\xff\x00 as it is\r\nat exit"
+    assert json.loads(first) == {
+        "argv": ["script.py", "--own", "option", "--name=its own"],
+        "name": "__main__",
+        "file": str(launch.script),
+        "path": str(launch.folder),
+        "folder": str(launch.folder),
+        "drawbar": False,
+        "main thread": True,
+        "main": True,
+        "variables": ["0", "0", "2", "2", "0", "by the shell", "0", "2"],
+        "rays": [],
+        "told": True,
+    }
+    assert "--rdzv-backend changes nothing here" in done.err
+    assert "to standard error" in done.err
+    assert "to standard error" in done.log(0)
+    assert done.log(1) == "only in its log"
+    wait_until_gone([int((launch.folder / "left").read_text())])
+
+
+def test_the_first_failure_of_a_module_is_told_last(launch: Launch) -> None:
+    package = launch.folder / "package"
+    package.mkdir()
+    (package / "module.py").write_text(
+        "import os, sys\n"
+        "def fail():\n"
+        "    raise ValueError(f'what {sys.argv[1:]} does in {__package__}')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    fail()\n"
+        "import time; time.sleep(600)\n"
+    )
+    done = launch("", "-m", script=("package.module", "it"))
+    assert done.code == 1
+    assert done.err.splitlines()[-1].strip() == "ValueError: what ['it'] does in package"
+    assert f"{package}/module.py:3 in fail" in done.err
+    assert "program_main" not in done.err + done.log(1)
+    assert "runpy" not in done.err + done.log(1)
+
+
+def test_it_starts_anew_in_new_processes_and_its_exit_code_is_that_of_the_first_to_fail(
+    launch: Launch,
+) -> None:
+    done = launch(
+        """
+        import os, signal, sys, time
+        from drawbar import train
+        count, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+        print("start", count, "is process", os.getpid(), "of", os.getppid(), flush=True)
+        if count == 0:
+            with train.checkpoint_dir() as path:
+                (path / rank).write_text("saved")
+                train.report({"count": count}, checkpoint=path)
+        saved = sorted(each for each in os.listdir(train.get_checkpoint().path) if each[0] != ".")
+        print(saved, train.collective.all_gather(rank))
+        if rank == "1" and count == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == "1" and count == 1:
+            sys.exit(3)
+        time.sleep(600)
+        """,
+        *("--max-failures", "1"),
+    )
+    assert done.code == 3, done.err
+    assert done.err.rstrip().endswith("SystemExit: 3")
+    assert "rank 1: program died: killed by SIGKILL" in done.err
+    starts = [line.split() for line in done.log(0).splitlines() if line.startswith("start")]
+    assert [start[1] for start in starts] == ["0", "1"]
+    assert starts[0][4] != starts[1][4]  # another process
+    assert starts[0][6] == starts[1][6]  # of the same worker
+    told = [line for line in done.out.decode().splitlines() if line.startswith("[")]
+    assert told == ["['0', '1'] ['0', '1']"] * 2
+    assert Result.from_path(done.run).metrics == {"count": 0}
+
+
+def test_a_killed_rank_is_128_and_the_signal(launch: Launch) -> None:
+    done = launch("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert done.code == 128 + signal.SIGSEGV
+    assert "killed by SIGSEGV" in done.err
+
+
+def test_ctrl_c_lets_scripts_clean_up_and_a_second_one_kills_them(
+    launch: Launch, pipe: Pipe, wait_until_gone: Callable[..., None]
+) -> None:
+    source = f"""
+        import os, time
+
+        def tell(*words):
+            with open({str(launch.folder / "pipe")!r}, "w") as file:
+                print(*words, file=file)
+
+        try:
+            tell(os.getpid())
+            time.sleep(600)
+        finally:
+            tell("cleans up")
+            if {{endless}}:
+                time.sleep(600)
+        """
+    for endless in (False, True):
+        with launch.start(source.format(endless=endless)) as process:
+            pids = [int(pipe.hear()[0]) for _ in range(2)]
+            os.kill(process.pid, signal.SIGINT)
+            assert [pipe.hear() for _ in range(2)] == [["cleans", "up"]] * 2
+            if endless:
+                os.kill(process.pid, signal.SIGINT)
+            assert launch.ended(process).code == 130
+        wait_until_gone(pids)
+
+
+def test_a_script_that_neither_writes_nor_computes_hangs(launch: Launch) -> None:
+    done = launch(
+        """
+        import threading, time
+        began = time.process_time()
+        while time.process_time() - began < 2.2:  # longer than it may be silent
+            pass
+        threading.Event().wait()
+        """,
+        *("--hang-timeout", "2"),
+    )
+    assert done.code == 1
+    assert "no progress: no rank made progress for 2 s" in done.err
+    assert f"{launch.script}:6 in <module>, inside wait" in done.err
