@@ -20,7 +20,7 @@ from drawbar.train.testing import run_in_threads
 
 @pytest.fixture
 def keras() -> Any:
-    """Keras in this very process, where pytest has imported it: this folder has its name."""
+    """Keras in this very process."""
     return importlib.import_module("keras")
 
 
