@@ -19,7 +19,7 @@ class TestContract(BackendContract):
 
 def test_what_is_computed_on_is_that_of_the_scaling_config() -> None:
     gpus = JaxTrainer(print, scaling_config=ScalingConfig(num_workers=2, use_gpu=True))
-    tpus = JaxTrainer(print, scaling_config=ScalingConfig(num_workers=2, use_tpu=True))
+    tpus = JaxTrainer(print, scaling_config=slice_of(num_workers=2))
     cpus = JaxTrainer(print)
     found = [trainer.backend_config for trainer in (gpus, tpus, cpus)]
     assert found == [JaxConfig(use_gpu=True), JaxConfig(use_tpu=True), JaxConfig()]
@@ -28,6 +28,39 @@ def test_what_is_computed_on_is_that_of_the_scaling_config() -> None:
         "tpu",
         "cpu",
     ]
+
+
+def slice_of(num_workers: int | tuple[int, int], **options: Any) -> ScalingConfig:
+    """Ask for slices of eight chips on two hosts."""
+    return ScalingConfig(
+        num_workers=num_workers,
+        **{"use_tpu": True, "topology": "2x2x2", "accelerator_type": "TPU-V4", **options},
+    )
+
+
+def test_a_worker_has_a_host_of_its_slice() -> None:
+    config = slice_of(num_workers=2, label_selector={"ray.io/tpu-slice-name": "a"})
+    assert config.bundle == {"TPU": 4, "accelerator_type:TPU-V4": 0.001}
+    labels = {"ray.io/tpu-topology": "2x2x2", "ray.io/tpu-slice-name": "a"}
+    assert config.selectors == [labels, labels]
+    assert slice_of(num_workers=8, resources_per_worker={"TPU": 1}).num_tpus_per_worker == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_workers": 3}, "num_workers=3, but a slice of topology '2x2x2' has 2 workers"),
+        ({"num_workers": (1, 2)}, r"num_workers=\(1, 2\), but a slice"),
+        ({"topology": None}, "num_workers=2: their TPUs must be of one slice; set topology= and"),
+        ({"accelerator_type": None}, "set accelerator_type= too"),
+        ({"topology": "2x"}, "topology='2x' and .*no slice of TPUs"),
+        ({"accelerator_type": "A100"}, "no slice .* Invalid accelerator_type: A100"),
+        ({"resources_per_worker": {"TPU": 3}}, r"not divisible by TPUs requested per worker \(3\)"),
+    ],
+)
+def test_workers_that_share_no_slice_evenly_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        slice_of(**{"num_workers": 2, **options})
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])

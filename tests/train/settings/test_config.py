@@ -107,7 +107,12 @@ WRONG_VALUES: list[tuple[type, str, Any, str]] = [
     (ScalingConfig, "resources_per_worker", {"cpu": 1}, "no resource of Ray's; write 'CPU'"),
     (ScalingConfig, "resources_per_worker", {"TPU": 4}, "use_tpu=False; set use_tpu=True"),
     (ScalingConfig, "trainer_resources", {"CPU": 1}, "must be None, found {'CPU': 1}"),
-    (ScalingConfig, "topology", "2x2", "must be None, found '2x2'"),
+    (
+        ScalingConfig,
+        "topology",
+        "2x2",
+        "='2x2', which is that of a slice of TPUs; set use_tpu=True",
+    ),
     (RunConfig, "resume", "yes", "must be one of 'auto', 'never', 'must', found 'yes'"),
     (RunConfig, "resume", True, "must be one of 'auto', 'never', 'must', found True"),
     (RunConfig, "storage_path", "", "must not be empty"),

@@ -14,6 +14,7 @@ from drawbar.train._settings.checks import (
     require_type,
     warn_caller,
 )
+from drawbar.train._settings.tpu_slice import TOPOLOGY_LABEL, workers_of_slice
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -41,7 +42,10 @@ class ScalingConfig(ShowsWhatWasSet):
         label_selector: Ray node labels that a worker's node must have: one mapping for all workers,
             or a list with one mapping per worker.
         use_tpu: One TPU per worker, unless `resources_per_worker` says how many.
-        topology: Of Ray Train, for slices of TPUs as a whole; refused, see `label_selector`.
+        topology: Of a slice of TPUs, such as "2x2x2", with `use_tpu` and `accelerator_type`:
+            workers are on nodes of such slices, by default one on each host with all of its chips.
+            Where the cluster has several of them, name the slice by
+            `label_selector={"ray.io/tpu-slice-name": ...}`.
         elastic_resize_monitor_interval_s: Of Ray Train; changes nothing here, and says so: a group
             is resized when a checkpoint is committed.
 
@@ -57,16 +61,15 @@ class ScalingConfig(ShowsWhatWasSet):
     accelerator_type: str | None = None
     label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
     use_tpu: bool = False
-    topology: InitVar[str | None] = None
+    topology: str | None = None
     elastic_resize_monitor_interval_s: InitVar[float | None] = None
 
     def __post_init__(
         self,
         trainer_resources: None,
-        topology: str | None,
         elastic_resize_monitor_interval_s: float | None,
     ) -> None:
-        _check_unused(trainer_resources, topology, elastic_resize_monitor_interval_s)
+        _check_unused(trainer_resources, elastic_resize_monitor_interval_s)
         self._check_num_workers()
         require_type("ScalingConfig.use_gpu", self.use_gpu, bool)
         require_type("ScalingConfig.use_tpu", self.use_tpu, bool)
@@ -81,6 +84,7 @@ class ScalingConfig(ShowsWhatWasSet):
             require_type("ScalingConfig.accelerator_type", self.accelerator_type, str)
         self._check_resources()
         self._check_labels()
+        self._check_slices()
 
     def _check_num_workers(self) -> None:
         if not isinstance(self.num_workers, tuple | list):
@@ -129,6 +133,30 @@ class ScalingConfig(ShowsWhatWasSet):
                 f"num_workers={self.num_workers}; give one per worker, or one mapping for all"
             )
 
+    def _check_slices(self) -> None:
+        if self.topology is None:
+            if self.use_tpu and self.max_workers > 1 and not self.label_selector:
+                raise ValueError(
+                    f"ScalingConfig has use_tpu=True and num_workers={self.num_workers}: their "
+                    "TPUs must be of one slice; set topology= and accelerator_type=, such as "
+                    'topology="2x2x2", accelerator_type="TPU-V4", or name the slice by '
+                    'label_selector={"ray.io/tpu-slice-name": ...}'
+                )
+            return
+        require_type("ScalingConfig.topology", self.topology, str)
+        if not self.use_tpu or self.accelerator_type is None:
+            missing = "accelerator_type=" if self.use_tpu else "use_tpu=True"
+            raise ValueError(
+                f"ScalingConfig has topology={self.topology!r}, which is that of a slice of TPUs; "
+                f"set {missing} too"
+            )
+        each, _ = workers_of_slice(self.topology, self.accelerator_type, self.resources_per_worker)
+        if self.max_workers % each or self.min_workers % each:
+            raise ValueError(
+                f"ScalingConfig has num_workers={self.num_workers}, but a slice of topology "
+                f"{self.topology!r} has {each} workers; set a multiple of {each}"
+            )
+
     @property
     def bundle(self) -> dict[str, float]:
         """Resources of one worker, defaults filled in and zero entries dropped."""
@@ -136,12 +164,18 @@ class ScalingConfig(ShowsWhatWasSet):
         if self.use_gpu:
             resources.setdefault("GPU", 1)
         elif self.use_tpu:
-            resources.setdefault("TPU", 1)
+            resources.setdefault("TPU", self._chips_per_worker)
         elif self.resources_per_worker is None:
             resources["CPU"] = 1
         if self.accelerator_type:
             resources[f"accelerator_type:{self.accelerator_type}"] = 0.001
         return {key: float(amount) for key, amount in resources.items() if amount}
+
+    @property
+    def _chips_per_worker(self) -> float:
+        if self.topology is None or self.accelerator_type is None:
+            return 1
+        return workers_of_slice(self.topology, self.accelerator_type, None)[1]
 
     @property
     def total_resources(self) -> dict[str, float]:
@@ -166,10 +200,10 @@ class ScalingConfig(ShowsWhatWasSet):
     @property
     def selectors(self) -> list[dict[str, str]]:
         """The label selector of each worker; empty if there is none."""
-        selector = self.label_selector
-        if isinstance(selector, Mapping):
-            return [dict(selector)] * self.max_workers
-        return [dict(each) for each in selector or ()]
+        selector = self.label_selector or {}
+        each = [selector] * self.max_workers if isinstance(selector, Mapping) else selector
+        of_slice = {} if self.topology is None else {TOPOLOGY_LABEL: self.topology}
+        return [{**of_slice, **one} for one in each] if of_slice or selector else []
 
     @property
     def num_cpus_per_worker(self) -> float:
@@ -192,21 +226,13 @@ class ScalingConfig(ShowsWhatWasSet):
         return {key: n for key, n in self.bundle.items() if key not in ("CPU", "GPU", "TPU")}
 
 
-def _check_unused(
-    trainer_resources: object, topology: object, elastic_resize_monitor_interval_s: object
-) -> None:
+def _check_unused(trainer_resources: object, elastic_resize_monitor_interval_s: object) -> None:
     """Check what is taken from Ray Train and has no use here."""
     if trainer_resources is not None:
         raise ValueError(
             f"ScalingConfig.trainer_resources must be None, found {trainer_resources!r}: a run is "
             "its workers, and nothing else takes resources. Did you mean num_workers= or "
             "resources_per_worker=?"
-        )
-    if topology is not None:
-        raise ValueError(
-            f"ScalingConfig.topology must be None, found {topology!r}: TPUs are not reserved a "
-            "slice at a time; name the slice's nodes by label_selector="
-            '{"ray.io/tpu-slice-name": ...}'
         )
     if elastic_resize_monitor_interval_s is not None:
         warn_caller(
