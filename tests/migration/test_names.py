@@ -27,10 +27,11 @@ MODULES = (
     "torch",
     "lightning",
     "huggingface.transformers",
+    "tensorflow",
     "xgboost",
     "lightgbm",
 )
-BACKENDS = ("Backend", "Torch", "XGBoost", "LightGBM")
+BACKENDS = ("Backend", "Torch", "Tensorflow", "XGBoost", "LightGBM")
 LEFT_OUT = {
     "SyncConfig": "only Ray Tune uses it; RunConfig refuses it there too",
     "NCCLHangError": "HangError: for any backend",

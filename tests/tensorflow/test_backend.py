@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from drawbar.tensorflow import TensorflowConfig, TensorflowTrainer
+from drawbar.tensorflow import TensorflowCheckpoint, TensorflowConfig, TensorflowTrainer
 from drawbar.train import RunConfig, TrainingFailedError
 from drawbar.train.testing import BackendContract, run_in_threads
 
@@ -27,3 +33,30 @@ def test_the_trainer_takes_only_a_tensorflow_config() -> None:
 def test_ranks_in_threads_are_refused(run_config: RunConfig) -> None:
     with pytest.raises(TrainingFailedError, match="TensorFlow knows one worker per process"):
         run_in_threads(print, backend_config=TensorflowConfig(), run_config=run_config)
+
+
+def test_models_become_checkpoints_and_back(tmp_path: Path) -> None:
+    keras = importlib.import_module("tf_keras")
+    model = keras.Sequential([keras.layers.Dense(1, input_shape=(2,))])
+    model.save(tmp_path / "saved", save_format="tf")
+    for checkpoint in (
+        TensorflowCheckpoint.from_model(model),
+        TensorflowCheckpoint.from_saved_model(tmp_path / "saved"),
+    ):
+        found = checkpoint.get_model()
+        assert (found(np.ones((1, 2))).numpy() == model(np.ones((1, 2))).numpy()).all()
+
+
+def test_a_checkpoint_without_a_model_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not say which of its files is the model"):
+        TensorflowCheckpoint(tmp_path).get_model()
+    with pytest.raises(ValueError, match=r"ends in \.h5, found 'a'"):
+        TensorflowCheckpoint.from_h5("a")
+    with pytest.raises(ValueError, match="takes the path of a directory, found 'a'"):
+        TensorflowCheckpoint.from_saved_model("a")
+
+
+def test_nothing_is_printed_where_all_goes_well() -> None:
+    code = "from drawbar.tensorflow import TensorflowConfig; TensorflowConfig().process_setup()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""

@@ -1,10 +1,17 @@
 """TensorFlow training functions on a group of Ray actors, and helpers to use inside them."""
 
 from drawbar.tensorflow._backend import TensorflowBackend, TensorflowConfig
+from drawbar.tensorflow._checkpoint import TensorflowCheckpoint
 from drawbar.tensorflow._data import prepare_dataset_shard
 from drawbar.tensorflow._trainer import TensorflowTrainer
 from drawbar.train.backend import as_public
 
-__all__ = ["TensorflowBackend", "TensorflowConfig", "TensorflowTrainer", "prepare_dataset_shard"]
+__all__ = [
+    "TensorflowBackend",
+    "TensorflowCheckpoint",
+    "TensorflowConfig",
+    "TensorflowTrainer",
+    "prepare_dataset_shard",
+]
 
 as_public(globals())

@@ -11,16 +11,21 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from drawbar._rendezvous import reserved_port
 from drawbar.train import ScalingConfig, collective, get_context
 from drawbar.train.backend import Backend, BackendConfig, require_package, worker_address
 
 _LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
+_NOTICE = re.compile(rb"WARNING: All log messages before absl|I0000 |.*failed call to cuInit")
 _prepared: set[int] = set()
 """This process's id, if it was started for a run and TensorFlow does nothing else in it."""
 
@@ -80,8 +85,27 @@ def prepare_process(variables: dict[str, str]) -> None:
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # without what it says at every start
-    importlib.import_module("tensorflow")
+    with _without_notices():
+        tensorflow = importlib.import_module("tensorflow")
+        if not any(Path("/dev").glob("nvidia*")):
+            tensorflow.config.list_physical_devices("GPU")  # says here that there is no driver
     _prepared.add(os.getpid())
+
+
+@contextmanager
+def _without_notices() -> Iterator[None]:
+    """Leave out what TensorFlow's C++ code says at every start, whatever the level is set to."""
+    with tempfile.TemporaryFile() as said:
+        sys.stderr.flush()
+        stderr = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            said.seek(0)
+            os.write(2, b"".join(line for line in said if not _NOTICE.match(line)))
 
 
 @contextmanager
