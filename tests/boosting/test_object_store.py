@@ -51,7 +51,7 @@ def test_columns_of_float32_are_not_copied(tmp_path: Path, on_disk: bool) -> Non
     result = DataParallelTrainer(
         function,
         datasets={"train": ray.data.from_arrow(table)},
-        dataset_config=DataConfig(datasets_to_split="all", equal=False),
+        dataset_config=DataConfig(datasets_to_split="all", equalize="join"),
         scaling_config=ScalingConfig(num_workers=1),
         run_config=RunConfig(storage_path=tmp_path),
     ).fit()

@@ -37,6 +37,7 @@ from drawbar.train._errors import (
     WorkerFailure,
     WorkerGroupError,
 )
+from drawbar.train._history.ledger import DataLedger, DatasetEpoch
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import AttemptTimes, Timeline
 from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
@@ -99,7 +100,9 @@ __all__ = [
     "ControllerError",
     "DamagedRunError",
     "DataConfig",
+    "DataLedger",
     "DataParallelTrainer",
+    "DatasetEpoch",
     "DivergenceError",
     "FailureConfig",
     "HangError",

@@ -15,6 +15,7 @@ import msgspec
 
 from drawbar.train._carry import Carried
 from drawbar.train._errors import WorkerFailure
+from drawbar.train._rows import Equalize
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import FileEntry, check_stays_inside
 from drawbar.train._storage.manifest import ReportedCheckpointStatus, Validation
@@ -209,6 +210,30 @@ class FileAsked(msgspec.Struct, frozen=True, kw_only=True):
         check_stays_inside(self.path or self.name)
 
 
+class PassEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank has gone through its part of a dataset, or has left it before the end.
+
+    `before`: what all ranks had read of the epoch when the attempt began, as `_rows.Read` encodes
+    it. `part`, `parts`: which part it was, of how many. `rows`: that this pass has given; None if
+    that cannot be told. `batches`: 0 if it gave rows one by one. `in_all`, `equalize`: the rows of
+    the dataset, and how they are shared, if its parts are made by row numbers. `index`: of the
+    rank's next report.
+    """
+
+    dataset: str
+    epoch: int
+    before: list[Any]
+    part: int
+    parts: int
+    rows: int | None
+    batches: int
+    shuffled: bool
+    ended: bool
+    in_all: int | None
+    equalize: Equalize
+    index: int = 0
+
+
 CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "wishes"]
 """`wishes` asks all ranks at once what the controller wishes of them, so that they agree."""
 
@@ -316,6 +341,7 @@ Message = (
     | CollectiveCalled
     | CheckpointsAsked
     | Discarded
+    | PassEnded
     | DiagnosisAsked
     | FunctionStarted
     | Printed

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import cloudpickle
 
@@ -38,9 +38,6 @@ from drawbar.train._storage.remote_folder import AnyFileSystem
 from drawbar.train._storage.run_directory import open_directory
 from drawbar.train._worker.actor import Payload
 
-if TYPE_CHECKING:
-    from ray.data import Dataset
-
 T = TypeVar("T")
 
 TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
@@ -58,8 +55,10 @@ class DataParallelTrainer(ExplainsItsArguments):
             Default: none.
         scaling_config: How many workers, on what.
         run_config: Where the run lies, restarts, checkpoints, callbacks.
-        datasets: Ray Data datasets by name, or functions that make them. "train" is split evenly
-            and streamed, the others are whole on each worker; `dataset_config` changes that.
+        datasets: Datasets by name: of Ray Data, which are streamed; tables of pandas, Arrow or
+            Hugging Face, and paths of Parquet files, which are split by row numbers; or functions
+            that make one of these at each start. "train" is split evenly, the others are whole on
+            each worker; `dataset_config` changes that.
         dataset_config: Which datasets are split.
         metadata: A JSON-able dict, found by `get_context().get_metadata()` and in every checkpoint.
         resume_from_checkpoint: A checkpoint, also of another run, that a new run starts from. A run
@@ -86,7 +85,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         backend_config: BackendConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
@@ -253,7 +252,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         storage_filesystem: AnyFileSystem | None = None,
         *,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        datasets: Mapping[str, Any] | None = None,
         **changed: Any,
     ) -> Self:
         """Make the trainer of an earlier run again; its `fit()` goes on from the newest checkpoint.

@@ -248,7 +248,7 @@ class _Reader:
                 raise ValueError(
                     f"the rows of group {value!r} in column {self._columns.group!r} of "
                     f"datasets[{self._dataset!r}] lie apart; sort the dataset by it, or set "
-                    "DataConfig(equal=False, group_column=...)"
+                    'DataConfig(equalize="join", group_column=...)'
                 )
             self._ended_groups.add(value)
         numbered: Array = self.summary.groups - 1 + np.cumsum(begins)

@@ -83,7 +83,7 @@ class Rows:
         }
 
     def dataset(self, names: Sequence[str], *, by_name: bool) -> Any:
-        """Give what makes the Ray Dataset, in the trainer.
+        """Give an Arrow table for the trainer, or what makes a Ray Dataset in it.
 
         Args:
             names: The names of the training rows' features.
@@ -109,7 +109,7 @@ class Rows:
                     f"{len(values)} values"
                 )
             table = table.append_column(name, pa.array(values))
-        return partial(_from_arrow, table)
+        return table
 
     def _values(self, rows: int) -> Iterator[tuple[str, Any]]:
         label = np.asarray(self.label)
@@ -263,12 +263,6 @@ def _without(missing: float, table: pa.Table) -> pa.Table:
             known = pc.if_else(found, None, column)
             table = table.set_column(number, table.column_names[number], known)
     return table
-
-
-def _from_arrow(table: pa.Table) -> Any:
-    import ray.data
-
-    return ray.data.from_arrow(table)
 
 
 def classes_of(dataset: Features, label: str) -> Any:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
-    from ray.data import Dataset
 
 Table: TypeAlias = "pd.DataFrame | pa.Table"
 
@@ -22,19 +19,6 @@ def is_table(given: object) -> TypeGuard[Table]:
         for module, name in (("pandas", "DataFrame"), ("pyarrow", "Table"))
     ]
     return any(isinstance(kind, type) and isinstance(given, kind) for kind in kinds)
-
-
-def of_table(table: Table) -> Callable[[], Dataset]:
-    """Give what makes a dataset of a table, once Ray runs."""
-    return partial(_make_dataset, table)
-
-
-def _make_dataset(table: Any) -> Dataset:
-    import ray.data
-
-    is_frame = hasattr(table, "iloc")
-    made: Dataset = ray.data.from_pandas(table) if is_frame else ray.data.from_arrow(table)
-    return made
 
 
 def types_of_table(table: Table) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from drawbar._boosting._backend import BoostingConfig
 from drawbar._boosting._columns import Columns
 from drawbar._boosting._fit import Fit
-from drawbar._boosting._table import Table, is_table, of_table, types_of_table
+from drawbar._boosting._table import is_table, types_of_table
 from drawbar.train import (
     Checkpoint,
     DataConfig,
@@ -20,8 +20,6 @@ from drawbar.train import (
 
 if TYPE_CHECKING:
     from ray.data import Dataset
-
-    Datasets = Mapping[str, Dataset | Callable[[], Dataset] | Table]
 
 TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
 
@@ -62,16 +60,13 @@ class BoostingTrainer(DataParallelTrainer):
         train_loop_config: dict[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Datasets | None = None,
+        datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
         given = {name: value for name, value in declared.items() if value is not None}
-        tables = {name: each for name, each in (datasets or {}).items() if is_table(each)}
-        if tables:
-            datasets = {**(datasets or {}), **{name: of_table(tables[name]) for name in tables}}
         work: TrainFunction | Fit
         if train_loop_per_worker is None:
             restarts = run_config is not None and run_config.failure_config.max_failures != 0
@@ -80,7 +75,9 @@ class BoostingTrainer(DataParallelTrainer):
             work = _the_function(train_loop_per_worker, given)
         if dataset_config is None:
             group = work.columns.group if isinstance(work, Fit) else None
-            dataset_config = DataConfig(datasets_to_split="all", equal=False, group_column=group)
+            dataset_config = DataConfig(
+                datasets_to_split="all", equalize="join", group_column=group
+            )
         if isinstance(work, Fit):
             backend_config = backend_config.decided(runs_user_code=work.runs_user_code)
         super().__init__(
@@ -98,9 +95,9 @@ class BoostingTrainer(DataParallelTrainer):
         if isinstance(work, Fit):
             work.check(self.scaling_config)
             for name, dataset in self.datasets.items():
-                if name in tables:
-                    work.columns.check(name, types_of_table(tables[name]))
-                elif not callable(dataset):
+                if is_table(dataset):
+                    work.columns.check(name, types_of_table(dataset))
+                elif hasattr(dataset, "schema"):
                     check_dataset(name, dataset, work.columns)
 
 
@@ -114,7 +111,11 @@ def _the_function(function: TrainFunction, given: Mapping[str, Any]) -> TrainFun
 
 
 def _declared(
-    fit_class: type[Fit], given: dict[str, Any], datasets: Datasets | None, *, keep_data: bool
+    fit_class: type[Fit],
+    given: dict[str, Any],
+    datasets: Mapping[str, Any] | None,
+    *,
+    keep_data: bool,
 ) -> Fit:
     if not {"params", "label_column"} <= set(given):
         raise TypeError("give a training function; or params and label_column, and no function")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drawbar.jax._backend import JaxConfig
 from drawbar.train import (
@@ -15,9 +15,6 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-
-if TYPE_CHECKING:
-    from ray.data import Dataset
 
 
 class JaxTrainer(DataParallelTrainer):
@@ -51,7 +48,7 @@ class JaxTrainer(DataParallelTrainer):
         jax_config: JaxConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from drawbar.keras._backend import KerasBackend, KerasConfig, backend_here
 from drawbar.train import (
@@ -15,9 +15,6 @@ from drawbar.train import (
     ValidationConfig,
 )
 from drawbar.train.backend import BackendConfig
-
-if TYPE_CHECKING:
-    from ray.data import Dataset
 
 
 class KerasTrainer(DataParallelTrainer):
@@ -53,7 +50,7 @@ class KerasTrainer(DataParallelTrainer):
         backend_config: BackendConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,

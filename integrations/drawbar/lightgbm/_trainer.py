@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightgbm import Booster
 
@@ -13,11 +13,6 @@ from drawbar.lightgbm._backend import LightGBMConfig
 from drawbar.lightgbm._fit import LightGBMFit
 from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
-
-if TYPE_CHECKING:
-    from ray.data import Dataset
-
-    from drawbar._boosting import Table
 
 
 class LightGBMTrainer(BoostingTrainer):
@@ -96,7 +91,7 @@ class LightGBMTrainer(BoostingTrainer):
         lightgbm_config: LightGBMConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset | Callable[[], Dataset] | Table] | None = None,
+        datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drawbar.tensorflow._backend import TensorflowConfig
 from drawbar.train import (
@@ -14,9 +14,6 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-
-if TYPE_CHECKING:
-    from ray.data import Dataset
 
 
 class TensorflowTrainer(DataParallelTrainer):
@@ -55,7 +52,7 @@ class TensorflowTrainer(DataParallelTrainer):
         tensorflow_config: TensorflowConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drawbar.torch._backend import TorchConfig
 from drawbar.torch._pickling import pickle_modules_by_name
@@ -15,9 +15,6 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-
-if TYPE_CHECKING:
-    from ray.data import Dataset
 
 
 class TorchTrainer(DataParallelTrainer):
@@ -56,7 +53,7 @@ class TorchTrainer(DataParallelTrainer):
         torch_config: TorchConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset | Callable[[], Dataset]] | None = None,
+        datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xgboost import Booster
 from xgboost.callback import TrainingCallback
@@ -14,11 +14,6 @@ from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, Vali
 from drawbar.xgboost._backend import XGBoostConfig
 from drawbar.xgboost._fit import XGBoostFit
 from drawbar.xgboost._report import RayTrainReportCallback
-
-if TYPE_CHECKING:
-    from ray.data import Dataset
-
-    from drawbar._boosting import Table
 
 
 class XGBoostTrainer(BoostingTrainer):
@@ -82,7 +77,7 @@ class XGBoostTrainer(BoostingTrainer):
         xgboost_config: XGBoostConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Dataset | Callable[[], Dataset] | Table] | None = None,
+        datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,

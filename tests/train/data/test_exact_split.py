@@ -74,7 +74,7 @@ def read_once_more_on_rank_1() -> tuple[list[int], list[int]]:
 def test_every_row_and_whole_groups_and_the_same_parts_after_a_failure(tmp_path: Path) -> None:
     groups = ["b", "a", "b", "c", "a", "c", "b"]  # they lie apart
     items = [{"row": row, "group": group} for row, group in enumerate(groups)]
-    config = DataConfig(datasets_to_split="all", equal=False, group_column="group")
+    config = DataConfig(datasets_to_split="all", equalize="join", group_column="group")
     result = fit(tmp_path, {"train": ray.data.from_items(items), "valid": lambda: one()}, config)
     trains, valids = zip(*result.return_values, strict=True)
     assert [{groups[row] for row in rows} for rows in trains] == [{"a"}, {"b", "c"}]

@@ -23,6 +23,7 @@ from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import (
     AttemptEnd,
     BytesWritten,
+    DatasetPassEnded,
     LinePrinted,
     Notice,
     ReportReceived,
@@ -47,6 +48,7 @@ from drawbar.train._messages import (
     Interrupted,
     Message,
     Order,
+    PassEnded,
     Persisted,
     PreemptionInfo,
     Printed,
@@ -221,6 +223,12 @@ class Attempt:
                 self._check_divergence()
             case Discarded():
                 self._commits.discard(message.name)
+            case PassEnded():
+                self._emit(
+                    DatasetPassEnded(
+                        time=time.time(), attempt=self.number, rank=rank, passed=message
+                    )
+                )
             case DiagnosisAsked():
                 self._diagnose(rank, message)
             case FunctionStarted():

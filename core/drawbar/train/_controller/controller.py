@@ -60,7 +60,7 @@ class Controller:
         self._commits = Committer(
             run.directory,
             run.spec.run_config.checkpoint_config,
-            run.spec.worker.metadata,
+            plan.metadata,
             emit=emit,
             committed=self._committed,
             failed=self._storage_failed,

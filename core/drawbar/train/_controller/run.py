@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from drawbar.train._carry import Carried
 from drawbar.train._controller.decisions import Spent
@@ -23,14 +23,14 @@ from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.run_directory import RunDirectory
 
-if TYPE_CHECKING:
-    from ray.data import Dataset
-
-Datasets = Mapping[str, "Dataset | Callable[[], Dataset]"]
-
 
 class Plan(Protocol):
     """What the trainer contributes to each attempt."""
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What every worker and every checkpoint has of the trainer's metadata."""
+        ...
 
     def assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
@@ -68,7 +68,7 @@ class RunSpec:
     run_config: RunConfig
     backend_config: BackendConfig
     dataset_config: DataConfig
-    datasets: Datasets
+    datasets: Mapping[str, Any]
     resume_from_checkpoint: Checkpoint | None
     validation: ValidationWork | None
 

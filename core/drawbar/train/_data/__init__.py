@@ -1,1 +1,1 @@
-"""Ray Data datasets to shards that know their position."""
+"""Datasets and tables to shards that know their position."""

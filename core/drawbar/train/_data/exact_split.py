@@ -7,10 +7,12 @@ on, a dataset is computed once instead, and cut by row numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from drawbar.train._rows import Equalize, Ranges, shares
 from drawbar.train._settings.data_config import DataConfig
 
 if TYPE_CHECKING:
@@ -106,8 +108,11 @@ class ExactSplits:
             self._compute(name, dataset, config.group_column)
         if (name, world_size) not in self._parts:
             whole = self._whole[name]
+            require_equal(name, whole.count(), world_size, config.equalize)
             cuts = cut_points(whole.count(), world_size, self._starts.get(name))
-            parts = whole.split_at_indices(cuts) if cuts else [whole]
+            parts: Sequence[Dataset] = whole.split_at_indices(cuts) if cuts else [whole]
+            if config.equalize == "pad":
+                parts = _padded(parts)
             for part in parts:  # each reader would show a bar for a part that is there already
                 part.context.enable_progress_bars = False
             self._parts[name, world_size] = [ExactPart(part) for part in parts]
@@ -116,17 +121,70 @@ class ExactSplits:
     def _compute(self, name: str, dataset: Dataset, group_column: str | None) -> None:
         whole = dataset.materialize()
         if group_column is not None:
-            if group_column not in (names := whole.columns() or []):
-                raise ValueError(
-                    f"DataConfig.group_column is {group_column!r}, but datasets[{name!r}] has "
-                    f"the columns {', '.join(map(repr, names)) or 'none'}"
-                )
-            starts, contiguous = _runs(whole, group_column)
+            _require_column(name, group_column, whole.columns() or [])
+            starts, contiguous = runs(_values(whole, group_column))
             if not contiguous:
                 whole = whole.sort(group_column).materialize()
-                starts, _ = _runs(whole, group_column)
+                starts, _ = runs(_values(whole, group_column))
             self._starts[name] = starts
         self._whole[name] = whole
+
+
+def require_equal(name: str, rows: int, world_size: int, equalize: Equalize) -> None:
+    """Refuse rows that the ranks cannot share equally, if that is asked for.
+
+    Raises:
+        ValueError: They cannot. The message has what each rank would get.
+    """
+    if equalize != "strict" or not rows % world_size:
+        return
+    counts = [high - low for low, high in shares(rows, world_size, "join")]
+    most = max(counts)
+    groups = [
+        f"{count} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        for count in (most, most - 1)
+        if (ranks := [rank for rank, each in enumerate(counts) if each == count])
+    ]
+    raise ValueError(
+        f"DataConfig.equalize='strict', but datasets[{name!r}] has {rows} rows, which "
+        f"{world_size} workers cannot share equally: {', '.join(groups)}. Workers that wait for "
+        "each other at each batch could hang. Give the dataset a multiple of that many rows, or "
+        'set equalize="drop", "pad", or "join" for a function that takes uneven parts'
+    )
+
+
+def _padded(parts: Sequence[Dataset]) -> Sequence[Dataset]:
+    """Give the shorter parts a row of a neighbour's, so that all are equally long."""
+    import ray.data
+
+    counts = [part.count() for part in parts]
+    longest = counts.index(max(counts))
+    if min(counts) == max(counts):
+        return parts
+    row = ray.data.from_blocks([parts[longest].take_batch(1, batch_format="pyarrow")])
+    return [
+        part.union(row).materialize() if count < max(counts) else part
+        for part, count in zip(parts, counts, strict=True)
+    ]
+
+
+def by_groups(name: str, table: pa.Table, column: str, world_size: int) -> tuple[pa.Table, Ranges]:
+    """Give a table's rows with those of a group side by side, and each rank's of them."""
+    _require_column(name, column, table.column_names)
+    starts, contiguous = runs([table[column].to_numpy()])
+    if not contiguous:
+        table = table.sort_by(column)
+        starts, _ = runs([table[column].to_numpy()])
+    cuts = [0, *cut_points(table.num_rows, world_size, starts), table.num_rows]
+    return table, tuple(itertools.pairwise(cuts))
+
+
+def _require_column(name: str, column: str, names: Sequence[str]) -> None:
+    if column not in names:
+        raise ValueError(
+            f"DataConfig.group_column is {column!r}, but datasets[{name!r}] has "
+            f"the columns {', '.join(map(repr, names)) or 'none'}"
+        )
 
 
 def cut_points(rows: int, world_size: int, starts: NDArray[np.int64] | None = None) -> list[int]:
@@ -146,16 +204,21 @@ def cut_points(rows: int, world_size: int, starts: NDArray[np.int64] | None = No
     return [int(allowed[np.abs(allowed - cut).argmin()]) for cut in even]
 
 
-def _runs(dataset: Dataset, column: str) -> tuple[NDArray[np.int64], bool]:
+def _values(dataset: Dataset, column: str) -> Iterator[NDArray[Any]]:
+    """Give a column of a dataset, piece by piece."""
+    only = dataset.select_columns([column])
+    for batch in only.iter_batches(batch_size=None, batch_format="numpy"):
+        yield batch[column]
+
+
+def runs(pieces: Iterable[NDArray[Any]]) -> tuple[NDArray[np.int64], bool]:
     """Find where each run of equal values begins, and whether no value has two runs."""
     import numpy as np
 
     starts: list[NDArray[np.int64]] = []
     values: list[NDArray[np.generic]] = []
     rows = 0
-    batches = dataset.select_columns([column]).iter_batches(batch_size=None, batch_format="numpy")
-    for batch in batches:
-        here = batch[column]
+    for here in pieces:
         if not len(here):
             continue
         new = np.flatnonzero(np.append(True, here[1:] != here[:-1]))

@@ -1,10 +1,8 @@
-"""One rank's part of a Ray Data dataset, which knows how far it has been read.
+"""One rank's part of a dataset, which knows how far it has been read.
 
 Ray Data's iterators have no state, and rows come to a rank by whole blocks, so what all ranks have
 read is not the beginning of the dataset. But with `preserve_order`, Ray Data splits the same
-dataset in the same way each time. So "each of 2 workers had read 500 rows" says which rows are
-left: split it again, leave 500 rows of each part out. The list of such pairs, one for every world
-size that an epoch has gone through, is the position.
+dataset in the same way each time, so that numbers of rows say what is left; see `_rows.py`.
 """
 
 from __future__ import annotations
@@ -15,42 +13,37 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from drawbar.train._messages import PassEnded
+from drawbar.train._rows import Equalize, RowPosition, Shuffle
+
 if TYPE_CHECKING:
     import pyarrow as pa
     from ray.data import DataIterator
 
     from drawbar.train._data.exact_split import ExactPart
 
-Read = tuple[tuple[int, int], ...]
-"""(number of workers, rows that each of them has read), in the order of what happened."""
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which part of which dataset a shard is.
 
-@dataclass(frozen=True)
-class RowPosition:
-    """How far a dataset has been read: so many whole epochs, and this much of the next."""
+    Attributes:
+        dataset: Name of the dataset.
+        number: Of the part, from 0.
+        of: Number of workers that the dataset is split between, 1 if it is not.
+        rows: Rows of a whole pass over the part; None if that is not known before one.
+        in_all: Rows of the dataset, where the part has them by number; else None.
+        equalize: How the parts are made then.
+        ordered: Whether the order of the rows is always the same. Otherwise only epochs count.
+    """
 
-    epoch: int = 0
-    read: Read = ()
-
-    @staticmethod
-    def decode(recorded: Mapping[str, Any] | None) -> RowPosition:
-        """Read what `encode` has made; the beginning for None."""
-        if recorded is None:
-            return RowPosition()
-        return RowPosition(recorded["epoch"], tuple((w, r) for w, r in recorded["read"]))
-
-    def encode(self) -> dict[str, Any]:
-        """Give plain values."""
-        return {"epoch": self.epoch, "read": [list(pair) for pair in self.read]}
-
-    def after(self, world_size: int, rows: int) -> RowPosition:
-        """Give the position after each of so many workers has read so many rows more."""
-        if not rows:
-            return self
-        if self.read and self.read[-1][0] == world_size:
-            *before, (_, already) = self.read
-            return RowPosition(self.epoch, (*before, (world_size, already + rows)))
-        return RowPosition(self.epoch, (*self.read, (world_size, rows)))
+    dataset: str
+    number: int = 0
+    of: int = 1
+    rows: int | None = None
+    in_all: int | None = None
+    equalize: Equalize = "drop"
+    ordered: bool = True
 
 
 class DatasetShard:
@@ -60,47 +53,48 @@ class DatasetShard:
     `iter_rows` count what they have handed out. Every other attribute is the iterator's:
     `materialize()` gives the whole part.
 
+    With a `local_shuffle_seed`, each epoch and each rank is shuffled in a way of its own that
+    follows from it. A shuffle buffer holds two batches at least: from a smaller one Ray Data gives
+    short batches in between, so that ranks with as many rows get different numbers of batches
+    (ray-project/ray#66085).
+
     `arrow_tables()` gives a pass over the blocks; `in_object_store` says where they are.
 
     Args:
-        part: Gives the rank's rows, in the same order in every pass.
-        world_size: Number of workers that the dataset is split between, 1 if it is not.
+        rows: Gives the rank's rows, in the same order in every pass.
+        part: Which part they are.
         position: Where the first pass begins.
         rest: Gives the rows of that first pass; None for the whole part.
-        rows: Number of rows of a whole pass; None if it is not known before one.
-        ordered: Whether the order of the rows is always the same. Otherwise only epochs count.
         owners: What must live as long as `rest` is read.
     """
 
     def __init__(
         self,
-        part: DataIterator | ExactPart,
+        rows: DataIterator | ExactPart,
+        part: Part,
         *,
-        world_size: int,
         position: RowPosition | None = None,
-        rest: DataIterator | None = None,
-        rows: int | None = None,
-        ordered: bool = True,
+        rest: DataIterator | ExactPart | None = None,
         owners: object = None,
     ) -> None:
-        self._part = part
+        self.part = part
+        self.tell: Callable[[PassEnded], None] | None = None
+        self._source = rows
         self._rest = rest
         self._owners = owners
-        self._world_size = world_size
-        self._length = rows
-        self._ordered = ordered
         self._begin = position or RowPosition()
+        self._shuffle: Shuffle | None = None
         self._rows = 0
         self._pass = 0
 
     @property
     def world_size(self) -> int:
         """Number of workers that the dataset is split between; 1 if each has the whole."""
-        return self._world_size
+        return self.part.of
 
     def __len__(self) -> int:
         """Give the number of rows of a whole pass, also where the first one gives only a rest."""
-        return _known(self._length)
+        return _known(self.part.rows)
 
     def __bool__(self) -> bool:
         return True
@@ -108,12 +102,12 @@ class DatasetShard:
     @property
     def streams(self) -> list[Any]:
         """The actors of Ray Data that hand out its rows, if it is split."""
-        actors = [getattr(each, "_coord_actor", None) for each in (self._part, self._rest)]
+        actors = [getattr(each, "_coord_actor", None) for each in (self._source, self._rest)]
         return [each for each in actors if each is not None]
 
     def position(self) -> dict[str, Any]:
         """Say where the rows end that the user has received."""
-        return self._begin.after(self._world_size, self._rows).encode()
+        return self._begin.after(self.part.of, self._rows, self._shuffle).encode()
 
     def iter_batches(self, **options: Any) -> Iterable[Any]:
         """As that of `ray.data.DataIterator`."""
@@ -137,9 +131,16 @@ class DatasetShard:
 
     def arrow_tables(self) -> Iterable[pa.Table]:
         """Give the rows as Arrow tables of any size: the cheapest way to read each of them once."""
-        if hasattr(self._part, "arrow_tables"):
+        if hasattr(self._source, "arrow_tables"):
             return self._passes("arrow_tables", {})
         return self.iter_batches(batch_size=None, batch_format="pyarrow")
+
+    def count(self) -> int:
+        """Count the rows of the part; Ray Data computes them for that, if it has to."""
+        if self.part.rows is not None:
+            return self.part.rows
+        rows: int = self._source.materialize().count()
+        return rows
 
     @property
     def in_object_store(self) -> bool:
@@ -147,48 +148,78 @@ class DatasetShard:
 
         They stay there, and can be read, as long as anything that is a view of them is used.
         """
-        return getattr(self._part, "in_object_store", False)
+        return getattr(self._source, "in_object_store", False)
 
     def _passes(self, method: str, options: dict[str, Any]) -> Iterable[Any]:
-        rows_of = _row_counter(getattr(self._part, method), options) if self._ordered else None
-        begin = partial(self._read, method, options, rows_of or (lambda _: 0))
-        return _Passes(begin, self._items(method, options))
+        reading = _Reading.of(getattr(self._source, method), options)
+        return _Passes(partial(self._read, method, reading), self._items(reading))
 
-    def _items(self, method: str, options: dict[str, object]) -> int | None:
-        """Say how many items a whole pass by this method has, if that is known."""
-        parameters = inspect.signature(getattr(self._part, method)).parameters
-        if "batch_size" not in parameters or self._length is None:
-            return self._length
-        batch_size = options.get("batch_size", parameters["batch_size"].default)
-        if not isinstance(batch_size, int):
+    def _items(self, reading: _Reading) -> int | None:
+        """Say how many items a whole pass has, if that is known."""
+        if not reading.in_batches or self.part.rows is None:
+            return self.part.rows
+        if reading.batch_size is None:
             return None
-        whole, rest = divmod(self._length, batch_size)
-        return whole + (rest > 0 and not options.get("drop_last", False))
+        whole, rest = divmod(self.part.rows, reading.batch_size)
+        return whole + (rest > 0 and not reading.options.get("drop_last", False))
 
-    def _read(
-        self, method: str, options: dict[str, Any], rows_of: Callable[[Any], int]
-    ) -> Iterator[Any]:
-        source = self._part if self._rest is None else self._rest
-        self._rest = None
-        self._pass += 1
-        this = self._pass
+    def _read(self, method: str, reading: _Reading) -> Iterator[Any]:
+        source, options = self._begin_pass(reading)
+        this, items, ended = self._pass, 0, False
+        counts = self.part.ordered and reading.counts
         try:
             for batch in getattr(source, method)(**options):
-                if this == self._pass:
-                    self._rows += rows_of(batch)
+                items += 1
+                if this == self._pass and counts:
+                    self._rows += reading.rows_of(batch)
                 yield batch
+            ended = True
         finally:
             if this == self._pass:
-                self._begin, self._rows = RowPosition(self._begin.epoch + 1), 0
-                self._owners = None
+                self._end_pass(items if reading.in_batches else 0, ended=ended, counts=counts)
+
+    def _begin_pass(self, reading: _Reading) -> tuple[Any, dict[str, Any]]:
+        """Give what this pass reads, and how."""
+        source: Any = self._source if self._rest is None else self._rest
+        is_rest, self._rest = self._rest is not None, None
+        self._pass += 1
+        self._rows, self._shuffle = 0, reading.shuffle
+        options = dict(reading.options)
+        if reading.shuffle is not None:
+            options |= reading.shuffle.options(self._begin.epoch, self.part.number)
+            if is_rest and self._begin.goes_on(self.part.of, reading.shuffle):
+                # It lies in the order of this very shuffle already.
+                del options["local_shuffle_seed"], options["local_shuffle_buffer_size"]
+        return source, options
+
+    def _end_pass(self, batches: int, *, ended: bool, counts: bool) -> None:
+        epoch, read = self._begin.epoch, self._begin.encode()["read"]
+        if self.tell is not None:
+            self.tell(
+                PassEnded(
+                    dataset=self.part.dataset,
+                    epoch=epoch,
+                    before=read,
+                    part=self.part.number,
+                    parts=self.part.of,
+                    rows=self._rows if counts else None,
+                    batches=batches,
+                    shuffled=self._shuffle is not None,
+                    ended=ended,
+                    in_all=self.part.in_all,
+                    equalize=self.part.equalize,
+                )
+            )
+        self._begin, self._rows, self._shuffle = RowPosition(epoch + 1), 0, None
+        self._owners = None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_part":  # not set yet: this object is being unpickled
+        if name == "_source":  # not set yet: this object is being unpickled
             raise AttributeError(name)
-        return getattr(self._part, name)
+        return getattr(self._source, name)
 
     def __repr__(self) -> str:
-        return f"DatasetShard({self._part!r}, {self.position()})"
+        return f"DatasetShard({self._source!r}, {self.position()})"
 
 
 class _Passes:
@@ -217,19 +248,46 @@ def _known(length: int | None) -> int:
     return length
 
 
-def _row_counter(
-    iterate: Callable[..., Any], options: Mapping[str, Any]
-) -> Callable[[Any], int] | None:
-    """Give what tells the rows of a batch; None where it cannot be told which rows were given."""
-    parameters = inspect.signature(iterate).parameters
-    if "batch_size" not in parameters:  # iter_rows
-        return lambda row: 1
-    if options.get("local_shuffle_buffer_size"):
-        return None
-    batch_size = options.get("batch_size", parameters["batch_size"].default)
-    if isinstance(batch_size, int):
-        return lambda batch: batch_size
-    return None if options.get("collate_fn") else _count_rows
+@dataclass(frozen=True)
+class _Reading:
+    """How a pass reads: what a method of Ray Data's was asked for, or has by default.
+
+    Attributes:
+        counts: Whether it is known which rows an item stands for.
+        shuffle: The local shuffle, if it can be had again.
+    """
+
+    options: dict[str, Any]
+    in_batches: bool
+    batch_size: int | None
+    counts: bool
+    shuffle: Shuffle | None
+
+    @staticmethod
+    def of(method: Callable[..., Any], given: Mapping[str, Any]) -> _Reading:
+        parameters = inspect.signature(method).parameters
+        options = dict(given)
+        if "batch_size" not in parameters:
+            return _Reading(options, method.__name__ != "iter_rows", None, True, None)
+        batch_size = options.get("batch_size", parameters["batch_size"].default)
+        if not isinstance(batch_size, int):
+            return _Reading(options, True, None, not options.get("collate_fn"), None)
+        shuffle = None
+        buffer, seed = options.get("local_shuffle_buffer_size"), options.get("local_shuffle_seed")
+        if buffer:
+            options["local_shuffle_buffer_size"] = buffer = max(buffer, 2 * batch_size)
+            shuffle = None if seed is None else Shuffle(buffer, batch_size, seed)
+        return _Reading(options, True, batch_size, not buffer or shuffle is not None, shuffle)
+
+    def rows_of(self, item: Any) -> int:
+        """Count the rows of one item of the pass."""
+        if not self.in_batches:
+            return 1
+        if self.batch_size is None:
+            return _count_rows(item)
+        if self.options.get("collate_fn") or not isinstance(item, Sized):
+            return self.batch_size
+        return min(self.batch_size, _count_rows(item))
 
 
 def _count_rows(batch: Sized) -> int:

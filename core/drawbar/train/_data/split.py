@@ -1,22 +1,24 @@
-"""Ray Data datasets to one shard per rank. Ray Data is imported only where a dataset is given."""
+"""Datasets to one shard per rank. Ray Data is imported only where a dataset is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._data.exact_split import ExactSplits
-from drawbar.train._data.shard import DatasetShard, Read, RowPosition
+from drawbar.train._data.shard import DatasetShard, Part
+from drawbar.train._data.streams import rows_of, shard_stream
+from drawbar.train._data.tables import as_table, is_path, is_table, read_parquet, shard_table
+from drawbar.train._rows import RowPosition
 from drawbar.train._settings.checks import warn_caller
-from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig, with_options
-from drawbar.train._threads import DaemonThreads
+from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig
 
 if TYPE_CHECKING:
-    from ray.data import DataIterator, Dataset
+    import pyarrow as pa
+    from ray.data import Dataset
 
-    DatasetOrFactory = Dataset | Callable[[], Dataset]
-
-STREAM_END_SECONDS = 0.5
+Opened = "Dataset | pa.Table | Callable[[], Any]"
+"""A dataset that is made already, or what makes one at each start."""
 
 
 def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) -> None:
@@ -25,20 +27,16 @@ def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) ->
     Warns of a name in `DataConfig` that no dataset has.
 
     Raises:
-        TypeError: Not a mapping of names to Ray datasets or functions that make them.
+        TypeError: Not a mapping of names to datasets or functions that make them.
     """
     if datasets is not None and not isinstance(datasets, Mapping):
         raise TypeError(
-            "datasets must be a dict of name to ray.data.Dataset, such as "
-            f"{{'{TRAIN_DATASET_KEY}': ray.data.from_pandas(frame)}}, found {_kind(datasets)}"
+            "datasets must be a dict of name to ray.data.Dataset, table or path, such as "
+            f"{{'{TRAIN_DATASET_KEY}': frame}}, found {_kind(datasets)}"
         )
     for name, dataset in (datasets or {}).items():
-        if not callable(dataset) and not hasattr(dataset, "streaming_split"):
-            raise TypeError(
-                f"datasets[{name!r}] must be a ray.data.Dataset or a function that makes one, "
-                f"found {_kind(dataset)}. Make one by ray.data.from_items, from_pandas, "
-                "read_parquet ..."
-            )
+        if not callable(dataset):
+            _check_kind(name, dataset)
     named = set() if config.datasets_to_split == "all" else set(config.datasets_to_split)
     unknown = named - set(datasets or {}) - {TRAIN_DATASET_KEY}
     if unknown:
@@ -46,6 +44,19 @@ def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) ->
             f"DataConfig.datasets_to_split names {sorted(unknown)}, but datasets has "
             f"{sorted(datasets or {})}: those that it does not name are whole on each worker"
         )
+
+
+def _check_kind(name: str, dataset: object) -> None:
+    if not (_is_ray_dataset(dataset) or is_table(dataset) or is_path(dataset)):
+        raise TypeError(
+            f"datasets[{name!r}] must be a ray.data.Dataset, a table (of pandas, Arrow, Hugging "
+            "Face), the path of Parquet files, or a function that gives one of these, found "
+            f"{_kind(dataset)}. Make one by ray.data.from_items, read_csv ..."
+        )
+
+
+def _is_ray_dataset(dataset: object) -> bool:
+    return hasattr(dataset, "streaming_split")
 
 
 def _kind(value: object) -> str:
@@ -56,35 +67,70 @@ def _kind(value: object) -> str:
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
-def make(datasets: Mapping[str, DatasetOrFactory]) -> dict[str, Dataset]:
-    """Call the functions that make datasets."""
-    return {name: each() if callable(each) else each for name, each in datasets.items()}
+def opened(datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """Read tables and files; leave the functions that make datasets for later."""
+    return {
+        name: each if callable(each) else _opened(name, each) for name, each in datasets.items()
+    }
 
 
-def lazy(datasets: Mapping[str, DatasetOrFactory], config: DataConfig) -> list[str]:
+def made(datasets: Mapping[str, Any]) -> dict[str, Dataset | pa.Table]:
+    """Call the functions that make datasets.
+
+    Raises:
+        TypeError: One gives something else.
+    """
+    return {
+        name: _opened(name, each()) if callable(each) else each for name, each in datasets.items()
+    }
+
+
+def _opened(name: str, given: Any) -> Dataset | pa.Table:
+    if _is_ray_dataset(given):
+        dataset: Dataset = given
+        return dataset
+    _check_kind(name, given)
+    return as_table(given) if is_table(given) else read_parquet(given)
+
+
+def lazy(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
     """Name the datasets that Ray Data computes as they are read; of those that are made already."""
-    made = {
+    found = {
         name: each
         for name, each in datasets.items()
-        if not callable(each) and not config.splits_exactly(name)
+        if _is_ray_dataset(each) and not config.splits_exactly(name)
     }
-    if not made:
+    if not found:
         return []
     from ray.data.dataset import MaterializedDataset
 
-    return [name for name, each in made.items() if not isinstance(each, MaterializedDataset)]
+    return [name for name, each in found.items() if not isinstance(each, MaterializedDataset)]
+
+
+def left_over(datasets: Mapping[str, Any], config: DataConfig, world_size: int) -> list[str]:
+    """Say how many rows of each dataset are left out, as far as that is known before the start."""
+    if config.equalize != "drop" or config.is_configured:
+        return []
+    said = []
+    for name, each in datasets.items():
+        rows = None if callable(each) or not config.splits(name) else rows_of(each)
+        if rows is not None and rows % world_size:
+            said.append(
+                f"datasets[{name!r}]: {rows % world_size} of {rows} rows left out, so that "
+                f"{world_size} workers have equally many; DataConfig.equalize says what else to do"
+            )
+    return said
 
 
 def shard(
-    datasets: Mapping[str, Dataset],
+    datasets: Mapping[str, Dataset | pa.Table],
     config: DataConfig,
     node_ids: Sequence[str],
     positions: Mapping[str, Any],
     exact: ExactSplits,
+    held: Mapping[str, float] | None = None,
 ) -> list[dict[str, DatasetShard]]:
-    """Give each rank its shards, by name: an even streamed split, an exact one, or the whole.
-
-    A dataset whose recorded position is inside an epoch is read once here, to find what is left.
+    """Give each rank its shards, by name: an even part of a stream, rows by number, or the whole.
 
     Args:
         datasets: Datasets by name.
@@ -92,45 +138,45 @@ def shard(
         node_ids: The node of each rank; its length is the world size.
         positions: The data positions that the attempt goes on from.
         exact: The run's exact splits.
+        held: The resources of all workers together.
     """
     if config.is_configured:
         return _configured(datasets, config, node_ids, positions)
     shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
     for name, given in datasets.items():
-        if config.splits_exactly(name):
-            exact_parts = exact.parts(name, given, config, len(node_ids))
-            epoch = _epoch(positions, name)
-            for shards_of_rank, each in zip(shards, exact_parts, strict=True):
-                shards_of_rank[name] = DatasetShard(
-                    each, world_size=len(node_ids), position=epoch, ordered=False
-                )
-            continue
-        dataset = config.with_options(name, given)
-        ordered = dataset.context.execution_options.preserve_order
-        world_size = len(node_ids) if config.splits(name) else 1
-        hints = list(node_ids) if config.enable_shard_locality else None
         position = RowPosition.decode(positions.get(position_name(name)))
-        if not ordered:
-            position = _epoch(positions, name)
-        rest, owners = _rest(dataset, position.read, world_size)
-        parts = _split(dataset, world_size, hints)
-        rows = _rows(given, world_size)
-        for rank, shards_of_rank in enumerate(shards):
-            part = rank if world_size > 1 else 0
-            shards_of_rank[name] = DatasetShard(
-                parts[part],
-                world_size=world_size,
-                position=position,
-                rest=rest[part] if rest else None,
-                rows=rows,
-                ordered=ordered,
-                owners=owners,
-            )
+        if not _is_ray_dataset(given):
+            of_ranks = shard_table(name, given, config, len(node_ids), position)
+        elif config.splits_exactly(name):
+            of_ranks = _exact_shards(name, given, config, len(node_ids), position, exact)
+        else:
+            of_ranks = shard_stream(name, given, config, node_ids, position, held or {})
+        for by_name, each in zip(shards, of_ranks, strict=True):
+            by_name[name] = each
     return shards
 
 
+def _exact_shards(
+    name: str,
+    dataset: Dataset,
+    config: DataConfig,
+    world_size: int,
+    position: RowPosition,
+    exact: ExactSplits,
+) -> list[DatasetShard]:
+    parts = exact.parts(name, dataset, config, world_size)
+    return [
+        DatasetShard(
+            each,
+            Part(dataset=name, number=number, of=world_size, ordered=False),
+            position=RowPosition(position.epoch),
+        )
+        for number, each in enumerate(parts)
+    ]
+
+
 def _configured(
-    datasets: Mapping[str, Dataset],
+    datasets: Mapping[str, Any],
     config: DataConfig,
     node_ids: Sequence[str],
     positions: Mapping[str, Any],
@@ -138,7 +184,7 @@ def _configured(
     """Give each rank what the user's own subclass gives it."""
     world_size = len(node_ids)
     given = config.configure(
-        datasets, world_size, worker_handles=None, worker_node_ids=list(node_ids)
+        as_ray_datasets(datasets), world_size, worker_handles=None, worker_node_ids=list(node_ids)
     )
     if len(given) != world_size or not all(isinstance(each, Mapping) for each in given):
         raise TypeError(
@@ -148,91 +194,50 @@ def _configured(
     return [
         {
             name: DatasetShard(
-                part,
-                world_size=world_size if config.splits(name) else 1,
-                position=_epoch(positions, name),
-                ordered=False,
+                rows,
+                Part(
+                    dataset=name,
+                    number=rank if config.splits(name) else 0,
+                    of=world_size if config.splits(name) else 1,
+                    ordered=False,
+                ),
+                position=RowPosition(RowPosition.decode(positions.get(position_name(name))).epoch),
             )
-            for name, part in by_name.items()
+            for name, rows in by_name.items()
         }
-        for by_name in given
+        for rank, by_name in enumerate(given)
     ]
 
 
-def _epoch(positions: Mapping[str, Any], name: str) -> RowPosition:
-    """Give the position before the epoch that was interrupted."""
-    return RowPosition(RowPosition.decode(positions.get(position_name(name))).epoch)
+def as_ray_datasets(datasets: Mapping[str, Any]) -> dict[str, Dataset]:
+    """Give tables as Ray Data's datasets."""
+    import ray.data
+
+    return {
+        name: each if _is_ray_dataset(each) else ray.data.from_blocks([each])
+        for name, each in datasets.items()
+    }
 
 
 def split_exactly(
-    datasets: Mapping[str, DatasetOrFactory],
+    datasets: Mapping[str, Any],
     config: DataConfig,
     sizes: Sequence[int],
     exact: ExactSplits,
 ) -> None:
     """Compute what is split exactly, for each size that the group of workers may have."""
     chosen = {name: each for name, each in datasets.items() if config.splits_exactly(name)}
-    for name, given in make(chosen).items():
+    for name, given in made(chosen).items():
+        if not _is_ray_dataset(given):
+            continue
         dataset = config.with_options(name, given)
         for size in sizes:
             exact.parts(name, dataset, config, size)
 
 
-def _rows(dataset: Dataset, world_size: int) -> int | None:
-    """Say how many rows each part has, unless the dataset would have to be computed for that."""
-    from ray.data.dataset import MaterializedDataset
-
-    return dataset.count() // world_size if isinstance(dataset, MaterializedDataset) else None
-
-
 def position_name(dataset_name: str) -> str:
     """Give the name under which a dataset's position is in a checkpoint."""
     return f"dataset:{dataset_name}"
-
-
-def _split(dataset: Dataset, world_size: int, hints: list[str] | None = None) -> list[DataIterator]:
-    """Give the parts of a dataset, equally long."""
-    if world_size == 1:
-        return [dataset.iterator()]
-    parts: list[DataIterator] = dataset.streaming_split(
-        world_size, equal=True, locality_hints=hints
-    )
-    return parts
-
-
-def _rest(dataset: Dataset, read: Read, world_size: int) -> tuple[list[DataIterator], list[object]]:
-    """Give the parts of what has not been read of a dataset, and what must live meanwhile.
-
-    Where the last readers were as many as there are now, each goes on with its own part.
-    """
-    if not read:
-        return [], []
-    owners: list[object] = []
-    for readers, rows in read:
-        parts = _split(dataset, readers)
-        owners.append(parts)  # whose actor owns the rows
-        with DaemonThreads(readers, "drawbar-split") as pool:  # all are read at the same time
-            tables = list(pool.map(lambda part: part.materialize(), parts))
-        left = [table.split_at_indices([rows])[1] for table in tables]
-        dataset = with_options(left[0].union(*left[1:]) if len(left) > 1 else left[0], None)
-    if readers == world_size:
-        return [each.iterator() for each in left], owners
-    return _split(dataset, world_size), owners
-
-
-def end_streams(shards: Iterable[Mapping[str, DatasetShard]]) -> None:
-    """End the actors of Ray Data that hand out the rows of shards which nobody reads any more.
-
-    One that Ray ends while it has rows left aborts, and the driver shows its C++ stack.
-    """
-    import ray
-
-    actors = {each for by_name in shards for shard in by_name.values() for each in shard.streams}
-    if actors:
-        stopped = [each.shutdown_executor.remote() for each in actors]
-        ray.wait(stopped, num_returns=len(stopped), timeout=STREAM_END_SECONDS)
-    for each in actors:
-        ray.kill(each)
 
 
 def fetch_shards(reference: Any) -> dict[str, DatasetShard]:

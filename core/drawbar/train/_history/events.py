@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from drawbar.train._errors import WorkerFailure
-from drawbar.train._messages import PreemptionInfo, Printed, Ranks, WorkerInfo
+from drawbar.train._messages import PassEnded, PreemptionInfo, Printed, Ranks, WorkerInfo
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import check_checkpoint_name
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
@@ -71,6 +71,14 @@ class ReportReceived(Journaled, frozen=True, kw_only=True, tag="report"):
     rank: int
     index: int
     metrics: dict[str, Any]
+
+
+class DatasetPassEnded(Journaled, frozen=True, kw_only=True, tag="dataset_pass"):
+    """A rank has gone through its part of a dataset, or has left it before the end."""
+
+    attempt: int
+    rank: int
+    passed: PassEnded
 
 
 class CheckpointCommitted(Journaled, frozen=True, kw_only=True, tag="checkpoint"):
@@ -161,6 +169,7 @@ JournaledEvent = (
     | WorkersStarted
     | UserFunctionStarted
     | ReportReceived
+    | DatasetPassEnded
     | CheckpointCommitted
     | CheckpointValidated
     | CheckpointDeleted

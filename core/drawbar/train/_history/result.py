@@ -13,6 +13,7 @@ from drawbar.train._errors import TrainingFailedError
 from drawbar.train._history.events import JournaledEvent, ReportReceived, RunEnded, RunStarted
 from drawbar.train._history.html import Card, curves_of
 from drawbar.train._history.journal import events_of, history, replay
+from drawbar.train._history.ledger import DataLedger
 from drawbar.train._history.ranking import ranked, score, why_unranked
 from drawbar.train._history.record import COLUMNS, row_of
 from drawbar.train._history.timeline import Snapshot, Timeline
@@ -135,6 +136,14 @@ class Result:
         reports = history(self._events())
         rows = [row_of(r) for r in sorted(reports, key=lambda r: (r.index, r.rank))]
         return pandas.DataFrame(rows, columns=None if rows else list(COLUMNS))
+
+    @property
+    def data_ledger(self) -> DataLedger:
+        """Which rows of the trainer's datasets were read in each epoch, over all restarts.
+
+        Such as `all(not each.repeated and not each.left_out for each in result.data_ledger)`.
+        """
+        return DataLedger.of(self._events())
 
     @property
     def timeline(self) -> Timeline:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from drawbar.train._controller.run import Run
-from drawbar.train._data import split
+from drawbar.train._data import preprocessing, split
 from drawbar.train._data.exact_split import ExactSplits
 from drawbar.train._data.shard import DatasetShard
+from drawbar.train._data.streams import end_streams
 from drawbar.train._group.capacity import missing, starting
 from drawbar.train._group.cluster import check_data, draining_nodes, node_shapes
 from drawbar.train._group.ranks import by_rank, visible_devices
 from drawbar.train._history.events import AttemptStarted
 from drawbar.train._messages import Assignment, Ranks, WorkerInfo, WorkerSpec
-from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.checkpoint import Checkpoint, with_preprocessor
 from drawbar.train._storage.remote_folder import Folder
+
+if TYPE_CHECKING:
+    from ray.data.preprocessor import Preprocessor
 
 
 class SpecPlan:
@@ -27,17 +31,32 @@ class SpecPlan:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._spec = run.spec
+        self._datasets = split.opened(self._spec.datasets)
+        self.metadata = self._spec.worker.metadata
+        if self._spec.dataset_config.preprocessor is not None and self._datasets:
+            self._preprocess(self._spec.dataset_config.preprocessor)
         self._exact_splits = ExactSplits()
         self._split_exactly()
         self._in_ray = ray.is_initialized()
         self._shards_in_use: list[dict[str, DatasetShard]] = []
 
+    def _preprocess(self, preprocessor: Preprocessor) -> None:
+        fitted = preprocessing.fitted(preprocessor, self._datasets)
+        self._datasets = preprocessing.applied(fitted, self._datasets)
+        self.metadata = with_preprocessor(self.metadata, fitted)
+
     def _split_exactly(self) -> None:
         scaling = self._spec.scaling_config
         sizes = range(max(scaling.min_workers, 1), max(scaling.max_workers, 1) + 1)
-        split.split_exactly(
-            self._spec.datasets, self._spec.dataset_config, sizes, self._exact_splits
-        )
+        config = self._spec.dataset_config
+        check_data(scaling, split.lazy(self._datasets, config))  # also of what a path has
+        split.split_exactly(self._datasets, config, sizes, self._exact_splits)
+
+    def left_over(self) -> list[str]:
+        """Say which rows of the datasets no worker gets."""
+        config = self._spec.dataset_config
+        world_size = max(self._spec.scaling_config.max_workers, 1)
+        return split.left_over(self._datasets, config, world_size)
 
     def assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
@@ -76,7 +95,7 @@ class SpecPlan:
 
     def _spec_of(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> WorkerSpec:
         """Give the spec of all workers, with the devices that those of this node share."""
-        spec = self._spec.worker
+        spec = replace(self._spec.worker, metadata=self.metadata)
         shares = self._spec.backend_config.backend_cls.share_cuda_visible_devices
         if not shares or not worker.gpu_ids:
             return spec
@@ -84,20 +103,22 @@ class SpecPlan:
         return replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": devices})
 
     def _shards(self, node_ids: Sequence[str], positions: Mapping[str, Any]) -> list[Any]:
-        datasets, config = self._spec.datasets, self._spec.dataset_config
-        if not datasets:
+        scaling, config = self._spec.scaling_config, self._spec.dataset_config
+        if not self._datasets:
             return [None] * len(node_ids)
-        made = split.make(datasets)
-        check_data(self._spec.scaling_config, split.lazy(made, config))
+        made = split.made(self._datasets)
+        check_data(scaling, split.lazy(made, config))
         self.close()
-        shards = split.shard(made, config, node_ids, positions, self._exact_splits)
+        local = scaling.max_workers == 0
+        each = {} if local else scaling.bundle
+        held = {name: amount * len(node_ids) for name, amount in each.items()}
+        shards = split.shard(made, config, node_ids, positions, self._exact_splits, held)
         self._shards_in_use = shards
-        local = self._spec.scaling_config.max_workers == 0
         return list(shards) if local else [ray.put(each) for each in shards]
 
     def close(self) -> None:
         """End what hands out the rows of the newest attempt's shards."""
-        split.end_streams(self._shards_in_use)
+        end_streams(self._shards_in_use)
         self._shards_in_use = []
 
     def waiting_for(self, up: int, placed: bool) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drawbar.train._carry import carry, keep
-from drawbar.train._controller.run import Datasets, RunSpec
+from drawbar.train._controller.run import RunSpec
 from drawbar.train._group.validators import ValidationWork
 from drawbar.train._launch import preflight
 from drawbar.train._launch.opening import named
@@ -29,7 +29,7 @@ def make_spec(
     *,
     scaling_config: ScalingConfig,
     run_config: RunConfig,
-    datasets: Datasets,
+    datasets: Mapping[str, Any],
     dataset_config: DataConfig,
     metadata: Mapping[str, Any],
     resume_from_checkpoint: Checkpoint | None,

@@ -5,12 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from drawbar.train._settings.checks import ShowsWhatWasSet, is_list_of, require_type
+from drawbar.train._rows import Equalize
+from drawbar.train._settings.checks import (
+    ShowsWhatWasSet,
+    is_list_of,
+    require_choice,
+    require_type,
+)
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset, ExecutionOptions
+    from ray.data.preprocessor import Preprocessor
 
 TRAIN_DATASET_KEY = "train"
 """The name of the dataset that is trained on."""
@@ -30,32 +37,44 @@ class DataConfig(ShowsWhatWasSet):
             them it is if they say `preserve_order=True`.
         enable_shard_locality: Prefer giving a worker the blocks that lie on its own node. Ray Data
             does so only where the order is not preserved.
-        equal: True streams a split dataset, as many rows to each worker, and leaves up to
-            `num_workers` - 1 rows out. False gives every row to a worker: consecutive parts, the
-            same in every attempt, that differ by one row at most. The dataset is computed once per
-            run and stays in Ray's object store. A part can be read without the other workers; a
-            restart begins it anew.
+        equalize: What is done about rows that the workers cannot share equally. "drop" leaves
+            them out, `num_workers` - 1 at most. "pad" gives the workers that have one row less a
+            neighbour's row besides. "join" gives every row to one worker, so that some have one
+            row more, and maybe one batch: for functions in which no worker waits for another at
+            each batch, or PyTorch's `Join`. "strict" is an error where rows are left over. All but
+            "drop" compute a Ray Data dataset once per run, keep it in Ray's object store and give
+            consecutive parts, the same in every attempt; a restart begins such a part anew.
         group_column: Rows with the same value in this column go to one worker, side by side; a
-            dataset whose groups lie apart is sorted first. Needs `equal=False`.
+            dataset whose groups lie apart is sorted first. Needs `equalize="join"`.
+        preprocessor: Of `ray.data.preprocessors`: fitted on "train" before the workers start,
+            unless it is fitted already, and applied to all datasets. Every checkpoint has it:
+            `Checkpoint.get_preprocessor()`.
     """
 
     datasets_to_split: Literal["all"] | Sequence[str] = (TRAIN_DATASET_KEY,)
     execution_options: Any | None = None
     enable_shard_locality: bool = True
     _: KW_ONLY
-    equal: bool = True
+    equalize: Equalize = "drop"
     group_column: str | None = None
+    preprocessor: Preprocessor | None = None
 
     def __post_init__(self) -> None:
         require_type("DataConfig.enable_shard_locality", self.enable_shard_locality, bool)
-        require_type("DataConfig.equal", self.equal, bool)
+        require_choice("DataConfig.equalize", self.equalize, get_args(Equalize))
         if self.group_column is not None:
             require_type("DataConfig.group_column", self.group_column, str)
-            if self.equal:
+            if self.equalize != "join":
                 raise ValueError(
                     f"DataConfig.group_column={self.group_column!r} keeps groups whole, so the "
-                    "workers cannot get equally many rows; set equal=False"
+                    f"workers cannot get equally many rows, but equalize={self.equalize!r}; set "
+                    'equalize="join"'
                 )
+        if self.preprocessor is not None and not hasattr(self.preprocessor, "fit_status"):
+            raise TypeError(
+                "DataConfig.preprocessor must be one of ray.data.preprocessors, such as "
+                f"StandardScaler(columns=[...]), found {self.preprocessor!r}"
+            )
         names = self.datasets_to_split
         if names == "all":
             return
@@ -71,8 +90,8 @@ class DataConfig(ShowsWhatWasSet):
         return self.datasets_to_split == "all" or name in self.datasets_to_split
 
     def splits_exactly(self, name: str) -> bool:
-        """Whether it is split so that no row is left out."""
-        return self.splits(name) and not self.equal and not self.is_configured
+        """Whether it is split by row numbers, and computed for that."""
+        return self.splits(name) and self.equalize != "drop" and not self.is_configured
 
     @property
     def is_configured(self) -> bool:
@@ -104,7 +123,7 @@ class DataConfig(ShowsWhatWasSet):
             dataset = self.with_options(name, dataset)
             if self.splits(name) and world_size > 1:
                 parts = dataset.streaming_split(
-                    world_size, equal=self.equal, locality_hints=hints or None
+                    world_size, equal=self.equalize != "join", locality_hints=hints or None
                 )
             else:
                 parts = [dataset.iterator()] * world_size

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
+
+import cloudpickle
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._storage.contents import MANIFEST, METADATA, list_files
@@ -35,6 +38,14 @@ from drawbar.train._storage.remote_folder import (
     same_filesystem,
 )
 from drawbar.train._storage.shared_copy import kept_copy, shared_copy
+
+PREPROCESSOR_KEY = "preprocessor_pkl"
+"""Where a preprocessor lies in a checkpoint's metadata, as in Ray Train's."""
+
+
+def with_preprocessor(metadata: Mapping[str, Any], preprocessor: object) -> dict[str, Any]:
+    """Give metadata that hold a preprocessor too."""
+    return {**metadata, PREPROCESSOR_KEY: cloudpickle.dumps(preprocessor).hex()}
 
 
 class Checkpoint:
@@ -161,6 +172,21 @@ class Checkpoint:
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add to the metadata; keys that are there already are replaced."""
         self.set_metadata({**self.get_metadata(), **metadata})
+
+    def get_preprocessor(self) -> Any:
+        """Give the fitted preprocessor of Ray Data's that the run's datasets went through.
+
+        It is unpickled: call this only for a checkpoint that you trust.
+
+        Returns:
+            That of `DataConfig.preprocessor` or `set_preprocessor`; None if there is none.
+        """
+        pickled = self.get_metadata().get(PREPROCESSOR_KEY)
+        return None if pickled is None else pickle.loads(bytes.fromhex(pickled))
+
+    def set_preprocessor(self, preprocessor: object) -> None:
+        """Add a preprocessor to the metadata, as `DataConfig.preprocessor` does."""
+        self.update_metadata(with_preprocessor({}, preprocessor))
 
     @property
     def manifest(self) -> Manifest | None:

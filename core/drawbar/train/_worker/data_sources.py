@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from drawbar.train._data.shard import DatasetShard
 from drawbar.train._data.split import fetch_shards, position_name
+from drawbar.train._messages import PassEnded
 
 
 class DataSources:
@@ -17,9 +18,16 @@ class DataSources:
     Args:
         shards: Refers to the shards of its datasets, if any.
         positions: How far each source was consumed at the checkpoint that the attempt goes on from.
+        tell: Hears of each pass over a shard that is over.
     """
 
-    def __init__(self, shards: object, positions: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        shards: object,
+        positions: Mapping[str, object],
+        tell: Callable[[PassEnded], None],
+    ) -> None:
+        self._tell = tell
         self._offered = shards
         self._lock = threading.RLock()
         self._shards: dict[str, DatasetShard] | None = None
@@ -34,6 +42,7 @@ class DataSources:
                 shards = fetch_shards(self._offered)
                 for each, shard in shards.items():
                     self.keep_position(position_name(each), shard.position)
+                    shard.tell = self._tell
                 self._shards = shards
         try:
             return self._shards[name]

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from drawbar.train._carry import carry
 from drawbar.train._messages import (
     Assignment,
@@ -37,6 +39,7 @@ from drawbar.train._messages import (
     Message,
     Offer,
     Order,
+    PassEnded,
     Reported,
     Retired,
     Wishes,
@@ -90,7 +93,7 @@ class Session:
         self._label = f"rank_{assignment.ranks.world_rank}"
         self._say = say
         self._mailbox = Mailbox(say)
-        self.data = DataSources(assignment.shards, assignment.positions)
+        self.data = DataSources(assignment.shards, assignment.positions, self._tell_pass)
         self.uploads = self._uploads_to(self.directory.checkpoints)
         self.callers = Callers(assignment.ranks)
         self._order = threading.RLock()  # one number after the other, said in that order
@@ -198,6 +201,10 @@ class Session:
             )
         follow = self.uploads.follow if waits else self.uploads.follow_in_background
         follow(index, offer)
+
+    def _tell_pass(self, ended: PassEnded) -> None:
+        with self._order:
+            self._say(msgspec.structs.replace(ended, index=self._next_report))
 
     def use_unshared(self) -> None:
         """Have checkpoints travel: this node does not share the run's directory."""

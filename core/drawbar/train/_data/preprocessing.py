@@ -1,0 +1,62 @@
+"""A preprocessor of Ray Data's: fitted on what is trained on, and applied to all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from drawbar.train._data import split
+from drawbar.train._settings.data_config import TRAIN_DATASET_KEY
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from ray.data import Dataset
+    from ray.data.preprocessor import Preprocessor
+
+
+def fitted(preprocessor: Preprocessor, datasets: Mapping[str, Any]) -> Preprocessor:
+    """Give a preprocessor that is fitted on the training data; one that is fitted already as it is.
+
+    Raises:
+        ValueError: It is to be fitted, and there is no dataset to train on.
+    """
+    from ray.data.preprocessor import Preprocessor
+
+    statuses = Preprocessor.FitStatus
+    if preprocessor.fit_status() in (statuses.FITTED, statuses.NOT_FITTABLE):
+        return preprocessor
+    if TRAIN_DATASET_KEY not in datasets:
+        raise ValueError(
+            f"DataConfig.preprocessor is fitted on datasets[{TRAIN_DATASET_KEY!r}], but the "
+            f"datasets are {', '.join(map(repr, datasets)) or 'none'}; fit it before"
+        )
+    train = {TRAIN_DATASET_KEY: datasets[TRAIN_DATASET_KEY]}
+    dataset = split.as_ray_datasets(split.made(train))[TRAIN_DATASET_KEY]
+    return copy.deepcopy(preprocessor).fit(dataset)
+
+
+def applied(preprocessor: Preprocessor, datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the datasets as the preprocessor leaves them; functions, when they are called."""
+    return {
+        name: partial(_made, preprocessor, name, each)
+        if callable(each)
+        else _transformed(preprocessor, each)
+        for name, each in datasets.items()
+    }
+
+
+def _made(preprocessor: Preprocessor, name: str, make: Any) -> Dataset | pa.Table:
+    return _transformed(preprocessor, split.made({name: make})[name])
+
+
+def _transformed(preprocessor: Preprocessor, dataset: Any) -> Dataset | pa.Table:
+    """Transform a table here and now, and a dataset of Ray Data's when it is read."""
+    if hasattr(dataset, "streaming_split"):
+        return preprocessor.transform(dataset)
+    from ray.data.block import BlockAccessor
+
+    batch = preprocessor.transform_batch(dataset.to_pandas())
+    table: pa.Table = BlockAccessor.for_block(BlockAccessor.batch_to_block(batch)).to_arrow()
+    return table

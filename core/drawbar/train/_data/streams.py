@@ -1,0 +1,169 @@
+"""Ray Data datasets, streamed: equally long parts that all ranks read at the same time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from drawbar.train._data.shard import DatasetShard, Part
+from drawbar.train._rows import Read, RowPosition, rest
+from drawbar.train._settings.data_config import DataConfig, with_options
+from drawbar.train._threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator, Dataset
+
+STREAM_END_SECONDS = 0.5
+
+
+def shard_stream(
+    name: str,
+    given: Dataset,
+    config: DataConfig,
+    node_ids: Sequence[str],
+    position: RowPosition,
+    held: Mapping[str, float],
+) -> list[DatasetShard]:
+    """Give each rank its shard of a dataset: an even part of its stream, or a stream of the whole.
+
+    A dataset whose position is inside an epoch is read once here, to find what is left.
+
+    Args:
+        name: Name of the dataset.
+        given: The dataset.
+        config: Whether to split it, and how Ray Data runs it.
+        node_ids: The node of each rank.
+        position: Where it is to go on.
+        held: The resources of all workers together, which the dataset cannot have.
+    """
+    dataset = _beside(config.with_options(name, given), held)
+    ordered = dataset.context.execution_options.preserve_order
+    world_size = len(node_ids) if config.splits(name) else 1
+    hints = list(node_ids) if config.enable_shard_locality else None
+    if not ordered:
+        position = RowPosition(position.epoch)
+    first, owners = _rest(dataset, position, world_size)
+    parts = _split(dataset, world_size, hints)
+    numbers = range(world_size) if config.splits(name) else [0] * len(node_ids)
+    rows = rows_of(given)
+    each = None if rows is None else rows // world_size
+    return [
+        DatasetShard(
+            parts[number],
+            Part(dataset=name, number=number, of=world_size, rows=each, ordered=ordered),
+            position=position,
+            rest=first[number] if first else None,
+            owners=owners,
+        )
+        for number in numbers
+    ]
+
+
+def _beside(dataset: Dataset, held: Mapping[str, float]) -> Dataset:
+    """Have a dataset use what the workers leave, unless the user has set its limits.
+
+    Ray Data counts on the whole cluster otherwise, and plans with CPUs that it never gets.
+    """
+    from ray.data import ExecutionResources
+
+    options = dataset.context.execution_options
+    limits = options.resource_limits
+    taken = ExecutionResources(
+        **{
+            name.lower(): held.get(name, 0.0) if getattr(limits, name.lower()) is None else 0.0
+            for name in ("CPU", "GPU")
+        }
+    )
+    with warnings.catch_warnings():  # Ray 2.60 would have labels used, which not every cluster has
+        warnings.simplefilter("ignore", DeprecationWarning)
+        options.exclude_resources = options.exclude_resources.add(taken)
+    return dataset
+
+
+def rows_of(dataset: Any) -> int | None:
+    """Count the rows of a dataset or table, unless it would have to be computed for that."""
+    if not hasattr(dataset, "streaming_split"):
+        rows: int = dataset.num_rows
+        return rows
+    from ray.data.dataset import MaterializedDataset
+
+    return dataset.count() if isinstance(dataset, MaterializedDataset) else None
+
+
+def _split(dataset: Dataset, world_size: int, hints: list[str] | None = None) -> list[DataIterator]:
+    """Give the parts of a dataset, equally long."""
+    if world_size == 1:
+        return [dataset.iterator()]
+    parts: list[DataIterator] = dataset.streaming_split(
+        world_size, equal=True, locality_hints=hints
+    )
+    return parts
+
+
+def _rest(
+    dataset: Dataset, position: RowPosition, world_size: int
+) -> tuple[list[DataIterator], list[object]]:
+    """Give the parts of what has not been read of a dataset, and what must live meanwhile."""
+    if not position.read:
+        return [], []
+    owners: list[object] = []
+    left: list[Any] = rest(
+        dataset,
+        position.read,
+        world_size,
+        split=partial(_split_owned, owners=owners),
+        leave_out=partial(_leave_out, epoch=position.epoch),
+        join=_join,
+    )
+    return [each.iterator() if hasattr(each, "iterator") else each for each in left], owners
+
+
+def _split_owned(dataset: Dataset, world_size: int, owners: list[object]) -> list[Any]:
+    parts = _split(dataset, world_size)
+    owners.append(parts)  # whose actor owns the rows
+    return parts
+
+
+def _leave_out(parts: list[Any], read: Read, epoch: int) -> list[Any]:
+    """Compute what is left of each part; all are read at the same time."""
+    with DaemonThreads(len(parts), "drawbar-split") as pool:
+        return list(pool.map(partial(_left, read=read, epoch=epoch), range(len(parts)), parts))
+
+
+def _left(number: int, part: Any, *, read: Read, epoch: int) -> Dataset:
+    import ray.data
+
+    if read.shuffle is None:
+        left: Dataset = part.materialize().split_at_indices([read.rows])[1]
+        return left
+    options = read.shuffle.options(epoch, number)
+    tables, seen = [], 0
+    source = part.iterator() if hasattr(part, "iterator") else part
+    for table in source.iter_batches(**options, batch_format="pyarrow"):
+        tables.append(table.slice(max(read.rows - seen, 0)))
+        seen += table.num_rows
+    shuffled: Dataset = ray.data.from_blocks(tables)
+    return shuffled
+
+
+def _join(parts: list[Any]) -> Dataset:
+    first, *others = parts
+    joined: Dataset = with_options(first.union(*others) if others else first, None)
+    return joined
+
+
+def end_streams(shards: Iterable[Mapping[str, DatasetShard]]) -> None:
+    """End the actors of Ray Data that hand out the rows of shards which nobody reads any more.
+
+    One that Ray ends while it has rows left aborts, and the driver shows its C++ stack.
+    """
+    import ray
+
+    actors = {each for by_name in shards for shard in by_name.values() for each in shard.streams}
+    if actors:
+        stopped = [each.shutdown_executor.remote() for each in actors]
+        ray.wait(stopped, num_returns=len(stopped), timeout=STREAM_END_SECONDS)
+    for each in actors:
+        ray.kill(each)

@@ -1,0 +1,172 @@
+"""Tables in memory, and Parquet files that fit into it: split by row numbers, without tasks.
+
+What a rank gets of a table lies in Ray's object store, once per node, as one block. Ray Data's
+iterators read it as they read anything else, but start no task and no actor for that, so a table
+needs no CPU beside the workers, and a restart inside an epoch reads nothing again.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from drawbar.train._data.exact_split import ExactPart, by_groups, require_equal
+from drawbar.train._data.shard import DatasetShard, Part
+from drawbar.train._rows import Equalize, Read, RowPosition, rest, shares
+from drawbar.train._settings.data_config import DataConfig
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from ray.data import Dataset
+
+SHARE_OF_STORE = 0.25
+"""How much of a node's object store Parquet files may fill; larger ones are streamed."""
+
+
+def is_table(given: object) -> bool:
+    """Whether something is a table: of Arrow, pandas, polars ..., or a Hugging Face dataset."""
+    return hasattr(given, "__arrow_c_stream__") or _is_hugging_face(given)
+
+
+def is_path(given: object) -> bool:
+    """Whether something is a path, or a list of paths."""
+    if isinstance(given, list | tuple):
+        return bool(given) and all(isinstance(each, str | os.PathLike) for each in given)
+    return isinstance(given, str | os.PathLike)
+
+
+def _is_hugging_face(given: object) -> bool:
+    return all(hasattr(given, each) for each in ("with_format", "features", "__len__"))
+
+
+def as_table(given: Any) -> pa.Table:
+    """Give the Arrow table that a table is, without its index if it has one."""
+    import pyarrow as pa
+
+    if isinstance(given, pa.Table):
+        return given
+    if _is_hugging_face(given):
+        return given.with_format("arrow")[:]
+    if hasattr(given, "iloc"):
+        return pa.Table.from_pandas(given, preserve_index=False)
+    return pa.table(given)
+
+
+def read_parquet(given: Any) -> pa.Table | Dataset:
+    """Read Parquet files, or have Ray Data stream them if they are too large for that.
+
+    Raises:
+        FileNotFoundError: There are none.
+    """
+    import pyarrow.dataset
+    import ray
+    import ray.data
+
+    paths = [os.fspath(each) for each in given] if isinstance(given, list | tuple) else given
+    paths = os.fspath(paths) if isinstance(paths, os.PathLike) else paths
+    files = pyarrow.dataset.dataset(paths, format="parquet")
+    groups = (group for each in files.get_fragments() for group in each.row_groups)
+    nbytes = sum(group.total_byte_size for group in groups)
+    stores = [node["Resources"].get("object_store_memory", 0) for node in _nodes()]
+    if nbytes <= SHARE_OF_STORE * min(stores, default=0):
+        return files.to_table()
+    streamed: Dataset = ray.data.read_parquet(paths)
+    return streamed
+
+
+def _nodes() -> list[dict[str, Any]]:
+    import ray
+
+    if not ray.is_initialized():
+        ray.init()
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # Ray has no types here
+
+
+def shard_table(
+    name: str, table: pa.Table, config: DataConfig, world_size: int, position: RowPosition
+) -> list[DatasetShard]:
+    """Give each rank its shard of a table: rows side by side, or the whole if it is not split.
+
+    Raises:
+        ValueError: There is no equal split, and `DataConfig` asks for one, or no such column.
+    """
+    of = world_size if config.splits(name) else 1
+    grouped = None
+    if of > 1 and config.group_column is not None:
+        table, grouped = by_groups(name, table, config.group_column, of)
+        position = RowPosition(position.epoch)  # groups stay whole in whole epochs alone
+    require_equal(name, table.num_rows, of, config.equalize)
+    bounds = grouped or shares(table.num_rows, of, config.equalize)
+    parts = [_part([table.slice(low, high - low)]) for low, high in bounds]
+    first = _rest(table, of, config.equalize, position) if position.read else []
+    return [
+        DatasetShard(
+            parts[number],
+            Part(
+                dataset=name,
+                number=number,
+                of=of,
+                rows=bounds[number][1] - bounds[number][0],
+                in_all=table.num_rows,
+                equalize=config.equalize,
+            ),
+            position=position,
+            rest=first[number] if first else None,
+        )
+        for number in (range(of) if of == world_size else [0] * world_size)
+    ]
+
+
+def _part(pieces: list[pa.Table]) -> ExactPart:
+    """Put tables into the object store as the rows of a rank."""
+    import ray.data
+
+    part = ray.data.from_blocks(pieces)
+    part.context.execution_options.preserve_order = True
+    part.context.enable_progress_bars = False
+    return ExactPart(part)
+
+
+Pieces = list["pa.Table"]
+"""Tables whose rows follow on one another."""
+
+
+def _rest(table: pa.Table, of: int, equalize: Equalize, position: RowPosition) -> list[ExactPart]:
+    """Put what each rank has left of the epoch that the position is in."""
+    left: list[Pieces] = rest(
+        [table],
+        position.read,
+        of,
+        split=partial(_split, equalize=equalize),
+        leave_out=partial(_leave_out, epoch=position.epoch),
+        join=lambda parts: [piece for part in parts for piece in part],
+    )
+    return [_part(each or [table.slice(0, 0)]) for each in left]
+
+
+def _split(pieces: Pieces, of: int, equalize: Equalize) -> list[Pieces]:
+    rows = sum(piece.num_rows for piece in pieces)
+    return [_rows(pieces, low, high) for low, high in shares(rows, of, equalize)]
+
+
+def _rows(pieces: Pieces, start: int, stop: int | None = None) -> Pieces:
+    """Give the rows from the `start`-th of these tables to before the `stop`-th."""
+    found: Pieces = []
+    for piece in pieces:
+        low = min(start, piece.num_rows)
+        high = piece.num_rows if stop is None else min(stop, piece.num_rows)
+        if low < high:
+            found.append(piece.slice(low, high - low))
+        start, stop = start - low, None if stop is None else stop - high
+    return found
+
+
+def _leave_out(parts: list[Pieces], read: Read, epoch: int) -> list[Pieces]:
+    if read.shuffle is None:
+        return [_rows(part, read.rows) for part in parts]
+    return [
+        _rows(list(_part(part).iter_batches(**options, batch_format="pyarrow")), read.rows)
+        for number, part in enumerate(parts)
+        if (options := read.shuffle.options(epoch, number))
+    ]

@@ -1,0 +1,211 @@
+"""Tables and Parquet files as datasets: split by row numbers, without a task of Ray Data's."""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import datasets
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import ray
+from ray.data.preprocessors import MaxAbsScaler
+
+from drawbar import train
+from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
+from drawbar.train._data import split
+from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.shard import DatasetShard
+from drawbar.train._rows import Equalize, shares
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
+
+SHUFFLE = {"local_shuffle_buffer_size": 30, "local_shuffle_seed": 7}
+NAMES = ("arrow", "pandas", "hugging_face", "parquet", "made")
+
+
+def frame(rows: int) -> pd.DataFrame:
+    return pd.DataFrame({"id": range(rows), "half": [row / 2 for row in range(rows)]})
+
+
+def ids(batches: Any) -> list[int]:
+    return [int(each) for batch in batches for each in batch["id"]]
+
+
+def read_every_kind() -> dict[str, list[int]]:
+    return {
+        name: ids(train.get_dataset_shard(name).iter_batches(batch_size=4)) for name in NAMES
+    } | {"valid": ids(train.get_dataset_shard("valid").iter_torch_batches(batch_size=4))}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_every_kind_is_split_alike_beside_workers_that_hold_every_cpu(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    pyarrow.parquet.write_table(pa.table({"id": range(19)}), tmp_path / "part.parquet")
+    result = DataParallelTrainer(
+        read_every_kind,
+        datasets={
+            "arrow": pa.table({"id": range(19)}),
+            "pandas": frame(40)[:19],
+            "hugging_face": datasets.Dataset.from_dict({"id": range(40)}).select(range(19)),
+            "parquet": tmp_path / "part.parquet",
+            "made": lambda: frame(19),
+            "valid": frame(5),
+        },
+        dataset_config=DataConfig(datasets_to_split=NAMES),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 4}),
+        run_config=run_config,
+    ).fit()
+    halves = [list(range(9)), list(range(9, 18))]  # row 18 is left out
+    for rank, found in enumerate(result.return_values):
+        assert found == dict.fromkeys(NAMES, halves[rank]) | {"valid": list(range(5))}
+
+
+def shards(table: Any, world_size: int, position: Any = None, **options: Any) -> list[DatasetShard]:
+    """Every rank's shard of one table."""
+    positions = {"dataset:train": position} if position else {}
+    opened = split.opened({"train": table})
+    of_ranks = split.shard(
+        opened, DataConfig(**options), ["node"] * world_size, positions, ExactSplits()
+    )
+    return [each["train"] for each in of_ranks]
+
+
+def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
+    """Read so many rows, or all that there are; give them and the shard's position then."""
+    seen: list[int] = []
+    for batch in shard.iter_batches(batch_size=10, **options):
+        seen += [int(each) for each in batch["id"]]
+        if len(seen) == rows:
+            return seen, shard.position()
+    return seen, shard.position()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("shuffle", [{}, SHUFFLE])
+def test_each_row_is_read_once_over_several_world_sizes(shuffle: dict[str, int]) -> None:
+    position, seen = None, list[int]()
+    for workers, rows in ((2, 10), (3, 20), (3, 10), (2, 1000)):
+        ranks = [take(each, rows, **shuffle) for each in shards(frame(1000), workers, position)]
+        position = ranks[0][1]
+        seen += chain(*(ids for ids, _ in ranks))
+    assert len(set(seen)) == len(seen) == 998  # 980 rows leave two over for 3 workers
+    assert position == {"epoch": 1, "read": []}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_seeded_shuffle_goes_on_in_its_order_and_is_another_for_each_epoch_and_rank() -> None:
+    whole = shards(frame(200), 2)
+    first, second = ([take(each, 1000, **SHUFFLE)[0] for each in whole] for _ in range(2))
+    assert all(
+        sorted(one) == sorted(other) and one != other
+        for one, other in zip(first, second, strict=True)
+    )
+    assert [each - 100 for each in first[1]] != first[0]
+    begun = [take(each, 40, **SHUFFLE) for each in shards(frame(200), 2)]
+    rest = [take(each, 1000, **SHUFFLE) for each in shards(frame(200), 2, begun[0][1])]
+    assert [one[0] + other[0] for one, other in zip(begun, rest, strict=True)] == first
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_small_shuffle_buffer_gives_every_rank_as_many_batches() -> None:
+    """From such blocks Ray Data alone makes 15 batches in place of 13 (ray-project/ray#66085)."""
+    sizes = [175, 20, 37, 28, 9, 10, 1, 1]
+    (shard,) = shards(pa.table({"id": range(sum(sizes))}), 1)
+    blocks = [pa.table({"id": range(size)}) for size in sizes]
+    shard._source = ray.data.from_blocks(blocks).iterator()
+    sizes_of = [
+        len(batch["id"])
+        for batch in shard.iter_batches(
+            batch_size=22, local_shuffle_buffer_size=17, local_shuffle_seed=0
+        )
+    ]
+    assert sizes_of == [22] * 12 + [17]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_every_method_of_an_iterator_is_there() -> None:
+    (shard,) = shards(frame(6), 1)
+    assert shard.count() == len(shard) == 6
+    assert shard.schema().names == ["id", "half"]
+    assert shard.materialize().count() == 6
+    assert [row["id"] for row in shard.iter_rows()] == list(range(6))
+    assert sum(table.num_rows for table in shard.arrow_tables()) == 6
+    assert isinstance(shard.stats(), str)
+    batches = shard.to_tf("id", "half", batch_size=4)
+    assert [len(features) for features, _ in batches] == [4, 2]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(
+    ("equalize", "parts"),
+    [
+        ("drop", [[0, 1], [2, 3], [4, 5]]),
+        ("pad", [[0, 1, 2], [2, 3, 4], [4, 5, 6]]),
+        ("join", [[0, 1], [2, 3], [4, 5, 6]]),
+    ],
+)
+def test_rows_that_are_left_over(equalize: Equalize, parts: list[list[int]]) -> None:
+    found = shards(frame(7), 3, equalize=equalize)
+    assert [ids(each.iter_batches()) for each in found] == parts
+
+
+def test_strict_names_what_each_rank_would_get() -> None:
+    message = (
+        r"datasets\['train'\] has 8 rows, which 3 workers cannot share equally: "
+        r"3 on ranks 1, 2, 2 on rank 0"
+    )
+    with pytest.raises(ValueError, match=message):
+        shards(frame(8), 3, equalize="strict")
+
+
+def test_shares_of_few_rows() -> None:
+    assert shares(2, 3, "pad") == ((0, 1), (0, 1), (1, 2))
+    assert shares(0, 2, "pad") == ((0, 0), (0, 0))
+    assert shares(2, 3, "drop") == ((0, 0), (0, 0), (0, 0))
+
+
+def scaled() -> tuple[list[float], list[float]]:
+    """Save a checkpoint; give the preprocessed column of both datasets."""
+    streamed = [row["half"] for row in train.get_dataset_shard("streamed").iter_rows()]
+    halves = [row["half"] for row in train.get_dataset_shard("train").iter_rows()]
+    with train.checkpoint_dir() as path:
+        train.report({}, checkpoint=path)
+    return halves, streamed
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_preprocessor_is_fitted_on_train_applied_to_all_and_kept(run_config: RunConfig) -> None:
+    result = DataParallelTrainer(
+        scaled,
+        datasets={"train": frame(5), "streamed": lambda: ray.data.from_pandas(frame(3))},
+        dataset_config=DataConfig(preprocessor=MaxAbsScaler(["half"])),
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    ).fit()
+    assert result.return_value == ([0, 0.25, 0.5, 0.75, 1], [0, 0.25, 0.5])
+    assert result.checkpoint is not None
+    kept = result.checkpoint.get_preprocessor()
+    assert kept.transform_batch(frame(9))["half"].max() == 2
+
+
+def test_a_preprocessor_needs_something_to_fit_on(run_config: RunConfig) -> None:
+    trainer = DataParallelTrainer(
+        scaled,
+        datasets={"valid": frame(5)},
+        dataset_config=DataConfig(preprocessor=MaxAbsScaler(["half"])),
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    )
+    with pytest.raises(ValueError, match=r"fitted on datasets\['train'\], but .* are 'valid'"):
+        trainer.fit()
+    with pytest.raises(TypeError, match=r"must be one of ray\.data\.preprocessors"):
+        DataConfig(preprocessor=1)  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""What a run has read of its datasets, as its journal tells it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drawbar.train._history.events import AttemptStarted, DatasetPassEnded, JournaledEvent
+from drawbar.train._history.ledger import DataLedger, DatasetEpoch
+from drawbar.train._messages import PassEnded
+
+
+def started(attempt: int, first_index: int) -> JournaledEvent:
+    return AttemptStarted(time=0, attempt=attempt, first_index=first_index, checkpoint=None)
+
+
+def passed(rank: int, rows: int | None, attempt: int = 0, **fields: Any) -> JournaledEvent:
+    """Rank `rank` of 2 has read so many rows of its part of 10."""
+    plain: dict[str, Any] = {
+        "dataset": "train",
+        "epoch": 0,
+        "before": [],
+        "part": rank,
+        "parts": 2,
+        "rows": rows,
+        "batches": 1,
+        "shuffled": False,
+        "ended": True,
+        "in_all": 10,
+        "equalize": "drop",
+    }
+    return DatasetPassEnded(
+        time=0, attempt=attempt, rank=rank, passed=PassEnded(**{**plain, **fields})
+    )
+
+
+def only(*events: JournaledEvent) -> DatasetEpoch:
+    (epoch,) = DataLedger.of(events)
+    return epoch
+
+
+def test_an_epoch_of_all_ranks() -> None:
+    epoch = only(passed(0, 5), passed(1, 5))
+    assert (epoch.rows, epoch.ended, epoch.ranges) == (10, True, ((0, 10),))
+    assert (epoch.repeated, epoch.left_out) == ((), ())
+
+
+def test_rows_that_were_padded_left_out_or_not_reached() -> None:
+    padded: dict[str, Any] = {"in_all": 9, "equalize": "pad"}
+    assert only(passed(0, 5, **padded), passed(1, 5, **padded)).repeated == ((4, 5),)
+    assert only(passed(0, 4, in_all=9), passed(1, 4, in_all=9)).left_out == ((8, 9),)
+    stopped = only(passed(0, 2, ended=False), passed(1, 2, ended=False))
+    assert (stopped.ended, stopped.left_out) == (False, ((2, 5), (7, 10)))
+    assert not only(passed(0, 5)).ended  # nothing was heard of rank 1
+
+
+def test_what_came_before_a_restart_counts_up_to_its_checkpoint() -> None:
+    """Two workers had read two rows each at the checkpoint; then each read on, which is lost."""
+    before: dict[str, Any] = {"before": [[2, 2]], "parts": 3}
+    epoch = only(
+        started(0, 0),
+        passed(0, 5, index=1),
+        started(1, 1),
+        *(passed(rank, 2, attempt=1, index=1, **before) for rank in range(3)),
+    )
+    assert (epoch.rows, epoch.ranges) == (10, ((0, 10),))
+
+
+def test_rows_that_have_no_number_are_counted() -> None:
+    stream: dict[str, Any] = {"in_all": None, "before": [[4, 10]]}
+    epoch = only(passed(0, 7, **stream), passed(1, 7, **stream))
+    assert (epoch.rows, epoch.ranges, epoch.repeated, epoch.left_out) == (54, None, None, None)
+    assert only(passed(0, None), passed(1, None)).rows is None
+
+
+def test_of_a_whole_dataset_one_rank_is_told() -> None:
+    whole: dict[str, Any] = {"part": 0, "parts": 1}
+    assert only(passed(0, 10, **whole), passed(1, 3, ended=False, **whole)).rows == 10
+
+
+def test_a_shuffle_has_read_all_in_the_end() -> None:
+    shuffled: dict[str, Any] = {
+        "shuffled": True,
+        "before": [[2, 2, {"buffer": 4, "batch_size": 2, "seed": 1}]],
+    }
+    assert only(passed(0, 3, **shuffled), passed(1, 3, **shuffled)).left_out == ()
+    part = only(passed(0, 2, ended=False, **shuffled), passed(1, 3, **shuffled))
+    assert (part.rows, part.ranges) == (9, None)
