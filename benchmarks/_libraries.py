@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +51,7 @@ class Library:
         torch: bool = False,
         max_failures: int = 0,
         callbacks: Sequence[object] = (),
+        datasets: Mapping[str, object] | None = None,
     ) -> Any:
         """Build a trainer that is ready for `fit()`, with a run name of its own.
 
@@ -61,6 +62,7 @@ class Library:
         trainer_class = home.TorchTrainer if torch else home.DataParallelTrainer
         return trainer_class(
             function,
+            datasets=dict(datasets or {}),
             scaling_config=train.ScalingConfig(num_workers=workers),
             run_config=train.RunConfig(
                 name=f"benchmark-{uuid.uuid4().hex[:8]}",

@@ -127,6 +127,13 @@ def test_lightgbm(run: Callable[..., str], tmp_path: Path) -> None:
     assert figure.read_bytes().startswith(PNG)
 
 
+def test_ray_data(run: Callable[..., str], tmp_path: Path) -> None:
+    output = run("ray_data.py", "--epochs", "8")
+    assert float(re.findall(r"'accuracy': ([\d.]+)", output)[0]) > 0.9
+    assert "rows of each epoch: [454, 454, 454, 454, 454, 454, 454, 454]" in output  # of 455
+    assert (tmp_path / "drawbar_results/tumours/curves.png").read_bytes().startswith(PNG)
+
+
 def test_tune_sweeps(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("tune_digits.py", "--trials", "2")
     assert float(re.findall(r"best: ([\d.]+)", output)[0]) > 0.5  # two guesses
