@@ -56,9 +56,9 @@ class DataParallelTrainer(ExplainsItsArguments):
         scaling_config: How many workers, on what.
         run_config: Where the run lies, restarts, checkpoints, callbacks.
         datasets: Datasets by name: of Ray Data, which are streamed; tables of pandas, Arrow or
-            Hugging Face, and paths of Parquet files, which are split by row numbers; or functions
-            that make one of these at each start. "train" is split evenly, the others are whole on
-            each worker; `dataset_config` changes that.
+            Hugging Face, paths of Parquet files, and map-style datasets of PyTorch's, which are
+            split by row numbers; or functions that make one of these at each start. "train" is
+            split evenly, the others are whole on each worker; `dataset_config` changes that.
         dataset_config: Which datasets are split.
         metadata: A JSON-able dict, found by `get_context().get_metadata()` and in every checkpoint.
         resume_from_checkpoint: A checkpoint, also of another run, that a new run starts from. A run

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._data import split
+from drawbar.train._data.items import is_map_style
 from drawbar.train._settings.data_config import TRAIN_DATASET_KEY
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def _transformed(preprocessor: Preprocessor, dataset: Any) -> Dataset | pa.Table
     """Transform a table here and now, and a dataset of Ray Data's when it is read."""
     if hasattr(dataset, "streaming_split"):
         return preprocessor.transform(dataset)
+    if is_map_style(dataset):
+        raise TypeError(
+            f"DataConfig.preprocessor transforms columns, and a {type(dataset).__name__} of "
+            "PyTorch's has items; give it as ray.data.from_torch(...)"
+        )
     from ray.data.block import BlockAccessor
 
     batch = preprocessor.transform_batch(dataset.to_pandas())

@@ -18,9 +18,6 @@ from drawbar.train._rows import Equalize, RowPosition, Shuffle
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from ray.data import DataIterator
-
-    from drawbar.train._data.exact_split import ExactPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +58,8 @@ class DatasetShard:
     `arrow_tables()` gives a pass over the blocks; `in_object_store` says where they are.
 
     Args:
-        rows: Gives the rank's rows, in the same order in every pass.
+        rows: Gives the rank's rows, in the same order in every pass: a `ray.data.DataIterator`, or
+            an `ExactPart` or `ItemsPart`, which have its methods.
         part: Which part they are.
         position: Where the first pass begins.
         rest: Gives the rows of that first pass; None for the whole part.
@@ -70,11 +68,11 @@ class DatasetShard:
 
     def __init__(
         self,
-        rows: DataIterator | ExactPart,
+        rows: Any,
         part: Part,
         *,
         position: RowPosition | None = None,
-        rest: DataIterator | ExactPart | None = None,
+        rest: Any = None,
         owners: object = None,
     ) -> None:
         self.part = part
@@ -285,7 +283,8 @@ class _Reading:
             return 1
         if self.batch_size is None:
             return _count_rows(item)
-        if self.options.get("collate_fn") or not isinstance(item, Sized):
+        collated = isinstance(item, list) or "collate_fn" in self.options
+        if collated or not isinstance(item, Sized):
             return self.batch_size
         return min(self.batch_size, _count_rows(item))
 

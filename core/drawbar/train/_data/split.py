@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.items import is_map_style, shard_items
 from drawbar.train._data.shard import DatasetShard, Part
 from drawbar.train._data.streams import rows_of, shard_stream
 from drawbar.train._data.tables import as_table, is_path, is_table, read_parquet, shard_table
@@ -14,7 +15,6 @@ from drawbar.train._settings.checks import warn_caller
 from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from ray.data import Dataset
 
 Opened = "Dataset | pa.Table | Callable[[], Any]"
@@ -47,11 +47,13 @@ def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) ->
 
 
 def _check_kind(name: str, dataset: object) -> None:
-    if not (_is_ray_dataset(dataset) or is_table(dataset) or is_path(dataset)):
+    kinds = (_is_ray_dataset, is_table, is_path, is_map_style)
+    if not any(is_kind(dataset) for is_kind in kinds):
         raise TypeError(
             f"datasets[{name!r}] must be a ray.data.Dataset, a table (of pandas, Arrow, Hugging "
-            "Face), the path of Parquet files, or a function that gives one of these, found "
-            f"{_kind(dataset)}. Make one by ray.data.from_items, read_csv ..."
+            "Face), the path of Parquet files, a map-style dataset of PyTorch's, or a function "
+            f"that gives one of these, found {_kind(dataset)}. Make one by ray.data.from_items, "
+            "read_csv ..."
         )
 
 
@@ -74,7 +76,7 @@ def opened(datasets: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def made(datasets: Mapping[str, Any]) -> dict[str, Dataset | pa.Table]:
+def made(datasets: Mapping[str, Any]) -> dict[str, Any]:
     """Call the functions that make datasets.
 
     Raises:
@@ -85,10 +87,9 @@ def made(datasets: Mapping[str, Any]) -> dict[str, Dataset | pa.Table]:
     }
 
 
-def _opened(name: str, given: Any) -> Dataset | pa.Table:
-    if _is_ray_dataset(given):
-        dataset: Dataset = given
-        return dataset
+def _opened(name: str, given: Any) -> Any:
+    if _is_ray_dataset(given) or is_map_style(given):
+        return given
     _check_kind(name, given)
     return as_table(given) if is_table(given) else read_parquet(given)
 
@@ -123,7 +124,7 @@ def left_over(datasets: Mapping[str, Any], config: DataConfig, world_size: int) 
 
 
 def shard(
-    datasets: Mapping[str, Dataset | pa.Table],
+    datasets: Mapping[str, Any],
     config: DataConfig,
     node_ids: Sequence[str],
     positions: Mapping[str, Any],
@@ -145,7 +146,9 @@ def shard(
     shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
     for name, given in datasets.items():
         position = RowPosition.decode(positions.get(position_name(name)))
-        if not _is_ray_dataset(given):
+        if is_map_style(given):
+            of_ranks = shard_items(name, given, config, len(node_ids), position)
+        elif not _is_ray_dataset(given):
             of_ranks = shard_table(name, given, config, len(node_ids), position)
         elif config.splits_exactly(name):
             of_ranks = _exact_shards(name, given, config, len(node_ids), position, exact)
@@ -210,13 +213,20 @@ def _configured(
 
 
 def as_ray_datasets(datasets: Mapping[str, Any]) -> dict[str, Dataset]:
-    """Give tables as Ray Data's datasets."""
+    """Give tables and items as Ray Data's datasets."""
+    return {name: _as_ray_dataset(each) for name, each in datasets.items()}
+
+
+def _as_ray_dataset(given: Any) -> Dataset:
     import ray.data
 
-    return {
-        name: each if _is_ray_dataset(each) else ray.data.from_blocks([each])
-        for name, each in datasets.items()
-    }
+    if _is_ray_dataset(given):
+        dataset: Dataset = given
+    elif is_map_style(given):
+        dataset = ray.data.from_torch(given)
+    else:
+        dataset = ray.data.from_blocks([given])
+    return dataset
 
 
 def split_exactly(

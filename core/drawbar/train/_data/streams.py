@@ -85,8 +85,7 @@ def _beside(dataset: Dataset, held: Mapping[str, float]) -> Dataset:
 def rows_of(dataset: Any) -> int | None:
     """Count the rows of a dataset or table, unless it would have to be computed for that."""
     if not hasattr(dataset, "streaming_split"):
-        rows: int = dataset.num_rows
-        return rows
+        return len(dataset)
     from ray.data.dataset import MaterializedDataset
 
     return dataset.count() if isinstance(dataset, MaterializedDataset) else None

@@ -1,0 +1,176 @@
+"""PyTorch's map-style datasets: items by number, made by the rank that reads them.
+
+The dataset itself lies in Ray's object store, once per node; each rank has the numbers of its
+items. A restart inside an epoch makes no item again that was read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from drawbar.train._data.exact_split import require_equal
+from drawbar.train._data.shard import DatasetShard, Part
+from drawbar.train._rows import Equalize, Read, RowPosition, Shuffle, rest, shares
+from drawbar.train._settings.data_config import DataConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Numbers = NDArray[np.int64]
+
+
+def is_map_style(given: object) -> bool:
+    """Whether something is a map-style dataset of PyTorch's; does not import it."""
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(given).__mro__}
+    has_items = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    return has_items and "torch.utils.data.dataset.Dataset" in kinds
+
+
+class ItemsPart:
+    """One rank's items of a dataset.
+
+    Args:
+        kept: The dataset, or a reference to it in the object store.
+        numbers: Those of the items, in order.
+    """
+
+    def __init__(self, kept: Any, numbers: Numbers) -> None:
+        self._kept = kept
+        self._numbers = numbers
+
+    @cached_property
+    def _dataset(self) -> Any:
+        import ray
+
+        return ray.get(self._kept) if isinstance(self._kept, ray.ObjectRef) else self._kept
+
+    def count(self) -> int:
+        """Count the items."""
+        return len(self._numbers)
+
+    def iter_rows(self) -> Iterator[Any]:
+        """Give the items as the dataset has them."""
+        return (self._dataset[int(number)] for number in self._numbers)
+
+    def iter_torch_batches(
+        self,
+        *,
+        batch_size: int = 256,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        device: Any = None,
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        prefetch_batches: int = 1,
+    ) -> Iterator[Any]:
+        """Give batches as a `torch.utils.data.DataLoader` makes them.
+
+        Args:
+            batch_size: Items of a batch.
+            collate_fn: Makes a batch of a list of items. Default: PyTorch's own.
+            device: Where tensors go. Default: they stay.
+            drop_last: Leave out a last batch that is smaller.
+            local_shuffle_buffer_size: Of any size: all items of this rank are shuffled.
+            local_shuffle_seed: Of the shuffle.
+            prefetch_batches: Ray Data's; nothing is fetched ahead.
+        """
+        if collate_fn is None:  # whoever has a dataset of PyTorch's has imported it
+            collate_fn = sys.modules["torch.utils.data"].default_collate
+        numbers = self._numbers
+        if local_shuffle_buffer_size:
+            numbers = shuffled(numbers, local_shuffle_seed)
+        for start in range(0, len(numbers), batch_size):
+            items = [self._dataset[int(number)] for number in numbers[start : start + batch_size]]
+            if drop_last and len(items) < batch_size:
+                return
+            batch = collate_fn(items)
+            yield batch if device is None else _moved(batch, device)
+
+    def iter_batches(self, *, batch_size: int = 256, **options: Any) -> Iterator[Any]:
+        """Give the batches of `iter_torch_batches` with NumPy's arrays in place of tensors."""
+        return map(_as_numpy, self.iter_torch_batches(batch_size=batch_size, **options))
+
+
+def shuffled(numbers: Numbers, seed: int | None) -> Numbers:
+    """Give numbers in another order, which follows from the seed."""
+    import numpy as np
+
+    return np.random.default_rng(seed).permutation(numbers)
+
+
+def _moved(batch: Any, device: Any) -> Any:
+    return _mapped(batch, lambda value: value.to(device) if hasattr(value, "to") else value)
+
+
+def _as_numpy(batch: Any) -> Any:
+    return _mapped(batch, lambda value: value.numpy() if hasattr(value, "numpy") else value)
+
+
+def _mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: _mapped(value, change) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_mapped(value, change) for value in batch]
+    return change(batch)
+
+
+def shard_items(
+    name: str, dataset: Any, config: DataConfig, world_size: int, position: RowPosition
+) -> list[DatasetShard]:
+    """Give each rank its shard of a dataset: items side by side, or all if it is not split.
+
+    Raises:
+        ValueError: There is no equal split, and `DataConfig` asks for one; or it has no columns to
+            group by.
+    """
+    import numpy as np
+    import ray
+
+    if config.splits(name) and config.group_column is not None:
+        raise ValueError(
+            f"DataConfig.group_column={config.group_column!r} needs columns, and "
+            f"datasets[{name!r}] is a {type(dataset).__name__}, which has items"
+        )
+    of = world_size if config.splits(name) else 1
+    items = np.arange(len(dataset))
+    require_equal(name, len(items), of, config.equalize)
+    kept = ray.put(dataset) if ray.is_initialized() else dataset
+    split = partial(_split, equalize=config.equalize)
+    parts = split(items, of)
+    leave_out = partial(_leave_out, epoch=position.epoch)
+    first = rest(items, position.read, of, split=split, leave_out=leave_out, join=np.concatenate)
+    return [
+        DatasetShard(
+            ItemsPart(kept, parts[number]),
+            Part(
+                dataset=name,
+                number=number,
+                of=of,
+                rows=len(parts[number]),
+                in_all=len(items),
+                equalize=config.equalize,
+            ),
+            position=position,
+            rest=ItemsPart(kept, first[number]) if position.read else None,
+        )
+        for number in (range(of) if of == world_size else [0] * world_size)
+    ]
+
+
+def _split(items: Numbers, of: int, equalize: Equalize) -> list[Numbers]:
+    return [items[low:high] for low, high in shares(len(items), of, equalize)]
+
+
+def _leave_out(parts: Sequence[Numbers], read: Read, epoch: int) -> list[Numbers]:
+    return [
+        _in_order(part, read.shuffle, epoch, number)[read.rows :]
+        for number, part in enumerate(parts)
+    ]
+
+
+def _in_order(part: Numbers, shuffle: Shuffle | None, epoch: int, number: int) -> Numbers:
+    return part if shuffle is None else shuffled(part, shuffle.seed_of(epoch, number))

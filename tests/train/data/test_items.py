@@ -1,0 +1,103 @@
+"""PyTorch's map-style datasets: items by number, made where they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from drawbar import train
+from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
+from drawbar.train._data import split
+from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.shard import DatasetShard
+
+
+class Squares(torch.utils.data.Dataset[dict[str, Any]]):
+    """So many numbers and their squares, made when they are asked for."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"id": number, "square": torch.tensor(float(number**2))}
+
+
+def shards(world_size: int, position: Any = None, rows: int = 1000) -> list[DatasetShard]:
+    positions = {"dataset:train": position} if position else {}
+    of_ranks = split.shard(
+        split.opened({"train": Squares(rows)}),
+        DataConfig(),
+        ["node"] * world_size,
+        positions,
+        ExactSplits(),
+    )
+    return [each["train"] for each in of_ranks]
+
+
+def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
+    seen: list[int] = []
+    for batch in shard.iter_batches(batch_size=10, **options):
+        seen += batch["id"].tolist()
+        if len(seen) == rows:
+            return seen, shard.position()
+    return seen, shard.position()
+
+
+@pytest.mark.parametrize(
+    "shuffle", [{}, {"local_shuffle_buffer_size": 30, "local_shuffle_seed": 7}]
+)
+def test_each_item_is_made_once_over_several_world_sizes(shuffle: dict[str, int]) -> None:
+    position, seen = None, list[int]()
+    for workers, rows in ((2, 10), (3, 20), (3, 10), (2, 1000)):
+        ranks = [take(each, rows, **shuffle) for each in shards(workers, position)]
+        position = ranks[0][1]
+        seen += [each for ids, _ in ranks for each in ids]
+    assert len(set(seen)) == len(seen) == 998
+    assert bool(shuffle) == (seen[:10] != list(range(10)))
+    assert position == {"epoch": 1, "read": []}
+
+
+def test_batches_are_those_of_a_loader() -> None:
+    (shard,) = shards(1, rows=5)
+    batches = list(shard.iter_torch_batches(batch_size=2, drop_last=True))
+    assert [batch["square"].tolist() for batch in batches] == [[0, 1], [4, 9]]
+    assert [row["id"] for row in shard.iter_rows()] == [0, 1, 2, 3, 4]
+    assert len(shard.iter_torch_batches(batch_size=2)) == 3  # type: ignore[arg-type]
+    assert shard.count() == len(shard) == 5
+    pairs = TensorDataset(torch.arange(4), torch.arange(4) * 2)
+    (shard,) = (
+        each["train"]
+        for each in split.shard({"train": pairs}, DataConfig(), ["node"], {}, ExactSplits())
+    )
+    assert [(x.tolist(), y.tolist()) for x, y in shard.iter_torch_batches(batch_size=3)] == [
+        ([0, 1, 2], [0, 2, 4]),
+        ([3], [6]),
+    ]
+
+
+def test_a_run_without_ray_reads_them_and_says_what_was_read(run_config: RunConfig) -> None:
+    def function() -> list[int]:
+        shard: Any = train.get_dataset_shard("train")
+        return [number for batch in shard.iter_torch_batches() for number in batch["id"].tolist()]
+
+    result = DataParallelTrainer(
+        function,
+        datasets={"train": Squares(300)},
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    ).fit()
+    assert result.return_value == list(range(300))
+    (epoch,) = result.data_ledger
+    assert (epoch.rows, epoch.repeated, epoch.left_out, epoch.batches) == (300, (), (), {0: 2})
+
+
+def test_columns_are_told_from_items() -> None:
+    config = DataConfig(equalize="join", group_column="id")
+    with pytest.raises(ValueError, match=r"needs columns, and .* is a Squares, which has items"):
+        split.shard({"train": Squares(3)}, config, ["node"], {}, ExactSplits())
