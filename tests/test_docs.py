@@ -55,7 +55,7 @@ GIVEN = {
         from drawbar import train
         from drawbar.torch import prepare_data_loader, prepare_model
         from drawbar.train import DataParallelTrainer, ScalingConfig
-        path, small = "data.parquet", ray.data.range(4)
+        path, frame = "data.parquet", pandas.DataFrame({"x": range(4)})
         pandas.DataFrame({"x": range(8)}).to_parquet(path)
         """,
     "docs/failures.md": """
