@@ -16,6 +16,7 @@ import pytest
 from ray import tune
 from ray._private.state import actors
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+from ray.tune.search.optuna import OptunaSearch
 from ray.util import placement_group_table
 
 from drawbar import train
@@ -147,10 +148,17 @@ def test_population_based_training_exchanges_checkpoints(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_killed_worker_restarts_within_its_trial(tmp_path: Path) -> None:
+def test_a_killed_worker_restarts_within_its_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the Tuner's process has set since Ray's start is there too."""
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--fast"])
+    monkeypatch.setenv("HF_SET_LATE", "1")
+
     def function(config: dict[str, Any]) -> None:
         context = train.get_context()
-        train.report({"loss": context.get_attempt(), "name": context.get_trial_name()})
+        found = {"argv": " ".join(sys.argv), "set": os.environ.get("HF_SET_LATE")}
+        train.report({"loss": context.get_attempt(), "name": context.get_trial_name(), **found})
         if context.get_attempt() == 0 and context.get_world_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         train.collective.barrier()
@@ -159,6 +167,7 @@ def test_a_killed_worker_restarts_within_its_trial(tmp_path: Path) -> None:
     (result,) = sweep(trainer(function, config).as_trainable(), tmp_path, {})
     assert result.metrics["loss"] == 1
     assert result.metrics["name"].startswith("DataParallelTrainer_")
+    assert (result.metrics["argv"], result.metrics["set"]) == ("sweep.py --fast", "1")
     first, second = train.Result.from_path(f"{result.path}/run_0").timeline.attempts
     assert "rank 1: worker process died: killed by SIGKILL" in first.outcome
     assert second.outcome == "finished"
@@ -179,6 +188,46 @@ def test_a_function_that_calls_fit(tmp_path: Path, left_over: Callable[[], list[
         assert each.metrics["training_iteration"] == 2
         (run, checkpoint) = Path(each.metrics["checkpoint_path"]).parts[-2:]
         assert (run, checkpoint) == (each.metrics["trial_id"], "checkpoint_000001")
+
+
+class KillsTheTrial(tune.Callback):
+    """Kills a trial's own process when Tune has its first checkpoint."""
+
+    def on_trial_save(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        if not trial.num_failures:
+            os.kill(trial.last_result["pid"], signal.SIGKILL)
+
+
+def test_a_killed_trial_that_optuna_has_suggested_goes_on_in_its_run(
+    tmp_path: Path, left_over: Callable[[], list[str]]
+) -> None:
+    def function(config: dict[str, Any]) -> None:
+        start = train.get_checkpoint()
+        with train.checkpoint_dir() as folder:
+            metrics = {"loss": config["lr"], "restored": start is not None}
+            train.report(metrics, checkpoint=folder)
+        if start is None:
+            signal.pause()
+
+    tuner = tune.Tuner(
+        trainer(function).as_trainable(),
+        param_space={"train_loop_config": {"lr": tune.choice([1, 2])}},
+        tune_config=tune.TuneConfig(
+            search_alg=OptunaSearch(seed=0), metric="loss", mode="min", num_samples=1
+        ),
+        run_config=tune.RunConfig(
+            storage_path=str(tmp_path),
+            verbose=0,
+            callbacks=[KillsTheTrial()],
+            failure_config=tune.FailureConfig(max_failures=1),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
+        ),
+    )
+    (result,) = results_of(tuner.fit())
+    assert result.metrics["restored"]
+    assert Path(result.checkpoint.path) == Path(result.path, "run_0", "checkpoint_000001")
+    assert len(train.Result.from_path(f"{result.path}/run_0").timeline.attempts) == 2
+    assert left_over() == []
 
 
 class DiesWhenSaved(tune.Callback):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import tune
+from ray.train._internal.checkpoint_manager import _CheckpointManager
 
 from drawbar.torch import TorchTrainer
 from drawbar.train import (
@@ -18,6 +21,7 @@ from drawbar.train import (
 from drawbar.train._group.placement import bundles_with_room
 from drawbar.train.testing import run_in_threads
 from drawbar.tune import TuneReportCallback, as_trainable, placement_group_factory
+from drawbar.tune._trainable import Saved
 from drawbar.tune._trial import check_names, next_run, run_names, with_parameters
 from drawbar.xgboost import XGBoostTrainer
 
@@ -130,6 +134,16 @@ def test_bundles_that_workers_can_get(
     bundles: list[dict[str, float]], taken: dict[str, float], count: int, expected: list[int]
 ) -> None:
     assert bundles_with_room(bundles, taken, {"CPU": 1}, count) == expected
+
+
+def test_a_checkpoint_that_tune_registers_twice_is_not_deleted(tmp_path: Path) -> None:
+    """As when a trial is paused: Tune's own results would have `num_to_keep=1` delete it."""
+    manager = _CheckpointManager(tune.CheckpointConfig(num_to_keep=1))
+    newest = tmp_path / "checkpoint_1"
+    for name in ("checkpoint_0", "checkpoint_1", "checkpoint_1"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        manager.register_checkpoint(Saved(tune.Checkpoint(str(tmp_path / name)), {}))
+    assert list(tmp_path.iterdir()) == [newest]
 
 
 def test_the_callback_outside_a_trial() -> None:

@@ -18,6 +18,7 @@ from drawbar.train._settings.backend import (
     require_package,
 )
 from drawbar.train._settings.checks import require_duration
+from drawbar.train._settings.driver import Driver
 from drawbar.train._surroundings import enter_trial
 from drawbar.train._worker.addresses import node_address, worker_address
 from drawbar.train._worker.integration import (
@@ -33,6 +34,7 @@ from drawbar.train._worker.program import run_program
 __all__ = [
     "Backend",
     "BackendConfig",
+    "Driver",
     "LauncherStore",
     "WorkerGroupView",
     "align_reports",

@@ -25,7 +25,7 @@ from drawbar.train import (
     TrainingFailedError,
     UserCallback,
 )
-from drawbar.train.backend import enter_trial
+from drawbar.train.backend import Driver, enter_trial
 from drawbar.tune._report import told
 from drawbar.tune._resources import placement_group_factory
 from drawbar.tune._trial import check_names, merged, next_run, run_names, with_parameters
@@ -76,7 +76,10 @@ def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
             wanted = merged(scaling, config.get("scaling_config", scaling))
             return placement_group_factory(wanted, validation)
 
-    trainable: type[tune.Trainable] = tune.with_parameters(TrialOfTrainer, trainer=trainer)
+    driver = Driver.here(config.forward_env)
+    trainable: type[tune.Trainable] = tune.with_parameters(
+        TrialOfTrainer, trainer=trainer, driver=driver
+    )
     return trainable
 
 
@@ -89,17 +92,18 @@ class RunTrainable(FunctionTrainable):
     """
 
     def setup(  # type: ignore[override]  # tune.with_parameters gives the trainer
-        self, config: dict[str, Any], trainer: DataParallelTrainer
+        self, config: dict[str, Any], trainer: DataParallelTrainer, driver: Driver
     ) -> None:
         """Take the trainer; the run starts with the first step, when Tune has said from where."""
         self._trainer = trainer
+        self._driver = driver
         self._forget()
 
     def _forget(self) -> None:
         self._run: RunHandle | None = None
         self._rounds = Rounds()
         self._start_from: str | None = None
-        self._saved = _TrainingResult(None, {})
+        self._saved = Saved(None, {})
 
     def step(self) -> dict[str, Any]:
         """Wait for the next round of reports, or for the end of the run."""
@@ -111,7 +115,7 @@ class RunTrainable(FunctionTrainable):
             return {RESULT_DUPLICATE: True}  # the last one was the last
         if checkpoint is not None:
             theirs = tune.Checkpoint(self._path_of(self._run.name, checkpoint), self._filesystem)
-            self._saved = _TrainingResult(theirs, {})
+            self._saved = Saved(theirs, {})
         return told(metrics, checkpoint) | {SHOULD_CHECKPOINT: checkpoint is not None}
 
     def save(self, checkpoint_dir: str | None = None) -> _TrainingResult:
@@ -173,7 +177,9 @@ class RunTrainable(FunctionTrainable):
             callbacks=[*mine.callbacks, self._rounds],
             resume="auto",
         )
-        return with_parameters(self._trainer, self.config, run_config=run_config, **changed).start()
+        trainer = with_parameters(self._trainer, self.config, run_config=run_config, **changed)
+        with self._driver.entered():  # this process may be on another node than the Tuner's
+            return trainer.start()
 
     def _place(self) -> tuple[str, Checkpoint | None]:
         """Give the name of the run to go on with, and the checkpoint that it begins at, if any."""
@@ -198,6 +204,24 @@ class RunTrainable(FunctionTrainable):
     def _path_of(self, run: str, checkpoint: Checkpoint) -> str:
         """Give the path of a run's checkpoint as Tune writes it, below the trial's folder."""
         return f"{self._folder}/{run}/{checkpoint.path.rpartition('/')[2]}"
+
+
+class Saved(_TrainingResult):
+    """A checkpoint for Tune, equal to any other of the same path.
+
+    Tune asks again for the newest one when it pauses a trial, and registers it again. Objects of
+    its own class are unequal then, so that `num_to_keep` has one of them deleted for the other.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Saved) and self._path == other._path
+
+    def __hash__(self) -> int:
+        return hash(self._path)
+
+    @property
+    def _path(self) -> str | None:
+        return self.checkpoint.path if self.checkpoint else None
 
 
 class Rounds(UserCallback):
