@@ -22,7 +22,8 @@ def torchrun(folder: Path, function: str, *options: str, trainer: str = "") -> t
             import json, os, signal, sys
             import torch, torch.distributed as dist
             from drawbar import train
-            from drawbar.torch import TorchTrainer, prepare_model
+            from drawbar.torch import TorchConfig, TorchTrainer, prepare_model
+            from drawbar.train.backend import Backend
 
             folder, rank = sys.argv[1], os.environ["RANK"]
 
@@ -77,10 +78,34 @@ def test_two_processes_are_one_run_of_two_ranks(tmp_path: Path) -> None:
                 train.report({"seen": total.item()}, checkpoint=path)
             print("rank", rank, "was here")
             places = [rank, context.get_world_size(), context.get_local_rank()]
-            return [*places, context.get_experiment_name(), type(model).__name__]
+            return [*places, context.get_experiment_name(), type(model).__name__, heard]
+
+        heard = []
+
+        class Telling(Backend):
+            def on_start(self, worker_group, backend_config):
+                ranks = worker_group.execute(lambda: int(os.environ["RANK"]))
+                worker_group.execute_single(1, hear, ranks)
+                try:
+                    worker_group.execute_single(1, hear)
+                except RuntimeError as error:
+                    hear(str(error).splitlines()[-1])
+
+        def hear(what):
+            import __main__
+            __main__.heard.append(what)
+
+        class TellingConfig(TorchConfig):
+            backend_cls = Telling
         """,
+        trainer="torch_config=TellingConfig(),",
     )
-    values = [[rank, 2, rank, "run", "DistributedDataParallel"] for rank in (0, 1)]
+    values = [
+        [rank, 2, rank, "run", "DistributedDataParallel", heard]
+        for rank, heard in enumerate(
+            [["TypeError: hear() missing 1 required positional argument: 'what'"], [[0, 1]]]
+        )
+    ]
     assert told == [[values, "checkpoint_000000", [2.0, 2.0]]] * 2, output
     files = {path.name for path in (tmp_path / "run" / "checkpoint_000000").iterdir()}
     assert {"rank_0", "rank_1"} <= files

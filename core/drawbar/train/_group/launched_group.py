@@ -9,14 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
+from drawbar.train._carry import Carried, carry
 from drawbar.train._group.peers import (
+    Answer,
     Begin,
     Ended,
+    Execute,
     FromPeer,
     Lost,
     Obey,
@@ -65,7 +71,9 @@ class LaunchedWorkerGroup:
         self._attempt = -1
         self._hear: Hear = lambda rank, messages: None
         self._running: dict[int, asyncio.Event] = {}  # by rank of a peer: its function has ended
-        self._asked: dict[int, asyncio.Future[Stack]] = {}
+        self._numbers = itertools.count()
+        self._asked: dict[int, tuple[int, Future[Answer]]] = {}  # by number: rank, and its answer
+        self._lost: dict[int, str] = {}  # by rank of a peer: why it says nothing any more
 
     @property
     def spare(self) -> int:
@@ -112,11 +120,15 @@ class LaunchedWorkerGroup:
                 self._running[rank].set()
                 if message is not None:
                     self._hear(rank, [message])
-            case Stack():
-                self._asked.pop(rank).set_result(said)
+            case Answer(number):
+                self._answered(number, said)
             case StopAsked(save):
                 self._stop(save)
             case Lost(detail):
+                self._lost[rank] = detail
+                for number, (asked, _) in list(self._asked.items()):
+                    if asked == rank:
+                        self._answered(number, Answer(number, error=detail))
                 if rank in self._running:
                     self._running[rank].set()
                 self._hear(rank, [Gone(detail=detail, time=time.time())])
@@ -141,16 +153,31 @@ class LaunchedWorkerGroup:
 
     async def stacks(self) -> dict[int, Stack | None]:
         """Ask every rank where its threads stand; None for one that does not answer."""
+        ranks = sorted(self._running)
+        asked = [asyncio.wrap_future(self._ask(rank, StackAsked)) for rank in ranks]
+        if asked:
+            await asyncio.wait(asked, timeout=STACK_SECONDS)
         found = await self._own.stacks()
-        for rank in self._running:
-            self._asked[rank] = self._loop.create_future()
-            self._peers.send(rank, StackAsked())
-        for rank, asked in list(self._asked.items()):
-            try:
-                found[rank] = await asyncio.wait_for(asked, STACK_SECONDS)
-            except TimeoutError:
-                found[rank] = None
+        for rank, each in zip(ranks, asked, strict=True):
+            answer = each.result().value if each.done() else None
+            found[rank] = answer if isinstance(answer, Stack) else None
+            each.cancel()
         return found
+
+    def _ask(self, rank: int, question: Callable[[int], StackAsked | Execute]) -> Future[Answer]:
+        """Ask a peer something, from any thread."""
+        number, answer = next(self._numbers), Future[Answer]()
+        self._asked[number] = rank, answer
+        self._peers.send(rank, question(number))
+        if rank in self._lost:  # looked at last: whoever is lost from now on is told of
+            self._answered(number, Answer(number, error=self._lost[rank]))
+        return answer
+
+    def _answered(self, number: int, answer: Answer) -> None:
+        _, asked = self._asked.pop(number, (-1, None))
+        # Whoever has asked may have waited long enough.
+        if asked is not None and asked.set_running_or_notify_cancel():
+            asked.set_result(answer)
 
     def move(self) -> None:
         """The launcher has placed them."""
@@ -162,24 +189,41 @@ class LaunchedWorkerGroup:
     def kill(self) -> None:
         """What the launcher has started, it kills."""
 
-    def execute_single_async(
+    def execute_single(
         self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Refuse: what reaches the other processes is their own script."""
-        raise _NOT_FROM_HERE
+        """Run a function on one worker and wait for its result.
 
-    def execute_async(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Refuse, too."""
-        raise _NOT_FROM_HERE
+        Raises:
+            RuntimeError: It raised there, or its process is gone.
+        """
+        if rank == 0:
+            return function(*args, **kwargs)
+        call = carry((function, args, kwargs))
+        result: R = _result(rank, self._ask(rank, partial(Execute, call=call)))
+        return result
 
-    execute_single = execute_single_async
-    execute = execute_async
+    def execute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Run a function on every worker and wait for all results, in rank order.
+
+        Raises:
+            RuntimeError: It raised on a peer, or a process is gone.
+        """
+        question = partial(Execute, call=carry((function, args, kwargs)))
+        asked = {rank: self._ask(rank, question) for rank in sorted(self._peers.infos)}
+        own = function(*args, **kwargs)  # meanwhile: the ranks may wait for each other in it
+        return [own, *(_result(rank, each) for rank, each in asked.items())]
+
+    # Without Ray there are no references: these give the results themselves.
+    execute_single_async = execute_single
+    execute_async = execute
 
 
-_NOT_FROM_HERE = NotImplementedError(
-    "the hooks of a Backend cannot run functions in processes that a launcher has started; use "
-    "BackendConfig.train_func_context"
-)
+def _result(rank: int, asked: Future[Answer]) -> Any:
+    answer = asked.result()
+    if isinstance(answer.value, Carried):
+        return answer.value.unpack()
+    raise RuntimeError(f"rank {rank}, in what a hook of the backend runs there: {answer.error}")
 
 
 def launched_here(ranks: Ranks, gpu_ids: tuple[str, ...]) -> WorkerInfo:

@@ -11,12 +11,14 @@ import json
 import pickle
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any
+from typing import Any, TypedDict
 
+from drawbar.train._carry import Carried, carry
 from drawbar.train._errors import ControllerError
 from drawbar.train._messages import Assignment, Message, Order, Ranks, WorkerInfo
 from drawbar.train._settings.backend import LauncherStore
@@ -59,6 +61,24 @@ class Obey:
 class StackAsked:
     """Say where the threads of this process stand."""
 
+    number: int
+
+
+@dataclass(frozen=True)
+class Execute:
+    """Run a packed (function, args, kwargs) for a backend."""
+
+    number: int
+    call: Carried
+
+    def answer(self) -> Answer:
+        """Do it; gives what came of it, whatever that is."""
+        try:
+            function, args, kwargs = self.call.unpack()
+            return Answer(self.number, carry(function(*args, **kwargs)))
+        except Exception:
+            return Answer(self.number, error=traceback.format_exc())
+
 
 @dataclass(frozen=True)
 class Over:
@@ -82,6 +102,15 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What was asked under this number: a stack, a packed value, or why there is none."""
+
+    number: int
+    value: Stack | Carried | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """The peer asks for the end of the run."""
 
@@ -95,7 +124,17 @@ class Lost:
     detail: str
 
 
-FromPeer = Said | Ended | Stack | StopAsked | Lost
+FromPeer = Said | Ended | Answer | StopAsked | Lost
+ToPeer = Begin | Obey | StackAsked | Execute | Over
+
+
+class Invitation(TypedDict, total=False):
+    """What rank 0 puts into the launcher's store: how it is reached, or why there is no run."""
+
+    host: str
+    port: int
+    key: str
+    refused: str
 
 
 class Wire:
@@ -107,6 +146,7 @@ class Wire:
 
     def send(self, thing: object) -> None:
         """Send something; if nobody receives any more, that shows where this side receives."""
+        # Outside the lock, and outside `suppress`: what does not pickle is an error of the caller.
         data = pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
         with self._sending, contextlib.suppress(OSError):
             self._connection.send_bytes(data)
@@ -143,6 +183,8 @@ class Peers:
     infos: dict[int, WorkerInfo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # What comes in is unpickled, so whoever can reach the port could run code here; the
+        # launcher shares the key with its own processes only.
         self._key = secrets.token_bytes(32)
         self._listener = Listener((self.host, 0), authkey=self._key)
         self._wires: dict[int, Wire] = {}
@@ -168,11 +210,11 @@ class Peers:
             self._came.wait_for(lambda: len(self.infos) == self.count, seconds)
             return len(self.infos)
 
-    def send(self, rank: int, thing: object) -> None:
+    def send(self, rank: int, thing: ToPeer) -> None:
         """Tell one something."""
         self._wires[rank].send(thing)
 
-    def send_all(self, thing: object) -> None:
+    def send_all(self, thing: ToPeer) -> None:
         """Tell all who have come something."""
         for wire in list(self._wires.values()):
             wire.send(thing)
@@ -205,7 +247,7 @@ def meet_rank_zero(store: LauncherStore, key: str, hello: Hello) -> tuple[Wire, 
         ControllerError: It could not open the run.
         OSError, EOFError: It is gone already.
     """
-    invitation: Mapping[str, Any] = json.loads(store.get(key))
+    invitation: Invitation = json.loads(store.get(key))
     if "refused" in invitation:
         raise ControllerError(f"rank 0 cannot open the run: {invitation['refused']}")
     address = (invitation["host"], invitation["port"])

@@ -25,8 +25,10 @@ from drawbar.train._controller.run import Ending, Outcome, RunSpec
 from drawbar.train._errors import ControllerError
 from drawbar.train._group.launched_group import LaunchedWorkerGroup, launched_here
 from drawbar.train._group.peers import (
+    Answer,
     Begin,
     Ended,
+    Execute,
     Hello,
     Obey,
     Over,
@@ -34,6 +36,7 @@ from drawbar.train._group.peers import (
     Said,
     StackAsked,
     StopAsked,
+    ToPeer,
     meet_rank_zero,
     peer_address,
 )
@@ -48,6 +51,7 @@ from drawbar.train._launch.host import Host, Job, Spawn, do_jobs
 from drawbar.train._messages import Assignment, Interrupt, Message, Ranks
 from drawbar.train._settings.backend import LauncherStore
 from drawbar.train._settings.validation_config import ValidationConfig
+from drawbar.train._threads import DaemonThreads
 from drawbar.train._worker.actor import Payload, within_reach
 from drawbar.train._worker.environment import ranks_by_launcher
 from drawbar.train._worker.session import Session
@@ -183,6 +187,7 @@ class LaunchedRun:
         self._function: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._jobs_wait = jobs_wait
+        self._hooks = DaemonThreads(1, "drawbar-hooks")  # one may hang, and the run still ends
         self._over = threading.Event()
         self._ending: Ending | None = None
         hello = Hello(ranks.world_rank, launched_here(ranks, _gpu_ids(spec, ranks)))
@@ -216,7 +221,7 @@ class LaunchedRun:
         self._over.set()
         self._jobs.put(None)
 
-    def _take(self, told: Begin | Obey | StackAsked | Over) -> None:
+    def _take(self, told: ToPeer) -> None:
         session = self._session
         match told:
             case Begin(assignment):
@@ -224,8 +229,10 @@ class LaunchedRun:
             case Obey(attempt, order):
                 if session is not None and session.assignment.attempt == attempt:
                     session.obey(order)
-            case StackAsked():
-                self._wire.send(take_stack(self._function))
+            case StackAsked(number):
+                self._wire.send(Answer(number, take_stack(self._function)))
+            case Execute():
+                self._hooks.submit(lambda: self._wire.send(told.answer()))
             case Over(ending):
                 self._ending = cloudpickle.loads(ending)
 
