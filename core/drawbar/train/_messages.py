@@ -126,15 +126,15 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """The files that one rank gives to a checkpoint.
 
     `directory` is where they are now. `staged` means that they already lie in the run's staging
-    area, so that committing them moves no byte. `name` is the directory name that the user asked
-    for, or None. `in_place`: the directory is, or will be, the checkpoint itself. `handed_over`: it
-    may be moved, and is deleted once the checkpoint is committed.
+    area, so that committing them moves no byte. `name` is that of the checkpoint's directory in the
+    run. `in_place`: the directory is, or will be, the checkpoint itself. `handed_over`: it may be
+    moved, and is deleted once the checkpoint is committed.
     """
 
     directory: str
     files: tuple[FileEntry, ...]
     staged: bool
-    name: str | None = None
+    name: str
     in_place: bool = False
     handed_over: bool = False
 
@@ -307,11 +307,15 @@ class Retired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """The function returned `value`, packed; `value_error` says why that is None."""
+    """The function returned `value`, packed; `value_error` says why that is None.
+
+    `remarks` are told if every other rank finishes too.
+    """
 
     time: float
     value: Carried | None = None
     value_error: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):

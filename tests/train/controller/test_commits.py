@@ -18,7 +18,7 @@ FILES = (FileEntry("fast", 1), FileEntry("slow", 1))
 
 
 def offered(rank: int) -> Reported:
-    offer = Offer(directory=f"/of/rank/{rank}", files=FILES, staged=False)
+    offer = Offer(directory=f"/of/rank/{rank}", files=FILES, staged=False, name="checkpoint_000000")
     return Reported(index=0, metrics={}, time=0.0, where="", offer=offer)
 
 

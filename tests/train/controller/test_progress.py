@@ -22,7 +22,7 @@ from drawbar.train._storage.contents import FileEntry
 def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> Reported:
     """With files it has a checkpoint; "" is one without any file."""
     entries = tuple(FileEntry(name, len(name)) for name in files if name)
-    offer = Offer(directory="/d", files=entries, staged=False) if files else None
+    offer = Offer(directory="/d", files=entries, staged=False, name="c") if files else None
     return Reported(
         index=index,
         metrics={"m": metrics},

@@ -23,6 +23,7 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._storage.contents import METADATA, list_files
+from drawbar.train._storage.files import SeenFiles
 from drawbar.train._storage.staging import Share, StagingArea
 from drawbar.train.testing import run_in_threads
 from tests.train.local_runs import ASYNC, fit, save
@@ -420,22 +421,36 @@ def test_ranks_may_hand_over_one_folder(tmp_path: Path, kind: str) -> None:
     assert content(far) == {"x": "x"}
 
 
-def test_ranks_delete_one_folder_at_once(tmp_path: Path) -> None:
+def test_ranks_delete_one_folder_while_one_of_them_fills_it_anew(tmp_path: Path) -> None:
     own = tmp_path / "own"
 
     def function() -> None:
-        for _ in range(8):
+        for turn in range(8):
             if train.get_context().get_world_rank() == 0:
                 for number in range(100):
-                    write(own / f"{number}" / "deep", model="m")
+                    write(own / f"{number}" / "deep", model=f"{turn}")
             collective.barrier()
             train.report({}, checkpoint=own, **HANDED_OVER)
-            collective.barrier()
 
     config = RunConfig(name="run", storage_path=str(tmp_path))
     result = run_in_threads(function, num_workers=4, run_config=config)
-    assert result.checkpoint is not None
-    assert len(content(result.checkpoint)) == 100
+    for turn, (checkpoint, _) in enumerate(result.best_checkpoints):
+        assert list(content(checkpoint).values()) == [f"{turn}"] * 100
+    assert not own.exists()
+
+
+def test_only_what_was_handed_over_is_deleted(tmp_path: Path) -> None:
+    own = write(tmp_path / "own", model="1", optimizer="1")
+    write(own / "deep", weights="1")
+    (own / "link").symlink_to("deep")
+    seen = SeenFiles.of(own, list_files(own))
+    shutil.rmtree(own)
+    write(own, model="2")
+    (own / "deep").mkdir()
+    seen.remove(given=False)
+    assert content(own) == {"model": "2"}
+    assert (own / "deep").is_dir()
+    SeenFiles.of(own, list_files(own)).remove(given=False)
     assert not own.exists()
 
 

@@ -45,7 +45,7 @@ from drawbar.train._messages import (
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage import fault_points, starting_point
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.checkpoint_store import Draft, default_name
+from drawbar.train._storage.checkpoint_store import Draft
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import (
     Manifest,
@@ -148,7 +148,7 @@ class Committer:
             return
         # Ranks may report different metrics; the checkpoint has those of the lowest with files.
         report = complete.reports[min(offers)]
-        name = offers[min(offers)].name or default_name(complete.index)
+        name = offers[min(offers)].name
         if any(each.name == name for each in self.kept):
             self._on_failure(committed_already(self._checkpoints.place(name)))
             return

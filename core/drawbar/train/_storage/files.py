@@ -7,7 +7,8 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.train._storage import fault_points
@@ -247,22 +248,57 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_files(directory: Path, files: Sequence[FileEntry]) -> None:
-    """Delete these files and the folders that are empty then; of what is linked, the links.
+@dataclass(frozen=True)
+class SeenFiles:
+    """Files of a folder as they were at one moment, to be deleted later if they still are the same.
 
-    What else is there stays. Any of it may go meanwhile, since peers delete the same.
+    Whoever shares the folder may have written the next ones there by then, under the same names.
+
+    Attributes:
+        directory: The folder.
+        identities: Of each file and link by its path, none of it behind a link; "" is the folder
+            itself where that is one.
     """
-    if directory.is_symlink():
-        remove_tree(directory)
-        return
-    links: set[str] = set()
-    for folder in sorted({way for file in files for way in ways_to(file.path)}):  # outer ones first
-        if not leads_through(folder, links) and os.path.islink(directory / folder):
-            links.add(folder)
-    own = (file.path for file in files if not leads_through(file.path, links))
-    for path in (*links, *own):
-        with contextlib.suppress(OSError):
-            os.unlink(directory / path)
-    for folder, _, _ in os.walk(directory, topdown=False):
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
+
+    directory: Path
+    identities: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, directory: Path, files: Sequence[FileEntry]) -> SeenFiles:
+        """Look at these files.
+
+        Raises:
+            FileNotFoundError: One is not there.
+        """
+        links: set[str] = {""} if directory.is_symlink() else set()
+        folders = {way for file in files for way in ways_to(file.path)}
+        for folder in sorted(folders):  # outer ones first
+            if not leads_through(folder, links) and os.path.islink(directory / folder):
+                links.add(folder)
+        own = [file.path for file in files if not leads_through(file.path, links)]
+        return cls(directory, {path: _identity(directory, path) for path in (*links, *own)})
+
+    def remove(self, *, given: bool) -> None:
+        """Delete those that are still the same, and the folders that are empty then.
+
+        Of what is linked, the links go. Any of it may be gone, since peers delete the same.
+
+        Args:
+            given: They were moved away from here. Otherwise empty folders stay if none of the files
+                is left: a peer has deleted those, and may fill the folders anew.
+        """
+        for path, identity in self.identities.items():
+            with contextlib.suppress(OSError):
+                if _identity(self.directory, path) == identity:
+                    os.unlink(self.directory / path if path else self.directory)
+                    given = True
+        if given and not self.directory.is_symlink():
+            for folder, _, _ in os.walk(self.directory, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
+
+
+def _identity(directory: Path, path: str) -> tuple[int, ...]:
+    # A file that takes the place of a deleted one may get its inode, but not its time too.
+    found = os.lstat(directory / path if path else directory)
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

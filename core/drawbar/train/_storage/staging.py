@@ -130,10 +130,20 @@ class StagingArea:
                 fault_points.reached("persist.half")
                 _files.take_mode_of_folder(stage)
                 return stage
+            seen = _files.SeenFiles.of(share.source, share.files)
             copy = self.put(share)
             stage = stage if _moved(copy, stage) else copy
-            _files.remove_files(share.source, share.files)
+            seen.remove(given=True)
         return stage
+
+    def let_go(self, seen: _files.SeenFiles, *, given: bool) -> None:
+        """Delete what was handed over and committed, after all that other ranks are deleting.
+
+        A rank's `report()` then returns when nobody else deletes in a folder that they share: what
+        it writes there next must not meet a peer that is in the middle of it.
+        """
+        with one_at_a_time(self.path / "letting_go.lock"):
+            seen.remove(given=given)
 
     def taken_over(self, source: Path, name: str, *, attempt: int) -> Path | None:
         """Find where a rank of this node has taken a folder that others report too."""

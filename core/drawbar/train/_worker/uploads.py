@@ -33,7 +33,7 @@ from drawbar.train._messages import (
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink
 from drawbar.train._storage.contents import FileEntry, is_outside, list_files, look_into
-from drawbar.train._storage.files import remove_files, remove_tree
+from drawbar.train._storage.files import SeenFiles, remove_tree
 from drawbar.train._storage.manifest import user_files
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.retries import is_transient
@@ -160,6 +160,7 @@ class Uploads:
         self._say = say
         self._wait = wait
         self._functions: dict[str, tuple[CheckpointUploadFn, Checkpoint]] = {}
+        self._seen: dict[str, SeenFiles] = {}  # by the name of the checkpoint that they are for
         self._following = threading.Lock()  # threads that report checkpoints in the background
         self._background: DaemonThreads | None = None
         self._in_flight: list[tuple[int, Future[None]]] = []
@@ -193,11 +194,11 @@ class Uploads:
                 )
             return self._offer_in_place(checkpoint, "report() with NO_UPLOAD")
         if upload_fn is not None:
-            return self._offer_to_function(checkpoint, name, upload_fn, handed_over)
+            return self._seen_now(self._offer_to_function(checkpoint, name, upload_fn, handed_over))
         if not checkpoint.is_local and self._checkpoints.name_of(checkpoint) is None:
             checkpoint = self._brought(checkpoint)
         try:
-            return self._offer_files(checkpoint, name, mode, handed_over)
+            return self._seen_now(self._offer_files(checkpoint, name, mode, handed_over))
         # Another rank of this node may have handed over the same folder a moment ago.
         except FileNotFoundError:
             source = Path(checkpoint.path)
@@ -205,6 +206,12 @@ class Uploads:
             if taken is None:
                 raise
             return self._offer_taken(taken, name)
+
+    def _seen_now(self, offer: Offer) -> Offer:
+        """Remember the files that are to be deleted once they are committed, and no others."""
+        if offer.handed_over and not self._is_own(offer):
+            self._seen[offer.name] = SeenFiles.of(Path(offer.directory), offer.files)
+        return offer
 
     def _brought(self, checkpoint: Checkpoint) -> Checkpoint:
         """Copy a checkpoint from wherever it lies to where a commit can take it."""
@@ -325,7 +332,8 @@ class Uploads:
         if self._is_own(offer):
             remove_tree(Path(offer.directory))
         elif offer.handed_over:
-            remove_files(Path(offer.directory), offer.files)
+            given = isinstance(order, Persist) and bool(order.files)
+            self._staging.let_go(self._seen.pop(offer.name), given=given)
 
     def _is_own(self, offer: Offer) -> bool:
         return self._staging.holds(Path(offer.directory))
