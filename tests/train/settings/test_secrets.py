@@ -15,7 +15,7 @@ from drawbar.train._launch.resume import changes
 from drawbar.train._settings.secrets import HIDDEN, without_secrets
 from tests.train.local_runs import fit
 
-S = "s3cr3t-value"
+S = "s3cr3t-value-4b1f"
 
 
 @dataclass
@@ -39,6 +39,8 @@ class Tracking:
         {"tokenTwo": S},
         {"api_key_2": S},
         {"wandb_key": S},
+        {"note": f"comet_key: {S}"},
+        {"nested": {"key": S}},
         {"auth": ("ann", S)},
         {"nested": {b"api_key": S}},
         {"license": S},
@@ -67,6 +69,8 @@ def test_a_secret_is_nowhere_but_in_the_function(
         {"max_tokens": 5, "pad_token_id": 0, "pad_token": "<pad>", "num_tokens": "many"},
         {"tokens": 3, "token_type": "a", "keys": ["k"], "tokenizer": "bert", "use_secret": True},
         {"auth": "basic", "sort_key": "k", "key_2": "k", "label_token_ids": [1, 2]},
+        {"sort_key": "the_longest_of_all_columns", "s3_key": "data/2026/part-0001.parquet"},
+        {"seed_key": "12345678901234567890", "note": "group_key=customer_identifier"},
         {"nested": {"tokens": 3}, "url": "https://host:80/a@b", "monkey": "m", "password": None},
     ],
 )

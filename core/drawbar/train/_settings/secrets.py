@@ -11,27 +11,34 @@ HIDDEN = "<secret>"
 # Bounded, as the name of a URL's scheme begins at a word: a config may hold megabytes of text.
 _NAMES = (
     r"[\w-]{0,80}(?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|private[_-]?key"
-    r"|credential|authorization|(?:wandb|hf|openai|comet|neptune|clearml|aws|s3|gcs|azure)[_-]?key)s?"
+    r"|credential|authorization)s?"
     r"(?:[_-]?(?:\d{1,3}|one|two|three|old|new))?"
 )
 _IS_SECRET = re.compile(_NAMES, re.IGNORECASE)
-_ASSIGNED = re.compile(rf"(?i)\b({_NAMES}['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,)}}\]]+)")
+_KEYS = r"[\w-]{0,80}key(?:[_-]?\d{1,3})?"
+_IS_KEY = re.compile(_KEYS, re.IGNORECASE)
+# What a service gives out, such as 40 hex digits; no word, path or number.
+_IS_RANDOM = re.compile(r"(?=\D*\d)(?=[^A-Za-z]*[A-Za-z])[\w+=-]{16,}")
+_ASSIGNED = re.compile(
+    rf"(?i)(?<![\w-])((?:{_NAMES}|{_KEYS})['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,)}}\]]+)"
+)
 _PAIRS = ("auth", "basic_auth", "http_auth")  # of a user and a password
 _IN_URL = re.compile(r"\b(\w+://[^\s/:@'\"]*:)[^\s/@'\"]+@")
 _NOT_SECRET = re.compile(r"(?i)(?:num|max|min|n|pad|bos|eos|unk|mask|sep|cls)_\w*tokens?(?:_id)?s?")
 
 
-def without_secrets(settings: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
+def without_secrets(settings: Mapping[str, object], names: Collection[str] = ()) -> dict[str, str]:
     """Give settings as reprs, key by key, without what looks like a secret.
 
     That is the value of a key that is among `names` or ends like "token", "secret", "password" or
-    "api_key", perhaps with a number, at any depth, unless it is a number, a bool or None; the
-    password in a URL; and the second half of an "auth".
+    "api_key", perhaps with a number, at any depth, unless it is a number, a bool or None; what a
+    service gives out, by its looks, where the key ends like "key"; the password in a URL; and the
+    second half of an "auth".
     """
     return {_text(key): _shown(_text(key), value, names) for key, value in settings.items()}
 
 
-def _shown(key: str, value: Any, names: Collection[str]) -> Any:
+def _shown(key: str, value: object, names: Collection[str]) -> str:
     shown = _without_secrets(key, value, names)
     return HIDDEN if shown is HIDDEN else cleaned(repr(shown))
 
@@ -42,6 +49,8 @@ def _text(key: object) -> str:
 
 def _without_secrets(key: str, value: Any, names: Collection[str]) -> Any:
     if key in names or (looks_secret(key) and not isinstance(value, int | float | None)):
+        return HIDDEN
+    if isinstance(value, str) and _is_given_out(key, value):
         return HIDDEN
     if type(value) is dict:
         return {each: _without_secrets(_text(each), value[each], names) for each in value}
@@ -58,7 +67,8 @@ def cleaned(text: str) -> str:
     def hide(match: re.Match[str]) -> str:
         name = re.split(r"['\"\s=:]", match[1])[0]
         plain = re.fullmatch(r"[-+\d.eE]+|True|False|None", match[2])
-        return match[0] if plain or not looks_secret(name) else match[1] + HIDDEN
+        secret = looks_secret(name) or _is_given_out(name, match[2].strip("'\""))
+        return match[1] + HIDDEN if secret and not plain else match[0]
 
     return _IN_URL.sub(rf"\1{HIDDEN}@", _ASSIGNED.sub(hide, text))
 
@@ -66,3 +76,8 @@ def cleaned(text: str) -> str:
 def looks_secret(key: str) -> bool:
     """Whether a key names a secret, as `hf_token` does and `max_tokens` does not."""
     return _IS_SECRET.fullmatch(key) is not None and _NOT_SECRET.fullmatch(key) is None
+
+
+def _is_given_out(key: str, value: str) -> bool:
+    """Whether a value is a secret by its looks: a sort_key is none, the random wandb_key is one."""
+    return _IS_KEY.fullmatch(key) is not None and _IS_RANDOM.fullmatch(value) is not None
