@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawbar.torch import TorchConfig, get_device, get_devices
+from drawbar.torch import TorchConfig, get_device, get_devices, prepare_model
 from drawbar.torch._devices import visible_indices
 from drawbar.train import Result, ScalingConfig, WorkerGroupError, get_context
 
@@ -44,8 +44,10 @@ def test_without_gpus_the_device_is_the_cpu(fit: Callable[..., Result]) -> None:
 
 
 def test_there_is_no_device_outside_a_training_function() -> None:
-    with pytest.raises(RuntimeError, match="inside a training function"):
+    with pytest.raises(RuntimeError, match=r"^get_device\(\) works inside a training function"):
         get_device()
+    with pytest.raises(RuntimeError, match=r"^prepare_model\(\) works inside a training function"):
+        prepare_model(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.usefixtures("ray_cluster")

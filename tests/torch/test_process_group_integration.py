@@ -54,6 +54,7 @@ def test_a_script_can_make_its_own_group_instead(fit: Callable[..., Result]) -> 
         for _ in range(2):
             dist.barrier()
             dist.destroy_process_group()
+            collective.barrier()  # or rank 1 would find the store that rank 0 is about to leave
             dist.init_process_group("gloo")
             sizes.append(dist.get_world_size(dist.new_group([0, 1])))
         dist.barrier()  # the store is rank 0's: it must not leave while rank 1 still joins
@@ -135,6 +136,18 @@ def test_workers_that_exchanged_nothing_are_told_once(
 ) -> None:
     fit(lambda: function(), num_workers=2)
     assert capfd.readouterr().err.count("drawbar.torch.prepare_model(model)") == told
+
+
+def test_an_error_is_all_that_is_told(
+    fit: Callable[..., Result], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def function() -> None:
+        if get_context().get_world_rank() == 1:
+            raise ValueError("an error of its own")
+
+    with pytest.raises(WorkerGroupError, match="an error of its own"):
+        fit(function, num_workers=2)
+    assert "prepare_model" not in capfd.readouterr().err
 
 
 def test_one_worker_has_nobody_to_exchange_with(

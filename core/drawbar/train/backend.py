@@ -26,6 +26,7 @@ from drawbar.train._worker.integration import (
     collectives_called,
     discard_checkpoint,
     keep_data_position,
+    remark,
     report_soon,
     retire_process,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "enter_trial",
     "keep_data_position",
     "node_address",
+    "remark",
     "report_soon",
     "require_duration",
     "require_package",

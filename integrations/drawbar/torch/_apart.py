@@ -7,7 +7,6 @@ collective, or there is another group, or the ranks have met through the control
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +14,14 @@ from typing import Any
 import torch.distributed as dist
 
 from drawbar.train import get_context
-from drawbar.train.backend import collectives_called
+from drawbar.train.backend import collectives_called, remark
 
-_logger = logging.getLogger("drawbar.torch")
 _our_own = 0
 
 
 @contextmanager
 def said_if_apart() -> Iterator[None]:
-    """Have rank 0 warn if the function inside returns and its rank has met no other."""
+    """Have the run say at its end if the function inside returns and rank 0 has met no other."""
     global _our_own
     _our_own = 0
     before = _traces()
@@ -31,11 +29,10 @@ def said_if_apart() -> Iterator[None]:
     context = get_context()
     is_one_of_many = context.get_world_rank() == 0 and context.get_world_size() > 1
     if is_one_of_many and before is not None and _traces() == before:
-        _logger.warning(
-            "the %d workers have not exchanged anything: no model was made data-parallel and no "
-            "collective called. If they train one model, wrap it: "
-            "drawbar.torch.prepare_model(model); if each works for itself, all is well",
-            context.get_world_size(),
+        remark(
+            f"the {context.get_world_size()} workers have not exchanged anything: no model was "
+            "made data-parallel and no collective called. If they train one model, wrap it: "
+            "drawbar.torch.prepare_model(model); if each works for itself, all is well"
         )
 
 

@@ -153,6 +153,11 @@ def test_a_dead_process_is_explained(run_config: RunConfig, end: Any, told: str)
         fit(function, run_config)
     assert "rank 1: worker process died" in str(raised.value)
     assert told in str(raised.value)
+    if told == "SIGSEGV":
+        _, crashed, *others = raised.value.failures[0].message.split("\n\n")
+        assert crashed.startswith("Current thread")
+        assert "string_at" in crashed
+        assert others
 
 
 def test_a_rank_that_returns_without_its_report_is_named(run_config: RunConfig) -> None:

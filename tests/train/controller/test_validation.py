@@ -337,7 +337,7 @@ def test_why_a_validation_failed_is_kept_and_told(failed: tuple[Result, str]) ->
     errors = [each.validation.error for each in found if each.validation]
     assert errors[0].startswith(f"ValueError: no such label ({__file__}:")
     assert errors[1].startswith(f"SystemExit: 3 ({__file__}:")
-    assert errors[2].startswith("WorkerCrashedError: ")
+    assert errors[2].startswith("the process of its task died, 2 times: by SIGKILL")
     assert errors[4] == "it took longer than timeout_s=1"
     assert errors[5].startswith("TypeError: the validation function must return a dict, found [1]")
     assert errors[6].startswith("TypeError: ")

@@ -174,9 +174,12 @@ def test_a_log_without_a_crash_is_not_quoted() -> None:
 
 
 def test_the_account_of_a_crash_is_short() -> None:
-    stacks = "".join(f"  File train.py, line {line} in step\n" for line in range(100))
+    lines = "".join(f"  File train.py, line {line} in step\n" for line in range(100))
+    stacks = f"Thread 0x1:\n{lines}\nCurrent thread 0x2:\n  File c.py, line 3 in call\n"
     fault_log = f"epoch 1\nFatal Python error: Bus error\n\n{stacks}\nExtension modules: numpy"
-    assert len(verdict(report(7), "", fault_log).splitlines()) == 40
+    told = verdict(report(7), "", fault_log).splitlines()
+    assert len(told) == 40
+    assert told[2:4] == ["Current thread 0x2:", "  File c.py, line 3 in call"]
 
 
 def test_without_a_status_the_oom_count_still_speaks() -> None:

@@ -308,6 +308,11 @@ class Attempt:
             if rank not in self.values
         }
 
+    def remarks(self) -> list[str]:
+        """List what ranks have to say of an attempt that went well, each thing once."""
+        said = (remark for _, value in sorted(self.values.items()) for remark in value.remarks)
+        return list(dict.fromkeys(said))
+
     def reports_of(self, rank: int) -> int:
         """How often a rank has reported in this attempt."""
         return self._progress.ranks[rank].reports - self._progress.first_index

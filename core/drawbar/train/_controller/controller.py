@@ -141,6 +141,8 @@ class Controller:
                     raise asyncio.CancelledError from failed
             else:
                 await self._wait_for_validations()
+                for remark in attempt.remarks():
+                    self._emit(Notice(remark))
                 self._end_run("finished")
                 return Outcome(values=attempt.values)
 

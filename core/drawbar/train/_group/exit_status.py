@@ -94,10 +94,17 @@ def verdict(report: ExitReport | None, ray_detail: str, fault_log: str) -> str:
 
 
 def _crash(fault_log: str) -> str:
-    """Cut faulthandler's account of a crash out of its log, without the list of loaded modules."""
+    """Cut faulthandler's account of a crash out of its log, without the list of loaded modules.
+
+    The stack of the thread that crashed comes first, in case there is no room for all.
+    """
     _, found, account = fault_log.rpartition(_FATAL_ERROR)
-    stacks = (found + account).partition("\nExtension modules:")[0] if found else ""
-    return "\n".join(stacks.strip().splitlines()[:_MAX_CRASH_LINES])
+    if not found:
+        return ""
+    what, *stacks = account.partition("\nExtension modules:")[0].strip().split("\n\n")
+    stacks.sort(key=lambda stack: not stack.startswith("Current thread"))
+    text = "\n\n".join([found + what, *stacks])
+    return "\n".join(text.splitlines()[:_MAX_CRASH_LINES])
 
 
 def _killed_by(name: str, report: ExitReport | None, crash: str) -> str:

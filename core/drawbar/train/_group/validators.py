@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError, WorkerCrashedError
 
 from drawbar.train._carry import Carried, carry
 from drawbar.train._metrics import normalise
@@ -59,6 +59,14 @@ class RayValidator:
         remote: Any = ray.remote  # its stub does not know streaming tasks
         self._task = remote(num_returns="streaming", **work.options)(validate_checkpoint)
         self._work = ray.put(work)
+        tries = work.options.get("max_retries")
+        # Ray says no more of it, and nothing of Drawbar's watches a process that Ray uses again.
+        self._died = (
+            "the process of its task died" + (f", {tries + 1} times" if tries else "") + ": by "
+            "SIGKILL, as the kernel's OOM killer sends it, by a crash in C code, or by os._exit. "
+            "Ray's worker logs on its node tell a crash; for more memory, set "
+            'ValidationConfig(ray_remote_kwargs={"memory": ...})'
+        )
 
     async def run(
         self, checkpoint: Checkpoint, validation: Validation, started: Callable[[], None]
@@ -75,6 +83,8 @@ class RayValidator:
                     started()
                     limit.reschedule(_deadline(validation))
             return validation.failed("its task ended without a word")
+        except WorkerCrashedError:
+            return validation.failed(self._died)
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             return validation.failed(f"{type(cause).__name__}: {cause}")
@@ -113,7 +123,7 @@ class ValidationWork:
         config: ValidationConfig,
         environment: Mapping[str, str],
         surroundings: Surroundings,
-        runtime_env: Mapping[str, Any] | None,
+        runtime_env: Mapping[str, object] | None,
     ) -> ValidationWork:
         """Make it of what the trainer was given; `runtime_env` is that of the workers."""
         options: dict[str, Any] = {"num_cpus": 0, **config.options}
@@ -143,7 +153,7 @@ class ValidationWork:
 
 def validate_checkpoint(
     work: ValidationWork, checkpoint: Checkpoint, validation: Validation
-) -> Iterator[Any]:
+) -> Iterator[Validation | None]:
     """Say that the task runs, by None, and then what came of it."""
     yield None
     yield work.do(checkpoint, validation)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import os
 import queue
 import signal
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import ray
 
 from drawbar.train._carry import Carried, carry
@@ -124,6 +126,9 @@ class Worker:
         self._sentinel = threading.Thread(target=sentinel.start, args=(report,), daemon=True)
         self._sentinel.start()
         _end_by_sigterm()
+        # Ray enables it too, for the thread that crashes alone: that one may be a library's, while
+        # it was the training function's that broke something.
+        faulthandler.enable(all_threads=True)
 
     def set_up(self, process_setup: Callable[[], object] | None) -> WorkerInfo:
         """Do what a backend wants done in every process, and say where this worker landed."""
@@ -291,7 +296,8 @@ def perform(
                 session.callers.let_any_thread_speak()
                 session.uploads.flush()
         session.user_code.end()
-        return _finished(value, leaves=not isinstance(payload, Payload))
+        finished = _finished(value, leaves=not isinstance(payload, Payload))
+        return msgspec.structs.replace(finished, remarks=tuple(session.remarks))
     except AttemptInterrupted:
         session.user_code.end()
         session.end(0.0)

@@ -8,6 +8,7 @@ threads; the threads of `drawbar.train.testing` have one each. In a forked child
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +25,7 @@ from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.storage_context import StorageContext
 from drawbar.train._surroundings import Trial
 from drawbar.train._worker.program_session import program_session
-from drawbar.train._worker.session import Session
+from drawbar.train._worker.session import Session, is_drawbars_own
 from drawbar.train._worker.uploads import CheckpointUploadFn, CheckpointUploadMode
 
 if TYPE_CHECKING:
@@ -69,15 +70,24 @@ def current_session(caller: str) -> Session:
     return session
 
 
-def _session_here(caller: str) -> Session:
+def _session_here(caller: str | None = None) -> Session:
     session = _thread.session or next(reversed(_process_sessions), None) or program_session()
     if session is None:
         raise RuntimeError(
-            f"{caller}() works inside a training function that a Drawbar trainer runs, while it "
-            "runs. This is the driver, another process, a thread that goes on after the function, "
-            "or, with drawbar.train.testing, any other thread. Call it from train_loop_per_worker"
+            f"{caller or _called_by_user()}() works inside a training function that a Drawbar "
+            "trainer runs, while it runs. This is the driver, another process, a thread that goes "
+            "on after the function, or, with drawbar.train.testing, any other thread. Call it from "
+            "train_loop_per_worker"
         )
     return session
+
+
+def _called_by_user() -> str:
+    """Name the function of Drawbar, or of an integration, that somebody else has called."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_drawbars_own(frame.f_back):
+        frame = frame.f_back
+    return frame.f_code.co_qualname.removesuffix(".__init__")
 
 
 class TrainContext:
@@ -182,11 +192,11 @@ def get_context() -> TrainContext:
     Raises:
         RuntimeError: Called outside a training function.
     """
-    return TrainContext(_session_here("get_context"))
+    return TrainContext(_session_here())
 
 
 def report(
-    metrics: Mapping[str, Any],
+    metrics: Mapping[str, object],
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     checkpoint_dir_name: str | None = None,
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,

@@ -75,6 +75,16 @@ def collectives_called() -> int:
     return current_session("collectives_called").collectives_called
 
 
+def remark(text: str) -> None:
+    """Have the run say something when it has finished; nothing is said of one that fails.
+
+    For advice that an error would make pointless, such as that the ranks had nothing to do with
+    each other: one of them may just have failed before they could. A text that several ranks give
+    is said once. Inside the training function, or around it in `train_func_context`.
+    """
+    current_session("remark").remarks.append(text)
+
+
 def discard_checkpoint(name: str) -> None:
     """Delete a committed checkpoint of this run before retention would.
 

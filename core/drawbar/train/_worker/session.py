@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import msgspec
@@ -101,6 +102,7 @@ class Session:
         self._next_collective = 0
         self._offers: dict[int, Offer] = {}
         self.user_code = Interruptible()
+        self.remarks: list[str] = []
         self.program: StandIn | None = None
 
     @property
@@ -339,7 +341,13 @@ class Session:
 def caller_line() -> str:
     """Give the innermost line on this thread's stack outside Drawbar as `file:line in function`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("drawbar."):
+    while frame.f_back is not None and is_drawbars_own(frame):
         frame = frame.f_back
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def is_drawbars_own(frame: FrameType) -> bool:
+    """Whether code of Drawbar runs in a frame."""
+    name: str = frame.f_globals.get("__name__", "")
+    return name.startswith("drawbar.")
