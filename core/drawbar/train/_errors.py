@@ -145,7 +145,9 @@ class TrainingFailedError(RuntimeError):
         return self._rebuild, (type(self), self.args, self.__dict__)
 
     @staticmethod
-    def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    def _rebuild(
+        cls: type[Exception], args: tuple[object, ...], state: dict[str, Any]
+    ) -> Exception:
         error = cls.__new__(cls, *args)
         error.args = args
         error.__dict__.update(state)

@@ -15,6 +15,7 @@ import msgspec
 
 from drawbar.train._carry import Carried
 from drawbar.train._errors import WorkerFailure
+from drawbar.train._metrics import Metrics
 from drawbar.train._rows import Equalize
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import FileEntry, check_stays_inside
@@ -80,7 +81,7 @@ class WorkerSpec:
 
     environment: dict[str, str]
     surroundings: Surroundings | None
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     cpus: float | None = None
     validation: Validation | None = None
 
@@ -97,8 +98,8 @@ class Assignment:
     ranks: Ranks
     checkpoint: Checkpoint | None = None
     gpu_ids: tuple[str, ...] = ()
-    shards: Any = None
-    positions: dict[str, Any] = field(default_factory=dict)
+    shards: object = None
+    positions: dict[str, object] = field(default_factory=dict)
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,12 +149,12 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     index: int
-    metrics: dict[str, Any]
+    metrics: Metrics
     time: float
     where: str
     offer: Offer | None = None
     waits: bool = False
-    positions: dict[str, Any] = {}
+    positions: dict[str, object] = {}
     validation: Validation | None = None
     may_wait: bool = False
 
@@ -388,7 +389,7 @@ class CheckpointsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The committed checkpoints that are still kept, oldest first, as (name, metrics, status)."""
 
     number: int
-    checkpoints: tuple[tuple[str, dict[str, Any], ReportedCheckpointStatus], ...]
+    checkpoints: tuple[tuple[str, Metrics, ReportedCheckpointStatus], ...]
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):

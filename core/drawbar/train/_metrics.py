@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, cast
 
 _PLAIN = (float, bool, int, type(None))
 _TAG = "$float"
@@ -17,7 +17,20 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 _LISTED = 20
 
 
-def normalise(metrics: object) -> dict[str, Any]:
+Metrics = dict[str, Any]
+"""Reported metrics: what JSON can hold, NaN and infinity too. Users compute with the values."""
+
+
+class _Array(Protocol):
+    """A NumPy scalar, an array or a tensor."""
+
+    @property
+    def shape(self) -> Iterable[int]: ...
+
+    def item(self) -> object: ...
+
+
+def normalise(metrics: object) -> Metrics:
     """Turn what the user reported into plain Python values.
 
     Takes any JSON-able value, NumPy scalars and 0-d arrays, and tensors of one element. Keys become
@@ -33,7 +46,7 @@ def normalise(metrics: object) -> dict[str, Any]:
     return {_text(str(key), key): _outermost(value, str(key)) for key, value in metrics.items()}
 
 
-def _outermost(value: Any, key: str) -> Any:
+def _outermost(value: object, key: str) -> object:
     try:
         return _plain(value, key)
     except RecursionError:
@@ -43,7 +56,7 @@ def _outermost(value: Any, key: str) -> Any:
         ) from None
 
 
-def _plain(value: Any, key: str) -> Any:
+def _plain(value: object, key: str) -> object:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, str):
@@ -53,7 +66,7 @@ def _plain(value: Any, key: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v, f"{key}/{i}") for i, v in enumerate(value)]
     if hasattr(value, "item") and hasattr(value, "shape"):
-        return _plain(_scalar(value, key), key)
+        return _plain(_scalar(cast("_Array", value), key), key)
     if isinstance(value, int | float):  # enums and other subclasses
         return int(value) if isinstance(value, int) else float(value)
     raise TypeError(
@@ -71,7 +84,7 @@ def _text(text: str, key: object) -> str:
     return text
 
 
-def _scalar(value: Any, key: str) -> Any:
+def _scalar(value: _Array, key: str) -> object:
     shape = tuple(value.shape)
     if math.prod(shape) != 1:
         raise ValueError(
@@ -81,7 +94,7 @@ def _scalar(value: Any, key: str) -> Any:
     return value.item()
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> object:
     """Replace NaN and infinities by what JSON can hold. Everything else is returned as it is."""
     if type(value) is float and not math.isfinite(value):
         return {_TAG: repr(value)}
@@ -92,7 +105,7 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def from_json(value: Any) -> Any:
+def from_json(value: object) -> object:
     """Undo `to_json`."""
     if isinstance(value, dict):
         if len(value) == 1 and value.get(_TAG) in _NOT_FINITE:
@@ -103,9 +116,9 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(metrics: Mapping[str, object], prefix: str = "") -> Metrics:
     """Join nested keys with "/": `{"val": {"loss": 1}}` becomes `{"val/loss": 1}`."""
-    flat: dict[str, Any] = {}
+    flat: Metrics = {}
     for key, value in metrics.items():
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{key}/"))
@@ -114,7 +127,7 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def metrics_there_are(reported: Iterable[Mapping[str, Any]], *, instead_of: str) -> str:
+def metrics_there_are(reported: Iterable[Mapping[str, object]], *, instead_of: str) -> str:
     """List the names of metrics, nested keys joined, and which of them may have been meant."""
     names = sorted({name for metrics in reported for name in flatten(metrics)})
     if not names:

@@ -14,9 +14,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from drawbar.train._carry import Carried, carry, keep
+
+if TYPE_CHECKING:
+    from ray.data import DataContext
 
 _OWN_LOGGERS = ("ray", "drawbar")
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
@@ -90,7 +93,7 @@ class Trial:
 _trials: list[Trial] = []
 
 
-def enter_trial(*, name: str, id: str, directory: str, resources: Any) -> None:
+def enter_trial(*, name: str, id: str, directory: str, resources: object) -> None:
     """Have the runs that start in this process from now on be those of a trial of Ray Tune.
 
     Args:
@@ -207,7 +210,7 @@ def _data_context() -> Carried | None:
     return None if keep(context) == keep(untouched) else carry(context)
 
 
-def _set_data_context(context: Any) -> None:
+def _set_data_context(context: DataContext) -> None:
     from ray.data import DataContext
 
     DataContext._set_current(context)

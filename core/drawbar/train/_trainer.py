@@ -34,6 +34,7 @@ from drawbar.train._settings.run_config import RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.own_files import TRAINER
 from drawbar.train._storage.remote_folder import AnyFileSystem
 from drawbar.train._storage.run_directory import open_directory
 from drawbar.train._worker.actor import Payload
@@ -70,9 +71,9 @@ class DataParallelTrainer(ExplainsItsArguments):
             to do.
     """
 
-    _given: tuple[tuple[Any, ...], dict[str, Any]]
+    _given: tuple[tuple[object, ...], dict[str, object]]
 
-    def __new__(cls, *args: Any, **arguments: Any) -> Self:
+    def __new__(cls, *args: object, **arguments: object) -> Self:
         trainer = super().__new__(cls, *args, **arguments)
         trainer._given = args, arguments
         return trainer
@@ -87,7 +88,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         run_config: RunConfig | None = None,
         datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
@@ -142,13 +143,13 @@ class DataParallelTrainer(ExplainsItsArguments):
         """
         return self._start(jobs_wait=False)
 
-    def as_trainable(self) -> type[Any]:
+    def as_trainable(self) -> type[object]:
         """Give what `ray.tune.Tuner` takes; see `drawbar.tune.as_trainable`.
 
         Raises:
             ImportError: Ray Tune is not installed.
         """
-        trainable: type[Any] = importlib.import_module("drawbar.tune").as_trainable(self)
+        trainable: type[object] = importlib.import_module("drawbar.tune").as_trainable(self)
         return trainable
 
     @property
@@ -243,7 +244,7 @@ class DataParallelTrainer(ExplainsItsArguments):
     ) -> bool:
         """Whether `restore(path)` will find a run there."""
         directory = open_directory(path, storage_filesystem)
-        return directory.read(directory.trainer.name) is not None and directory.holds_run()
+        return directory.files.read(TRAINER) is not None and directory.holds_run()
 
     @classmethod
     def restore(
@@ -274,10 +275,10 @@ class DataParallelTrainer(ExplainsItsArguments):
             ValueError: What must be given again is missing.
         """
         directory = open_directory(path, storage_filesystem)
-        packed = directory.read(directory.trainer.name)
+        packed = directory.files.read(TRAINER)
         if packed is None or not directory.holds_run():
             raise FileNotFoundError(f"{directory.location} holds no run that can be restored")
-        place = directory.home / directory.trainer.name
+        place = directory.home / TRAINER
         state = _unpacked_state(packed, place, but=changed) | changed
         config = dataclasses.replace(
             run_config or RunConfig(),
@@ -301,7 +302,7 @@ def _launched(store: LauncherStore) -> Callable[..., FollowedRun]:
     return partial(host_or_join, store)
 
 
-def _unpacked_state(packed: bytes, place: object, *, but: Mapping[str, Any]) -> dict[str, Any]:
+def _unpacked_state(packed: bytes, place: object, *, but: Mapping[str, object]) -> dict[str, Any]:
     try:
         kept: dict[str, Carried] = cloudpickle.loads(packed)
         lost = {name: each.lost for name, each in kept.items() if each.lost and name not in but}
@@ -329,7 +330,7 @@ def _instance(name: str, value: T | None, kind: type[T]) -> T:
     return value
 
 
-def _json_dict(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
+def _json_dict(name: str, value: Mapping[str, object] | None) -> dict[str, object]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):

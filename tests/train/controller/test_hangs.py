@@ -24,7 +24,7 @@ from drawbar.train import (
 )
 from drawbar.train._controller.diagnosis import difference
 from drawbar.train._controller.progress import Sign
-from drawbar.train._controller.quiet import Stacks, quiet_ranks
+from drawbar.train._controller.watches import Stacks, quiet_ranks
 from drawbar.train._worker.stack import Frame, Stack
 from drawbar.train._worker.user_code import users_lines
 

@@ -116,7 +116,7 @@ def where(storage: dict[str, Any]) -> dict[str, Any]:
 
 def journal_of(storage: dict[str, Any]) -> bytes:
     """Read the journal in the storage."""
-    journal = open_directory(*where(storage).values()).read_journal()
+    journal = open_directory(*where(storage).values()).files.read_journal()
     assert journal is not None
     return journal
 

@@ -186,6 +186,8 @@ class Attempt:
             if isinstance(message, Failed):
                 self._error.failures.append(message.failure)
             elif isinstance(message, Gone):
+                # Not described yet: its exit report may take two seconds, and this runs on the
+                # event loop.
                 self._error.gone[rank] = message
 
     def _receive(self, rank: int, message: Message) -> None:
@@ -212,9 +214,11 @@ class Attempt:
             case FileSent():
                 self._commits.take(rank, message, partial(self._order, rank))
             case FileAsked():
-                self._commits.read(message, partial(self._order, rank))
+                self._commits.pieces.read(message, partial(self._order, rank))
             case CollectiveCalled():
                 self._called(rank, message)
+            # The answer counts the reports made so far, since the rank stands still until it has
+            # it.
             case CheckpointsAsked():
                 reports = self._progress.ranks[rank].reports
                 self._questions[rank, message.number] = _Question(message.until, before=reports)
@@ -235,6 +239,8 @@ class Attempt:
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case Finished():
                 self.values[rank] = message
+                # A return value that does not pickle fails nothing: the training itself has gone
+                # well.
                 if message.value_error:
                     self._emit(Notice(f"rank {rank}: {message.value_error}"))
                 self._progress.finished(rank)
@@ -321,6 +327,7 @@ class Attempt:
         """Take note of a commit and tell every rank."""
         self._progress.committed(manifest.index)
         for rank in range(len(self.workers)):
+            # A rank that has returned would drop it, and on Ray an order costs a call.
             if rank not in self.values:
                 self._order(rank, order)
         self.answer_questions()
@@ -340,6 +347,8 @@ class Attempt:
             )
         )
         self._lines[rank] = report.where
+        # Only what is handed over and not waited for can be lost to the user without their
+        # noticing.
         if report.offer is not None and report.offer.handed_over and not report.waits:
             self._commits.handed_over.note(
                 report.index,
@@ -351,6 +360,8 @@ class Attempt:
             if conflict := complete.conflict():
                 raise AttemptFailed("divergence", [describe_divergence(conflict)])
             if self._tells_rounds:
+                # Kept until the commit, so that a callback is never given a checkpoint that is not
+                # there.
                 metrics = [complete.reports[each].metrics for each in sorted(complete.reports)]
                 if complete.offers:
                     self._metrics[complete.index] = metrics
@@ -376,6 +387,7 @@ class Attempt:
         payloads = tuple(calls[each].payload for each in sorted(calls))
         if call.kind == "wishes":
             payloads = (carry(self.wishes),)
+        # Only rank 0 has packed anything; the others would be sent a list of None.
         if call.kind == "broadcast_from_rank_zero":
             payloads = payloads[:1]
         for each in calls:

@@ -32,6 +32,8 @@ class Callbacks:
         for each in self._callbacks:
             match event:
                 case RoundReported():
+                    # In a thread: user code that uploads or sends mail must not hold the event
+                    # loop, and with it every rank's commits.
                     self._submit(each.after_report, event.metrics, event.checkpoint)
                 case WorkersFailed() if event.end != "resize":
                     self._thread.submit(self._call_after_exception, each, event.failures)

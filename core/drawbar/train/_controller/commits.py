@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from drawbar.train._controller.handed_over import HandedOver
 from drawbar.train._controller.pending import Pending
+from drawbar.train._controller.pieces import Pieces
 from drawbar.train._controller.progress import Round
 from drawbar.train._history import ranking
 from drawbar.train._history.events import (
@@ -35,13 +35,13 @@ from drawbar.train._history.events import (
 from drawbar.train._history.stream import Emit
 from drawbar.train._messages import (
     Committed,
-    FileAsked,
     FileSent,
     FileTaken,
     Order,
     Persist,
     Persisted,
 )
+from drawbar.train._metrics import Metrics
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage import fault_points, starting_point
 from drawbar.train._storage.checkpoint import Checkpoint
@@ -56,7 +56,6 @@ from drawbar.train._storage.manifest import (
 )
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Part
-from drawbar.train._storage.unshared_node import FileAnswer, read_piece, write_piece
 from drawbar.train._threads import DaemonThreads, in_daemon_thread
 
 _logger = logging.getLogger("drawbar.train")
@@ -78,7 +77,7 @@ class Committer:
         self,
         directory: RunDirectory,
         config: CheckpointConfig,
-        metadata: dict[str, Any],
+        metadata: dict[str, object],
         emit: Emit,
         committed: Callable[[Manifest], None],
         failed: Callable[[Exception], None],
@@ -96,7 +95,7 @@ class Committer:
         self._ready: asyncio.Queue[Pending] = asyncio.Queue()
         self._committing: set[int] = set()
         self._background: set[asyncio.Future[None]] = set()
-        self._travelling: set[asyncio.Task[None]] = set()
+        self.pieces = Pieces(directory, failed)
         self.handed_over = HandedOver()
         # One thread: a checkpoint is hashed before it is deleted, never while it is.
         self._later = DaemonThreads(1, "drawbar-later", _yield_to_others)
@@ -149,6 +148,8 @@ class Committer:
         # Ranks may report different metrics; the checkpoint has those of the lowest with files.
         report = complete.reports[min(offers)]
         name = offers[min(offers)].name
+        # Found out here rather than by the rename: on an object store the ranks would already be
+        # writing their files into the committed checkpoint.
         if any(each.name == name for each in self.kept):
             self._on_failure(committed_already(self._checkpoints.place(name)))
             return
@@ -178,62 +179,35 @@ class Committer:
                 pending.awaited[rank] = share
                 order(rank, Persist(index=complete.index, files=share, name=name))
         self._pending[complete.index] = pending
+        # From the complete round on, not from the last `Persisted`: whoever asks for all
+        # checkpoints waits for this one too.
         self._committing.add(complete.index)
         self._commit_if_ready(complete.index)
 
     def persisted(self, rank: int, message: Persisted) -> None:
         """Take note that a rank has staged its share."""
         pending = self._pending.get(message.index)
+        # Otherwise it is of an attempt that was dropped, and names may have been given anew.
         if pending is not None and rank in pending.awaited:
             share = pending.awaited.pop(rank)
-            directory = Path(message.directory) if message.directory else None
-            directory = directory or pending.stages.get(rank)
+            travelled = self.pieces.stage(pending.name, rank)
+            directory = Path(message.directory) if message.directory else travelled
             pending.parts[rank] = Part(directory, share, message.checksums)
             if message.name:
                 pending.places[rank] = message.name
             self._commit_if_ready(message.index)
 
-    def take(self, rank: int, chunk: FileSent, answer: Callable[[Order], None]) -> None:
-        """Write a piece of a file that travels here from a node of its own, then say so.
-
-        A rank sends the next piece when it has heard that, so they are written in their order.
-        """
-        pending = next((p for p in self._pending.values() if p.name == chunk.name), None)
-
-        def write() -> FileTaken:
-            if pending is not None:
-                if rank not in pending.stages:
-                    pending.stages[rank] = self._staging.new(f"rank_{rank}")
-                write_piece(pending.stages[rank] / chunk.path, chunk.offset, chunk.data)
-            return FileTaken(number=chunk.number)
-
-        self._off_the_loop(write, answer)
-
-    def read(self, asked: FileAsked, answer: Callable[[Order], None]) -> None:
-        """Give a piece of a committed checkpoint to a worker on a node of its own."""
-
-        def read() -> FileAnswer:
-            piece = read_piece(self._directory, asked.name, asked.path, asked.offset)
-            return msgspec.structs.replace(piece, number=asked.number)
-
-        self._off_the_loop(read, answer)
-
-    def _off_the_loop(self, work: Callable[[], Order], answer: Callable[[Order], None]) -> None:
-        """Have a thread do what the disk may hold up, and answer with what it gives."""
-
-        async def answered() -> None:
-            try:
-                answer(await in_daemon_thread(work))
-            except OSError as error:
-                self._on_failure(error)
-
-        task = asyncio.create_task(answered())
-        self._travelling.add(task)
-        task.add_done_callback(self._travelling.discard)
+    def take(self, rank: int, sent: FileSent, answer: Callable[[Order], None]) -> None:
+        """Take a piece of a share that travels here from a node of its own, then say so."""
+        if any(each.name == sent.name for each in self._pending.values()):
+            self.pieces.take(rank, sent, answer)
+        else:  # of a checkpoint that was dropped
+            answer(FileTaken(number=sent.number))
 
     def _commit_if_ready(self, index: int) -> None:
         if self._pending[index].awaited:
             return
+        # One at a time and in this order, though disks could do more: `newest` must never go back.
         self._ready.put_nowait(self._pending.pop(index))
         if self._task is None:
             self._task = asyncio.create_task(self._commit_forever())
@@ -278,7 +252,7 @@ class Committer:
         """Do what no checkpoint depends on in one go: each change of threads holds training up."""
         _logged(self._checkpoints.write_checksums, name)
         remove_tree(given_up)
-        self._directory.publish()
+        self._directory.files.publish()
 
     async def keep_validation(self, manifest: Manifest, validation: Validation) -> None:
         """Add what came of a checkpoint's validation to it, and rank the checkpoints anew.
@@ -287,6 +261,7 @@ class Committer:
             OSError: It cannot be written down; the checkpoint has it as long as this run goes on.
         """
         validated = manifest.validated(validation)
+        # In memory before it is on disk: retention ranks by it, whether or not it can be written.
         self.kept[self.kept.index(manifest)] = validated
         try:
             self._emit(CheckpointValidated.of(manifest, validation))
@@ -296,7 +271,7 @@ class Committer:
             await in_daemon_thread(keep)
         finally:
             self._retain()
-        self._in_background(self._directory.publish)
+        self._in_background(self._directory.files.publish)
 
     def discard(self, name: str) -> None:
         """Delete a checkpoint before retention would, unless a restart or a validation needs it."""
@@ -335,7 +310,7 @@ class Committer:
         """Give the checkpoint of a manifest."""
         return self._checkpoints.checkpoint(manifest.name)
 
-    def listing(self) -> tuple[tuple[str, dict[str, Any], ReportedCheckpointStatus], ...]:
+    def listing(self) -> tuple[tuple[str, Metrics, ReportedCheckpointStatus], ...]:
         """List the checkpoints that are kept, oldest first, as (name, metrics, status)."""
         return tuple((each.name, each.metrics, each.status) for each in self.kept)
 
@@ -352,10 +327,12 @@ class Committer:
         self._committing.difference_update(self._pending)
         self._pending.clear()
         # Their pieces are written into the stages that are removed below.
-        if self._travelling:
-            await asyncio.wait(self._travelling)
+        await self.pieces.settle()
+        # Not dropped, though the attempt is over: all ranks have persisted, and a restart from
+        # there saves the most.
         await self._ready.join()
         await in_daemon_thread(self.handed_over.tell)
+        # Before the stages are removed: these files are nowhere else.
         await in_daemon_thread(self._directory.set_aside)
         for stage in self._staging.stages():
             self._in_background(remove_tree, stage)

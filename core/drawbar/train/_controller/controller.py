@@ -18,11 +18,10 @@ from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.decisions import GiveUp
 from drawbar.train._controller.diagnosis import Diagnoses
 from drawbar.train._controller.failures import describe_hang, startup_end
-from drawbar.train._controller.nodes import NodeWatch
-from drawbar.train._controller.quiet import QuietWatch
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.run import Outcome, Plan, Run
 from drawbar.train._controller.validations import Validations
+from drawbar.train._controller.watches import NodeWatch, QuietWatch
 from drawbar.train._group.ranks import assign, by_rank
 from drawbar.train._group.validators import Validator
 from drawbar.train._group.worker_group import WorkerGroup
@@ -89,6 +88,7 @@ class Controller:
 
     def _request_checkpoint(self) -> None:
         self._stops_at_commit = True
+        # Nobody would answer: no function runs, or validations alone are waited for.
         if self._attempt is None or (self._attempt.finished and self._validations):
             self._cancel()
         else:
@@ -105,6 +105,8 @@ class Controller:
     async def run(self) -> Outcome:
         """Follow the run to its end. Always leaves no process behind."""
         self._task = asyncio.create_task(self._run_attempts())
+        # Beside the attempts, not inside one: a node may be lost while the next attempt is
+        # starting.
         watches = [asyncio.create_task(each.watch()) for each in (self._nodes, self._quiet)]
         self._validations.resume()
         try:
@@ -113,6 +115,8 @@ class Controller:
             outcome = Outcome()
             if self._attempt is not None:
                 self._attempt.close()
+            # Interrupted, not killed: the function cleans up, and what it has reported is committed
+            # below.
             await self._group.end_attempt(
                 grace=STOP_GRACE_SECONDS, keep=True, replace=False, by_user=True
             )
@@ -120,6 +124,8 @@ class Controller:
         finally:
             for watch in watches:
                 watch.cancel()
+            # Validations end first, since the commits write down what comes of them, and processes
+            # last, since a commit may still await what one of them has to persist.
             await self._validations.close()
             await self._commits.close()
             await self._group.stop()
@@ -159,14 +165,18 @@ class Controller:
     # -- one attempt
 
     async def _start_attempt(self) -> Attempt:
+        # A commit or a stop() that comes before the next attempt runs belongs to none.
         self._attempt = None
         if self._number != self._run.first_attempt:  # whoever opened the run has looked
             await self._commits.pass_over_damaged()
         start = self._start_point()
+        # Told before anything starts: an attempt whose start kills the driver has its number too,
+        # or the next driver would give that number, and its staged files, to another one.
         self._emit(start)
         try:
             workers = await self._group.start(self._say_what_is_missing)
             ranks = assign(workers)
+            # Before the hooks, which speak of workers by rank.
             self._group.take_ranks(ranks)
             await self._backend.set_up()
             # It may compute datasets for minutes; neither stop() nor the program's end waits.
@@ -185,6 +195,8 @@ class Controller:
             validations=self._validations,
             diagnose=self._diagnoses.answer,
         )
+        # Told before the function can say anything, so that in the journal no report comes before
+        # the workers that made it.
         places = list(zip(workers, ranks, strict=True))
         self._emit(WorkersStarted(time=time.time(), attempt=self._number, workers=places))
         self._group.run(assignments, attempt.hear)
@@ -215,12 +227,16 @@ class Controller:
             assert patience is not None  # nobody is impatient without
             folder, difference = await self._diagnoses.write(f"hang_{attempt.number}")
             hang = describe_hang(patience, difference, folder)
+            # Asking for the stacks took seconds in which it may have ended by itself: then this
+            # does nothing, and what comes next is how it really ended.
             attempt.fail(AttemptFailed("hang", [hang]))
             await attempt.over(None)
         await self._commits.settle()
         await self._backend.shut_down()
 
     def _committed(self, manifest: Manifest) -> None:
+        # Before the look at the attempt: what a failed one had persisted is committed when it is
+        # over.
         self._validations.begin(manifest)
         attempt = self._attempt
         if attempt is None:
@@ -230,6 +246,7 @@ class Controller:
             self.stop()
         elif attempt.wishes.preemption is not None:
             attempt.fail(AttemptFailed("preemption"))  # it is to go on elsewhere
+        # The cheapest moment for a restart with more workers: nothing is done twice.
         elif self._group.spare:
             attempt.fail(AttemptFailed("resize"))
 

@@ -48,6 +48,8 @@ async def describe_death(
         hostname=worker.hostname,
         node_id=worker.node_id,
         pid=worker.pid,
+        # The sentinel's time is that of the death; Ray tells of it when the connection has ended,
+        # which may be after the failures that it caused.
         time=report.time if report is not None else gone.time,
         reports=reports,
         log_path=str(log),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.manifest import Manifest
@@ -22,7 +21,6 @@ class Pending:
         name: Its name.
         in_place: It is committed where it lies.
         places: Its name by where a function of the user's has put it, by rank.
-        stages: Where pieces that travel are put together, by rank.
         parts: What ranks have persisted.
         awaited: What the others are to persist.
     """
@@ -33,7 +31,6 @@ class Pending:
     name: str
     in_place: bool = False
     places: dict[int, str] = field(default_factory=dict)
-    stages: dict[int, Path] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
     awaited: dict[int, tuple[FileEntry, ...]] = field(default_factory=dict)
 

@@ -122,6 +122,7 @@ class Progress:
         A round nobody offered files in is returned only with `keep_all_rounds`: otherwise its
         reports are not kept, so that one rank may report for ever while others never do.
         """
+        # By its number rather than by counting: reports are numbered over the whole run.
         self.ranks[rank].reports = report.index + 1
         if report.waits:
             self.ranks[rank].waits_for_report = report
@@ -168,6 +169,7 @@ class Progress:
         self.ranks[rank].waits_in_collective = call
         self._calls[rank] = call
         same = [(c.sequence, c.kind) == (call.sequence, call.kind) for c in self._calls.values()]
+        # Calls that differ stay here: they are the proof of a divergence.
         if len(same) < self.world_size or not all(same):
             return None
         for each in self.ranks.values():
@@ -215,6 +217,7 @@ class Progress:
         a, b = self.ranks[waiter], self.ranks[other]
         if waiter == other:
             return None
+        # The surest proof: who has returned will not come any more.
         if self._needs(waiter, other) and b.finished:
             return f"rank {other} {b.stands_at()}; rank {waiter} {self._wait_of(waiter)}"
         if a.waits_in_collective is not None and b.waits_in_collective is not None:

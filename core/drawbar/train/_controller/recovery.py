@@ -37,14 +37,19 @@ class Recovery:
         self, number: int, attempt: Attempt | None, failed: AttemptFailed
     ) -> Restart | GiveUp:
         """End attempt `number`, and decide. `attempt` is None if it has not come to run."""
+        # First of all: as long as peers of a dead rank run, they wait for it, and every second of
+        # that is a second of no training.
         await self._stop_workers(failed, moves=_moves(attempt))
         if attempt is not None:
             # Only now: until every process had stopped, ranks told what had become of them.
             attempt.close()
             await self._look_into_deaths(attempt, failed)
+        # Only now all are known. By time, since what peers raise after a death comes through the
+        # same streams, in any order.
         failed.failures = root_cause_first(failed.failures)
         # What all ranks had persisted becomes a checkpoint yet, which a restart goes on from.
         await self._commits.settle()
+        # Otherwise nothing was set up that could be shut down.
         if failed.end not in ("startup", "configuration"):
             await self._backend.shut_down()
         if _moves(attempt):
@@ -63,9 +68,13 @@ class Recovery:
         ends: Sequence[AttemptEnd] = [failed.end]
         if moves or any(gone.preempted for gone in failed.gone.values()):
             ends = [failed.end, "preemption"]  # what ranks raise may come of the loss of a node
+        # Decided for all that it may turn out to be: deaths are looked into later, and a process
+        # that a restart needs could not be had back.
         restart = any(isinstance(self._decide(end), Restart) for end in ends)
         keep = self._run.spec.run_config.failure_config.keep_survivors and self._backend.reentrant
         await self._group.end_attempt(
+            # A second is worth it where the process is kept; without a restart nobody waits for
+            # long for who will be killed anyway.
             grace=RESTART_GRACE_SECONDS if restart and keep else FAIL_GRACE_SECONDS,
             keep=keep,
             replace=restart,

@@ -63,7 +63,7 @@ class RunSpec:
     payload: Carried
     worker: WorkerSpec
     trainer: bytes
-    settings: dict[str, Any]
+    settings: dict[str, object]
     scaling_config: ScalingConfig
     run_config: RunConfig
     backend_config: BackendConfig
@@ -160,7 +160,7 @@ class Ending:
         return packed
 
 
-def _unpickled(rank: int, finished: Finished) -> Any:
+def _unpickled(rank: int, finished: Finished) -> object:
     """Give a rank's return value; one that cannot be had is told, and does not fail the run."""
     if finished.value is None:
         return None  # the console has said why

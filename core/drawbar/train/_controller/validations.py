@@ -107,6 +107,8 @@ class Validations:
         try:
             async with self._turn:
                 validation = await self._outcome(validator, manifest)
+            # From here on its outcome exists: whoever closes now waits for it to be kept and does
+            # not cancel it.
             self._in_flight[manifest.index].has_ended = True
             await self._keep(manifest, validation)
         finally:

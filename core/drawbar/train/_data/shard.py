@@ -103,7 +103,7 @@ class DatasetShard:
         actors = [getattr(each, "_coord_actor", None) for each in (self._source, self._rest)]
         return [each for each in actors if each is not None]
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> dict[str, object]:
         """Say where the rows end that the user has received."""
         return self._begin.after(self.part.of, self._rows, self._shuffle).encode()
 

@@ -124,6 +124,9 @@ class ActorPool:
             if slot not in self.members:
                 self._create(slot)
         while not self._enough(settled=False):
+            # With as many as are wanted at the least, the start still waits a little for each
+            # further one: otherwise an elastic run would begin small and restart at its first
+            # checkpoint.
             waiting = [each.up for each in self.members.values() if not each.up.done()]
             timeout = SETTLE_SECONDS if self._enough(settled=True) else NOTICE_SECONDS
             arrived, _ = await asyncio.wait(

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._group.capacity import NodeShape, check_cpus_left, check_fits, room_for, shown
@@ -30,8 +29,9 @@ def connect_to_ray() -> None:
     with _connecting:
         if not ray.is_initialized():
             starts_its_own = "RAY_ADDRESS" not in os.environ
-            options: dict[str, Any] = {"include_dashboard": False} if starts_its_own else {}
-            _in_thread_that_stays(partial(ray.init, logging_level=logging.WARNING, **options))
+            dashboard = False if starts_its_own else None
+            start = partial(ray.init, logging_level=logging.WARNING, include_dashboard=dashboard)
+            _in_thread_that_stays(start)
 
 
 def _in_thread_that_stays(start_ray: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ fill the cluster wait for each other for ever.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import ray
 from ray.util.placement_group import (
@@ -61,7 +61,7 @@ class Placement:
     @property
     def is_ready(self) -> bool:
         """Whether all bundles have their nodes."""
-        table: dict[str, Any] = placement_group_table(self._group)
+        table: dict[str, object] = placement_group_table(self._group)
         return bool(table["state"] == "CREATED")
 
     def strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:

@@ -84,6 +84,8 @@ class RayWorkerGroup:
         for assignment in assignments:
             rank = assignment.ranks.world_rank
             member = self._ranks[rank]
+            # A stream rather than calls of the driver: the worker says things in one order, Ray
+            # delivers them in that order, and its end tells of a death.
             run = member.actor.run.options(num_returns="streaming")
             stream = run.remote(assignment, self._payload)
             member.hear = hear
@@ -99,8 +101,12 @@ class RayWorkerGroup:
         try:
             async for reference in stream:
                 messages = await reference
+                # Noted before the attempt hears: it may end by this very message, and then keeps or
+                # discards the process.
                 member.retired |= any(isinstance(each, Retired) for each in messages)
                 hear(rank, messages)
+        # The function's own exceptions are messages, so this is Drawbar's code in the worker, or a
+        # message that does not unpickle here. The process is of no use any more.
         except RayTaskError as error:
             member.dead = True
             hear(rank, [Failed(failure=describe_broken_worker(rank, error))])
@@ -145,6 +151,8 @@ class RayWorkerGroup:
             self.order(rank, Interrupt(reason="the attempt is over", by_user=by_user))
         if running:
             await asyncio.wait([task for task in running.values() if task], timeout=grace)
+        # A process is kept if its stream has ended: only then has its thread left user code, and
+        # nothing of the old attempt is written any more.
         still_there = members.keys()  # none of them, if kill() was called meanwhile
         for slot in (set(taking_part) - set(dead)) & still_there:
             member = members[slot]
@@ -169,8 +177,12 @@ class RayWorkerGroup:
             if not member.is_dead
         ]
         if leaving:
+            # Ray runs no atexit handlers of a killed actor (ray-project/ray#12805), so the worker
+            # is asked to.
             await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
         self.kill()
+        # Ray keeps what a reference refers to for as long as anybody holds it; a `RunHandle` may
+        # live on.
         self._payload.clear()
 
     def kill(self) -> None:

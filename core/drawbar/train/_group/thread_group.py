@@ -82,6 +82,8 @@ class ThreadWorkerGroup:
     async def start(self, on_wait: OnWait) -> list[WorkerInfo]:
         """Wait for uploads of the attempt before: there is no process to end them with."""
         for session in self._sessions.values():
+            # An upload that is still writing would give its old bytes to the new attempt's
+            # checkpoint of that name.
             await in_daemon_thread(session.uploads.join)
         host = os.uname().nodename
         here = WorkerInfo(

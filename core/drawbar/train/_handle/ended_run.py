@@ -10,7 +10,8 @@ from drawbar.train._controller.run import Ending, Outcome
 from drawbar.train._history.journal import events_of
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import ENDS, Snapshot
-from drawbar.train._storage.run_directory import OUTCOME, RunDirectory
+from drawbar.train._storage.own_files import OUTCOME
+from drawbar.train._storage.run_directory import RunDirectory
 
 
 class EndedRun:
@@ -35,7 +36,7 @@ class EndedRun:
     @property
     def is_told(self) -> bool:
         """Whether the directory has all there is: a detached run's host tells its ending last."""
-        return not self._snapshot.detached or self._directory.read(OUTCOME) is not None
+        return not self._snapshot.detached or self._directory.files.read(OUTCOME) is not None
 
     @property
     def silence(self) -> str:
@@ -72,14 +73,14 @@ class EndedRun:
 
     def log(self, rank: int) -> str:
         """Give what a rank has written."""
-        return (self._directory.read(f"logs/rank_{rank}.log") or b"").decode(errors="replace")
+        return (self._directory.files.read(f"logs/rank_{rank}.log") or b"").decode(errors="replace")
 
     def ending(self) -> Ending:
         """Give how the run ended: with return values if it was detached.
 
         Of any other run nothing is unpickled, whatever lies in its directory.
         """
-        packed = self._directory.read(OUTCOME) if self._snapshot.detached else None
+        packed = self._directory.files.read(OUTCOME) if self._snapshot.detached else None
         if packed is not None:
             with contextlib.suppress(Exception):  # it needs classes that are not here
                 ending: Ending = cloudpickle.loads(packed)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 from drawbar.train._controller.run import Ending
 from drawbar.train._errors import UserAbort
@@ -19,6 +19,7 @@ from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._handle.hosted_run import attached, hosted_runs
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import Snapshot, Timeline
+from drawbar.train._metrics import Metrics
 from drawbar.train._settings.checks import require_duration
 from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._storage.journal_file import is_held
@@ -118,13 +119,13 @@ class RunHandle:
         return self._run.join(0)
 
     @property
-    def metrics(self) -> dict[str, Any] | None:
+    def metrics(self) -> Metrics | None:
         """What the lowest rank that has reported, usually rank 0, reported last."""
         metrics = self.metrics_by_rank
         return metrics[min(metrics)] if metrics else None
 
     @property
-    def metrics_by_rank(self) -> dict[int, dict[str, Any]]:
+    def metrics_by_rank(self) -> dict[int, Metrics]:
         """What each rank reported last."""
         return self._run.snapshot().metrics
 
@@ -286,7 +287,7 @@ def attach(
 
 def _what_is_there(directory: RunDirectory) -> str:
     name, location = directory.name, directory.location
-    if directory.read_journal() is None:
+    if directory.files.read_journal() is None:
         return f"no detached run {name!r} goes on, and {location} holds no run that is over"
     if is_held(directory.journal):
         return (

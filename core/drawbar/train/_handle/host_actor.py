@@ -23,7 +23,8 @@ from drawbar.train._handle.relay import Position, Relay
 from drawbar.train._history.events import Event
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.host import Host, host_workers
-from drawbar.train._storage.run_directory import OUTCOME, RunDirectory
+from drawbar.train._storage.own_files import OUTCOME
+from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._surroundings import Surroundings
 from drawbar.train._worker.environment import by_runtime_env
 
@@ -99,6 +100,8 @@ class HostActor:
         self._followers.heard_of(follower)
         ending = self._ending  # before the events: none comes after it
         events, position = self._relay.since(seen, POLL_SECONDS)
+        # Once more, since the wait took up to a second, and the time of silence counts from the
+        # answer.
         self._followers.heard_of(follower)
         return News(events, position, ending)
 
@@ -158,6 +161,7 @@ class HostActor:
                 self._keep(host.ending())
                 self._followers.wait_until_gone()
         finally:
+            # `ray.actor.exit_actor()` raises an exception, which would end this thread alone.
             ray.kill(ray.get_runtime_context().current_actor)
 
     def _end_with_the_client(self) -> None:
@@ -167,7 +171,7 @@ class HostActor:
     def _keep(self, ending: Ending) -> None:
         if self._detached:
             try:
-                self._run().directory.write(OUTCOME, ending.packed(keep))
+                self._run().directory.files.write(OUTCOME, ending.packed(keep))
             except OSError as error:
                 _logger.warning("the return values are not kept: %s", error)
         self._ending = ending.packed(carry)

@@ -217,8 +217,12 @@ def _make_actor(spec: RunSpec) -> HostHandle:
     node = ray.get_runtime_context().get_node_id()
     options: dict[str, object] = {
         "num_cpus": 0,
+        # A host that Ray started again would have lost its workers and the journal's lock; the user
+        # starts the run again, and it resumes.
         "max_restarts": 0,
         "max_concurrency": _THREADS,
+        # On this node, since a run's directory is by default a local one; soft, since a Ray
+        # Client's node may have gone.
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
     }
     if spec.run_config.worker_runtime_env:
@@ -251,6 +255,7 @@ def _make_way(name: str) -> None:
     with contextlib.suppress(RayError):
         if not _answer(actor, name, actor.is_over.remote()):
             raise _taken(name)
+    # Its run is over, and it only waits for followers that may never ask again.
     ray.kill(actor)
     with contextlib.suppress(RayError):  # the name is free when the actor has ended
         _answer(actor, name, actor.outlive.remote())

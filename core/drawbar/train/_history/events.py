@@ -15,6 +15,7 @@ import msgspec
 
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._messages import PassEnded, PreemptionInfo, Printed, Ranks, WorkerInfo
+from drawbar.train._metrics import Metrics
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import check_checkpoint_name
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
@@ -70,7 +71,7 @@ class ReportReceived(Journaled, frozen=True, kw_only=True, tag="report"):
     attempt: int
     rank: int
     index: int
-    metrics: dict[str, Any]
+    metrics: Metrics
 
 
 class DatasetPassEnded(Journaled, frozen=True, kw_only=True, tag="dataset_pass"):
@@ -89,7 +90,7 @@ class CheckpointCommitted(Journaled, frozen=True, kw_only=True, tag="checkpoint"
     name: str
     nbytes: int
     seconds: float
-    metrics: dict[str, Any]
+    metrics: Metrics
 
     def __post_init__(self) -> None:
         check_checkpoint_name(self.name)
@@ -114,7 +115,7 @@ class CheckpointValidated(Journaled, frozen=True, kw_only=True, tag="checkpoint_
     index: int
     name: str
     status: ReportedCheckpointStatus
-    metrics: dict[str, Any]
+    metrics: Metrics
     error: str
     seconds: float
 
@@ -209,7 +210,7 @@ class RoundReported:
     """
 
     index: int
-    metrics: list[dict[str, Any]]
+    metrics: list[Metrics]
     checkpoint: Checkpoint | None
 
 

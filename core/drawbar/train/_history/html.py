@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
 
 from drawbar.train._history.events import ReportReceived
 from drawbar.train._metrics import flatten
@@ -40,9 +39,9 @@ class Card:
     status: str
     path: str
     error: str = ""
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, object] = field(default_factory=dict)
     curves: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    checkpoints: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    checkpoints: Sequence[tuple[str, Mapping[str, object]]] = ()
 
     def html(self) -> str:
         """Write it."""
@@ -84,7 +83,9 @@ def _is_number(value: object) -> bool:
     return is_number and math.isfinite(value)  # type: ignore[arg-type]  # it is one
 
 
-def _checkpoint_rows(checkpoints: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Sequence[str]]:
+def _checkpoint_rows(
+    checkpoints: Sequence[tuple[str, Mapping[str, object]]],
+) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     for name, metrics in reversed(checkpoints):
         values = ", ".join(f"{key} {_number(value)}" for key, value in flatten(metrics).items())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -23,7 +22,7 @@ from drawbar.train._history.events import (
     JournaledEvent,
     ReportReceived,
 )
-from drawbar.train._metrics import from_json, to_json
+from drawbar.train._metrics import Metrics, from_json, to_json
 from drawbar.train._storage.files import is_open_at
 from drawbar.train._storage.journal_file import JournalFile
 from drawbar.train._storage.manifest import UNREADABLE
@@ -144,7 +143,7 @@ def events_of(directory: RunDirectory) -> list[JournaledEvent]:
         FileNotFoundError: There is no run.
         DamagedRunError: Its journal cannot be read, or is lost beside its checkpoints.
     """
-    data, place = directory.read_journal(), directory.home / directory.journal.name
+    data, place = directory.files.read_journal(), directory.home / directory.journal.name
     events = list(events_in(io.BytesIO(data or b""), place))
     if not events and (found := directory.checkpoints.committed()):
         raise journal_lost(place, found[-1].name)
@@ -163,7 +162,7 @@ def history(events: Iterable[JournaledEvent]) -> list[ReportReceived]:
     rank.
     """
     reports: list[ReportReceived] = []
-    validated: dict[int, dict[str, Any]] = {}
+    validated: dict[int, Metrics] = {}
     for event in events:
         if isinstance(event, ReportReceived):
             reports.append(event)
@@ -177,7 +176,7 @@ def history(events: Iterable[JournaledEvent]) -> list[ReportReceived]:
 
 
 def _with_validations(
-    reports: list[ReportReceived], validated: dict[int, dict[str, Any]]
+    reports: list[ReportReceived], validated: dict[int, Metrics]
 ) -> list[ReportReceived]:
     lowest: dict[int, int] = {}
     for report in reports:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
 
 from drawbar.train._metrics import flatten, metrics_there_are
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 
 
-def score(metrics: Mapping[str, Any], attribute: str) -> float | None:
+def score(metrics: Mapping[str, object], attribute: str) -> float | None:
     """Look up the metric that ranks a checkpoint.
 
     Args:
@@ -94,7 +93,7 @@ def _can_rank(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> bool
     return attribute is None or any(score(c.metrics, attribute) is not None for c in checkpoints)
 
 
-def _find(metrics: Mapping[str, Any], attribute: str) -> object:
+def _find(metrics: Mapping[str, object], attribute: str) -> object:
     if attribute in metrics:
         return metrics[attribute]
     for key, value in metrics.items():

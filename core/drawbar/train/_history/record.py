@@ -52,7 +52,7 @@ class RunRecord:
             FileNotFoundError: There is no run.
             OSError: The storage refuses, or does not answer.
         """
-        data = directory.read_journal()
+        data = directory.files.read_journal()
         if data is None and not directory.checkpoints.committed():
             raise FileNotFoundError(
                 f"{directory.location} holds no Drawbar run: it has no {directory.journal.name}"
@@ -182,7 +182,7 @@ class RunRecord:
         here = self._directory.log(rank)
         if here.exists():  # newer than what lies in an object store
             return here.read_bytes()
-        return self._directory.read(os.path.relpath(here, self._directory.path))
+        return self._directory.files.read(os.path.relpath(here, self._directory.path))
 
 
 COLUMNS = ("rank", "index", "attempt", "time")

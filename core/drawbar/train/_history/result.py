@@ -17,7 +17,7 @@ from drawbar.train._history.ledger import DataLedger
 from drawbar.train._history.ranking import ranked, score, why_unranked
 from drawbar.train._history.record import COLUMNS, row_of
 from drawbar.train._history.timeline import Snapshot, Timeline
-from drawbar.train._metrics import metrics_there_are
+from drawbar.train._metrics import Metrics, metrics_there_are
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, local_filesystem
@@ -46,12 +46,12 @@ class Result:
             `from_path`.
     """
 
-    metrics: dict[str, Any] | None = None
+    metrics: Metrics | None = None
     checkpoint: Checkpoint | None = None
     error: TrainingFailedError | None = None
     path: str = ""
     _: KW_ONLY
-    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]] = field(default_factory=list)
+    best_checkpoints: list[tuple[Checkpoint, Metrics]] = field(default_factory=list)
     return_values: list[Any] = field(default_factory=list)
     _storage_filesystem: Any = None
     _directory: RunDirectory | None = field(default=None, compare=False)
@@ -217,7 +217,7 @@ def _events_of(directory: RunDirectory) -> Iterable[JournaledEvent]:
     return replay(directory.journal) if directory.journal.exists() else events_of(directory)
 
 
-def _last_metrics(reports: list[ReportReceived]) -> dict[str, Any] | None:
+def _last_metrics(reports: list[ReportReceived]) -> Metrics | None:
     if not reports:
         return None
     lowest = min(report.rank for report in reports)

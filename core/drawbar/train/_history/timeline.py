@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from drawbar.train._history.events import (
     AttemptEnded,
@@ -20,6 +19,7 @@ from drawbar.train._history.events import (
     UserFunctionStarted,
     WorkersStarted,
 )
+from drawbar.train._metrics import Metrics
 
 
 @dataclass(kw_only=True)
@@ -134,7 +134,7 @@ class Snapshot:
     """
 
     status: str = "starting"
-    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
+    metrics: dict[int, Metrics] = field(default_factory=dict)
     quiet: dict[int, str] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
     detached: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -102,7 +102,7 @@ class SpecPlan:
         devices = visible_devices([each for each in workers if each.node_id == worker.node_id])
         return replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": devices})
 
-    def _shards(self, node_ids: Sequence[str], positions: Mapping[str, Any]) -> list[Any]:
+    def _shards(self, node_ids: Sequence[str], positions: Mapping[str, object]) -> Sequence[object]:
         scaling, config = self._spec.scaling_config, self._spec.dataset_config
         if not self._datasets:
             return [None] * len(node_ids)

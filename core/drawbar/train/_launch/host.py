@@ -100,7 +100,9 @@ class Host:
             directory = self.directory
             write_atomically(directory.trainer, spec.trainer, by_way_of=directory.staging.path)
             take_mode_of_folder(directory.trainer)
-            self.directory.publish(everything=True)
+            # Before the first worker: a driver that is lost in the start leaves a run that others
+            # can find and restore.
+            self.directory.files.publish(everything=True)
             if self._held.warning:
                 self._events.emit(Notice(self._held.warning))
             self._require_checkpoint()
@@ -139,6 +141,8 @@ class Host:
     # -- in the controller's thread
 
     def _run(self) -> None:
+        # Handlers are called last to first: this one before Ray's own, which would take the workers
+        # away.
         atexit.register(self._end_with_the_program)
         try:
             self._outcome = asyncio.run(self._control())
@@ -161,6 +165,7 @@ class Host:
         controller = Controller(self._held, self._plan, group, self._validator, self._events.emit)
         with self._lock:
             self._controller = controller
+        # A stop() that came while the run was still being opened is not lost.
         for order in self._orders:
             order(controller)
         try:
@@ -192,7 +197,7 @@ class Host:
 
     def _publish_and_leave(self) -> None:
         """Put everything where others find it; the journal's lock keeps them away until then."""
-        if self.directory.publish(everything=True):
+        if self.directory.files.publish(everything=True):
             self.directory.leave()
 
     # -- from any thread
@@ -238,7 +243,7 @@ class Host:
         path = self.directory.log(rank)
         if path.exists():
             return path.read_text(errors="replace")
-        return (self.directory.read(f"logs/{path.name}") or b"").decode(errors="replace")
+        return (self.directory.files.read(f"logs/{path.name}") or b"").decode(errors="replace")
 
     def ending(self) -> Ending:
         """Give how the run ended."""

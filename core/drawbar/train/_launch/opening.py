@@ -10,7 +10,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
-from typing import Any
 
 from drawbar.train._controller.decisions import spent_so_far
 from drawbar.train._controller.run import Run, RunSpec
@@ -85,8 +84,9 @@ def open_run(spec: RunSpec) -> Run:
     journal = Journal(directory.journal)
     try:  # from here on nobody else writes to the run, or removes its folders
         # Under the lock: what is read from here on is what the run goes on from.
-        directory.catch_up(journal)
+        directory.files.catch_up(journal)
         found = _look(directory, journal, resume)
+        # After the look, which refuses what `resume` forbids: then all is left as it was.
         directory.sweep()
         take_mode_of_folder(directory.journal)
         for name in found.damaged:
@@ -192,7 +192,7 @@ def _last_commits(found: _Found) -> list[CheckpointCommitted]:
     return [CheckpointCommitted.of(manifest, seconds=0.0) for manifest in left]
 
 
-def _with_changes(warning: str, starts: list[RunStarted], settings: dict[str, Any]) -> str:
+def _with_changes(warning: str, starts: list[RunStarted], settings: dict[str, object]) -> str:
     changed = changes(starts[-1].config, settings) if starts else []
     if not changed:
         return warning

@@ -19,7 +19,6 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from drawbar.train._carry import carry
 from drawbar.train._settings.checks import check_runs_when_called, name_of, warn_caller
@@ -32,7 +31,7 @@ _SEARCH_DEPTH = 5
 _SEARCH_WIDTH = 200
 
 
-def check_function(function: Callable[..., Any], *, has_config: bool = False) -> bool:
+def check_function(function: Callable[..., object], *, has_config: bool = False) -> bool:
     """Check that a training function can be called with no argument, or with the
     `train_loop_config`.
 
@@ -73,7 +72,7 @@ def check_config(takes_config: bool, config: object) -> None:
         )
 
 
-def check_function_pickles(function: Callable[..., Any]) -> None:
+def check_function_pickles(function: Callable[..., object]) -> None:
     """Check that a training function can be sent to the workers, with what it captures.
 
     Warns with a `UserWarning` that names the largest captured variables if each worker would load
@@ -150,7 +149,7 @@ def _user() -> str:
         return str(os.geteuid())
 
 
-def _too_large(function: Callable[..., Any], size: int) -> str:
+def _too_large(function: Callable[..., object], size: int) -> str:
     captured = sorted(
         _sizes(name_of(function), _code(function), _SEARCH_DEPTH, set()), reverse=True
     )
@@ -233,7 +232,7 @@ def _captured(value: object) -> Iterator[tuple[str, object]]:
         yield from ((p.name, p.default) for p in defaults if p.default is not p.empty)
 
 
-def _code(function: Callable[..., Any]) -> Callable[..., Any]:
+def _code(function: Callable[..., object]) -> Callable[..., object]:
     """Give the function, method or partial itself, or the method that calling an object runs."""
     is_code = isinstance(function, types.FunctionType | types.MethodType | functools.partial)
     return function if is_code else types.MethodType(type(function).__call__, function)

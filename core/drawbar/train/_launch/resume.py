@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from drawbar.train._errors import ResumeError
 from drawbar.train._settings.run_config import Resume
 from drawbar.train._settings.secrets import HIDDEN, cleaned, looks_secret
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+def changes(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
     """Name what differs between two configurations, key by key: `a.b: 1 -> 2`.
 
     Secrets are not compared, since what they were was not written down; that one came or went is

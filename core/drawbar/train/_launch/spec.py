@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from drawbar.train._carry import carry, keep
 from drawbar.train._controller.run import RunSpec
@@ -29,9 +28,9 @@ def make_spec(
     *,
     scaling_config: ScalingConfig,
     run_config: RunConfig,
-    datasets: Mapping[str, Any],
+    datasets: Mapping[str, object],
     dataset_config: DataConfig,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     resume_from_checkpoint: Checkpoint | None,
     validation_config: ValidationConfig | None,
 ) -> RunSpec:
@@ -91,7 +90,7 @@ def _settings(
     scaling_config: ScalingConfig,
     run_config: RunConfig,
     validation_config: ValidationConfig | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Give what a resumed run compares with the last start, key by key."""
     function = payload.function
     config = {} if payload.config is None else payload.config

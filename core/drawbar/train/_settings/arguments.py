@@ -23,7 +23,7 @@ class ExplainsItsArguments:
     """What scripts for other libraries pass, and what to write here."""
     __signature__ = _SignatureOfInit()
 
-    def __new__(cls, *_: Any, **arguments: Any) -> Self:
+    def __new__(cls, *_: object, **arguments: object) -> Self:
         taken = cls.__signature__.parameters
         if all(each.kind is not each.VAR_KEYWORD for each in taken.values()):
             for name in arguments.keys() - taken.keys():

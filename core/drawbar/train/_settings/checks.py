@@ -68,9 +68,10 @@ def require_type(name: str, value: object, kind: type | tuple[type, ...]) -> Non
         raise TypeError(f"{name} must be {expected}, found {value!r} ({type(value).__name__})")
 
 
-def is_list_of(kind: type, value: Any) -> bool:
-    is_list = isinstance(value, Sequence | Set) and not isinstance(value, str)
-    return is_list and all(isinstance(item, kind) for item in value)
+def is_list_of(kind: type, value: object) -> bool:
+    if not isinstance(value, Sequence | Set) or isinstance(value, str):
+        return False
+    return all(isinstance(item, kind) for item in value)
 
 
 def require_int(name: str, value: object, *, at_least: int) -> None:
@@ -111,7 +112,7 @@ def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
         raise ValueError(f"{name} must be one of {listed}, found {value!r}")
 
 
-def fields_of(config: Any) -> dict[str, Any]:
+def fields_of(config: Any) -> dict[str, object]:
     """Give a config's fields as JSON-able values without secrets, for the journal."""
     plain = (str, int, float, bool, type(None))
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}

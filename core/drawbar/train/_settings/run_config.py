@@ -11,8 +11,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
+from drawbar.train._metrics import Metrics
 from drawbar.train._settings.checks import (
     ShowsWhatWasSet,
     check_run_name,
@@ -52,7 +53,7 @@ class UserCallback:
     def after_report(
         self,
         run_context: RunContext,
-        metrics: list[dict[str, Any]],
+        metrics: list[Metrics],
         checkpoint: Checkpoint | None,
     ) -> None:
         """Run when every rank has made its k-th report and its checkpoint, if any, is committed.
@@ -253,7 +254,7 @@ class RunConfig(ShowsWhatWasSet):
     failure_config: FailureConfig = field(default_factory=FailureConfig)
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: Sequence[UserCallback] = ()
-    worker_runtime_env: Mapping[str, Any] | None = None
+    worker_runtime_env: Mapping[str, object] | None = None
     logging_config: LoggingConfig = field(default_factory=LoggingConfig)
     _: KW_ONLY
     forward_env: Sequence[str] = ()

@@ -53,7 +53,7 @@ class ValidationTaskConfig(ShowsWhatWasSet):
         TypeError, ValueError: An argument has the wrong type or range; the message says which.
     """
 
-    fn_kwargs: dict[str, Any] | None = None
+    fn_kwargs: Mapping[str, object] | None = None
     timeout_s: float | timedelta | None = None
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class ValidationConfig(ShowsWhatWasSet):
 
     fn: ValidationFn
     task_config: ValidationTaskConfig | None = None
-    ray_remote_kwargs: Mapping[str, Any] | None = None
+    ray_remote_kwargs: Mapping[str, object] | None = None
     max_in_flight: int = field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class ValidationConfig(ShowsWhatWasSet):
         except (TypeError, ValueError) as error:
             raise type(error)(f"ValidationConfig.ray_remote_kwargs={options!r}: {error}") from None
 
-    def as_settings(self) -> dict[str, Any]:
+    def as_settings(self) -> dict[str, object]:
         """Give what a resumed run compares with the last start."""
         return {**fields_of(self), "fn": getattr(self.fn, "__qualname__", repr(self.fn))}
 
@@ -196,7 +196,7 @@ def _with_config(validation: Validation, config: ValidationTaskConfig) -> Valida
     )
 
 
-def _as_json(fn_kwargs: object) -> dict[str, Any]:
+def _as_json(fn_kwargs: object) -> dict[str, object]:
     """Give keyword arguments as JSON gives them back."""
     name = "ValidationTaskConfig.fn_kwargs"
     if fn_kwargs is None:
@@ -206,7 +206,7 @@ def _as_json(fn_kwargs: object) -> dict[str, Any]:
     for key in fn_kwargs:
         require_type(f"{name}: a key", key, str)
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(fn_kwargs), allow_nan=False))
+        plain: dict[str, object] = json.loads(json.dumps(dict(fn_kwargs), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name} must be JSON-able, since it is kept with the checkpoint: {error}; "

@@ -156,7 +156,7 @@ class Checkpoint:
         found: dict[str, Any] = json.loads(data) if data is not None else {}
         return found
 
-    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def set_metadata(self, metadata: Mapping[str, object]) -> None:
         """Replace the metadata: any JSON-able mapping."""
         if not isinstance(metadata, Mapping):
             kind = type(metadata).__name__
@@ -169,7 +169,7 @@ class Checkpoint:
         else:
             self._place.write(METADATA, data)
 
-    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def update_metadata(self, metadata: Mapping[str, object]) -> None:
         """Add to the metadata; keys that are there already are replaced."""
         self.set_metadata({**self.get_metadata(), **metadata})
 

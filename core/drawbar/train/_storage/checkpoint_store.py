@@ -145,6 +145,9 @@ class CheckpointStore(ShareSink, ABC):
     def damaged(self) -> list[str]:
         """List the names of directories that were made as checkpoints and are not intact."""
 
+    def sweep(self) -> None:
+        """Remove what earlier processes left among the checkpoints, uncommitted or half deleted."""
+
     @abstractmethod
     def _folders(self) -> list[str]:
         """List the names of folders directly in the run that may be checkpoints."""

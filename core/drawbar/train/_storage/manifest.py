@@ -6,12 +6,11 @@ import os
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from drawbar.train._errors import CheckpointError
-from drawbar.train._metrics import from_json, to_json
+from drawbar.train._metrics import Metrics, from_json, to_json
 from drawbar.train._storage.contents import (
     CHECKSUMS,
     MANIFEST,
@@ -49,14 +48,14 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     how long it took, the waiting for resources included.
     """
 
-    fn_kwargs: dict[str, Any] = {}
+    fn_kwargs: dict[str, object] = {}
     timeout_s: float | None = None
     status: ReportedCheckpointStatus = ReportedCheckpointStatus.PENDING_VALIDATION
-    metrics: dict[str, Any] = {}
+    metrics: Metrics = {}
     error: str = ""
     seconds: float = 0.0
 
-    def succeeded(self, metrics: dict[str, Any]) -> Validation:
+    def succeeded(self, metrics: Metrics) -> Validation:
         """Give the validation as it has ended well."""
         status = ReportedCheckpointStatus.VALIDATED
         return msgspec.structs.replace(self, status=status, metrics=metrics)
@@ -93,8 +92,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     time: float
     files: tuple[FileEntry, ...] = ()
-    metrics: dict[str, Any]
-    positions: dict[str, Any] = {}
+    metrics: Metrics
+    positions: dict[str, object] = {}
     run_id: str = ""
     validation: Validation | None = None
     version: int = 1

@@ -54,6 +54,8 @@ class RemoteCheckpoints(CheckpointStore):
     def persist(self, share: Share) -> Part:
         """Write these files under the checkpoint's name. Without the manifest nobody sees them."""
         folder = self.run / share.name
+        # Before the first file: what a kill leaves here is told from the user's own folders by this
+        # mark.
         _claim(folder)
         with told_when_slow(f"writing checkpoint {share.name} of {share.label} to {self.run}"):
             checksums = folder.upload(share.source, share.files)
@@ -102,7 +104,7 @@ class RemoteCheckpoints(CheckpointStore):
         return [each.name for each in self.committed() if not self.is_intact(each.name)]
 
     def sweep(self) -> None:
-        """Remove what earlier processes left uncommitted or half deleted."""
+        """Here there is no staging area that would hold it: it lies under the names it was for."""
         for folder in (self.run / name for name in self._folders()):
             if _is_leftover(folder):
                 folder.delete()

@@ -338,10 +338,10 @@ def _settings_of(filesystem: AnyFileSystem) -> dict[str, object]:
         return {}
 
 
-def _addresses(settings: dict[str, Any]) -> Iterator[str]:
+def _addresses(settings: dict[str, object]) -> Iterator[str]:
     for name, value in settings.items():
-        if name == "client_kwargs":  # s3fs takes the endpoint there too
-            yield from _addresses(value or {})
+        if isinstance(value, dict):  # s3fs takes the endpoint in its client_kwargs too
+            yield from _addresses(value) if name == "client_kwargs" else ()
         elif name in _ADDRESSES and value:
             yield f"{name}={value}"
 

@@ -26,22 +26,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawbar.train._storage.checkpoint_store import CheckpointStore
-from drawbar.train._storage.files import remove_tree, write_atomically
-from drawbar.train._storage.journal_file import JOURNAL, JournalFile, no_file
+from drawbar.train._storage.files import remove_tree
+from drawbar.train._storage.journal_file import JOURNAL
 from drawbar.train._storage.local_checkpoints import LocalCheckpoints
-from drawbar.train._storage.manifest import read_file
-from drawbar.train._storage.places import PLACES
-from drawbar.train._storage.published_copy import PublishedCopy
+from drawbar.train._storage.own_files import OUTCOME, TRAINER, OwnFiles, PublishedFiles
 from drawbar.train._storage.remote_checkpoints import RemoteCheckpoints
 from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, locate, server_of
 from drawbar.train._storage.staging import StagingArea
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
-
-OUTCOME = "outcome.pkl"
-TRAINER = "trainer.pkl"
-OWN_NAMES = ("broken", "journal.damaged", JOURNAL, "logs", OUTCOME, PLACES, "stacks", TRAINER)
 
 
 @dataclass(frozen=True)
@@ -111,6 +105,13 @@ class RunDirectory:
         return StagingArea(self.path / ".staging")
 
     @property
+    def files(self) -> OwnFiles:
+        """The run's own files, as others find them."""
+        if self.folder is None:
+            return OwnFiles(self.path, self.staging.path)
+        return PublishedFiles(self.path, self.staging.path, self.folder)
+
+    @property
     def journal(self) -> Path:
         """File of the run's events."""
         return self.path / JOURNAL
@@ -132,7 +133,7 @@ class RunDirectory:
 
     def holds_run(self) -> bool:
         """Whether there is a run: its journal, or checkpoints whose journal is lost."""
-        return self.read_journal() is not None or bool(self.checkpoints.committed())
+        return self.files.read_journal() is not None or bool(self.checkpoints.committed())
 
     def create(self) -> None:
         """Make the folders that a run needs."""
@@ -149,12 +150,10 @@ class RunDirectory:
         self.set_aside()
         remove_tree(self.staging.path)
         remove_tree(self.path / ".workers")
-        (self.path / OUTCOME).unlink(missing_ok=True)
+        self.files.delete(OUTCOME)
         self.create()
-        if self.folder is not None:
-            self.folder.delete_file(OUTCOME)
-            PublishedCopy(self.path, self.folder).probe()
-            RemoteCheckpoints(self.folder).sweep()
+        self.files.probe()
+        self.checkpoints.sweep()
 
     def set_aside(self) -> None:
         """Keep what was handed over and did not become part of a checkpoint, and say where."""
@@ -182,56 +181,6 @@ class RunDirectory:
             with contextlib.suppress(OSError):  # the log of another rank, or a file of the user's
                 self.log(rank).parent.rmdir()
                 self.path.rmdir()
-
-    # -- its own files
-
-    def read_journal(self) -> bytes | None:
-        """Read the journal where it is newest; None if there is no run."""
-        try:
-            here = read_file(self.path, JOURNAL)
-        except IsADirectoryError:
-            raise no_file(self.journal) from None
-        return here if self._copy is None else self._copy.newer_journal(here)
-
-    def catch_up(self, journal: JournalFile) -> None:
-        """Bring the storage's journal into the one here, which this process holds.
-
-        The storage's is the truth. The one here is newer if it only goes on from that: the driver
-        died here before it could put the rest there.
-        """
-        if self.folder is not None:
-            journal.catch_up(self.folder.read_if_there(JOURNAL))
-
-    def read(self, name: str) -> bytes | None:
-        """Read one of the run's own files, such as `logs/rank_0.log`; None if it is not there.
-
-        That of the work folder is read if the storage has none.
-        """
-        there = None if self.folder is None else self.folder.read_if_there(name)
-        return read_file(self.path, name) if there is None else there
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write one of the run's own files where others find it."""
-        if self.folder is None:
-            write_atomically(self.path / name, data, by_way_of=self.staging.path)
-        else:
-            self.folder.write(name, data)
-
-    def publish(self, *, everything: bool = False) -> bool:
-        """Put the journal, or the logs and all else too, where others find it.
-
-        Tells whether all of that is there now. What fails is logged.
-        """
-        return self._copy is None or self._copy.publish(everything=everything)
-
-    def publish_log(self, rank: int) -> None:
-        """Put a rank's log where others find it, from a node that is not the driver's."""
-        if self._copy is not None:
-            self._copy.publish_log(self.log(rank))
-
-    @property
-    def _copy(self) -> PublishedCopy | None:
-        return None if self.folder is None else PublishedCopy(self.path, self.folder)
 
 
 def open_directory(

@@ -59,6 +59,8 @@ def kept_copy(identity: str, copy_to: Callable[[Path], None]) -> Path:
             remove_tree(partial)  # of one who was killed while this one waited
             partial.mkdir()
             copy_to(partial)
+            # By a rename, so that a copy that is there is whole: a killed process leaves a
+            # `.partial`.
             os.rename(partial, copy)
         lock.unlink(missing_ok=True)  # whoever waits for it finds the copy
     finally:

@@ -1,10 +1,11 @@
-"""What `report()` takes as a checkpoint: where it may lie, and what names it may have in it.
+"""What `report()` takes as a checkpoint: where it may lie, what names it may have, who uploads it.
 
 All of this is looked at on the rank that reports, before its files are touched or anything is said.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from pathlib import Path
 
 from drawbar.train._storage.contents import MANIFEST, Contents, FileEntry
 from drawbar.train._storage.manifest import read_manifest
+from drawbar.train._storage.own_files import OWN_NAMES
 from drawbar.train._storage.remote_folder import Folder
-from drawbar.train._storage.run_directory import OWN_NAMES, RunDirectory
+from drawbar.train._storage.run_directory import RunDirectory
 
 _LONGEST_NAME = 255  # bytes, on the usual filesystems
 _LONGEST_PATH = 4095
@@ -32,6 +34,27 @@ def check_name(name: str) -> None:
             f"checkpoint_dir_name={name!r} must be a plain folder name without a leading '.', "
             f"of no more than {_LONGEST_NAME} bytes of UTF-8, and none of {', '.join(OWN_NAMES)}"
         )
+
+
+def check_upload_fn(function: object) -> None:
+    """Check that a function can be called as `checkpoint_upload_fn` is.
+
+    Raises:
+        TypeError: It is not callable, or takes other arguments.
+    """
+    if not callable(function):
+        raise TypeError(f"checkpoint_upload_fn must be a function, found {function!r}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # some that are written in C have none
+    try:
+        signature.bind(None, "")
+    except TypeError as error:
+        raise TypeError(
+            "checkpoint_upload_fn is called as function(checkpoint, name), but "
+            f"{getattr(function, '__name__', function)}{signature} cannot be: {error}"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -101,12 +101,12 @@ _TERMINAL = (Finished, Failed, Interrupted)
 class Payload:
     """What every rank runs. Packed once in the driver; unpacked only where it runs."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     takes_config: bool
-    config: Any
+    config: object
     backend_config: BackendConfig
 
-    def call(self) -> Any:
+    def call(self) -> object:
         """Run the training function inside its backend's context."""
         if not self.takes_config:
             return self.function()
@@ -143,7 +143,7 @@ class Worker:
             gpu_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
         )
 
-    def execute(self, call: Carried) -> Any:
+    def execute(self, call: Carried) -> object:
         """Run a packed (function, args, kwargs) for a backend."""
         function, args, kwargs = call.unpack()
         return function(*args, **kwargs)
@@ -164,9 +164,12 @@ class Worker:
         )
         self._thread.start()
         while True:
+            # All that has gathered goes as one item, since Ray takes its time for each, whatever is
+            # in it.
             batch = outbox.take()
             yield batch
             if isinstance(batch[-1], _TERMINAL):
+                # The stream's end is the sign that this process can run another attempt.
                 self._thread.join()
                 session.uploads.join()  # a process is kept only if its stream ends in time
                 return
@@ -236,6 +239,8 @@ def within_reach(session: Session, say: Callable[[Message], None]) -> Iterator[N
     if session.directory.is_on_this_node(assignment.run_id):
         yield
         return
+    # A path that is there by chance, or none: what a rank writes needs a place on this node in any
+    # case.
     session.directory.create()
     if session.directory.filesystem is None:
         say(Printed(text=_not_shared(assignment), stream="stderr"))
@@ -250,7 +255,7 @@ def within_reach(session: Session, say: Callable[[Message], None]) -> Iterator[N
 def _publish_log(directory: RunDirectory, rank: int, say: Callable[[Message], None]) -> bool:
     """Put the log where others find it; tells whether it is there, or is to stay on this node."""
     try:
-        directory.publish_log(rank)
+        directory.files.publish_log(directory.log(rank))
     except Exception as error:  # whatever the storage raises, it is not how the function ended
         text = f"the log of rank {rank} stays on node {os.uname().nodename}: {error}"
         say(Printed(text=text, stream="stderr"))
@@ -282,6 +287,8 @@ def perform(
     try:
         session.user_code.begin()
         with in_session(session, whole_process=whole_process):
+            # Threads of one process share its environment, so the worlds of `testing` leave it
+            # alone.
             if whole_process:
                 set_variables(environment_of(session.assignment))
             work = payload if isinstance(payload, Payload) else ray.get(payload).unpack()
@@ -294,6 +301,8 @@ def perform(
                     raised_at = time.time()  # peers fail as soon as the backend lets go of them
                     raise
                 session.callers.let_any_thread_speak()
+                # Inside the backend's context: peers that still train must not lose this rank while
+                # its last checkpoint is under way.
                 session.uploads.flush()
         session.user_code.end()
         finished = _finished(value, leaves=not isinstance(payload, Payload))
@@ -335,7 +344,7 @@ def environment_of(assignment: Assignment) -> dict[str, str]:
     }
 
 
-def _finished(value: Any, *, leaves: bool) -> Finished:
+def _finished(value: object, *, leaves: bool) -> Finished:
     try:
         return Finished(time=time.time(), value=carry(value, leaves=leaves))
     except Exception as error:

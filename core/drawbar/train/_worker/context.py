@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
+from drawbar.train._metrics import Metrics
 from drawbar.train._settings.checks import require_duration
 from drawbar.train._settings.data_config import TRAIN_DATASET_KEY
 from drawbar.train._settings.validation_config import ValidationTaskConfig
@@ -303,7 +304,7 @@ class ReportedCheckpoint(NamedTuple):
     """A committed checkpoint, its metrics with those of its validation, and how far that is."""
 
     checkpoint: Checkpoint
-    metrics: dict[str, Any]
+    metrics: Metrics
     status: ReportedCheckpointStatus = ReportedCheckpointStatus.COMMITTED
 
 

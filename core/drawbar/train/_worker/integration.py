@@ -8,7 +8,7 @@ from typing import Any
 from drawbar.train._worker.context import all_gather, current_session, report
 
 
-def keep_data_position(name: str, position: Callable[[], Any], *, numbered: bool = False) -> Any:
+def keep_data_position(name: str, position: Callable[[], object], *, numbered: bool = False) -> Any:
     """Put how far a source of data has been consumed into every checkpoint of this worker.
 
     For data loaders and shards, inside the training function. The checkpoint gets the position of
@@ -39,7 +39,7 @@ def retire_process() -> None:
     current_session("retire_process").retire()
 
 
-def report_soon(metrics: Mapping[str, Any]) -> None:
+def report_soon(metrics: Mapping[str, object]) -> None:
     """Report metrics that come often, such as those of every round, without a checkpoint.
 
     As `drawbar.train.report(metrics)`, but if this worker has said anything within the last quarter

@@ -37,6 +37,7 @@ class Interruptible:
         """
         with self._lock:
             self._thread = threading.get_ident()
+            # It may have come while this thread was being set up; nobody would send it again.
             is_wanted = self._is_wanted
         if is_wanted:
             raise AttemptInterrupted

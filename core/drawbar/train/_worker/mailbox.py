@@ -90,6 +90,8 @@ class Mailbox:
         """
 
         def arrived() -> Order | None:
+            # What has arrived is taken even if the attempt is over: a checkpoint that is committed
+            # is no failure.
             for key in keys:
                 if key in self._orders:
                     return self._orders.pop(key)

@@ -45,14 +45,14 @@ from drawbar.train._messages import (
     Retired,
     Wishes,
 )
-from drawbar.train._metrics import normalise
+from drawbar.train._metrics import Metrics, normalise
 from drawbar.train._settings.validation_config import asked_for
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink, default_name
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.unshared_node import FileAnswer, UnsharedNode
-from drawbar.train._worker.acceptable import check_name
+from drawbar.train._worker.acceptable import check_name, check_upload_fn
 from drawbar.train._worker.callers import Callers
 from drawbar.train._worker.data_sources import DataSources
 from drawbar.train._worker.interrupt import AttemptInterrupted, Interruptible
@@ -63,7 +63,6 @@ from drawbar.train._worker.uploads import (
     CheckpointUploadMode,
     Uploads,
     check_mode,
-    check_upload_fn,
 )
 
 
@@ -130,6 +129,8 @@ class Session:
 
     def report_metrics(self, metrics: Mapping[str, object], *, may_wait: bool = False) -> None:
         """Do what `report` says of metrics alone, or what `backend.report_soon` says."""
+        # Before the number is taken: a metric that is refused must not leave a gap, since ranks'
+        # reports belong together by their numbers.
         values = normalise(metrics)
         where = caller_line()
         with self._order:
@@ -187,6 +188,8 @@ class Session:
                 upload_fn=upload_fn,
                 handed_over=delete_local,
             )
+            # Counted after the offer: one that raises has not been made, and the user may report
+            # again.
             self._next_report += 1
             self._offers[index] = offer
             self._say(
@@ -201,6 +204,7 @@ class Session:
                     validation=to_validate,
                 )
             )
+        # Outside the lock: other threads may report while this one waits for its commit.
         follow = self.uploads.follow if waits else self.uploads.follow_in_background
         follow(index, offer)
 
@@ -262,7 +266,7 @@ class Session:
 
     def all_checkpoints(
         self, until: CheckpointConsistencyMode, timeout: float | None
-    ) -> list[tuple[Checkpoint, dict[str, Any], ReportedCheckpointStatus]]:
+    ) -> list[tuple[Checkpoint, Metrics, ReportedCheckpointStatus]]:
         """Do what `drawbar.train.get_all_reported_checkpoints` says."""
         timed, where = timeout is not None, caller_line()
         answer = self._mailbox.ask(
@@ -327,6 +331,8 @@ class Session:
     def _obey(self, order: Order) -> None:
         match order:
             case Interrupt():
+                # The mailbox first: a thread that waits there cannot be hit by an exception until
+                # it wakes (python/cpython#144748).
                 self._mailbox.interrupt(order.reason)
                 self.user_code.interrupt()
             case Committed():

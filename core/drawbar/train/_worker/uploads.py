@@ -7,7 +7,6 @@ matter.
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -88,27 +87,6 @@ def check_mode(mode: object) -> None:
             f"checkpoint_upload_mode must be a CheckpointUploadMode, found {mode!r}; "
             "write CheckpointUploadMode.ASYNC"
         )
-
-
-def check_upload_fn(function: object) -> None:
-    """Check that a function can be called as `checkpoint_upload_fn` is.
-
-    Raises:
-        TypeError: It is not callable, or takes other arguments.
-    """
-    if not callable(function):
-        raise TypeError(f"checkpoint_upload_fn must be a function, found {function!r}")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # some that are written in C have none
-    try:
-        signature.bind(None, "")
-    except TypeError as error:
-        raise TypeError(
-            "checkpoint_upload_fn is called as function(checkpoint, name), but "
-            f"{getattr(function, '__name__', function)}{signature} cannot be: {error}"
-        ) from None
 
 
 @contextmanager
@@ -324,6 +302,8 @@ class Uploads:
 
     def follow(self, index: int, offer: Offer) -> None:
         """See one checkpoint through: persist this rank's share, wait for the commit."""
+        # Either may come first: a rank whose files all lie in the staging area, or in the share of
+        # a lower rank, has nothing to persist.
         order = self._wait((Persist, index), (Committed, index))
         if isinstance(order, Persist):
             self._say(self._persist(index, offer, order))

@@ -1,9 +1,10 @@
-"""Ranks that give no sign of life while others wait for them: found, and said once.
+"""What is looked at now and then, since no event tells of it: nodes that go, quiet ranks.
 
-A sign of life is any message of a rank. Of who waits inside Drawbar (a collective, a checkpoint) it
-is known for whom. Of who waits inside a library, say in an all-reduce, nothing is; so when all
-ranks are silent they are looked at twice, and only what has not moved counts: one that does not
-answer, or the odd one out. A long epoch in which all ranks compute is therefore not said.
+Quiet ranks give no sign of life while others wait for them. A sign of life is any message of a
+rank. Of who waits inside Drawbar (a collective, a checkpoint) it is known for whom. Of who waits
+inside a library, say in an all-reduce, nothing is; so when all ranks are silent they are looked at
+twice, and only what has not moved counts: one that does not answer, or the odd one out. A long
+epoch in which all ranks compute is therefore not said.
 """
 
 from __future__ import annotations
@@ -18,14 +19,47 @@ from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.diagnosis import stand_apart
 from drawbar.train._controller.progress import Sign
 from drawbar.train._group.worker_group import WorkerGroup
-from drawbar.train._history.events import Notice, RanksQuiet
+from drawbar.train._history.events import Notice, PreemptionAnnounced, RanksQuiet
 from drawbar.train._history.stream import Emit
+from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.stack import Stack
 
 Stacks = Mapping[int, Stack | None]
 
+DRAIN_CHECK_SECONDS = 2.0
+
 _LOOKS = 6  # how often, in the time after which a silent rank is said
 _NO_ANSWER = "it does not answer: it is frozen, or in one long call that holds the interpreter"
+
+
+class NodeWatch:
+    """Looks now and then whether nodes of the attempt are about to go, and tells it.
+
+    Args:
+        draining: Gives such nodes, by id, as `Plan.draining` does.
+        current: Gives the attempt, None while there is none.
+        emit: Tells events.
+    """
+
+    def __init__(
+        self,
+        draining: Callable[[], dict[str, int]],
+        current: Callable[[], Attempt | None],
+        emit: Emit,
+    ) -> None:
+        self._draining = draining
+        self._current = current
+        self._emit = emit
+
+    async def watch(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            await asyncio.sleep(DRAIN_CHECK_SECONDS)
+            draining = await in_daemon_thread(self._draining)
+            attempt = self._current()
+            info = attempt.preempted(draining) if attempt is not None else None
+            if info is not None:
+                self._emit(PreemptionAnnounced(info))
 
 
 @dataclass(frozen=True)

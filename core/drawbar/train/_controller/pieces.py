@@ -1,0 +1,74 @@
+"""Pieces of files, under way between here and the nodes that do not share the run's directory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from drawbar.train._messages import FileAsked, FileSent, FileTaken, Order
+from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.unshared_node import FileAnswer, read_piece, write_piece
+from drawbar.train._threads import in_daemon_thread
+
+
+class Pieces:
+    """Writes what ranks of such nodes send, and reads what they ask for. Made on the event loop.
+
+    A rank sends the next piece when it has heard of the last one, so they are written in order.
+
+    Args:
+        directory: Where the run lies.
+        failed: Called on the event loop when the disk refuses a piece.
+    """
+
+    def __init__(self, directory: RunDirectory, failed: Callable[[Exception], None]) -> None:
+        self._directory = directory
+        self._failed = failed
+        self._stages: dict[tuple[str, int], Path] = {}  # by checkpoint and rank
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    def take(self, rank: int, sent: FileSent, answer: Callable[[Order], None]) -> None:
+        """Write a piece of a rank's share of a checkpoint, then say so."""
+
+        def write() -> FileTaken:
+            if (sent.name, rank) not in self._stages:
+                self._stages[sent.name, rank] = self._directory.staging.new(f"rank_{rank}")
+            write_piece(self._stages[sent.name, rank] / sent.path, sent.offset, sent.data)
+            return FileTaken(number=sent.number)
+
+        self._off_the_loop(write, answer)
+
+    def read(self, asked: FileAsked, answer: Callable[[Order], None]) -> None:
+        """Give a piece of a committed checkpoint."""
+
+        def read() -> FileAnswer:
+            piece = read_piece(self._directory, asked.name, asked.path, asked.offset)
+            return msgspec.structs.replace(piece, number=asked.number)
+
+        self._off_the_loop(read, answer)
+
+    def _off_the_loop(self, work: Callable[[], Order], answer: Callable[[Order], None]) -> None:
+        """Have a thread do what the disk may hold up, and answer with what it gives."""
+
+        async def answered() -> None:
+            try:
+                answer(await in_daemon_thread(work))
+            except OSError as error:
+                self._failed(error)
+
+        task = asyncio.create_task(answered())
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    def stage(self, name: str, rank: int) -> Path | None:
+        """Give the folder of a share that is here in full; None if no piece of it came."""
+        return self._stages.pop((name, rank), None)
+
+    async def settle(self) -> None:
+        """Wait until none is being written; what has come of shares that never end is dropped."""
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+        self._stages.clear()
