@@ -20,7 +20,6 @@ from drawbar.lightning import (
     RayStrategy,
     prepare_trainer,
 )
-from drawbar.lightning._package import check_version
 from drawbar.torch import TorchConfig, TorchTrainer
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
 
@@ -109,12 +108,6 @@ def test_arguments_that_contradict_each_other(arguments: dict[str, Any], message
 def test_the_environment_outside_a_training_function() -> None:
     with pytest.raises(RuntimeError, match="inside a training function"):
         RayLightningEnvironment().world_size()
-
-
-def test_a_version_too_old() -> None:
-    check_version("lightning", "2.10.0")
-    with pytest.raises(ImportError, match=r'pip install -U "pytorch-lightning>=2.4"'):
-        check_version("pytorch_lightning", "2.3.3.post0")
 
 
 def python(code: str) -> str:

@@ -29,6 +29,7 @@ from drawbar.train._launch.host import host_function, host_workers
 from drawbar.train._launch.spec import make_spec
 from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.backend import BackendConfig, LauncherStore
+from drawbar.train._settings.checks import config_or_default
 from drawbar.train._settings.data_config import DataConfig
 from drawbar.train._settings.run_config import RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
@@ -94,17 +95,17 @@ class DataParallelTrainer(ExplainsItsArguments):
     ) -> None:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = train_loop_config
-        self.backend_config = _instance("backend_config", backend_config, BackendConfig)
-        self.scaling_config = _instance("scaling_config", scaling_config, ScalingConfig)
-        self.run_config = _instance("run_config", run_config, RunConfig)
-        self.dataset_config = _instance("dataset_config", dataset_config, DataConfig)
+        self.backend_config = config_or_default("backend_config", backend_config, BackendConfig)
+        self.scaling_config = config_or_default("scaling_config", scaling_config, ScalingConfig)
+        self.run_config = config_or_default("run_config", run_config, RunConfig)
+        self.dataset_config = config_or_default("dataset_config", dataset_config, DataConfig)
         self.metadata = _json_dict("metadata", metadata)
         self.resume_from_checkpoint = resume_from_checkpoint
         if resume_from_checkpoint is not None:
-            _instance("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
+            config_or_default("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
         self.validation_config = validation_config
         if validation_config is not None:
-            _instance("validation_config", validation_config, ValidationConfig)
+            config_or_default("validation_config", validation_config, ValidationConfig)
         self._takes_config = preflight.check_function(
             train_loop_per_worker, has_config=train_loop_config is not None
         )
@@ -320,14 +321,6 @@ def _unpacked_state(packed: bytes, place: object, *, but: Mapping[str, object]) 
             f"{', '.join(itertools.chain(*lost.values()))}. Give it again: restore(path, {again})"
         )
     return state
-
-
-def _instance(name: str, value: T | None, kind: type[T]) -> T:
-    if value is None:
-        return kind()
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, found {value!r}")
-    return value
 
 
 def _json_dict(name: str, value: Mapping[str, object] | None) -> dict[str, object]:

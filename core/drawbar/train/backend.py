@@ -16,8 +16,9 @@ from drawbar.train._settings.backend import (
     LauncherStore,
     WorkerGroupView,
     require_package,
+    require_version,
 )
-from drawbar.train._settings.checks import require_duration
+from drawbar.train._settings.checks import config_or_default, require_duration
 from drawbar.train._settings.driver import Driver
 from drawbar.train._surroundings import enter_trial
 from drawbar.train._worker.addresses import node_address, worker_address
@@ -41,6 +42,7 @@ __all__ = [
     "align_reports",
     "as_public",
     "collectives_called",
+    "config_or_default",
     "discard_checkpoint",
     "enter_trial",
     "keep_data_position",
@@ -49,6 +51,7 @@ __all__ = [
     "report_soon",
     "require_duration",
     "require_package",
+    "require_version",
     "retire_process",
     "run_program",
     "worker_address",

@@ -10,7 +10,7 @@ from functools import partial
 from typing import ClassVar, Self
 
 from drawbar.train import ScalingConfig
-from drawbar.train.backend import BackendConfig
+from drawbar.train.backend import BackendConfig, require_version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class BoostingConfig(BackendConfig):
 
     library: ClassVar[str]
     """The module to import."""
-    oldest: ClassVar[tuple[int, int]]
+    oldest: ClassVar[str]
     """The oldest release of it that works."""
     optional: ClassVar[tuple[str, ...]] = ("sklearn",)
     """Packages that the library imports if they are there; each has an option `import_...`."""
@@ -49,7 +49,9 @@ class BoostingConfig(BackendConfig):
         Raises:
             ImportError: It is too old.
         """
-        check_version(self.library, importlib.import_module(self.library).__version__, self.oldest)
+        # As the module says: XGBoost comes in packages of several names.
+        found: str = importlib.import_module(self.library).__version__
+        require_version(self.library, found, self.oldest, install=f"drawbar[{self.library}]")
 
     @property
     def _imports(self) -> dict[str, bool | None]:
@@ -71,21 +73,6 @@ class BoostingConfig(BackendConfig):
     def process_setup(self) -> Callable[[], object] | None:
         """Import the library, if that is not to be done in the usual way."""
         return partial(import_without, self.left_out, self.library) if self.left_out else None
-
-
-def check_version(library: str, found: str, oldest: tuple[int, int]) -> None:
-    """Check that a version of a library is not too old.
-
-    It is what the module says: XGBoost comes in packages of several names.
-
-    Raises:
-        ImportError: It is; the message says what to do.
-    """
-    if tuple(int(part) for part in found.split(".")[:2]) < oldest:
-        raise ImportError(
-            f"drawbar.{library} needs {library} {'.'.join(map(str, oldest))} or newer, found "
-            f'{found}; run: pip install --upgrade "drawbar[{library}]"'
-        )
 
 
 def import_without(packages: Sequence[str], library: str) -> None:

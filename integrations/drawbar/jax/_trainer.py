@@ -15,6 +15,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
+from drawbar.train.backend import config_or_default
 
 
 class JaxTrainer(DataParallelTrainer):
@@ -54,9 +55,7 @@ class JaxTrainer(DataParallelTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
-        if jax_config is not None and not isinstance(jax_config, JaxConfig):
-            raise TypeError(f"jax_config must be a JaxConfig, found {jax_config!r}")
-        config = jax_config or JaxConfig()
+        config = config_or_default("jax_config", jax_config, JaxConfig)
         if isinstance(scaling_config, ScalingConfig):
             config = replace(
                 config,

@@ -57,7 +57,7 @@ class LightGBMConfig(BoostingConfig):
     """
 
     library: ClassVar[str] = "lightgbm"
-    oldest: ClassVar[tuple[int, int]] = (4, 5)
+    oldest: ClassVar[str] = "4.5"
     optional: ClassVar[tuple[str, ...]] = ("sklearn", "pandas")
 
     import_pandas: bool | None = None

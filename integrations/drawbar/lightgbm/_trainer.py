@@ -13,6 +13,7 @@ from drawbar.lightgbm._backend import LightGBMConfig
 from drawbar.lightgbm._fit import LightGBMFit
 from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
+from drawbar.train.backend import config_or_default
 
 
 class LightGBMTrainer(BoostingTrainer):
@@ -97,8 +98,6 @@ class LightGBMTrainer(BoostingTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
-        if lightgbm_config is not None and not isinstance(lightgbm_config, LightGBMConfig):
-            raise TypeError(f"lightgbm_config must be a LightGBMConfig, found {lightgbm_config!r}")
         declared = {
             "params": params,
             "label_column": label_column,
@@ -117,7 +116,7 @@ class LightGBMTrainer(BoostingTrainer):
             fit_class=LightGBMFit,
             declared=declared,
             train_loop_config=train_loop_config,
-            backend_config=lightgbm_config or LightGBMConfig(),
+            backend_config=config_or_default("lightgbm_config", lightgbm_config, LightGBMConfig),
             scaling_config=scaling_config,
             run_config=run_config,
             datasets=datasets,

@@ -16,11 +16,13 @@ import sys
 import types
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
+from drawbar.train.backend import require_version
+
 T = TypeVar("T")
 
 Package = Literal["lightning", "pytorch_lightning"]
 
-MINIMUM = (2, 4)
+MINIMUM = "2.4"
 
 _ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -70,23 +72,10 @@ def installed() -> list[Package]:
     return [name for name in get_args(Package) if importlib.util.find_spec(name) is not None]
 
 
-def check_version(package: str, version: str) -> None:
-    """Check that Lightning is new enough.
-
-    Raises:
-        ImportError: It is not; the message has both versions.
-    """
-    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM:
-        oldest = ".".join(map(str, MINIMUM))
-        raise ImportError(
-            f"drawbar.lightning needs {package} {oldest} or newer, found {version}; "
-            f'run: pip install -U "{package.replace("_", "-")}>={oldest}"'
-        )
-
-
 def lightning_class(path: str, package: Package) -> Any:
     """Give a class of a package by its path below the root, such as "strategies.DDPStrategy"."""
-    check_version(package, importlib.import_module(package).__version__)
+    found: str = importlib.import_module(package).__version__
+    require_version(package, found, MINIMUM, install=f"{package.replace('_', '-')}>={MINIMUM}")
     module, _, name = f"{_ROOTS[package]}.{path}".rpartition(".")
     return getattr(importlib.import_module(module), name)
 

@@ -14,6 +14,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
+from drawbar.train.backend import config_or_default
 
 
 class TensorflowTrainer(DataParallelTrainer):
@@ -58,13 +59,12 @@ class TensorflowTrainer(DataParallelTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
-        config = TensorflowConfig() if tensorflow_config is None else tensorflow_config
-        if not isinstance(config, TensorflowConfig):
-            raise TypeError(f"tensorflow_config must be a TensorflowConfig, found {config!r}")
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
-            backend_config=config,
+            backend_config=config_or_default(
+                "tensorflow_config", tensorflow_config, TensorflowConfig
+            ),
             scaling_config=scaling_config,
             run_config=run_config,
             datasets=datasets,

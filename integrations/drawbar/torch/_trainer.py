@@ -15,6 +15,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
+from drawbar.train.backend import config_or_default
 
 
 class TorchTrainer(DataParallelTrainer):
@@ -59,13 +60,11 @@ class TorchTrainer(DataParallelTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
-        if torch_config is not None and not isinstance(torch_config, TorchConfig):
-            raise TypeError(f"torch_config must be a TorchConfig, found {torch_config!r}")
         pickle_modules_by_name()
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
-            backend_config=torch_config or TorchConfig(),
+            backend_config=config_or_default("torch_config", torch_config, TorchConfig),
             scaling_config=scaling_config,
             run_config=run_config,
             datasets=datasets,

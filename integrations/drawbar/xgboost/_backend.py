@@ -53,7 +53,7 @@ class XGBoostConfig(BoostingConfig):
     """
 
     library: ClassVar[str] = "xgboost"
-    oldest: ClassVar[tuple[int, int]] = (3, 1)  # keeps the names of categories in the model
+    oldest: ClassVar[str] = "3.1"  # keeps the names of categories in the model
 
     xgboost_communicator: str = "rabit"
     timeout_s: float | timedelta = 1800

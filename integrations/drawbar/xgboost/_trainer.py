@@ -11,6 +11,7 @@ from xgboost.callback import TrainingCallback
 
 from drawbar._boosting import BoostingTrainer
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
+from drawbar.train.backend import config_or_default
 from drawbar.xgboost._backend import XGBoostConfig
 from drawbar.xgboost._fit import XGBoostFit
 from drawbar.xgboost._report import RayTrainReportCallback
@@ -95,8 +96,6 @@ class XGBoostTrainer(BoostingTrainer):
         custom_metric: Callable[..., tuple[str, float]] | None = None,
         external_memory: bool | str | os.PathLike[str] | None = None,
     ) -> None:
-        if xgboost_config is not None and not isinstance(xgboost_config, XGBoostConfig):
-            raise TypeError(f"xgboost_config must be an XGBoostConfig, found {xgboost_config!r}")
         declared = {
             "params": params,
             "label_column": label_column,
@@ -115,7 +114,7 @@ class XGBoostTrainer(BoostingTrainer):
             train_loop_per_worker,
             fit_class=XGBoostFit,
             declared=declared,
-            backend_config=xgboost_config or XGBoostConfig(),
+            backend_config=config_or_default("xgboost_config", xgboost_config, XGBoostConfig),
             train_loop_config=train_loop_config,
             scaling_config=scaling_config,
             run_config=run_config,

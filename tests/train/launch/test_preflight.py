@@ -14,7 +14,7 @@ from drawbar.train._launch.preflight import (
     check_function_pickles,
     check_storage_path,
 )
-from drawbar.train._settings.backend import release_of, require_package
+from drawbar.train._settings.backend import release_of, require_package, require_version
 
 LOCK = threading.Lock()
 
@@ -180,6 +180,13 @@ def test_require_package() -> None:
     with pytest.raises(ModuleNotFoundError, match=r'pip install "drawbar\[torch\]"') as caught:
         require_package("no_such_framework", "torch")
     assert caught.value.name == "no_such_framework"
+
+
+def test_a_version_too_old_is_refused() -> None:
+    require_version("xgboost", "3.10.0rc1", "3.1", install="drawbar[xgboost]")
+    message = r'xgboost 2.1.4 is installed here, but 3.1 or newer .* --upgrade "drawbar\[xgboost\]"'
+    with pytest.raises(ImportError, match=message):
+        require_version("xgboost", "2.1.4", "3.1", install="drawbar[xgboost]")
 
 
 def test_require_package_of_a_version() -> None:

@@ -145,13 +145,27 @@ def require_package(module: str, extra: str, at_least: str | None = None) -> Non
         raise ModuleNotFoundError(
             f'{module} is not installed here; run: pip install "drawbar[{extra}]"', name=module
         )
-    if at_least is None:
-        return
-    found = importlib.metadata.version(module)
+    if at_least is not None:
+        found = importlib.metadata.version(module)
+        require_version(module, found, at_least, install=f"drawbar[{extra}]")
+
+
+def require_version(module: str, found: str, at_least: str, *, install: str) -> None:
+    """Check that a framework is not too old, where its package need not have the module's name.
+
+    Args:
+        module: Its module, such as "xgboost".
+        found: The version, such as `module.__version__`.
+        at_least: The oldest version that works.
+        install: What `pip install` is to be told.
+
+    Raises:
+        ImportError: It is too old; the message has both versions and the command.
+    """
     if release_of(found) < release_of(at_least):
         raise ImportError(
             f"{module} {found} is installed here, but {at_least} or newer is needed; "
-            f'run: pip install --upgrade "drawbar[{extra}]"',
+            f'run: pip install --upgrade "{install}"',
             name=module,
         )
 

@@ -12,10 +12,12 @@ import warnings
 from collections.abc import Sequence, Set
 from datetime import timedelta
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.secrets import cleaned
+
+T = TypeVar("T")
 
 _LONGEST = timedelta.max.total_seconds()
 _LONGEST_NAME = 255  # bytes, in all usual file systems
@@ -72,6 +74,20 @@ def is_list_of(kind: type, value: object) -> bool:
     if not isinstance(value, Sequence | Set) or isinstance(value, str):
         return False
     return all(isinstance(item, kind) for item in value)
+
+
+def config_or_default(name: str, value: T | None, kind: type[T]) -> T:
+    """Give the config that was passed as an argument of this name, or a default one.
+
+    Raises:
+        TypeError: It is of another kind; the message says which is wanted.
+    """
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOX" else "a"
+        raise TypeError(f"{name} must be {article} {kind.__name__}, found {value!r}")
+    return value
 
 
 def require_int(name: str, value: object, *, at_least: int) -> None:
