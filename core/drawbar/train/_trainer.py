@@ -28,7 +28,7 @@ from drawbar.train._launch import preflight
 from drawbar.train._launch.host import host_function, host_workers
 from drawbar.train._launch.spec import make_spec
 from drawbar.train._settings.arguments import ExplainsItsArguments
-from drawbar.train._settings.backend import BackendConfig, LauncherStore
+from drawbar.train._settings.backend import BackendConfig, LauncherStore, TrainFunction
 from drawbar.train._settings.checks import config_or_default
 from drawbar.train._settings.data_config import DataConfig
 from drawbar.train._settings.run_config import RunConfig
@@ -41,8 +41,6 @@ from drawbar.train._storage.run_directory import open_directory
 from drawbar.train._worker.actor import Payload
 
 T = TypeVar("T")
-
-TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
 
 
 class DataParallelTrainer(ExplainsItsArguments):

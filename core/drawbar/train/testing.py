@@ -21,11 +21,12 @@ from drawbar.train._history.audit import check_run
 from drawbar.train._history.result import Result
 from drawbar.train._launch.host import host_function
 from drawbar.train._public import as_public
+from drawbar.train._settings.backend import TrainFunction
 from drawbar.train._settings.run_config import FailureConfig, RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage import fault_points
-from drawbar.train._trainer import DataParallelTrainer, TrainFunction
+from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train._worker.actor import Payload
 from drawbar.train._worker.context import get_checkpoint, get_context, report
 from drawbar.train.backend import BackendConfig

@@ -71,7 +71,7 @@ def takes_plain_arguments(estimator: T) -> T:
     own = [inspect.Parameter(name, keyword, default=None) for name in OWN_ARGUMENTS]
     *named, rest = signature.parameters.values()
 
-    def __init__(self: Any, **arguments: Any) -> None:  # one of this class alone
+    def __init__(self: Any, **arguments: object) -> None:  # one of this class alone
         super(ours, self).__init__(**arguments)
 
     __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]  # inspect reads it
@@ -81,13 +81,13 @@ def takes_plain_arguments(estimator: T) -> T:
     return estimator
 
 
-def without_own(params: Mapping[str, Any]) -> dict[str, Any]:
+def without_own(params: Mapping[str, object]) -> dict[str, Any]:
     """Give an estimator's parameters without those that the library does not know."""
     return {name: value for name, value in params.items() if name not in OWN_ARGUMENTS}
 
 
 def predicting(
-    estimator: Any, method: str, prepare: Callable[[Any, Any], Any], options: Mapping[str, Any]
+    estimator: Any, method: str, prepare: Callable[[Any, Any], Any], options: Mapping[str, object]
 ) -> Callable[[], Callable[[Any], Any]]:
     """Give what makes, in a process that predicts, a function from features to predictions.
 
@@ -106,6 +106,6 @@ def predicting(
 
 
 def _predictor(
-    estimator: Any, method: str, prepare: Callable[[Any, Any], Any], options: Mapping[str, Any]
+    estimator: Any, method: str, prepare: Callable[[Any, Any], Any], options: Mapping[str, object]
 ) -> Callable[[Any], Any]:
     return lambda batch: getattr(estimator, method)(prepare(estimator, batch), **options)

@@ -47,7 +47,7 @@ class Fit(ABC):
     spelled: ClassVar[Mapping[str, Sequence[str]]] = {}
     """What the library calls an argument where it stands in `params`: argument to names."""
 
-    params: Mapping[str, Any]
+    params: Mapping[str, object]
     columns: Columns
     datasets: Sequence[str] = ("train",)
     num_boost_round: int = 10
@@ -70,7 +70,7 @@ class Fit(ABC):
                 )
 
     @classmethod
-    def arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(cls, given: Mapping[str, object]) -> dict[str, Any]:
         """Take what `params` says of the other arguments out of it, as the library does.
 
         It wins, with a warning, over an argument that says something else. A number of rounds for

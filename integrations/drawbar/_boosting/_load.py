@@ -13,7 +13,7 @@ from drawbar._boosting._schema import agree
 from drawbar._boosting._shard import Shard
 from drawbar.train import collective, get_context, get_dataset_shard
 
-Source = Callable[[str], Iterable[Any]]
+Source = Callable[[str], Iterable[object]]
 """Gives this rank's Arrow tables of a dataset, by the dataset's name."""
 
 

@@ -94,7 +94,7 @@ class Summary:
     rows: int = 0
     groups: int = 0
     features: tuple[str, ...] | None = None
-    categories: dict[str, list[Any]] = field(default_factory=dict)
+    categories: dict[str, list[object]] = field(default_factory=dict)
     texts: set[str] = field(default_factory=set)
     highest: dict[str, int] = field(default_factory=dict)
     label: LabelRange = field(default_factory=LabelRange)

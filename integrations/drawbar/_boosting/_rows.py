@@ -44,7 +44,7 @@ class Rows:
     weight: Values = None
     group: Values = None
     margin: Values = None
-    classes: Sequence[Any] | None = None
+    classes: Sequence[object] | None = None
     missing: float = math.nan
     absent: float = 0.0
 
@@ -270,7 +270,7 @@ def classes_of(dataset: Features, label: str) -> Any:
     return np.array(sorted(dataset.unique(label)))
 
 
-def _encode(classes: Sequence[Any], batch: pa.Table) -> pa.Table:
+def _encode(classes: Sequence[object], batch: pa.Table) -> pa.Table:
     import pyarrow.compute as pc  # takes 0.04 s, and workers that train import this module
 
     codes = pc.index_in(batch[LABEL], pa.array(classes).cast(batch[LABEL].type))

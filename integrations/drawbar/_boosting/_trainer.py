@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from drawbar._boosting._backend import BoostingConfig
@@ -17,11 +17,11 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
+from drawbar.train.backend import TrainFunction
 
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
 
 COLUMN_ARGUMENTS = {
     "label_column": "label",
@@ -55,14 +55,14 @@ class BoostingTrainer(DataParallelTrainer):
         train_loop_per_worker: TrainFunction | None,
         *,
         fit_class: type[Fit],
-        declared: Mapping[str, Any],
+        declared: Mapping[str, object],
         backend_config: BoostingConfig,
         train_loop_config: dict[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class BoostingTrainer(DataParallelTrainer):
                     check_dataset(name, dataset, work.columns)
 
 
-def _the_function(function: TrainFunction, given: Mapping[str, Any]) -> TrainFunction:
+def _the_function(function: TrainFunction, given: Mapping[str, object]) -> TrainFunction:
     if given:
         raise TypeError(
             f"a training function says itself what is trained, so {', '.join(given)} must be "

@@ -68,7 +68,7 @@ def check_ranks(world_size: int, rank: int, name: str) -> None:
     )
 
 
-def load_state(accelerator: Accelerator, **kwargs: Any) -> dict[str, Any] | None:
+def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | None:
     """Load what `report_state` saved into everything that the `Accelerator` has prepared.
 
     Call it after `accelerator.prepare`. The checkpoint is the one that `get_checkpoint` gives: the

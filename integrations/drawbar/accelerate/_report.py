@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from accelerate import Accelerator
 
@@ -13,10 +12,10 @@ from drawbar.train import CheckpointUploadMode, ValidationTaskConfig, checkpoint
 
 def report_state(
     accelerator: Accelerator,
-    metrics: Mapping[str, Any],
+    metrics: Mapping[str, object],
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     validation: bool | ValidationTaskConfig = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> None:
     """Report metrics with a checkpoint of everything that the `Accelerator` has prepared.
 

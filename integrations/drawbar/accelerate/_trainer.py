@@ -10,8 +10,8 @@ from drawbar.train import Result, RunConfig, ScalingConfig
 
 
 def launch(
-    function: Callable[..., Any],
-    args: Sequence[Any] = (),
+    function: Callable[..., object],
+    args: Sequence[object] = (),
     scaling_config: ScalingConfig | None = None,
     *,
     run_config: RunConfig | None = None,

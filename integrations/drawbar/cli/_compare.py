@@ -36,13 +36,13 @@ def compare(
         _write(records, settings, metrics)
 
 
-def _beside(all_values: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def _beside(all_values: list[dict[str, Any]]) -> dict[str, list[object]]:
     names = dict.fromkeys(name for values in all_values for name in values)
     return {name: [values.get(name) for values in all_values] for name in names}
 
 
 def _write(
-    records: list[RunRecord], settings: dict[str, list[Any]], metrics: dict[str, list[Any]]
+    records: list[RunRecord], settings: dict[str, list[object]], metrics: dict[str, list[object]]
 ) -> None:
     rows = [["", *(record.name for record in records)]]
     rows.append(["status", *(record.status for record in records)])

@@ -54,7 +54,7 @@ def number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(nested: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Join nested keys with "/", as in a run's table of reports."""
     joined: dict[str, Any] = {}
     for key, value in nested.items():
@@ -70,7 +70,7 @@ def one_line(value: object) -> str:
     return " ".join(str(value).split())
 
 
-def shown_metrics(metrics: Mapping[str, Any] | None) -> str:
+def shown_metrics(metrics: Mapping[str, object] | None) -> str:
     """Give the first few metrics in one line."""
     shown = [f"{key} {number(value)[:16]}" for key, value in flat(metrics or {}).items()]
     return ", ".join(shown[:_MAX_METRICS]) + (", ..." if len(shown) > _MAX_METRICS else "")

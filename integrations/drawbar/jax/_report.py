@@ -20,7 +20,7 @@ from drawbar.train import (
 
 def report_state(
     state: Any,
-    metrics: Mapping[str, Any],
+    metrics: Mapping[str, object],
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     validation: bool | ValidationTaskConfig = False,
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-from drawbar.train.backend import config_or_default
+from drawbar.train.backend import TrainFunction, config_or_default
 
 
 class JaxTrainer(DataParallelTrainer):
@@ -43,7 +43,7 @@ class JaxTrainer(DataParallelTrainer):
 
     def __init__(
         self,
-        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        train_loop_per_worker: TrainFunction,
         *,
         train_loop_config: dict[str, Any] | None = None,
         jax_config: JaxConfig | None = None,
@@ -51,7 +51,7 @@ class JaxTrainer(DataParallelTrainer):
         run_config: RunConfig | None = None,
         datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:

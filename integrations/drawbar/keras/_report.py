@@ -84,7 +84,7 @@ class ReportCheckpointCallback:
         report_metrics_on: Events = "epoch_end",
         metrics: str | Sequence[str] | Mapping[str, str] | None = None,
         *,
-        callbacks: Sequence[Any] = (),
+        callbacks: Sequence[object] = (),
         save_weights: bool = False,
         checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
         validation: bool | ValidationTaskConfig = False,
@@ -168,7 +168,7 @@ class ReportCheckpointCallback:
             return False
         return True
 
-    def _chosen(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+    def _chosen(self, logs: Mapping[str, object]) -> dict[str, Any]:
         if self._metrics is None or not logs:
             return dict(logs)
         missing = [name for name in self._metrics.values() if name not in logs]
@@ -239,7 +239,7 @@ def _names(metrics: str | Sequence[str] | Mapping[str, str] | None) -> dict[str,
     return dict(metrics) if isinstance(metrics, Mapping) else {name: name for name in metrics}
 
 
-def _logs_in(given: Any) -> Mapping[str, Any]:
+def _logs_in(given: Any) -> Mapping[str, object]:
     """Find the logs in what an event came with: perhaps a number, perhaps logs."""
     parts = given if isinstance(given, tuple) else (given,)
     return next((part for part in parts if isinstance(part, Mapping)), {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from drawbar.keras._backend import KerasBackend, KerasConfig, backend_here
@@ -14,7 +14,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-from drawbar.train.backend import BackendConfig
+from drawbar.train.backend import BackendConfig, TrainFunction
 
 
 class KerasTrainer(DataParallelTrainer):
@@ -43,7 +43,7 @@ class KerasTrainer(DataParallelTrainer):
 
     def __init__(
         self,
-        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        train_loop_per_worker: TrainFunction,
         *,
         train_loop_config: dict[str, Any] | None = None,
         keras_backend: KerasBackend | None = None,
@@ -52,7 +52,7 @@ class KerasTrainer(DataParallelTrainer):
         run_config: RunConfig | None = None,
         datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 from drawbar.launch._backend import ScriptConfig
 from drawbar.launch._loop import run_script
@@ -69,7 +68,7 @@ class ScriptTrainer(DataParallelTrainer):
         environment: Mapping[str, str] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
     ) -> None:
         if scaling_config is not None and scaling_config.max_workers == 0:

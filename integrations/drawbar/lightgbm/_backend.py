@@ -171,7 +171,7 @@ def get_network_params(tree_learner: str = "data") -> dict[str, Any]:
     return {**threads, **network}
 
 
-def with_own_network(params: Mapping[str, Any]) -> dict[str, Any]:
+def with_own_network(params: Mapping[str, object]) -> dict[str, Any]:
     """Give the parameters with the run's network and this worker's threads where none are set.
 
     Raises:

@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.floating[Any]]
 Columns = npt.NDArray[np.float64]
 
 
-def agree_on_bins(shard: Shard, params: Mapping[str, Any]) -> bytes:
+def agree_on_bins(shard: Shard, params: Mapping[str, object]) -> bytes:
     """Give the bins of all features, the same on every rank. A collective.
 
     Args:
@@ -56,14 +56,14 @@ def agree_on_bins(shard: Shard, params: Mapping[str, Any]) -> bytes:
     return collective.broadcast_from_rank_zero(bins)
 
 
-def _threads_of_this_node(params: Mapping[str, Any]) -> dict[str, int]:
+def _threads_of_this_node(params: Mapping[str, object]) -> dict[str, int]:
     """Give rank 0 the threads of its neighbours too, who wait for it."""
     own = int(value_of(params, "num_threads", worker_threads()))
     threads = max(own, 1) * get_context().get_local_world_size()
     return {str(name_of(params, "num_threads") or "num_threads"): threads}
 
 
-def dataset_params(shard: Shard, params: Mapping[str, Any]) -> dict[str, Any]:
+def dataset_params(shard: Shard, params: Mapping[str, object]) -> dict[str, Any]:
     """Give a booster's parameters with the numbers of the features that are categorical."""
     categorical = [
         number for number, feature in enumerate(shard.schema.features) if feature.categories
@@ -73,7 +73,7 @@ def dataset_params(shard: Shard, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_dataset(
-    shard: Shard, bins: bytes, params: Mapping[str, Any], earlier: Booster | None = None
+    shard: Shard, bins: bytes, params: Mapping[str, object], earlier: Booster | None = None
 ) -> Dataset:
     """Make a LightGBM dataset of a shard, whose rows are never together in one array.
 
@@ -131,7 +131,7 @@ def _of_one_type(blocks: Sequence[Block]) -> list[Block]:
     ]
 
 
-def _starts(block: Block, earlier: Booster | None, params: Mapping[str, Any]) -> Any:
+def _starts(block: Block, earlier: Booster | None, params: Mapping[str, object]) -> Any:
     """Give the score that each row starts from."""
     margin = block.base_margin
     if margin is not None and margin.shape[1] == 1:
@@ -147,7 +147,7 @@ def _starts(block: Block, earlier: Booster | None, params: Mapping[str, Any]) ->
     return predicted if margin is None else np.asarray(predicted) + margin
 
 
-def _gathered_sample(shard: Shard, params: Mapping[str, Any]) -> Columns | None:
+def _gathered_sample(shard: Shard, params: Mapping[str, object]) -> Columns | None:
     """Give rank 0 the sampled rows of all ranks in rank order, the others None. A collective.
 
     They go straight to rank 0, block by block, since a sample is too large for Drawbar's own
@@ -208,7 +208,7 @@ def _sampled(shard: Shard, chosen: npt.NDArray[np.int64]) -> Iterator[Floats]:
         start += len(block)
 
 
-def _chosen(rows: int, params: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+def _chosen(rows: int, params: Mapping[str, object]) -> npt.NDArray[np.int64]:
     """Give the numbers of the rows that are sampled, ascending."""
     count = int(value_of(params, "bin_construct_sample_cnt", 200_000))
     if rows <= count:

@@ -69,7 +69,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         eval_metric: Any = None,
         feature_name: Any = "auto",
         categorical_feature: Any = "auto",
-        callbacks: Sequence[Any] | None = None,
+        callbacks: Sequence[object] | None = None,
         init_model: Model | None = None,
         *,
         eval_X: Features = None,
@@ -265,7 +265,7 @@ def _take(params: dict[str, Any], name: str) -> Any:
     return params.pop(found) if found else None
 
 
-def _add_metrics(params: dict[str, Any], given: Any) -> list[Any]:
+def _add_metrics(params: dict[str, Any], given: Any) -> list[object]:
     """Put the metrics of `fit` before the objective's own; gives the custom ones."""
     metrics = given if isinstance(given, list) else [] if given is None else [given]
     own = params["metric"] if isinstance(params["metric"], list) else [params["metric"]]

@@ -23,7 +23,7 @@ Callback = Callable[[CallbackEnv], None]
 
 
 def train(
-    params: Mapping[str, Any],
+    params: Mapping[str, object],
     train_set: Dataset,
     num_boost_round: int = 100,
     valid_sets: Sequence[Dataset] | Dataset | None = None,
@@ -120,7 +120,7 @@ class _Since:
         )
 
 
-def _stopping(params: Mapping[str, Any]) -> list[Callback]:
+def _stopping(params: Mapping[str, object]) -> list[Callback]:
     """Give what the parameters say of early stopping, as a callback that can be resumed."""
     rounds = value_of(params, "early_stopping_round")
     return [early_stopping(rounds, params)] if rounds is not None and rounds > 0 else []
@@ -166,7 +166,7 @@ _REMEMBERING = (type(lightgbm.early_stopping(1)), type(lightgbm.record_evaluatio
 """Callbacks whose state is the evaluations so far, and nothing else."""
 
 
-def is_forest(params: Mapping[str, Any]) -> bool:
+def is_forest(params: Mapping[str, object]) -> bool:
     """Whether each tree is of its own, so that there is nothing to go on from."""
     return value_of(params, "boosting") in _FORESTS
 
@@ -179,7 +179,7 @@ def other_draws(params: dict[str, Any], rounds: int) -> dict[str, Any]:
     return {**params, **{name: params.get(name, seed) + rounds for name, seed in seeds.items()}}
 
 
-def early_stopping(rounds: int, params: Mapping[str, Any]) -> Callback:
+def early_stopping(rounds: int, params: Mapping[str, object]) -> Callback:
     """Give LightGBM's own callback, with what the parameters say of it."""
     callback: Callback = lightgbm.early_stopping(
         rounds,

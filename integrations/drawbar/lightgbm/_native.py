@@ -58,7 +58,7 @@ def leave_network() -> None:
     _safe_call(_LIB.LGBM_NetworkFree())
 
 
-def bin_reference(sample: Columns, rows: int, params: Mapping[str, Any]) -> bytes:
+def bin_reference(sample: Columns, rows: int, params: Mapping[str, object]) -> bytes:
     """Find the bins of all features from a sample of rows; gives them in LightGBM's own format.
 
     Args:
@@ -110,7 +110,7 @@ def _not_zero(column: Columns, all_rows: Rows) -> tuple[Columns, Rows]:
 
 
 def binned_dataset(
-    reference: bytes, batches: Sequence[pa.RecordBatch], params: Mapping[str, Any]
+    reference: bytes, batches: Sequence[pa.RecordBatch], params: Mapping[str, object]
 ) -> Dataset:
     """Make a dataset of rows, with the bins of a reference.
 

@@ -51,7 +51,7 @@ _PROBABILITIES = ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlamb
 _COUNTS = ("poisson", "tweedie")
 
 
-def name_of(params: Mapping[str, Any], name: str) -> str | None:
+def name_of(params: Mapping[str, object], name: str) -> str | None:
     """Give the name, or alias, under which a parameter is set; None if it is not.
 
     LightGBM takes one that is None for not set.
@@ -60,19 +60,19 @@ def name_of(params: Mapping[str, Any], name: str) -> str | None:
     return next((alias for alias in aliases if params.get(alias) is not None), None)
 
 
-def value_of(params: Mapping[str, Any], name: str, default: Any = None) -> Any:
+def value_of(params: Mapping[str, object], name: str, default: Any = None) -> Any:
     """Give a parameter's value, by whichever name it is set."""
     found = name_of(params, name)
     return default if found is None else params[found]
 
 
-def without(params: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def without(params: Mapping[str, object], *names: str) -> dict[str, Any]:
     """Give the parameters without some, by whichever of their names they are set."""
     left_out = {alias for name in names for alias in _ConfigAliases.get(name)}
     return {name: value for name, value in params.items() if name not in left_out}
 
 
-def histogram_layout(params: Mapping[str, Any], features: int) -> dict[str, bool]:
+def histogram_layout(params: Mapping[str, object], features: int) -> dict[str, bool]:
     """Give the parameter that says whether histograms are added up row by row.
 
     LightGBM left to itself times both ways once, over all rows, before the first round. That takes
@@ -99,7 +99,7 @@ def histogram_layout(params: Mapping[str, Any], features: int) -> dict[str, bool
     return {"force_row_wise": True} if 0 < threads <= ROW_WISE_THREADS else {}
 
 
-def check_parameters(params: Mapping[str, Any], scaling_config: ScalingConfig) -> None:
+def check_parameters(params: Mapping[str, object], scaling_config: ScalingConfig) -> None:
     """Check, in the driver, what does not depend on the data.
 
     Raises:
@@ -128,7 +128,7 @@ def check_parameters(params: Mapping[str, Any], scaling_config: ScalingConfig) -
     warn_of_threads("num_threads", value_of(params, "num_threads"), scaling_config)
 
 
-def _check_distributed(params: Mapping[str, Any]) -> None:
+def _check_distributed(params: Mapping[str, object]) -> None:
     for name, why in _ALONE.items():
         if (found := name_of(params, name)) is not None and params[found]:
             raise ValueError(
@@ -146,7 +146,7 @@ def _is_whole(value: object) -> bool:
     return True
 
 
-def check_labels(shard: Shard, params: Mapping[str, Any]) -> None:
+def check_labels(shard: Shard, params: Mapping[str, object]) -> None:
     """Check the labels of all ranks against the objective.
 
     Raises:

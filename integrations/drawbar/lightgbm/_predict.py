@@ -23,7 +23,7 @@ def predict(
     keep_columns: Sequence[str] | None = None,
     output_column: str = "prediction",
     predict_options: dict[str, Any] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Dataset:
     """Predict the rows of a Ray Dataset, on as many CPUs as are free.
 

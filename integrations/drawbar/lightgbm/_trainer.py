@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightgbm import Booster
@@ -13,7 +13,7 @@ from drawbar.lightgbm._backend import LightGBMConfig
 from drawbar.lightgbm._fit import LightGBMFit
 from drawbar.lightgbm._report import RayTrainReportCallback
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
-from drawbar.train.backend import config_or_default
+from drawbar.train.backend import TrainFunction, config_or_default
 
 
 class LightGBMTrainer(BoostingTrainer):
@@ -75,10 +75,10 @@ class LightGBMTrainer(BoostingTrainer):
 
     def __init__(
         self,
-        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any] | None = None,
+        train_loop_per_worker: TrainFunction | None = None,
         *,
         train_loop_config: dict[str, Any] | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, object] | None = None,
         label_column: str | None = None,
         num_boost_round: int | None = None,
         weight_column: str | None = None,
@@ -86,7 +86,7 @@ class LightGBMTrainer(BoostingTrainer):
         base_margin_column: str | Sequence[str] | None = None,
         categorical_features: Sequence[str] | None = None,
         early_stopping_rounds: int | None = None,
-        callbacks: Sequence[Any] | None = None,
+        callbacks: Sequence[object] | None = None,
         feval: Any | None = None,
         external_memory: bool | str | os.PathLike[str] | None = None,
         lightgbm_config: LightGBMConfig | None = None,
@@ -94,7 +94,7 @@ class LightGBMTrainer(BoostingTrainer):
         run_config: RunConfig | None = None,
         datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:

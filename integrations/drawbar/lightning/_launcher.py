@@ -86,7 +86,7 @@ class RayLauncher:
         self._torch_config = torch_config
 
     def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any
+        self, function: Callable[..., object], *args: object, trainer: Trainer, **kwargs: object
     ) -> Any:
         """Do on the workers what the Trainer is about to do here, and give rank 0's result.
 

@@ -46,6 +46,6 @@ class JournalLogger(OfUsersPackage, Logger, base="loggers.Logger"):
         train.report({**metrics, "step": step})
 
     def log_hyperparams(
-        self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
+        self, params: dict[str, Any] | Namespace, *args: object, **kwargs: object
     ) -> None:
         """Do nothing."""

@@ -132,5 +132,5 @@ def _make(cls: Any, package: Package) -> type[Any]:
     return types.new_class(cls.__name__, (cls, base), exec_body=lambda body: body.update(namespace))
 
 
-def _restore(cls: type[Any], package: Package) -> Any:
+def _restore(cls: type[object], package: Package) -> Any:
     return object.__new__(with_base(cls, package))

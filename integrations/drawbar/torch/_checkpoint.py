@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class TorchCheckpoint(Checkpoint):
     MODEL_FILENAME = "model.pt"
 
     @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> Self:
+    def from_state_dict(cls, state_dict: Mapping[str, object]) -> Self:
         """Save a state dict in a new temporary directory."""
         return cls._saved(dict(state_dict))
 

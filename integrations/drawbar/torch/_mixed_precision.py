@@ -95,7 +95,9 @@ class Precision(torch.amp.GradScaler):
             self._stepped = False
         self.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's is untyped
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(
+        self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+    ) -> float | None:
         """Unscale the gradients and take a step, unless one is not finite."""
         self._stepped = True
         return super().step(optimizer, *args, **kwargs)

@@ -41,7 +41,7 @@ def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return values
 
 
-def moved(batches: Iterable[Any], device: torch.device, *, ahead: bool) -> Iterator[Any]:
+def moved(batches: Iterable[object], device: torch.device, *, ahead: bool) -> Iterator[Any]:
     """Give batches moved to a device; with `ahead`, on CUDA, the next during the work on this."""
     if ahead and device.type == "cuda":
         return _copied_ahead(iter(batches), device)

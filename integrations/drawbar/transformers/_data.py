@@ -30,7 +30,7 @@ class ShardDataset(IterableDataset[Any]):
     """
 
     def __init__(self, data: Any) -> None:
-        self._items: Iterable[Any] = data.iter_rows() if is_shard(data) else data
+        self._items: Iterable[object] = data.iter_rows() if is_shard(data) else data
 
     def __iter__(self) -> Iterator[Any]:
         empty = True
@@ -51,7 +51,11 @@ class EpochOfSteps(TrainerCallback):
     """
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Set the epoch before anything is logged or saved."""
         loader = kwargs["train_dataloader"]

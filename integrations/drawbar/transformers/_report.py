@@ -43,7 +43,11 @@ class RayTrainReportCallback(TrainerCallback):
         """Whether the Trainer that calls this is a prepared one."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Check that the Trainer goes on where the run is, and give the best checkpoint its name.
 
@@ -64,13 +68,17 @@ class RayTrainReportCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Report the log."""
         report({**(logs or {}), "step": state.global_step})
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Report the checkpoint that the Trainer has written."""
         directory = _directory(args, state.global_step)
@@ -86,7 +94,11 @@ class RayTrainReportCallback(TrainerCallback):
             state.best_model_checkpoint = committed.path
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Report the newest value of each metric."""
         report(newest_metrics(state))

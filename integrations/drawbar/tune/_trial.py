@@ -47,7 +47,7 @@ def _number(run: str) -> int:
     return int(run.rpartition("_")[2])
 
 
-def check_names(kind: type[DataParallelTrainer], config: Mapping[str, Any]) -> None:
+def check_names(kind: type[DataParallelTrainer], config: Mapping[str, object]) -> None:
     """Refuse parameters that are no arguments of the trainer.
 
     Raises:
@@ -68,7 +68,7 @@ def check_names(kind: type[DataParallelTrainer], config: Mapping[str, Any]) -> N
 
 
 def with_parameters(
-    trainer: DataParallelTrainer, config: Mapping[str, Any], **changed: Any
+    trainer: DataParallelTrainer, config: Mapping[str, object], **changed: object
 ) -> DataParallelTrainer:
     """Make the trainer of a trial: the same but for its parameters and what is `changed`."""
     arguments = trainer.arguments

@@ -81,7 +81,7 @@ class _ShardIterator(DataIter):
         input_data(**self._features(block), **_without_none(_rest(block)))
         return True
 
-    def _features(self, block: Block) -> Mapping[str, Any]:
+    def _features(self, block: Block) -> Mapping[str, object]:
         names = self._shard.schema.names
         if self._by_name:
             return {"data": self._frame(block)}
@@ -116,5 +116,5 @@ def _rest(block: Block) -> dict[str, Any]:
     return {"label": block.label, "weight": weight, "qid": group, "base_margin": margin}
 
 
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(values: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}

@@ -148,7 +148,7 @@ class _RayXGBModel(RayEstimator):
             tags.classifier_tags.multi_label = False
         return tags
 
-    def predict(self, X: Features, **options: Any) -> Any:
+    def predict(self, X: Features, **options: object) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict(X, **options)  # type: ignore[misc]  # XGBModel's
@@ -276,5 +276,5 @@ def _checkpoint_of(model: Model | None, folder: Path) -> Checkpoint | None:
     return Checkpoint(folder)
 
 
-def _each(values: Sequence[Any] | None, number: int) -> Any:
+def _each(values: Sequence[object] | None, number: int) -> Any:
     return None if values is None else values[number]

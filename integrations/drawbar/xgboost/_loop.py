@@ -25,7 +25,7 @@ def train(
     num_boost_round: int = 10,
     *,
     evals: Sequence[tuple[DMatrix, str]] = (),
-    obj: Callable[..., Any] | None = None,
+    obj: Callable[..., object] | None = None,
     maximize: bool | None = None,
     early_stopping_rounds: int | None = None,
     evals_result: History | None = None,

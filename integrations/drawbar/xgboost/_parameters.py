@@ -45,7 +45,7 @@ def _threads(params: Mapping[str, Any]) -> int:
 
 
 def check_parameters(
-    params: Mapping[str, Any], scaling_config: ScalingConfig, *, grouped: bool
+    params: Mapping[str, object], scaling_config: ScalingConfig, *, grouped: bool
 ) -> None:
     """Check, in the driver, what does not depend on the data.
 

@@ -11,7 +11,7 @@ from xgboost.callback import TrainingCallback
 
 from drawbar._boosting import BoostingTrainer
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
-from drawbar.train.backend import config_or_default
+from drawbar.train.backend import TrainFunction, config_or_default
 from drawbar.xgboost._backend import XGBoostConfig
 from drawbar.xgboost._fit import XGBoostFit
 from drawbar.xgboost._report import RayTrainReportCallback
@@ -72,7 +72,7 @@ class XGBoostTrainer(BoostingTrainer):
 
     def __init__(
         self,
-        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any] | None = None,
+        train_loop_per_worker: TrainFunction | None = None,
         *,
         train_loop_config: dict[str, Any] | None = None,
         xgboost_config: XGBoostConfig | None = None,
@@ -80,10 +80,10 @@ class XGBoostTrainer(BoostingTrainer):
         run_config: RunConfig | None = None,
         datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, object] | None = None,
         label_column: str | None = None,
         num_boost_round: int | None = None,
         weight_column: str | None = None,
@@ -92,7 +92,7 @@ class XGBoostTrainer(BoostingTrainer):
         categorical_features: Sequence[str] | None = None,
         early_stopping_rounds: int | None = None,
         callbacks: Sequence[TrainingCallback] | None = None,
-        obj: Callable[..., Any] | None = None,
+        obj: Callable[..., object] | None = None,
         custom_metric: Callable[..., tuple[str, float]] | None = None,
         external_memory: bool | str | os.PathLike[str] | None = None,
     ) -> None:

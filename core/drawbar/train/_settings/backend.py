@@ -15,6 +15,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
+"""A training function: of no argument, or of the `train_loop_config`."""
+
+
 class WorkerGroupView(Protocol):
     """The started workers, as a `Backend` sees them. Results come in rank order."""
 
