@@ -71,23 +71,39 @@ class Read:
 
 @dataclass(frozen=True)
 class RowPosition:
-    """How far a dataset has been read: so many whole epochs, and this much of the next."""
+    """How far a dataset has been read: so many epochs, and this much of the next.
+
+    Attributes:
+        epoch: Number of the epoch.
+        read: What has been read of it.
+        cut_short: How many of the epochs before were left before their end: Ray Data, which
+            shuffles files anew each time it has gone through them, does not count those.
+    """
 
     epoch: int = 0
     read: tuple[Read, ...] = ()
+    cut_short: int = 0
 
     @staticmethod
     def decode(recorded: Mapping[str, Any] | None) -> RowPosition:
         """Read what `encode` has made; the beginning for None."""
         if recorded is None:
             return RowPosition()
-        return RowPosition(
-            recorded["epoch"], tuple(Read.decode(*each) for each in recorded["read"])
-        )
+        read = tuple(Read.decode(*each) for each in recorded["read"])
+        return RowPosition(recorded["epoch"], read, recorded.get("cut_short", 0))
 
     def encode(self) -> dict[str, Any]:
         """Give plain values."""
-        return {"epoch": self.epoch, "read": [each.encode() for each in self.read]}
+        cut_short = {"cut_short": self.cut_short} if self.cut_short else {}
+        return {"epoch": self.epoch, "read": [each.encode() for each in self.read], **cut_short}
+
+    def begun(self) -> RowPosition:
+        """Give the beginning of the epoch that this one is in."""
+        return replace(self, read=())
+
+    def passed(self, *, cut_short: bool) -> RowPosition:
+        """Give the beginning of the next epoch."""
+        return RowPosition(self.epoch + 1, (), self.cut_short + cut_short)
 
     def after(self, world_size: int, rows: int, shuffle: Shuffle | None = None) -> RowPosition:
         """Give the position after each of so many workers has read so many rows more."""
@@ -96,8 +112,8 @@ class RowPosition:
         if self.goes_on(world_size, shuffle):
             *before, last = self.read
             grown = replace(last, rows=last.rows + rows)
-            return RowPosition(self.epoch, (*before, grown))
-        return RowPosition(self.epoch, (*self.read, Read(world_size, rows, shuffle)))
+            return replace(self, read=(*before, grown))
+        return replace(self, read=(*self.read, Read(world_size, rows, shuffle)))
 
     def goes_on(self, world_size: int, shuffle: Shuffle | None) -> bool:
         """Whether so many workers, who shuffle so, go on with what they have read last."""

@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import ray.data
 
@@ -172,6 +174,29 @@ class TestShards:
         result = interrupted(run_config, 1, 2, datasets={"valid": lazy()}, name="valid")
         assert [rank[-1] for rank in result.return_values] == [list(range(160, ROWS))] * 2
 
+    def test_shuffled_files_come_in_the_order_of_their_epoch(self, tmp_path: Path) -> None:
+        for file in range(8):
+            rows = pa.table({"id": range(10 * file, 10 * file + 10)})
+            pyarrow.parquet.write_table(rows, tmp_path / f"{file}.parquet")
+        shuffle = ray.data.FileShuffleConfig(seed=1)
+        files = ray.data.read_parquet(str(tmp_path), shuffle=shuffle, override_num_blocks=2)
+
+        def shard(positions: Any) -> Any:
+            (found,) = split.shard(
+                {"train": files}, DataConfig(), ["node"], positions, ExactSplits()
+            )
+            return found["train"]
+
+        whole = shard({})
+        first, second, third = (take(whole, ROWS)[0] for _ in range(3))
+        assert sorted(first) == sorted(second) == list(range(80))
+        assert first != second != third
+        begun = shard({"dataset:train": {"epoch": 1, "read": []}})
+        some, position = take(begun, 30)
+        gone_on = shard({"dataset:train": position})
+        assert some + take(gone_on, ROWS)[0] == second
+        assert take(gone_on, ROWS)[0] == third
+
     def test_without_an_order_the_epoch_begins_anew(self, run_config: RunConfig) -> None:
         config = DataConfig(execution_options=ray.data.ExecutionOptions())
         result = interrupted(run_config, 0, 0, dataset_config=config)
@@ -197,6 +222,7 @@ class TestShards:
             return positions
 
         positions = fit(function, run_config, num_workers=0).return_value
+        assert [each["cut_short"] for each in positions] == [1, 3, 5, 7, 9, 11]
         assert [each["epoch"] for each in positions] == [1, 3, 5, 7, 9, 11]
         assert [each["read"] for each in positions] == [
             *([[1, 10]], [[1, 200]], [[1, 10]], [], [], [[1, 1]])

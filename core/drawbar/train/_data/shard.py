@@ -84,6 +84,7 @@ class DatasetShard:
         self._shuffle: Shuffle | None = None
         self._rows = 0
         self._pass = 0
+        self._is_rest = False
 
     @property
     def world_size(self) -> int:
@@ -179,7 +180,8 @@ class DatasetShard:
     def _begin_pass(self, reading: _Reading) -> tuple[Any, dict[str, Any]]:
         """Give what this pass reads, and how."""
         source: Any = self._source if self._rest is None else self._rest
-        is_rest, self._rest = self._rest is not None, None
+        is_rest = self._is_rest = self._rest is not None
+        self._rest = None
         self._pass += 1
         self._rows, self._shuffle = 0, reading.shuffle
         options = dict(reading.options)
@@ -208,7 +210,8 @@ class DatasetShard:
                     equalize=self.part.equalize,
                 )
             )
-        self._begin, self._rows, self._shuffle = RowPosition(epoch + 1), 0, None
+        self._begin = self._begin.passed(cut_short=not ended and not self._is_rest)
+        self._rows, self._shuffle = 0, None
         self._owners = None
 
     def __getattr__(self, name: str) -> Any:

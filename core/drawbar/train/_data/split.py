@@ -172,7 +172,7 @@ def _exact_shards(
         DatasetShard(
             each,
             Part(dataset=name, number=number, of=world_size, ordered=False),
-            position=RowPosition(position.epoch),
+            position=position.begun(),
         )
         for number, each in enumerate(parts)
     ]
@@ -204,7 +204,7 @@ def _configured(
                     of=world_size if config.splits(name) else 1,
                     ordered=False,
                 ),
-                position=RowPosition(RowPosition.decode(positions.get(position_name(name))).epoch),
+                position=RowPosition.decode(positions.get(position_name(name))).begun(),
             )
             for name, rows in by_name.items()
         }

@@ -43,9 +43,10 @@ def shard_stream(
     world_size = len(node_ids) if config.splits(name) else 1
     hints = list(node_ids) if config.enable_shard_locality else None
     if not ordered:
-        position = RowPosition(position.epoch)
-    first, owners = _rest(dataset, position, world_size)
-    parts = _split(dataset, world_size, hints)
+        position = position.begun()
+    executed = position.epoch - position.cut_short
+    first, owners = _rest(_executed(dataset, executed), position, world_size)
+    parts = _split(_executed(dataset, executed + bool(first)), world_size, hints)
     numbers = range(world_size) if config.splits(name) else [0] * len(node_ids)
     rows = rows_of(given)
     each = None if rows is None else rows // world_size
@@ -80,6 +81,13 @@ def _beside(dataset: Dataset, held: Mapping[str, float]) -> Dataset:
         warnings.simplefilter("ignore", DeprecationWarning)
         options.exclude_resources = options.exclude_resources.add(taken)
     return dataset
+
+
+def _executed(dataset: Dataset, times: int) -> Dataset:
+    """Have Ray Data count on from so many executions: its shuffles of files follow from that."""
+    counted: Dataset = with_options(dataset, dataset.context.execution_options)
+    counted.context._execution_idx = times
+    return counted
 
 
 def rows_of(dataset: Any) -> int | None:

@@ -95,7 +95,7 @@ def shard_table(
     grouped = None
     if of > 1 and config.group_column is not None:
         table, grouped = by_groups(name, table, config.group_column, of)
-        position = RowPosition(position.epoch)  # groups stay whole in whole epochs alone
+        position = position.begun()  # groups stay whole in whole epochs alone
     require_equal(name, table.num_rows, of, config.equalize)
     bounds = grouped or shares(table.num_rows, of, config.equalize)
     parts = [_part([table.slice(low, high - low)]) for low, high in bounds]
