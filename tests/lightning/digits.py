@@ -128,9 +128,8 @@ def fit(
                 logger=JournalLogger(),
                 log_every_n_steps=1,
                 num_sanity_val_steps=0,
-                enable_progress_bar=False,
                 enable_model_summary=False,
-                **{"max_epochs": 3, **options},
+                **{"max_epochs": 3, "enable_progress_bar": False, **options},
             )
         )
         module = make_module(pl, die_at)

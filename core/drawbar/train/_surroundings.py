@@ -8,6 +8,7 @@ driver's logging and of its `ray.data.DataContext`.
 from __future__ import annotations
 
 import contextlib
+import linecache
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _OWN_LOGGERS = ("ray", "drawbar")
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
+_MAX_CELLS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Surroundings:
         logging: What `logging.basicConfig` and its like have set.
         data_context: Its `DataContext`, packed; None if it has changed nothing there.
         trial: The trial of Ray Tune that it runs in, if it does.
+        cells: The source of a notebook's cells, by the file names that their code has.
     """
 
     working_directory: str
@@ -44,6 +47,7 @@ class Surroundings:
     logging: LoggingSetup
     data_context: Carried | None
     trial: Trial | None
+    cells: dict[str, str]
 
     @classmethod
     def here(cls) -> Surroundings:
@@ -55,6 +59,7 @@ class Surroundings:
             logging=LoggingSetup.here(),
             data_context=_data_context(),
             trial=next(iter(_trials), None),
+            cells=_cells(),
         )
 
     @contextlib.contextmanager
@@ -64,6 +69,8 @@ class Surroundings:
             os.chdir(self.working_directory)
         sys.path += [path for path in self.import_paths if path not in sys.path]
         argv, sys.argv = sys.argv, list(self.argv)
+        for name, source in self.cells.items():  # where tracebacks look for lines
+            linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
         try:
             if self.data_context is not None:
                 _set_data_context(self.data_context.unpack())
@@ -197,6 +204,18 @@ def _follow_streams(handlers: list[logging.Handler], undo: contextlib.ExitStack)
                     undo.callback(handler.setStream, handler.stream)
                     handler.setStream(getattr(sys, name))
                     break
+
+
+def _cells() -> dict[str, str]:
+    """Give the source of what was typed into IPython, the newest megabyte of it: no file has it."""
+    if "IPython" not in sys.modules:
+        return {}
+    found: dict[str, str] = {}
+    for name, entry in reversed(list(linecache.cache.items())):
+        is_cell = name.startswith("<ipython-input-") or f"ipykernel_{os.getpid()}" in name
+        if is_cell and len(entry) == 4 and sum(map(len, found.values())) < _MAX_CELLS:
+            found[name] = "".join(entry[2])
+    return found
 
 
 def _data_context() -> Carried | None:

@@ -8,6 +8,7 @@ from drawbar.lightning._checkpoints.resume import go_on_from_newest_checkpoint
 from drawbar.lightning._environment import RayLightningEnvironment
 from drawbar.lightning._model_checkpoint import decide_who_saves
 from drawbar.lightning._package import OfUsersPackage
+from drawbar.lightning._progress_bar import draw_as_text
 
 TrainerT = TypeVar("TrainerT")
 
@@ -45,5 +46,6 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
             "run; leave it out of plugins=, or write plugins=[RayLightningEnvironment()]"
         )
     decide_who_saves(made, made.strategy.package)
+    draw_as_text(made, made.strategy.package)
     go_on_from_newest_checkpoint(made, made.strategy.package)
     return trainer

@@ -14,6 +14,7 @@ import nbformat
 import pytest
 
 from drawbar.train._console.console import Console
+from drawbar.train._console.views import Status
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import LinePrinted, Notice, RunEnded, WorkersFailed
 from drawbar.train._messages import Printed
@@ -24,6 +25,7 @@ FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="ki
 A_RUN = """
 import logging
 from drawbar.train._console.console import Console
+from drawbar.train._console.views import Status
 from drawbar.train._messages import Printed
 from tests.train.told import *
 
@@ -213,6 +215,14 @@ def test_on_a_terminal_one_live_line_stays_below_the_users_lines() -> None:
     assert written.count("running on 2 workers") < 20
 
 
+def test_a_redrawn_bar_is_not_what_a_narrow_terminal_cuts_off() -> None:
+    status = Status("/runs/mnist")
+    status.state, status.workers, status.report = "running", 2, (7, {"loss": 0.5})
+    status.redrawn, status.checkpoint = "Epoch 3:  45%", "checkpoint_000001"
+    shown = "running on 2 workers | Epoch 3:  45% | report 7: loss 0.5 | checkpoint_000001"
+    assert unstamped(status.one_line()) == f"[drawbar] {shown}"
+
+
 def test_a_redirected_stdout_gets_the_users_lines_only() -> None:
     redirected = "import os\nos.dup2(os.open(os.devnull, os.O_WRONLY), 1)\n"
     written = run_on_a_terminal(redirected + A_RUN)
@@ -232,6 +242,13 @@ def test_in_a_notebook_one_output_is_updated_and_lines_follow_it() -> None:
     stdout = "".join(output.text for output in outputs if output.get("name") == "stdout")
     assert len(live) == 1
     assert "finished | report 2999: loss 0.1235" in live[0]
+    (card,) = (
+        output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})
+    )
+    assert "<b>mnist</b> finished | 00:" in card
+    assert "reports 0 to 29" in card
+    assert card.count(",") < 2000  # points: thousands of reports are thinned
+    assert "<td>checkpoint_000001</td>" in card.replace(' style="text-align: left"', "")
     assert stdout.count("wide") == 90
 
 

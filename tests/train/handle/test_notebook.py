@@ -56,3 +56,27 @@ def test_a_cell_trains_on_two_workers_and_shows_the_result(
     live = [each["data"]["text/plain"] for each in outputs if each["output_type"] == "display_data"]
     assert len(live) == 1
     assert "finished | report 2: step 2" in live[0]
+
+
+FAIL = """
+def fails(config):
+    raise ValueError("wrong " + config["how"])
+
+try:
+    train.DataParallelTrainer(
+        fails,
+        train_loop_config={"how": "on purpose"},
+        run_config=train.RunConfig(name="fails", storage_path="."),
+    ).fit()
+except train.WorkerGroupError as error:
+    print(error)
+"""
+
+
+def test_a_workers_traceback_has_the_lines_of_the_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    outputs = run_cells(tmp_path, "from drawbar import train", FAIL)
+    (printed,) = (each["text"] for each in outputs if each.get("name") == "stdout")
+    assert 'raise ValueError("wrong " + config["how"])' in printed

@@ -97,7 +97,8 @@ def test_runs_that_threads_start_share_a_local_ray_which_outlives_each_of_them(
             for thread in threads:
                 thread.join()
 
-    drivers.run(main, RAY_ADDRESS=None, RAY_TMPDIR=short_folder)
+    _, shown = drivers.run(main, RAY_ADDRESS=None, RAY_TMPDIR=short_folder, RAY_AUTH_MODE=None)
+    assert shown.startswith("[drawbar 00:00] run directory")  # nothing of Ray's before it
     numbers = [Result.from_path(tmp_path / f"run_{each}").metrics for each in range(3)]
     assert numbers == [{"number": 0}, {"number": 1}, {"number": 2}]
 

@@ -1,22 +1,26 @@
 """What a run shows in the driver. It only watches: it neither waits nor raises.
 
-On a terminal and in a notebook the run is one live line, which the user's own lines pass above.
-Elsewhere (a log file, CI) it is plain lines, few enough to read: metrics, checkpoints and redrawn
-progress bars at most every 10 s. Both are a `View`; `Console` decides what is worth showing.
+On a terminal the run is one live line, which the user's own lines pass above; in a notebook it is a
+card, which they follow. Elsewhere (a log file, CI) it is plain lines, few enough to read: metrics,
+checkpoints and redrawn progress bars at most every 10 s. Each is a `View`; `Console` decides what
+is worth showing.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from typing import TextIO
 
+from drawbar.train._console.notebook import NotebookView
 from drawbar.train._console.views import (
     PlainView,
     Status,
     Streams,
+    TerminalView,
     View,
-    live_view,
     shown_metrics,
 )
 from drawbar.train._history.events import (
@@ -24,6 +28,7 @@ from drawbar.train._history.events import (
     AttemptStarted,
     BytesWritten,
     CheckpointCommitted,
+    CheckpointDeleted,
     CheckpointValidated,
     ControllerFailed,
     Event,
@@ -60,14 +65,25 @@ class Console:
         self, level: int, run_path: str, *, file: TextIO | None = None, live: bool = True
     ) -> None:
         self._level = level
-        self._run_path = run_path
-        self._status = Status()
+        self._status = Status(run_path)
         self._lock = threading.RLock()
         self._streams = Streams(file)
         self._plain = PlainView(self._streams, self._status)
         self._view: View = self._plain
         if live and level <= logging.INFO:
-            self._view = live_view(self._streams, self._status, file) or self._plain
+            self._view = self._live_view(file) or self._plain
+
+    def _live_view(self, file: TextIO | None) -> View | None:
+        """Give the view that is redrawn, or None where nothing can be."""
+        try:
+            terminal = self._streams.get("stderr").isatty()
+            if terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
+                return TerminalView(self._streams, self._status, file)
+            if file is None and _in_notebook():
+                return NotebookView(self._streams, self._status)
+        except Exception:
+            logger.debug("no live view", exc_info=True)
+        return None
 
     def note(self, event: Event) -> None:
         """Show an event, if it is worth it."""
@@ -103,8 +119,11 @@ class Console:
                 case CheckpointCommitted():
                     size = readable_size(event.nbytes)
                     self._status.checkpoint = f"{event.name} ({size} in {event.seconds:.1f} s)"
+                    self._status.checkpoints[event.name] = event.metrics
                     if self._level <= logging.INFO:
                         self._view.committed()
+                case CheckpointDeleted():
+                    self._status.checkpoints.pop(event.name, None)
                 case CheckpointValidated():
                     self._show_validation(event)
                 case _:
@@ -130,8 +149,8 @@ class Console:
         first = not self._status.state
         self._status.state, self._status.detail = name, detail
         if self._level <= logging.INFO:
-            if first and self._run_path:
-                self._view.line(f"run directory {self._run_path}")
+            if first and self._status.path:
+                self._view.line(f"run directory {self._status.path}")
             self._view.state_changed()
 
     def _show_validation(self, event: CheckpointValidated) -> None:
@@ -169,3 +188,9 @@ class Console:
                 self._streams.close()
         except Exception:
             logger.debug("what was held back could not be shown", exc_info=True)
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return type(shell).__name__ == "ZMQInteractiveShell"

@@ -1,4 +1,4 @@
-"""How a run looks: one live line on a terminal and in a notebook, plain lines elsewhere.
+"""How a run looks: one live line on a terminal, plain lines elsewhere. `notebook` has a third.
 
 A view shows what `Console` found worth showing; the `Status` holds what the live line is made of.
 """
@@ -6,16 +6,14 @@ A view shows what `Console` found worth showing; the `Status` holds what the liv
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, TextIO
+from typing import Literal, Protocol, TextIO
 
 _PLAIN_PERIOD_S = 10.0
-_NOTEBOOK_PERIOD_S = 0.25
 _MAX_METRICS = 6
 
 StreamName = Literal["stdout", "stderr"]
@@ -26,12 +24,14 @@ logger = logging.getLogger(__name__)
 class Status:
     """What is known of the run; the views read it, from other threads too."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
+        self.path = path
         self.state = ""
         self.detail = ""
         self.workers = 0
         self.report: tuple[int, Mapping[str, object]] | None = None
         self.checkpoint = ""
+        self.checkpoints: dict[str, Mapping[str, object]] = {}
         self.redrawn = ""
         self._began = time.monotonic()
 
@@ -53,7 +53,7 @@ class Status:
 
     def one_line(self) -> str:
         """Everything there is, the most telling first, since the end may not fit the screen."""
-        parts = [self.activity(), self.metrics(), self.checkpoint, self.redrawn]
+        parts = [self.activity(), self.redrawn, self.metrics(), self.checkpoint]
         return f"[drawbar {self.elapsed()}] " + " | ".join(part for part in parts if part)
 
 
@@ -224,7 +224,7 @@ class PlainView:
             self._line_of_checkpoint()
 
 
-class _TerminalView:
+class TerminalView:
     """One live line at the bottom of the terminal, redrawn by rich four times per second.
 
     A stream that does not lead to the terminal (`python train.py > out.txt`) is left alone.
@@ -283,54 +283,3 @@ class _TerminalView:
             self.user_bytes(b"\n")
         self._live.stop()
         self._streams.write_line("stderr", self._status.one_line())
-
-
-class _NotebookView(PlainView):
-    """One line in the cell's output that is updated in place, and plain lines below it.
-
-    Made with IPython's display handle: rich would need ipywidgets, and turn each line into HTML.
-    """
-
-    def __init__(self, streams: Streams, status: Status) -> None:
-        from IPython import display
-
-        super().__init__(streams, status)
-        self._drawn_at = time.monotonic()
-        make_handle: Any = display.DisplayHandle  # has no types
-        self._handle = make_handle()
-        self._handle.display(self._content(), raw=True)
-
-    def _content(self) -> dict[str, str]:
-        return {"text/plain": self._status.one_line()}
-
-    def state_changed(self) -> None:
-        self._drawn_at = time.monotonic()
-        self._handle.update(self._content(), raw=True)
-
-    def reported(self) -> None:
-        if time.monotonic() - self._drawn_at >= _NOTEBOOK_PERIOD_S:
-            self.state_changed()
-
-    def redrawn(self, text: str, stream: StreamName) -> None:
-        self.reported()
-
-    committed = close = state_changed
-
-
-def live_view(streams: Streams, status: Status, file: TextIO | None) -> View | None:
-    """Give the view with a live line, or None where nothing can be redrawn."""
-    try:
-        terminal = streams.get("stderr").isatty()
-        if terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
-            return _TerminalView(streams, status, file)
-        if file is None and _in_notebook():
-            return _NotebookView(streams, status)
-    except Exception:
-        logger.debug("no live line", exc_info=True)
-    return None
-
-
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return type(shell).__name__ == "ZMQInteractiveShell"

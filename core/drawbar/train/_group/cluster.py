@@ -5,19 +5,23 @@ Ray has no public call for half of that; every use of `ray._private` is in this 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._group.capacity import NodeShape, check_cpus_left, check_fits, room_for, shown
 from drawbar.train._settings.scaling_config import ScalingConfig
+
+_ADVICE = ("Token authentication is ", "SIGTERM handler is not set because current thread")
+_ADVISERS = ("authentication.authentication_token_setup", "worker")
 
 _connecting = threading.Lock()  # ray.init() is not safe from several threads
 
@@ -31,7 +35,25 @@ def connect_to_ray() -> None:
             starts_its_own = "RAY_ADDRESS" not in os.environ
             dashboard = False if starts_its_own else None
             start = partial(ray.init, logging_level=logging.WARNING, include_dashboard=dashboard)
-            _in_thread_that_stays(start)
+            with _without_advice() if starts_its_own else contextlib.nullcontext():
+                _in_thread_that_stays(start)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Leave out what Ray logs when it is started as it is here, and nobody can act on."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_ADVICE)
+
+    loggers = [logging.getLogger(f"ray._private.{name}") for name in _ADVISERS]
+    for logger in loggers:
+        logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_wanted)
 
 
 def _in_thread_that_stays(start_ray: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""How a run that is over looks in a notebook: its state, metrics, their curves and checkpoints.
+"""How a run looks in a notebook: its state, metrics, their curves and checkpoints.
 
 One static piece of HTML in the colours of the page around it; nothing is loaded and no script runs.
 """
@@ -6,7 +6,7 @@ One static piece of HTML in the colours of the page around it; nothing is loaded
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -72,10 +72,16 @@ def curves_of(reports: Iterable[ReportReceived]) -> dict[str, dict[int, float]]:
     for report in made:
         if report.rank != lowest:
             continue
-        for name, value in flatten(report.metrics).items():
-            if _is_number(value):
-                found.setdefault(name, {})[report.index] = float(value)
+        for name, value in numbers_of(report.metrics):
+            found.setdefault(name, {})[report.index] = value
     return found
+
+
+def numbers_of(metrics: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """Give the metrics that have a curve, nested keys joined with "/"."""
+    for name, value in flatten(metrics).items():
+        if _is_number(value):
+            yield name, float(value)
 
 
 def _is_number(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -150,11 +151,18 @@ class DataConfig(ShowsWhatWasSet):
 
 
 def with_options(dataset: Dataset, options: ExecutionOptions | None) -> Dataset:
-    """Give a copy of a dataset with other options; without options, one that keeps its order."""
+    """Give a copy of a dataset with other options; without options, one that keeps its order.
+
+    Off a terminal Ray Data logs one line for each pass over it, and draws no bars.
+    """
     copied = type(dataset).copy(dataset, _deep_copy=True)  # the context too, which is often shared
     copied.context.execution_options = copy.deepcopy(
         copied.context.execution_options if options is None else options
     )
     if options is None:
         copied.context.execution_options.preserve_order = True
+    if not sys.stderr.isatty():
+        # Else Ray Data draws bars for each pass, dozens of lines where nothing is redrawn.
+        copied.context.enable_progress_bars = False
+        copied.context.print_on_execution_start = False
     return copied
