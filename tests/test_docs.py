@@ -125,6 +125,7 @@ SMALLER = {
 OTHER_TESTS = {
     "docs/cli.md": "tests/cli",
     "docs/keras.md": "tests/keras",
+    "docs/launch.md": "tests/launch",
     "docs/quickstart.md": "tests/test_examples.py",
     "docs/tensorflow.md": "tests/tensorflow",
     "docs/transformers.md": "tests/transformers",

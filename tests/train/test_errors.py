@@ -19,6 +19,7 @@ from drawbar.train import (
     InsufficientResourcesError,
     JournalLockedError,
     PreemptionError,
+    ProgramFailedError,
     ResumeError,
     StorageError,
     TrainingFailedError,
@@ -57,6 +58,7 @@ ERRORS: list[BaseException] = [
     JournalLockedError("no"),
     CheckpointError("no"),
     StorageError(28, "No space left on device"),
+    ProgramFailedError("killed by SIGKILL", "program died", 137, 1.5),
     WorkerError(FAILURE),
     UserAbort("stopped"),
 ]

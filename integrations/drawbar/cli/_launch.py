@@ -18,7 +18,6 @@ from drawbar.cli._output import CommandError
 from drawbar.cli._torchrun import IGNORED, bounds_of, without_torchruns, workers_of
 
 if TYPE_CHECKING:
-    from drawbar.launch import ScriptTrainer
     from drawbar.train import RunHandle, ScalingConfig, TrainingFailedError, WorkerFailure
 
 INTERRUPTED, TERMINATED = 130, 143  # what a shell says of SIGINT and SIGTERM
@@ -41,7 +40,12 @@ LAUNCH_CONTEXT = {"allow_interspersed_args": False}  # what follows the script i
 
 
 def launch(
-    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", show_default="")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="Its path, or with -m the name of a module.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")
+    ] = None,
     num_workers: Annotated[
         str | None, typer.Option(metavar="N|LOW:HIGH", help="Processes; 2:8 is elastic.")
     ] = None,
@@ -49,38 +53,56 @@ def launch(
         bool | None,
         typer.Option("--use-gpu/--no-gpu", help="A GPU each; by default if there are enough."),
     ] = None,
-    cpus_per_worker: Annotated[float | None, typer.Option(min=0, help="CPUs of each.")] = None,
-    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
-    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    storage_path: Annotated[str | None, typer.Option(help="Where runs lie.")] = None,
-    max_failures: Annotated[int, typer.Option(min=-1, help="How often it starts anew.")] = 0,
-    hang_timeout: Annotated[
-        float | None, typer.Option(help="Seconds without output and work of any rank.")
+    cpus_per_worker: Annotated[
+        float | None, typer.Option(metavar="N", help="CPUs of each process.")
     ] = None,
-    resume: Annotated[str, typer.Option(metavar="auto|never|must")] = "auto",
-    detach: Annotated[bool, typer.Option("--detach", help="The run outlives the command.")] = False,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run.")] = None,
+    storage_path: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Where runs lie, also an address.")
+    ] = None,
+    max_failures: Annotated[
+        int, typer.Option(metavar="N", help="How often it may start anew; -1 without limit.")
+    ] = 0,
+    hang_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Without output or work of any rank.")
+    ] = None,
+    resume: Annotated[
+        str, typer.Option(metavar="auto|never|must", help="What to do with a run of this name.")
+    ] = "auto",
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Print the run's name, and let it go on.")
+    ] = False,
     env: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable for the script.")
     ] = None,
-    address: Annotated[str | None, typer.Option(help="Of a Ray cluster.")] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Of a Ray cluster.")
+    ] = None,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="On a Ray of the command's own.")
+    ] = False,
     nproc_per_node: Annotated[
         str | None, typer.Option(metavar="N|gpu|cpu|auto", help="As for torchrun.")
     ] = None,
-    nnodes: Annotated[str | None, typer.Option(metavar="N|LOW:HIGH", help="As for torchrun.")] = (
-        None
-    ),
-    max_restarts: Annotated[int | None, typer.Option(min=0, help="As for torchrun.")] = None,
-    standalone: Annotated[bool, typer.Option("--standalone", help="On a Ray of its own.")] = False,
+    nnodes: Annotated[
+        str | None, typer.Option(metavar="N|LOW:HIGH", help="As for torchrun.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(metavar="N", help="As for torchrun: --max-failures.")
+    ] = None,
 ) -> None:
-    """Run a script as it is, in several processes: write this for torchrun.
+    """Run a script as it is, in several processes, as torchrun does.
 
-    The exit code is the script's. Output of rank 0 passes, all output is in the run's logs.
+    Its options may be given in torchrun's words. The exit code is the script's.
+    Output of rank 0 passes; the output of every rank is in the run's logs.
     """
     if num_workers is not None and (nproc_per_node or nnodes):
         raise CommandError("give --num-workers, or --nproc-per-node and --nnodes")
     if address and standalone:
         raise CommandError(f"--standalone is a Ray of its own, found --address {address} too")
     from drawbar import train
+    from drawbar.launch import ScriptTrainer
 
     wanted = _Wanted(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
     with _refused():
@@ -94,33 +116,21 @@ def launch(
             resume=resume,  # type: ignore[arg-type]  # it is checked there
             detached=detach,
         )
-        _check_script(script[0], is_module=is_module)
+        variables = _variables(env or [])
+        _check_script(script, is_module=is_module)
         _connect(address, wanted.cpus, standalone=standalone)
-        trainer = _trainer(script, is_module, wanted.scaling(), run_config, _variables(env or []))
-        handle = trainer.start()
+        handle = ScriptTrainer(
+            script,
+            arguments or [],
+            is_module=is_module,
+            environment=variables,
+            scaling_config=wanted.scaling(),
+            run_config=run_config,
+        ).start()
     if detach:
         print(handle.name)
     else:
         _wait(handle)
-
-
-def _trainer(
-    script: Sequence[str],
-    is_module: bool,
-    scaling: ScalingConfig,
-    run_config: Any,
-    environment: dict[str, str],
-) -> ScriptTrainer:
-    from drawbar.launch import ScriptTrainer
-
-    return ScriptTrainer(
-        script[0],
-        script[1:],
-        is_module=is_module,
-        environment=environment,
-        scaling_config=scaling,
-        run_config=run_config,
-    )
 
 
 @contextlib.contextmanager
