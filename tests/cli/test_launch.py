@@ -68,7 +68,7 @@ def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
         (["--num-workers", "2", "--nnodes", "2", "a.py"], "give --num-workers, or"),
         (["--num-workers", "0", "{script}"], "--num-workers is a number"),
         (["--env", "NAME", "{script}"], "--env is NAME=VALUE"),
-        (["--name", "a/b", "{script}"], "RunConfig.name"),
+        (["--resume", "perhaps", "{script}"], "RunConfig.resume"),
         (["--num-workers", "64", "{script}"], "64"),
     ],
 )

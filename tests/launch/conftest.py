@@ -46,7 +46,7 @@ class Launch:
         self.script.write_text(textwrap.dedent(source))
         where = ["--address", ray.get_runtime_context().gcs_address]
         run = ["--storage-path", str(self.folder), "--name", "run"]
-        if "--nproc_per_node=2" not in options:
+        if not {"--nproc_per_node=2", "--accelerate-config"} & set(options):
             run += ["--num-workers", "2"]
         command = [sys.executable, "-m", "drawbar.cli", "launch", *where, *run, *options]
         return subprocess.Popen(

@@ -16,18 +16,32 @@ SCRIPTS = Path(__file__).parents[2] / "examples" / "launch"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # torchrun's default
 
 
-@pytest.mark.parametrize(
-    "name", ["torch_ddp", "lightning_ddp", "transformers_trainer", "accelerate_loop"]
-)
+@pytest.mark.parametrize("name", ["torch_ddp", "lightning_ddp", "transformers_trainer", "trl_sft"])
 def test_losses_are_those_under_torchrun(launch: Launch, name: str) -> None:
-    script = str(SCRIPTS / f"{name}.py")
-    ours = launch("", script=(script,), **ONE_THREAD)
-    assert ours.code == 0, ours.err
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    theirs = subprocess.check_output(
-        [*torchrun, "--nproc-per-node", "2", script], env={**os.environ, **ONE_THREAD}
+    done = launch("", script=(str(SCRIPTS / f"{name}.py"),), **ONE_THREAD)
+    assert done.code == 0, done.err
+    assert losses(done.out) == losses(under_torchrun(name)) != []
+
+
+def test_an_accelerator_finds_what_accelerate_config_has_written(launch: Launch) -> None:
+    config = launch.folder / "accelerate.yaml"
+    config.write_text(
+        "{compute_environment: LOCAL_MACHINE, distributed_type: MULTI_CPU, use_cpu: true, "
+        "mixed_precision: bf16, num_machines: 1, num_processes: 2}"
     )
-    assert losses(ours.out) == losses(theirs) != []
+    script = str(SCRIPTS / "accelerate_loop.py")
+    done = launch("", "--accelerate-config", str(config), script=(script,), **ONE_THREAD)
+    assert done.code == 0, done.err
+    theirs = under_torchrun("accelerate_loop", ACCELERATE_MIXED_PRECISION="bf16")
+    assert losses(done.out) == losses(theirs) != []
+
+
+def under_torchrun(name: str, **variables: str) -> bytes:
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.check_output(
+        [sys.executable, "-m", *launcher, str(SCRIPTS / f"{name}.py")],
+        env={**os.environ, **ONE_THREAD, **variables},
+    )
 
 
 def losses(output: bytes) -> list[str]:

@@ -1,26 +1,28 @@
-"""`drawbar launch`: run a script, as torchrun does."""
+"""`drawbar launch`: run a script, as torchrun does. Its options, and what they mean."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from drawbar.cli._foreground import (
+    connect,
+    exit_code_when_over,
+    gpus_of_all,
+    most_of_a_node,
+    refused,
+)
 from drawbar.cli._output import CommandError
 from drawbar.cli._torchrun import IGNORED, bounds_of, without_torchruns, workers_of
 
 if TYPE_CHECKING:
-    from drawbar.train import RunHandle, ScalingConfig, TrainingFailedError, WorkerFailure
-
-INTERRUPTED, TERMINATED = 130, 143  # what a shell says of SIGINT and SIGTERM
+    from drawbar.train import ScalingConfig
 
 
 class LaunchCommand(TyperCommand):
@@ -76,6 +78,9 @@ def launch(
     env: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable for the script.")
     ] = None,
+    accelerate_config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="What accelerate config has written.")
+    ] = None,
     address: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Of a Ray cluster.")
     ] = None,
@@ -99,13 +104,16 @@ def launch(
     """
     if num_workers is not None and (nproc_per_node or nnodes):
         raise CommandError("give --num-workers, or --nproc-per-node and --nnodes")
-    if address and standalone:
-        raise CommandError(f"--standalone is a Ray of its own, found --address {address} too")
-    from drawbar import train
-    from drawbar.launch import ScriptTrainer
-
+    variables = _variables(env or [])
+    if accelerate_config is not None:
+        processes, by_accelerate = _accelerates(accelerate_config)
+        variables = by_accelerate | variables
+        num_workers = num_workers or (None if nproc_per_node or nnodes else str(processes))
     wanted = _Wanted(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
-    with _refused():
+    with refused():
+        from drawbar import train
+        from drawbar.launch import ScriptTrainer
+
         failures = train.FailureConfig(
             max_failures if max_restarts is None else max_restarts, hang_timeout=hang_timeout
         )
@@ -116,9 +124,10 @@ def launch(
             resume=resume,  # type: ignore[arg-type]  # it is checked there
             detached=detach,
         )
-        variables = _variables(env or [])
-        _check_script(script, is_module=is_module)
-        _connect(address, wanted.cpus, standalone=standalone)
+        # Before Ray, which takes seconds to start.
+        if not is_module and not os.path.isfile(script):
+            raise CommandError(f"there is no script {script} in {os.getcwd()}")
+        connect(address, standalone=standalone, cpus=wanted.cpus, stays=detach)
         handle = ScriptTrainer(
             script,
             arguments or [],
@@ -130,31 +139,16 @@ def launch(
     if detach:
         print(handle.name)
     else:
-        _wait(handle)
+        raise typer.Exit(exit_code_when_over(handle))
 
 
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Have what cannot be done said in one line."""
-    from drawbar.train import InsufficientResourcesError, JournalLockedError
+def _accelerates(path: str) -> tuple[int, dict[str, str]]:
+    """Give the number of processes and the variables that a file of Accelerate's stands for."""
+    with refused():
+        from drawbar.launch import AccelerateSettings
 
-    try:
-        yield
-    except (
-        ValueError,
-        TypeError,
-        ImportError,
-        OSError,
-        JournalLockedError,
-        InsufficientResourcesError,
-    ) as error:
-        raise CommandError(str(error)) from error
-
-
-def _check_script(script: str, *, is_module: bool) -> None:
-    # Before Ray, which takes a second to start.
-    if not is_module and not os.path.isfile(script):
-        raise CommandError(f"there is no script {script} in {os.getcwd()}")
+        settings = AccelerateSettings.of_file(path)
+    return settings.num_processes, settings.variables
 
 
 def _variables(given: Sequence[str]) -> dict[str, str]:
@@ -189,7 +183,7 @@ class _Wanted:
         """Give what is to be started on the Ray that this process has joined."""
         from drawbar.train import ScalingConfig
 
-        gpus, cpus = _of_a_node("GPU"), _of_a_node("CPU")
+        gpus, cpus = most_of_a_node("GPU"), most_of_a_node("CPU")
         workers: int | tuple[int, int]
         if self.nproc_per_node is None and self.nnodes is None:
             low, high = bounds_of("--num-workers", self.num_workers or "1")
@@ -201,95 +195,9 @@ class _Wanted:
         most = workers if isinstance(workers, int) else workers[1]
         return ScalingConfig(
             num_workers=workers,
-            use_gpu=_gpus_of_all() >= most if self.use_gpu is None else self.use_gpu,
+            use_gpu=gpus_of_all() >= most if self.use_gpu is None else self.use_gpu,
             resources_per_worker=(
                 None if self.cpus_per_worker is None else {"CPU": self.cpus_per_worker}
             ),
             placement_strategy="STRICT_PACK" if one_node else "PACK",
         )
-
-
-def _connect(address: str | None, cpus: int, *, standalone: bool) -> None:
-    """Join a Ray that runs, or start one that ends with this process."""
-    import logging
-
-    import ray
-
-    if ray.is_initialized():
-        return  # a program of the user's has called this
-    if not standalone and (address or "RAY_ADDRESS" in os.environ):
-        ray.init(address=address, logging_level=logging.WARNING)
-        return
-    if not standalone:
-        with contextlib.suppress(ConnectionError):
-            ray.init(address="auto", logging_level=logging.WARNING)
-            return
-    ray.init(
-        address="local",
-        num_cpus=max(cpus, len(os.sched_getaffinity(0))),
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-    )
-
-
-def _of_a_node(resource: str) -> int:
-    import ray
-
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has none here
-    return int(max((node["Resources"].get(resource, 0) for node in nodes), default=0))
-
-
-def _gpus_of_all() -> int:
-    import ray
-
-    return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]  # as above
-
-
-def _wait(handle: RunHandle) -> NoReturn:
-    """Wait for the end of the run, and exit as the script has."""
-    from drawbar import train
-    from drawbar.launch import exit_code_of
-
-    interrupted = INTERRUPTED
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        interrupted = TERMINATED
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    code = 0
-    try:
-        handle.wait()
-    except train.UserAbort as abort:
-        print(f"drawbar: {abort}", file=sys.stderr)
-        code = interrupted
-    except train.TrainingFailedError as error:
-        print(_told(error), file=sys.stderr)
-        code = exit_code_of(error)
-    _leave_stdout()
-    raise typer.Exit(code)
-
-
-def _told(error: TrainingFailedError) -> str:
-    """Tell why a run has failed, the traceback that is its cause last."""
-    from drawbar.train import WorkerGroupError
-
-    if not isinstance(error, WorkerGroupError) or not error.failures:
-        return str(error)
-    first, *others = error.failures
-    return "\n".join([*_folded(others), f"run directory: {error.path}", "", first.describe()])
-
-
-def _folded(failures: Sequence[WorkerFailure]) -> list[str]:
-    if not failures:
-        return []
-    return ["failed after it:", *(f"  {each.headline()}" for each in failures)]
-
-
-def _leave_stdout() -> None:
-    """Let Python end in silence if who has read standard output is gone."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

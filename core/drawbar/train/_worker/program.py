@@ -282,14 +282,15 @@ class Program:
         if status == 0:
             return
         at = self._ended_at or time.time()
+        if account is not None:
+            where, code = users_line(account.lines), status if status > 0 else 1
+            raise ProgramFailedError(
+                account.message, account.type_name, code, account.time, account.traceback, where
+            )
         if status < 0:
             raise ProgramFailedError(self._how_killed(-status), "program died", 128 - status, at)
-        if account is None:
-            message = f"exited with code {status} by os._exit"
-            raise ProgramFailedError(message, "program ended", status, at)
-        where = users_line(account.lines)
         raise ProgramFailedError(
-            account.message, account.type_name, status, account.time, account.traceback, where
+            f"exited with code {status} by os._exit", "program ended", status, at
         )
 
     def _how_killed(self, number: int) -> str:

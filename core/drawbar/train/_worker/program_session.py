@@ -81,18 +81,22 @@ class RanksEnd:
 
 
 _opening = threading.Lock()
-_opened: dict[int, Session] = {}
+_opened: list[Session] = []
 
 
 def program_session() -> Session | None:
-    """Give the session of the program that this process is; None if it is none."""
-    pid, _, descriptor = os.environ.get(SESSION_VARIABLE, "").partition(":")
-    if pid != str(os.getpid()):
-        return None
-    with _opening:
-        if os.getpid() not in _opened:
-            _opened[os.getpid()] = _open(int(descriptor))
-        return _opened[os.getpid()]
+    """Give the session of the program that this process is, or is a fork of; None if there is none.
+
+    A fork has it to ask for its rank. What else it says is refused there, as in any fork.
+    """
+    if not _opened:
+        pid, _, descriptor = os.environ.get(SESSION_VARIABLE, "").partition(":")
+        if pid != str(os.getpid()):
+            return None
+        with _opening:
+            if not _opened:
+                _opened.append(_open(int(descriptor)))
+    return _opened[0]
 
 
 def _open(descriptor: int) -> Session:

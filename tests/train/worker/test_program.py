@@ -1,0 +1,60 @@
+"""A program in the place of the function, without Ray: it speaks for its rank."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from drawbar import train
+from drawbar.train.backend import run_program
+
+SOURCE = """
+import os, sys
+from drawbar import train
+from drawbar.train import CheckpointUploadMode
+
+assert train.get_context().get_world_size() == 1
+assert train.collective.all_gather("met") == ["met"]
+train.report({"told": 1})
+child = os.fork()
+if not child:
+    try:
+        train.report({"told": "by a fork"})
+    except RuntimeError as error:
+        os._exit(7 if "a fork of process" in str(error) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+with train.checkpoint_dir() as path:
+    (path / "file").write_text("saved")
+    mode = CheckpointUploadMode.ASYNC
+    train.report({"told": 2}, checkpoint=path, checkpoint_upload_mode=mode)
+if sys.argv[1:]:
+    os._exit(int(sys.argv[1]))
+"""
+
+
+def fit(folder: Path, *arguments: str) -> train.Result:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(SOURCE))
+    return train.DataParallelTrainer(
+        lambda: run_program([str(script), *arguments], os.environ),
+        scaling_config=train.ScalingConfig(num_workers=0),
+        run_config=train.RunConfig(name="run", storage_path=folder),
+    ).fit()
+
+
+def test_it_reports_and_what_is_on_its_way_is_committed_before_it_ends(tmp_path: Path) -> None:
+    result = fit(tmp_path)
+    assert result.metrics == {"told": 2}
+    assert result.checkpoint is not None
+    assert (Path(result.checkpoint.path) / "file").read_text() == "saved"
+
+
+def test_its_exit_code_is_told(tmp_path: Path) -> None:
+    with pytest.raises(train.WorkerGroupError, match="program ended: exited with code 9") as failed:
+        fit(tmp_path, "9")
+    (error,) = failed.value.worker_failures.values()
+    assert isinstance(error, train.ProgramFailedError)
+    assert error.exit_code == 9
