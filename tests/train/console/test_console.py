@@ -16,7 +16,7 @@ import pytest
 from drawbar.train._console.console import Console
 from drawbar.train._console.views import Status
 from drawbar.train._errors import WorkerFailure
-from drawbar.train._history.events import LinePrinted, Notice, RunEnded, WorkersFailed
+from drawbar.train._history.events import BytesWritten, LinePrinted, Notice, RunEnded, WorkersFailed
 from drawbar.train._messages import Printed
 from tests.train.told import attempt_started, committed, reported, workers_started
 
@@ -213,6 +213,29 @@ def test_on_a_terminal_one_live_line_stays_below_the_users_lines() -> None:
         "",
     ]
     assert written.count("running on 2 workers") < 20
+
+
+def test_what_a_program_writes_passes_as_it_is(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    console = Console(logging.INFO, "/runs/mnist")
+    for data in (b"no end of line", b" yet\r\n\xff\x00", b"none"):
+        console.note(BytesWritten(data))
+    console.close()
+    assert capsysbinary.readouterr().out == b"no end of line yet\r\n\xff\x00none"
+
+
+def test_what_a_program_writes_stands_by_lines_above_the_live_line() -> None:
+    pieces = [b"loss 0.5\npart", b" of it\n10%\r", b"100%\n", b"unfinished"]
+    written = run_on_a_terminal(f"""
+from drawbar.train._console.console import Console
+from drawbar.train._history.events import BytesWritten, RunEnded
+console = Console(20, "/runs/mnist")
+for data in {pieces}:
+    console.note(BytesWritten(data))
+console.note(RunEnded(time=0, outcome="finished"))
+console.close()
+""")
+    lines = ["loss 0.5", "part of it", "100%", "[drawbar] run directory /runs/mnist", "unfinished"]
+    assert screen(unstamped(written)) == [*lines, "[drawbar] finished", ""]
 
 
 def test_a_redrawn_bar_is_not_what_a_narrow_terminal_cuts_off() -> None:
