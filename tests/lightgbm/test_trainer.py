@@ -278,6 +278,7 @@ def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
     ("options", "message"),
     [
         ({"label_column": "z"}, "label_column is 'z'"),
+        ({"label_column": ["y", "a"]}, "LightGBM learns one output"),
         ({"datasets": {}}, 'must have "train"'),
         ({"params": {"machines": "a:1"}}, "network is Drawbar's"),
         ({"params": {"n_estimators": 0}}, "at least 1"),

@@ -144,7 +144,7 @@ LOGISTIC = {"objective": "binary:logistic"}
     [
         ({"label_column": "z"}, r"label_column is 'z', but datasets\['train'\] has .*'a', 's'"),
         ({}, r"feature 's' of datasets\['train'\] holds .*; name it in categorical_features"),
-        ({"label_column": ["target", "a"]}, "several outputs need a training function"),
+        ({"label_column": ["y", "z"]}, r"label_column is 'z', but datasets\['train'\] has"),
         ({"datasets": {"train": FRAME.drop(columns="y")}}, "label_column is 'y', but datasets"),
         ({"early_stopping_rounds": 3}, "early_stopping_rounds=3 needs a dataset to evaluate"),
         ({"num_boost_round": 0}, "num_boost_round must be at least 1, found 0"),

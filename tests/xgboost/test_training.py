@@ -124,6 +124,25 @@ def test_multi_class_equals_one_process(fit_in_threads: FitInThreads) -> None:
     assert np.abs(booster.predict(train) - plain(params, train, 5).predict(train)).max() < 1e-6
 
 
+@pytest.mark.parametrize("strategy", ["one_output_per_tree", "multi_output_tree"])
+def test_several_outputs_equal_one_process(
+    fit_in_threads: FitInThreads, diabetes: pd.DataFrame, strategy: str
+) -> None:
+    frame = diabetes.assign(other=-2 * diabetes.target + diabetes.bmi)
+    params = {"objective": "reg:squarederror", "multi_strategy": strategy, "tree_method": "hist"}
+    columns = Columns(label=["target", "other"])
+    booster, result = fit_in_threads(
+        {"train": split(frame, 100, 100)}, columns, params, num_boost_round=5
+    )
+    features = frame.drop(columns=["target", "other"])
+    train = QuantileDMatrix(features, frame[["target", "other"]])
+    expected = plain(params, train, 5).predict(train)
+    assert expected.shape == (len(frame), 2)
+    np.testing.assert_allclose(booster.predict(train), expected, rtol=1e-5)
+    assert result.metrics is not None
+    assert result.metrics["train-rmse"] > 0
+
+
 def test_missing_values_weights_and_base_margins(
     fit_in_threads: FitInThreads, cancer: pd.DataFrame
 ) -> None:

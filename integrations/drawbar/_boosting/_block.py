@@ -25,7 +25,7 @@ class Block:
     Args:
         features: float32 or float64, (rows,) for each feature; NaN is missing; a category is its
             code.
-        label: float32, (rows,).
+        label: float32, (rows,), or (rows, outputs) if there are several.
         weight: float32, (rows,).
         group: int64, (rows,): number of the row's query in this shard, ascending from 0. No query
             spans two blocks.

@@ -17,7 +17,7 @@ class Columns:
     Every column without a role is a feature, except for the index of a pandas DataFrame.
 
     Args:
-        label: What is learned.
+        label: What is learned: a column, or several for as many outputs.
         weight: Weight of each row.
         group: Query of each row, for ranking. Rows of one query lie side by side.
         base_margin: Where each row's margin starts: a column, or several for as many classes.
@@ -29,7 +29,7 @@ class Columns:
         ValueError: A column has two roles.
     """
 
-    label: str
+    label: str | Sequence[str]
     weight: str | None = None
     group: str | None = None
     base_margin: str | Sequence[str] | None = None
@@ -44,10 +44,12 @@ class Columns:
             )
         object.__setattr__(self, "categorical", tuple(self.categorical))
         if not isinstance(self.label, str):
-            raise TypeError(
-                f"label_column must be the name of one column, found {self.label!r}; several "
-                "outputs need a training function, which makes its matrix of as many labels"
-            )
+            if not isinstance(self.label, Sequence) or not self.label:
+                raise TypeError(
+                    f"label_column must be the name of a column, or a list of them, found "
+                    f"{self.label!r}"
+                )
+            object.__setattr__(self, "label", tuple(self.label))
         self._check_names()
 
     def _check_names(self) -> None:
@@ -60,13 +62,19 @@ class Columns:
             roles[name] = role
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """The columns that are learned."""
+        return (self.label,) if isinstance(self.label, str) else tuple(self.label)
+
+    @property
     def margins(self) -> tuple[str, ...]:
         """The columns of the base margin, none if there is none."""
         return tuple(self.base_margin or ())
 
     def roles(self) -> Iterator[tuple[str, str]]:
         """Give the trainer's argument and the column for each role that a column plays."""
-        yield "label_column", self.label
+        for each in self.labels:
+            yield "label_column", each
         if self.weight is not None:
             yield "weight_column", self.weight
         if self.group is not None:

@@ -60,7 +60,7 @@ class LabelRange:
     def add(self, labels: Array) -> None:
         """Take note of more labels."""
         known = labels[~np.isnan(labels)]
-        self.missing += len(labels) - len(known)
+        self.missing += labels.size - len(known)
         if len(known):
             self.low = min(self.low, float(known.min()))
             self.high = max(self.high, float(known.max()))
@@ -187,7 +187,8 @@ class _Reader:
             if self._in_object_store and _lies_in(table[name], features[number])
         )
         columns = self._columns
-        label = numbers(table[columns.label])
+        labels = [numbers(table[name]) for name in columns.labels]
+        label = labels[0] if len(labels) == 1 else np.stack(labels, axis=1)
         self.summary.label.add(label)
         margins = [numbers(table[name]) for name in columns.margins]
         return Block(

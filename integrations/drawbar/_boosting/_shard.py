@@ -88,9 +88,10 @@ class Shard:
     def _nothing(self) -> Block:
         """Give a row that counts nothing."""
         columns = self.columns
+        outputs = 1 if len(columns.labels) == 1 else (1, len(columns.labels))
         return Block(
             features=(np.full(1, np.nan, dtype=np.float32),) * len(self.schema.features),
-            label=np.full(1, self._label.low, dtype=np.float32),
+            label=np.full(outputs, self._label.low, dtype=np.float32),
             weight=np.zeros(1, dtype=np.float32),
             group=None if columns.group is None else np.zeros(1, dtype=np.int64),
             base_margin=np.zeros((1, len(columns.margins)), dtype=np.float32)

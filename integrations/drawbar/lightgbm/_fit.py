@@ -64,6 +64,11 @@ class LightGBMFit(Fit):
 
     def check(self, scaling_config: ScalingConfig) -> None:
         """Check the parameters in the driver."""
+        if len(self.columns.labels) > 1:
+            raise ValueError(
+                f"label_column is {list(self.columns.labels)}, but LightGBM learns one output; "
+                "train a model for each"
+            )
         check_parameters(self.params, scaling_config)
 
     def train(self, shards: dict[str, Shard]) -> None:

@@ -47,7 +47,8 @@ class XGBoostTrainer(BoostingTrainer):
             is set, and `seed_per_iteration` is on; see `drawbar.xgboost.train`.
             `n_estimators` is `num_boost_round`, and `feature_weights` are the
             weights of the features in their order.
-        label_column: What is learned; numbers without a gap.
+        label_column: What is learned, a column or several for as many outputs; numbers without a
+            gap.
         num_boost_round: Rounds in total. Default: 10.
         weight_column: Weight of each row; for ranking, that of the first row of a query is the
             query's.
@@ -84,7 +85,7 @@ class XGBoostTrainer(BoostingTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
         params: Mapping[str, object] | None = None,
-        label_column: str | None = None,
+        label_column: str | Sequence[str] | None = None,
         num_boost_round: int | None = None,
         weight_column: str | None = None,
         group_column: str | None = None,

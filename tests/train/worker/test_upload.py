@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 import uuid
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
+from drawbar.train._storage import retries
 from drawbar.train.testing import run_in_threads
 
 NO_UPLOAD = CheckpointUploadMode.NO_UPLOAD
@@ -258,6 +261,35 @@ def test_what_a_function_raises_is_told_with_the_users_lines_alone(
     lines = [line for line in raised.value.failures[0].traceback.splitlines() if 'File "' in line]
     assert lines
     assert all(__file__ in line for line in lines)
+
+
+def test_a_function_that_takes_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "SLOW_SECONDS", 0.01)
+    told = queue.SimpleQueue[str]()
+
+    def note(record: logging.LogRecord) -> bool:
+        told.put(record.getMessage())
+        return True
+
+    def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        text = told.get(timeout=60)
+        assert text.startswith(f"checkpoint_upload_fn for checkpoint {name} of rank_0 takes long")
+        return checkpoint
+
+    def save() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("m")
+            train.report({}, checkpoint=path, checkpoint_upload_fn=upload)
+
+    config = RunConfig(name="run", storage_path=tmp_path)
+    logger = logging.getLogger("drawbar.train")
+    logger.addFilter(note)
+    try:
+        assert content(run_in_threads(save, num_workers=1, run_config=config).checkpoint)
+    finally:
+        logger.removeFilter(note)
 
 
 def test_every_rank_uploads_what_is_its_own(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from drawbar.train._storage.contents import FileEntry, is_outside, list_files, l
 from drawbar.train._storage.files import SeenFiles, remove_tree
 from drawbar.train._storage.manifest import user_files
 from drawbar.train._storage.remote_folder import Folder
-from drawbar.train._storage.retries import is_transient
+from drawbar.train._storage.retries import is_transient, told_when_slow
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Share
 from drawbar.train._storage.storage_context import StorageContext
@@ -329,7 +329,8 @@ class Uploads:
 
     def _uploaded(self, name: str, upload_fn: CheckpointUploadFn, given: Checkpoint) -> str:
         """Have a function of the user's put a checkpoint somewhere; gives its name by that."""
-        uploaded = upload_fn(given, name)
+        with told_when_slow(f"checkpoint_upload_fn for checkpoint {name} of {self._label}"):
+            uploaded = upload_fn(given, name)
         if not isinstance(uploaded, Checkpoint):
             raise TypeError(f"checkpoint_upload_fn must return a Checkpoint, found {uploaded!r}")
         place = self._checkpoints.name_by_place(uploaded)
