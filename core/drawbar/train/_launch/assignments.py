@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import ray
 
 from drawbar.train._controller.run import Run
-from drawbar.train._data import preprocessing, split
-from drawbar.train._data.exact_split import ExactSplits
-from drawbar.train._data.shard import DatasetShard
-from drawbar.train._data.streams import end_streams
 from drawbar.train._group.capacity import missing, starting
-from drawbar.train._group.cluster import check_data, draining_nodes, node_shapes
+from drawbar.train._group.cluster import draining_nodes, node_shapes
 from drawbar.train._group.ranks import by_rank, visible_devices
 from drawbar.train._history.events import AttemptStarted
+from drawbar.train._launch.datasets import RunDatasets
 from drawbar.train._messages import Assignment, Ranks, WorkerInfo, WorkerSpec
 from drawbar.train._storage.checkpoint import Checkpoint, with_preprocessor
 from drawbar.train._storage.remote_folder import Folder
-
-if TYPE_CHECKING:
-    from ray.data.preprocessor import Preprocessor
 
 
 class SpecPlan:
@@ -31,32 +24,15 @@ class SpecPlan:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._spec = run.spec
-        self._datasets = split.opened(self._spec.datasets)
+        self._datasets = RunDatasets(self._spec) if self._spec.datasets else None
         self.metadata = self._spec.worker.metadata
-        if self._spec.dataset_config.preprocessor is not None and self._datasets:
-            self._preprocess(self._spec.dataset_config.preprocessor)
-        self._exact_splits = ExactSplits()
-        self._split_exactly()
+        if self._datasets is not None and self._datasets.fitted is not None:
+            self.metadata = with_preprocessor(self.metadata, self._datasets.fitted)
         self._in_ray = ray.is_initialized()
-        self._shards_in_use: list[dict[str, DatasetShard]] = []
-
-    def _preprocess(self, preprocessor: Preprocessor) -> None:
-        fitted = preprocessing.fitted(preprocessor, self._datasets)
-        self._datasets = preprocessing.applied(fitted, self._datasets)
-        self.metadata = with_preprocessor(self.metadata, fitted)
-
-    def _split_exactly(self) -> None:
-        scaling = self._spec.scaling_config
-        sizes = range(max(scaling.min_workers, 1), max(scaling.max_workers, 1) + 1)
-        config = self._spec.dataset_config
-        check_data(scaling, split.lazy(self._datasets, config))  # also of what a path has
-        split.split_exactly(self._datasets, config, sizes, self._exact_splits)
 
     def left_over(self) -> list[str]:
         """Say which rows of the datasets no worker gets."""
-        config = self._spec.dataset_config
-        world_size = max(self._spec.scaling_config.max_workers, 1)
-        return split.left_over(self._datasets, config, world_size)
+        return [] if self._datasets is None else self._datasets.left_over()
 
     def assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
@@ -65,7 +41,10 @@ class SpecPlan:
         checkpoint = self._checkpoint_of(start)
         manifest = checkpoint.manifest if checkpoint else None
         positions = manifest.positions if manifest else {}
-        shards = self._shards([each.node_id for each in by_rank(workers, ranks)], positions)
+        shards: Sequence[object] = [None] * len(workers)
+        if self._datasets is not None:
+            nodes = [each.node_id for each in by_rank(workers, ranks)]
+            shards = self._datasets.shards(nodes, positions)
         return [
             Assignment(
                 spec=self._spec_of(worker, workers),
@@ -102,24 +81,10 @@ class SpecPlan:
         devices = visible_devices([each for each in workers if each.node_id == worker.node_id])
         return replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": devices})
 
-    def _shards(self, node_ids: Sequence[str], positions: Mapping[str, object]) -> Sequence[object]:
-        scaling, config = self._spec.scaling_config, self._spec.dataset_config
-        if not self._datasets:
-            return [None] * len(node_ids)
-        made = split.made(self._datasets)
-        check_data(scaling, split.lazy(made, config))
-        self.close()
-        local = scaling.max_workers == 0
-        each = {} if local else scaling.bundle
-        held = {name: amount * len(node_ids) for name, amount in each.items()}
-        shards = split.shard(made, config, node_ids, positions, self._exact_splits, held)
-        self._shards_in_use = shards
-        return list(shards) if local else [ray.put(each) for each in shards]
-
     def close(self) -> None:
         """End what hands out the rows of the newest attempt's shards."""
-        end_streams(self._shards_in_use)
-        self._shards_in_use = []
+        if self._datasets is not None:
+            self._datasets.close()
 
     def waiting_for(self, up: int, placed: bool) -> str:
         """Say what the workers that have not started are waiting for."""

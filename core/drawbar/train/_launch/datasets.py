@@ -1,0 +1,72 @@
+"""The datasets of a run: opened once, and split anew for each attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import ray
+
+from drawbar.train._controller.run import RunSpec
+from drawbar.train._data import preprocessing, split
+from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.shard import DatasetShard
+from drawbar.train._data.streams import end_streams
+from drawbar.train._group.cluster import check_data
+
+if TYPE_CHECKING:
+    from ray.data.preprocessor import Preprocessor
+
+
+class RunDatasets:
+    """What the datasets of a trainer are for the workers of its run.
+
+    What takes part in every attempt is done here, before the first one: files are opened, a
+    preprocessor is fitted, exact parts are computed for every size that the group may have.
+
+    Args:
+        spec: Of the run.
+
+    Attributes:
+        fitted: The preprocessor; None if there is none.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._config, self._scaling = spec.dataset_config, spec.scaling_config
+        self._datasets = split.opened(spec.datasets)
+        self.fitted: Preprocessor | None = None
+        if self._config.preprocessor is not None:
+            self.fitted = preprocessing.fitted(self._config.preprocessor, self._datasets)
+            self._datasets = preprocessing.applied(self.fitted, self._datasets)
+        sizes = range(max(self._scaling.min_workers, 1), self._most_workers + 1)
+        check_data(self._scaling, split.lazy(self._datasets, self._config))
+        self._exact = ExactSplits()
+        split.split_exactly(self._datasets, self._config, sizes, self._exact)
+        self._in_use: list[dict[str, DatasetShard]] = []
+
+    @property
+    def _most_workers(self) -> int:
+        return max(self._scaling.max_workers, 1)
+
+    def left_over(self) -> list[str]:
+        """Say which rows no worker gets."""
+        return split.left_over(self._datasets, self._config, self._most_workers)
+
+    def shards(
+        self, node_ids: Sequence[str], positions: Mapping[str, object]
+    ) -> Sequence[dict[str, DatasetShard] | ray.ObjectRef[dict[str, DatasetShard]]]:
+        """Split them among the ranks on these nodes, from where they had been read to."""
+        made = split.made(self._datasets)
+        # Once more: what functions have made is known only now.
+        check_data(self._scaling, split.lazy(made, self._config))
+        self.close()
+        local = self._scaling.max_workers == 0
+        each = {} if local else self._scaling.bundle
+        held = {name: amount * len(node_ids) for name, amount in each.items()}
+        self._in_use = split.shard(made, self._config, node_ids, positions, self._exact, held)
+        return self._in_use if local else [ray.put(each) for each in self._in_use]
+
+    def close(self) -> None:
+        """End what hands out the rows of the newest attempt's shards."""
+        end_streams(self._in_use)
+        self._in_use = []
