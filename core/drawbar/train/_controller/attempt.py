@@ -18,6 +18,7 @@ from drawbar.train._carry import carry
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.failures import describe_divergence, describe_interruption
 from drawbar.train._controller.progress import Progress, Sign
+from drawbar.train._controller.questions import Questions
 from drawbar.train._controller.validations import Validations
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import (
@@ -32,8 +33,6 @@ from drawbar.train._history.events import (
 )
 from drawbar.train._history.stream import Emit
 from drawbar.train._messages import (
-    CheckpointConsistencyMode,
-    CheckpointsAnswer,
     CheckpointsAsked,
     CollectiveCalled,
     CollectiveDone,
@@ -72,14 +71,6 @@ class AttemptFailed(Exception):
     cause: Exception | None = None
 
 
-@dataclass(frozen=True)
-class _Question:
-    """A rank wants to know the checkpoints, once those before report `before` are so far."""
-
-    until: CheckpointConsistencyMode | None
-    before: int
-
-
 class Attempt:
     """The state of one attempt.
 
@@ -116,11 +107,10 @@ class Attempt:
         self._emit = emit
         self._tells_rounds = tells_rounds
         self._commits = commits
-        self._validations = validations
         self._diagnose = diagnose
         self._progress = Progress(len(workers), first_index, keep_all_rounds=tells_rounds)
+        self.questions = Questions(self._progress, commits, validations, order)
         self._metrics: dict[int, list[dict[str, object]]] = {}
-        self._questions: dict[tuple[int, int], _Question] = {}
         self._heard = dict.fromkeys(range(len(workers)), time.monotonic())
         self._lines: dict[int, str] = {}  # of each rank's last report or collective
         self._is_over = asyncio.Event()
@@ -170,7 +160,7 @@ class Attempt:
             left = None
             if patience is not None:
                 left = max(self._heard.values()) + patience - time.monotonic()
-                if left <= 0 and not self._awaits_validation:
+                if left <= 0 and not self.questions.await_validation:
                     return False
                 # Somebody waits for a validation: look again when as much time has gone.
                 left = left if left > 0 else patience
@@ -217,13 +207,8 @@ class Attempt:
                 self._commits.pieces.read(message, partial(self._order, rank))
             case CollectiveCalled():
                 self._called(rank, message)
-            # The answer counts the reports made so far, since the rank stands still until it has
-            # it.
             case CheckpointsAsked():
-                reports = self._progress.ranks[rank].reports
-                self._questions[rank, message.number] = _Question(message.until, before=reports)
-                self._progress.asked(rank, message)
-                self.answer_questions()
+                self.questions.ask(rank, message)
                 self._check_divergence()
             case Discarded():
                 self._commits.discard(message.name)
@@ -244,7 +229,7 @@ class Attempt:
                 if message.value_error:
                     self._emit(Notice(f"rank {rank}: {message.value_error}"))
                 self._progress.finished(rank)
-                self.answer_questions()
+                self.questions.answer()
                 self._check_divergence()
                 if self.finished:
                     self._is_over.set()
@@ -277,34 +262,6 @@ class Attempt:
         """Have `checkpoint_requested()` say yes."""
         self.wishes = replace(self.wishes, checkpoint=True)
 
-    @property
-    def _awaits_validation(self) -> bool:
-        """Whether a rank stands still until validations have ended."""
-        return any(
-            question.until is CheckpointConsistencyMode.VALIDATED
-            and self._validations.pending(question.before)
-            for question in self._questions.values()
-        )
-
-    def answer_questions(self) -> None:
-        """Tell the ranks that want to know what is kept, and have waited long enough for it."""
-        for (rank, number), question in list(self._questions.items()):
-            if self._is_settled(question):
-                del self._questions[rank, number]
-                self._progress.answered(rank)
-                self._order(
-                    rank, CheckpointsAnswer(number=number, checkpoints=self._commits.listing())
-                )
-
-    def _is_settled(self, question: _Question) -> bool:
-        before = question.before
-        if question.until is None:
-            return True
-        if self._progress.collecting(before) or self._commits.committing(before):
-            return False
-        validated = question.until is CheckpointConsistencyMode.VALIDATED
-        return not (validated and self._validations.pending(before))
-
     def signs(self) -> dict[int, Sign]:
         """Give the last sign of life of each rank that has not finished."""
         now = time.monotonic()
@@ -330,7 +287,7 @@ class Attempt:
             # A rank that has returned would drop it, and on Ray an order costs a call.
             if rank not in self.values:
                 self._order(rank, order)
-        self.answer_questions()
+        self.questions.answer()
         metrics = self._metrics.pop(manifest.index, None)
         if metrics is not None:
             checkpoint = self._commits.checkpoint(manifest)
@@ -374,7 +331,7 @@ class Attempt:
                 world_size=len(self.workers),
                 order=self._order,
             )
-        self.answer_questions()
+        self.questions.answer()
         if report.offer is not None:
             self._check_divergence()
 

@@ -258,4 +258,4 @@ class Controller:
 
     def _validated(self) -> None:
         if self._attempt is not None:
-            self._attempt.answer_questions()
+            self._attempt.questions.answer()
