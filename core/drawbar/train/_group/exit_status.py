@@ -67,6 +67,8 @@ async def wait_for_report(report_file: Path, timeout_s: float) -> ExitReport | N
     Gives None after `timeout_s` seconds: no sentinel ran, it was killed too, or its node is gone.
     """
     deadline = time.monotonic() + timeout_s
+    # Looked for: the sentinel is nobody's child, and the file may lie on a network's filesystem,
+    # which tells of nothing.
     while (report := read_exit_report(report_file)) is None and time.monotonic() < deadline:
         await asyncio.sleep(0.005)
     return report

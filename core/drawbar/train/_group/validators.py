@@ -208,11 +208,14 @@ def _call(
 ) -> Validation:
     """Call the function; gives what came of it, whatever that is."""
     try:
+        # Copies: a function that changes what it is given must not change what the manifest says.
         metrics = load()(checkpoint, **copy.deepcopy(validation.fn_kwargs))
         if not isinstance(metrics, Mapping):
             raise TypeError(f"the validation function must return a dict, found {metrics!r}")
         return validation.succeeded(normalise(metrics))
     except BaseException as error:
+        # A `sys.exit()` in the function too is its failure, not the end of a process that Ray uses
+        # again.
         if raises:
             raise
         return validation.failed(describe_validation_failure(error))

@@ -202,6 +202,7 @@ class RunHandle:
             while True:
                 try:
                     left = max(0.0, deadline - time.monotonic())
+                    # In short waits: a Ctrl-C in the moment before one begins does not end it.
                     if self._run.join(min(left, WAIT_SECONDS)):
                         break
                     if time.monotonic() >= deadline:
@@ -209,6 +210,7 @@ class RunHandle:
                 except KeyboardInterrupt:
                     if self._run.detached:
                         raise UserAbort(self._detached_by_user()) from None
+                    # Whatever the timeout was: what is being stopped is waited for.
                     deadline, interrupts = math.inf, interrupts + 1
                     if interrupts > 1:
                         self._run.kill()

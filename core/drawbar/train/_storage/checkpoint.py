@@ -74,6 +74,8 @@ class Checkpoint:
             raise TypeError(f"Checkpoint takes the path of a directory, found {path!r}")
         self._place = locate(path, filesystem)
         self.path = self._place.path if isinstance(self._place, Folder) else str(self._place)
+        # Of this object, not of the place. It travels along, so that ranks which are given one
+        # checkpoint make one copy of it.
         self._identity = uuid.uuid4().hex
 
     @property

@@ -213,6 +213,7 @@ def read_manifest(place: Path | Folder) -> Manifest | None:
 def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:
     """Write the manifest into a local directory, with which it is a checkpoint."""
     path = directory / MANIFEST
+    # The files first: a manifest that outlives a power cut must not promise what has not.
     if durable:
         sync_tree(directory)
     write_atomically(path, manifest.encode(), durable=durable)

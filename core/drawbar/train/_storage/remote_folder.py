@@ -169,6 +169,7 @@ class Folder:
 
     def _open(self, name: str) -> Any:
         path = f"{self.path}/{name}"
+        # An object store has no folders; making one would leave an empty object of its name.
         if self.filesystem.type_name not in _WITHOUT_FOLDERS:
             self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
         return self.filesystem.open_output_stream(path)
@@ -190,6 +191,7 @@ class Folder:
         import xxhash
 
         def upload() -> str:
+            # Anew with each try: one that failed half-way has hashed half of the file.
             digest = xxhash.xxh3_64()
             with open(source, "rb") as reader, self._open(file.path) as writer:
                 while chunk := reader.read(_CHUNK):
@@ -226,6 +228,7 @@ class Folder:
         except FileNotFoundError:
             return
         except OSError:
+            # Some stores refuse to delete what is not there: what counts is that it is gone.
             if any(file.path == name for file in self.list_files()):
                 raise
 

@@ -50,6 +50,7 @@ def is_transient(error: BaseException) -> bool:
         return True
     if not isinstance(error, OSError):
         return False
+    # The number says all: such an error's text may have a path in it that reads like a failure.
     if error.errno is not None:
         return error.errno in _TRANSIENT_NUMBERS
     return _TRANSIENT_TEXT.search(str(error)) is not None

@@ -87,6 +87,7 @@ class UnsharedNode(ShareSink):
     def _send_file(self, source: Path, name: str, file: FileEntry) -> None:
         offset = 0
         with open(source / file.path, "rb") as reader:
+            # An empty file is one piece without bytes, or it would not be there.
             while (data := reader.read(CHUNK)) or not offset:
                 self._send(name, file.path, offset, data)
                 offset += len(data)

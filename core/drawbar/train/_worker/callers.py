@@ -31,6 +31,7 @@ class Callers:
     def begin(self) -> None:
         """Take the calling thread for the function's own; the others that live are strangers."""
         self._own = threading.get_ident()
+        # Looked up once, at the start: later ones are the attempt's own, whoever has started them.
         self._strangers.update(threading.enumerate())
         self._strangers.discard(threading.current_thread())
 

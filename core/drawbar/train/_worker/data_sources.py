@@ -61,6 +61,7 @@ class DataSources:
                 self._opened[name] += 1
                 name = f"{name}-{self._opened[name]}"
             self._position_of[name] = position
+            # Given out once: a second source of this name begins at its start.
             return self._left.pop(name, None)
 
     def positions(self) -> dict[str, object]:
@@ -81,4 +82,6 @@ class DataSources:
                     f"manifest, which is JSON, but {error}; found {value!r}"
                 ) from None
         known = {name: value for name, value in positions.items() if value is not None}
+        # What is not opened again yet keeps its place, which a checkpoint before its first use
+        # would lose otherwise.
         return {**left, **known}

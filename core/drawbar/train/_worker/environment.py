@@ -193,8 +193,11 @@ def _give_back(found: _Found) -> None:
     later = _in_use[_in_use.index(found) + 1 :]
     _in_use.remove(found)
     if later:
+        # Restored now, it would take away what the other run has set: that one gives it back.
         later[0].environment, later[0].folder = found.environment, found.folder
         return
+    # One by one, not by `clear()` and `update()`: a native thread that reads a variable in between
+    # would read freed memory.
     for name in os.environ.keys() - found.environment.keys():
         os.environ.pop(name, None)
     set_variables(found.environment)

@@ -61,6 +61,7 @@ class LogFile:
             return
         self._ended.set()
         self._thread.join()
+        # What came after the thread's last look.
         self._look()
         with self._lock:
             os.close(self._fd)
@@ -77,6 +78,8 @@ class LogFile:
             if self._fd < 0:
                 return False
             written = os.write(self._fd, data)
+            # With O_APPEND the position is where the text has landed, whoever has written
+            # meanwhile.
             end = os.lseek(self._fd, 0, os.SEEK_CUR)
             if end - written != self._seen:
                 self._hand_on(end - written)
