@@ -23,7 +23,7 @@ SHARED_BYTES = 1 << 20
 """From this size on a captured array lies in the object store, once per node and read-only."""
 
 
-Reducer = Callable[[Any], tuple[Any, ...]]
+Reducer = Callable[[object], tuple[object, ...]]
 
 
 class LostReferenceError(LookupError):
@@ -40,7 +40,7 @@ class Carried:
         self._buffers = tuple(buffers)
         self._references = tuple(references)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         buffers = [pickle.PickleBuffer(each) for each in self._buffers]  # which Ray puts beside
         return Carried, (self._body, buffers, self._references)
 
@@ -89,7 +89,7 @@ def carry(value: object, *, shares: bool = False, leaves: bool = False) -> Carri
     Raises:
         Exception: It does not pickle.
     """
-    stream, references, buffers = io.BytesIO(), list[Any](), list[pickle.PickleBuffer]()
+    stream, references, buffers = io.BytesIO(), list[object](), list[pickle.PickleBuffer]()
     apart = functools.partial(_set_apart, buffers) if shares else None
     aside = functools.partial(_set_aside, references)
     reducers: dict[type, Reducer] = dict.fromkeys(_only_ray_sends(), aside)
@@ -133,7 +133,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, buffers: Sequence[Any], references: Sequence[Any]):
+    def __init__(self, stream: io.BytesIO, buffers: Sequence[object], references: Sequence[object]):
         super().__init__(stream, buffers=buffers)
         self._references = references
 
@@ -142,7 +142,7 @@ class _Unpickler(pickle.Unpickler):
             return self._find_reference
         return super().find_class(module, name)
 
-    def _find_reference(self, number: int) -> Any:
+    def _find_reference(self, number: int) -> object:
         found = self._references[number]
         if isinstance(found, _Lost):
             raise LostReferenceError(f"{found.what} ended with the Ray that it was in")
@@ -169,7 +169,7 @@ def _set_apart(buffers: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) 
     return False
 
 
-def _set_aside(references: list[Any], found: object) -> tuple[Any, ...]:
+def _set_aside(references: list[object], found: object) -> tuple[object, ...]:
     references.append(found)
     return _reference, (len(references) - 1,)
 
@@ -180,16 +180,16 @@ def _bring_along(aside: Callable[[object], tuple[Any, ...]], found: Any) -> tupl
     return (ray.put, (ray.get(found),)) if _is_own(found) else aside(found)
 
 
-def _lose(found: object) -> tuple[Any, ...]:
+def _lose(found: object) -> tuple[object, ...]:
     return _Lost, (f"{type(found).__name__} {found!r}",)
 
 
-def _reference(number: int) -> Any:
+def _reference(number: int) -> object:
     """Stand in the bytes for what was set aside; `_Unpickler` puts that in its place."""
     raise AssertionError(number)
 
 
-def _is_own(reference: Any) -> bool:
+def _is_own(reference: object) -> bool:
     """Whether this process owns an object, that is, whether the object ends with it."""
     import ray
 

@@ -183,7 +183,7 @@ class WorkerGroupError(TrainingFailedError):
             self._worker_failures = exceptions_of(self.failures)
         return self._worker_failures
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         rebuild, (cls, args, state) = super().__reduce__()
         if any(failure.pickled for failure in self.failures):
             state = {**state, "_worker_failures": None}  # it is made of them again

@@ -253,7 +253,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         *,
         run_config: RunConfig | None = None,
         datasets: Mapping[str, Any] | None = None,
-        **changed: Any,
+        **changed: object,
     ) -> Self:
         """Make the trainer of an earlier run again; its `fit()` goes on from the newest checkpoint.
 

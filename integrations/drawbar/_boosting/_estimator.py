@@ -39,7 +39,7 @@ class RayEstimator:
         *,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        **plain: Any,
+        **plain: object,
     ) -> None:
         super().__init__(**plain)
         self.scaling_config = scaling_config

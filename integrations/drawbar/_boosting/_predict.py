@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-Predictor = Callable[[Any], Any]
+Predictor = Callable[[object], Any]
 """Gives the predictions for a pandas table of features."""
 
 

@@ -147,7 +147,7 @@ class _Reader:
         self._store = store
         self._codes: dict[str, dict[Any, int]] = {}
         self._pending: list[Block] = []
-        self._last_group: Any = None
+        self._last_group: object = None
         self._ended_groups: set[Any] = set()
 
     def add(self, table: pa.Table) -> None:

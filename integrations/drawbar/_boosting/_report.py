@@ -91,7 +91,7 @@ class RoundReports:
             save(path)
             report(metrics, checkpoint=path, validation=self._validation)
 
-    def _metrics(self, history: History) -> dict[str, Any]:
+    def _metrics(self, history: History) -> dict[str, object]:
         values = {
             f"{dataset}-{metric}": scores
             for dataset, by_metric in history.items()

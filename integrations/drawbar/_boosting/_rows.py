@@ -126,7 +126,7 @@ class Rows:
             for number in range(margin.shape[1]):
                 yield MARGIN.format(number), margin[:, number]
 
-    def _renamed(self) -> Any:
+    def _renamed(self) -> object:
         """Give the user's dataset with our names for the columns that are no features."""
         names = {self.label: LABEL, self.weight: WEIGHT, self.group: GROUP}
         names |= {name: MARGIN.format(number) for number, name in enumerate(self._margin_columns)}

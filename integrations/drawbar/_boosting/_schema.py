@@ -149,6 +149,6 @@ def _recoded(codes: Array, new: Array) -> Array:
     return recoded
 
 
-def _new_codes(local: Sequence[Any], agreed: Sequence[Any]) -> Array:
+def _new_codes(local: Sequence[object], agreed: Sequence[object]) -> Array:
     numbers = {value: code for code, value in enumerate(agreed)}
     return np.array([numbers[value] for value in local], dtype=np.float32)

@@ -48,7 +48,7 @@ def load_state(like: T) -> tuple[T, dict[str, Any]] | None:
     return loaded, dict(checkpoint.manifest.metrics) if checkpoint.manifest else {}
 
 
-def _abstract(leaf: Any) -> Any:
+def _abstract(leaf: object) -> object:
     if not isinstance(leaf, jax.Array):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from drawbar.jax._loop import STATE
 from drawbar.train import (
@@ -19,7 +18,7 @@ from drawbar.train import (
 
 
 def report_state(
-    state: Any,
+    state: object,
     metrics: Mapping[str, object],
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     validation: bool | ValidationTaskConfig = False,

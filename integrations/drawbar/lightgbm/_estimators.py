@@ -46,7 +46,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
     classes) calls this one.
     """
 
-    def _process_params(self, stage: str) -> dict[str, Any]:
+    def _process_params(self, stage: str) -> dict[str, object]:
         params = without_own(super()._process_params(stage))
         if stage == "fit":
             threads = value_of(self.get_params(), "num_threads", -1)
@@ -62,13 +62,13 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         group: Values = None,
         eval_set: Sequence[tuple[Features, Values]] | None = None,
         eval_names: Sequence[str] | None = None,
-        eval_sample_weight: Any = None,
-        eval_class_weight: Any = None,
-        eval_init_score: Any = None,
-        eval_group: Any = None,
-        eval_metric: Any = None,
-        feature_name: Any = "auto",
-        categorical_feature: Any = "auto",
+        eval_sample_weight: object = None,
+        eval_class_weight: object = None,
+        eval_init_score: object = None,
+        eval_group: object = None,
+        eval_metric: object = None,
+        feature_name: object = "auto",
+        categorical_feature: object = "auto",
         callbacks: Sequence[object] | None = None,
         init_model: Model | None = None,
         *,
@@ -260,12 +260,12 @@ def _checkpoint_of(model: Model | None, folder: Path) -> tuple[Checkpoint | None
     return Checkpoint(folder), booster.current_iteration()
 
 
-def _take(params: dict[str, Any], name: str) -> Any:
+def _take(params: dict[str, object], name: str) -> object:
     found = name_of(params, name)
     return params.pop(found) if found else None
 
 
-def _add_metrics(params: dict[str, Any], given: Any) -> list[object]:
+def _add_metrics(params: dict[str, object], given: object) -> list[object]:
     """Put the metrics of `fit` before the objective's own; gives the custom ones."""
     metrics = given if isinstance(given, list) else [] if given is None else [given]
     own = params["metric"] if isinstance(params["metric"], list) else [params["metric"]]
@@ -285,7 +285,7 @@ def _as_list(eval_set: Any) -> list[tuple[Features, Values]]:
     return [eval_set] if isinstance(eval_set, tuple) else list(eval_set or ())
 
 
-def _pairs(eval_set: Any, eval_X: Features, eval_y: Values) -> list[tuple[Features, Values]]:
+def _pairs(eval_set: object, eval_X: Features, eval_y: Values) -> list[tuple[Features, Values]]:
     """Give features and labels to evaluate, in whichever of two ways they were given."""
     if eval_set is not None or eval_X is None:
         return _as_list(eval_set)

@@ -86,7 +86,7 @@ class LightGBMFit(Fit):
         given = [each for each in self.callbacks if isinstance(each, RayTrainReportCallback)]
         return given[0] if given else RayTrainReportCallback()
 
-    def _params(self, features: int) -> dict[str, Any]:
+    def _params(self, features: int) -> dict[str, object]:
         """Give the user's parameters, and those of the worker where the user has set none."""
         params = {"verbosity": -1, **with_own_network(self.params)}
         return {**histogram_layout(params, features), **params}

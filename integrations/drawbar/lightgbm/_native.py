@@ -197,6 +197,6 @@ _BYTE_AT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctype
 nothing to complain of but a number that is not below the length."""
 
 
-def _pointers(arrays: Sequence[npt.NDArray[Any]], kind: type[Any]) -> Any:
+def _pointers(arrays: Sequence[npt.NDArray[Any]], kind: type[Any]) -> object:
     pointer = ctypes.POINTER(kind)
     return (pointer * len(arrays))(*(array.ctypes.data_as(pointer) for array in arrays))

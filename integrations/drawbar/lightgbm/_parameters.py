@@ -60,7 +60,7 @@ def name_of(params: Mapping[str, object], name: str) -> str | None:
     return next((alias for alias in aliases if params.get(alias) is not None), None)
 
 
-def value_of(params: Mapping[str, object], name: str, default: Any = None) -> Any:
+def value_of(params: Mapping[str, object], name: str, default: object = None) -> Any:
     """Give a parameter's value, by whichever name it is set."""
     found = name_of(params, name)
     return default if found is None else params[found]

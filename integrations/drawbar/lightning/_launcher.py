@@ -122,7 +122,7 @@ class RayLauncher:
             return outcome.result
         return in_turn([each.result for each in outcomes], outcome.dataloaders)
 
-    def kill(self, signum: Any) -> None:
+    def kill(self, signum: object) -> None:
         """Do nothing: workers end with their run."""
 
 
@@ -174,9 +174,9 @@ class ProcessState:
 class Outcome:
     """What a worker's Trainer has after a call: all that is not in a folder by then."""
 
-    result: Any
+    result: object
     dataloaders: int
-    state: Any
+    state: object
     metrics: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
     loggers: list[bytes | None]
@@ -220,7 +220,7 @@ class Outcome:
             give_weights(self.weights, trainer.lightning_module)
 
 
-def _pickled(logger: Any) -> bytes | None:
+def _pickled(logger: object) -> bytes | None:
     """Pickle a logger, with the folder or run that it has begun; None if it cannot be."""
     try:
         pickled: bytes = cloudpickle.dumps(logger)

@@ -95,16 +95,16 @@ class OfUsersPackage:
 
     _base: ClassVar[str]
 
-    def __init_subclass__(cls, *, base: str | None = None, **options: Any) -> None:
+    def __init_subclass__(cls, *, base: str | None = None, **options: object) -> None:
         super().__init_subclass__(**options)
         if base is not None:
             cls._base = base
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         has_base = hasattr(cls, "package")
         return object.__new__(cls if has_base else with_base(cls, users_package()))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _restore, (type(self).__mro__[1], self.package), self.__getstate__()
 
     def __repr__(self) -> str:
@@ -132,5 +132,5 @@ def _make(cls: Any, package: Package) -> type[Any]:
     return types.new_class(cls.__name__, (cls, base), exec_body=lambda body: body.update(namespace))
 
 
-def _restore(cls: type[object], package: Package) -> Any:
+def _restore(cls: type[object], package: Package) -> object:
     return object.__new__(with_base(cls, package))

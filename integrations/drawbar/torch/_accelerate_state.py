@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 from drawbar.torch._undo import at_end
 from drawbar.train.backend import retire_process
@@ -28,21 +27,21 @@ def _variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
 
 
-def _states() -> list[dict[str, Any]]:
+def _states() -> list[dict[str, object]]:
     """Give the dicts that Accelerate's singletons share, if it has been imported."""
     module = sys.modules.get("accelerate.state")
     names = ("PartialState", "AcceleratorState", "GradientState")
     return [getattr(module, name)._shared_state for name in names] if module else []
 
 
-def _take_states() -> list[dict[str, Any]]:
+def _take_states() -> list[dict[str, object]]:
     taken = [dict(state) for state in _states()]
     for state in _states():
         state.clear()
     return taken
 
 
-def _restore(variables: dict[str, str], states: list[dict[str, Any]]) -> None:
+def _restore(variables: dict[str, str], states: list[dict[str, object]]) -> None:
     for name in _variables().keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)

@@ -141,7 +141,7 @@ class PreparedDataLoader(DataLoader[T]):
         return getattr(self._loader, name)
 
 
-def _split(loader: DataLoader[Any]) -> EpochSampler[Any] | None:
+def _split(loader: DataLoader[Any]) -> EpochSampler[object] | None:
     """Exchange the sampler of a loader, unless it is a distributed one."""
     if _is_distributed(loader.sampler) or _is_distributed(loader.batch_sampler):
         return None
@@ -220,7 +220,7 @@ def _seeding(loader: DataLoader[Any], sampler: EpochSampler[Any] | None) -> Call
     return place
 
 
-def _is_distributed(sampler: Any) -> bool:
+def _is_distributed(sampler: object) -> bool:
     inner = getattr(sampler, "sampler", None)
     return any(
         isinstance(each, DistributedSampler)

@@ -155,12 +155,12 @@ class _AutocastHooks:
         self._dtype = dtype
         self._open: list[torch.autocast] = []
 
-    def enter(self, module: nn.Module, inputs: Any) -> None:
+    def enter(self, module: nn.Module, inputs: object) -> None:
         autocast = torch.autocast(self._device_type, self._dtype)
         autocast.__enter__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self._open.append(autocast)
 
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, inputs: object, output: object) -> Any:
         if self._open:
             self._open.pop().__exit__(None, None, None)
         return tree_map_only(torch.Tensor, self._to_float, output)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def move(batch: Any, device: torch.device) -> Any:
+def move(batch: object, device: torch.device) -> Any:
     """Move every tensor in a batch to a device; what is not a tensor stays.
 
     Looks into mappings, lists, tuples, named tuples and dataclasses. Any other object that has a
@@ -33,7 +33,7 @@ def move(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> object:
     """Give the same kind of mapping where it can be made from a dict, otherwise a dict."""
     try:
         return type(batch)(values)  # type: ignore[call-arg]  # as each user's own type takes it
@@ -48,7 +48,7 @@ def moved(batches: Iterable[object], device: torch.device, *, ahead: bool) -> It
     return (move(batch, device) for batch in batches)
 
 
-def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[object]:
     """Copy each batch on a stream of its own, one batch ahead.
 
     The copying stream first waits for the work that is queued so far, that is, on the batches

@@ -32,7 +32,7 @@ class ShardDataset(IterableDataset[Any]):
     def __init__(self, data: Any) -> None:
         self._items: Iterable[object] = data.iter_rows() if is_shard(data) else data
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         empty = True
         for item in self._items:
             empty = False

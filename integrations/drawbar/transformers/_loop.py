@@ -133,7 +133,7 @@ class PreparedTrainer(Trainer):
             loss = self.accelerator.reduce(loss, "mean")
         return loss, logits, labels
 
-    def _own_loader(self, data: Any, batch_size: int) -> torch.utils.data.DataLoader[Any]:
+    def _own_loader(self, data: object, batch_size: int) -> torch.utils.data.DataLoader[object]:
         """Give a loader of data that is this worker's alone.
 
         Accelerate would split it again, and read a batch ahead of what the checkpoint counts.

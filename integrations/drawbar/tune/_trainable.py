@@ -12,8 +12,8 @@ from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 from ray import tune
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 from ray.tune.trainable import FunctionTrainable
-from ray.tune.trainable.function_trainable import (  # type: ignore[attr-defined]
-    _TrainingResult,  # what save() gives has no public name
+from ray.tune.trainable.function_trainable import (  # type: ignore[attr-defined]  # not public
+    _TrainingResult,  # what save() gives
 )
 
 from drawbar.train import (

@@ -77,7 +77,7 @@ def with_parameters(
     return type(trainer)(**arguments | changed)
 
 
-def merged(value: Any, parameters: Any) -> Any:
+def merged(value: object, parameters: object) -> Any:
     """Give the value of an argument with parameters in it.
 
     A dict changes those keys of a dict that it has, and those fields of a config. Anything else

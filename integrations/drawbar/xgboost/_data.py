@@ -107,7 +107,7 @@ class _ShardIterator(DataIter):
         return pd.DataFrame(columns, copy=False)
 
 
-def _rest(block: Block) -> dict[str, Any]:
+def _rest(block: Block) -> dict[str, object]:
     weight, group, margin = block.weight, block.group, block.base_margin
     if weight is not None and group is not None:
         weight = weight[np.append(True, group[1:] != group[:-1])]  # XGBoost weighs whole queries
@@ -116,5 +116,5 @@ def _rest(block: Block) -> dict[str, Any]:
     return {"label": block.label, "weight": weight, "qid": group, "base_margin": margin}
 
 
-def _without_none(values: Mapping[str, object]) -> dict[str, Any]:
+def _without_none(values: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}

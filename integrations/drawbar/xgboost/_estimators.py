@@ -62,7 +62,7 @@ class _RayXGBModel(RayEstimator):
         xgb_model: Model | None = None,
         sample_weight_eval_set: Sequence[Values] | None = None,
         base_margin_eval_set: Sequence[Values] | None = None,
-        feature_weights: Any = None,
+        feature_weights: object = None,
     ) -> Self:
         """Do what the plain estimator's `fit` does, on workers; `verbose` is `run_config`'s."""
         training = self._rows(X, y, weight=sample_weight, margin=base_margin)
@@ -77,7 +77,7 @@ class _RayXGBModel(RayEstimator):
         ]
         return self._train([training, *evaluated], xgb_model, feature_weights)
 
-    def _train(self, rows: Sequence[Rows], model: Model | None, feature_weights: Any) -> Self:
+    def _train(self, rows: Sequence[Rows], model: Model | None, feature_weights: object) -> Self:
         """Train, and set what plain XGBoost sets after it."""
         model, metric, params, weights = self._configure_fit(  # type: ignore[attr-defined]  # XGBModel's
             model, self._params(), feature_weights
@@ -120,7 +120,7 @@ class _RayXGBModel(RayEstimator):
         self._set_evaluation_result(history)  # type: ignore[attr-defined]  # XGBModel's
         return self
 
-    def _params(self) -> dict[str, Any]:
+    def _params(self) -> dict[str, object]:
         params = {name: each for name, each in self.get_xgb_params().items() if each is not None}
         if "n_jobs" in params:
             params["nthread"] = params.pop("n_jobs")
@@ -166,7 +166,7 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
 
     _own_objective = "binary:logistic"
 
-    def _params(self) -> dict[str, Any]:
+    def _params(self) -> dict[str, object]:
         params = super()._params()
         if self.n_classes_ > 2:
             if params.get("objective") != "multi:softmax":
@@ -174,7 +174,7 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
             params["num_class"] = self.n_classes_
         return params
 
-    def _train(self, rows: Sequence[Rows], model: Model | None, feature_weights: Any) -> Self:
+    def _train(self, rows: Sequence[Rows], model: Model | None, feature_weights: object) -> Self:
         training = rows[0]
         found = (
             classes_of(training.features, training.label)
@@ -220,7 +220,7 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         xgb_model: Model | None = None,
         sample_weight_eval_set: Sequence[Values] | None = None,
         base_margin_eval_set: Sequence[Values] | None = None,
-        feature_weights: Any = None,
+        feature_weights: object = None,
     ) -> Self:
         """Do what `XGBRanker.fit` does, on workers. With a Ray Dataset, `qid` names a column."""
         training = self._ranked(X, y, group, qid, sample_weight, base_margin)
@@ -276,5 +276,5 @@ def _checkpoint_of(model: Model | None, folder: Path) -> Checkpoint | None:
     return Checkpoint(folder)
 
 
-def _each(values: Sequence[object] | None, number: int) -> Any:
+def _each(values: Sequence[object] | None, number: int) -> object:
     return None if values is None else values[number]

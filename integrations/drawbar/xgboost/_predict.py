@@ -71,7 +71,7 @@ def _features(booster: Booster) -> Sequence[str]:
     return booster.feature_names
 
 
-def _predictor(model: bytes, options: dict[str, Any]) -> Predictor:
+def _predictor(model: bytes, options: dict[str, object]) -> Predictor:
     booster = Booster(model_file=bytearray(model))
     booster.set_param({"nthread": 1})
     return lambda features: booster.predict(_matrix(booster, features), **options)

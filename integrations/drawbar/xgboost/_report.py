@@ -69,13 +69,13 @@ class RayTrainReportCallback(TrainingCallback):
         """
         return load_model(checkpoint, filename, lambda path: Booster(model_file=path))
 
-    def after_iteration(self, model: Any, epoch: int, evals_log: History) -> bool:
+    def after_iteration(self, model: object, epoch: int, evals_log: History) -> bool:
         """Report the round."""
         self._progress = Progress(epoch + 1, evals_log)
         self._reports.after_round(epoch + 1, evals_log, lambda path: self._save(model, path))
         return False
 
-    def after_training(self, model: Any) -> Any:
+    def after_training(self, model: object) -> Any:
         """Save the model, unless the last round has."""
         done, history = self._progress.rounds, self._progress.history
         self._reports.at_end(done, history, lambda path: self._save(model, path))

@@ -53,7 +53,7 @@ class Placement:
         if not ray.is_initialized() or (group := get_current_placement_group()) is None:
             return None
         context = ray.get_runtime_context()
-        taken = context.get_assigned_resources()  # type: ignore[no-untyped-call]
+        taken = context.get_assigned_resources()  # type: ignore[no-untyped-call]  # it has no types
         count = scaling.max_workers
         bundles = bundles_with_room(group.bundle_specs, taken, scaling.bundle, count)
         return cls(group, bundles, own=False) if len(bundles) == count else None

@@ -53,7 +53,7 @@ class Result:
     _: KW_ONLY
     best_checkpoints: list[tuple[Checkpoint, Metrics]] = field(default_factory=list)
     return_values: list[Any] = field(default_factory=list)
-    _storage_filesystem: Any = None
+    _storage_filesystem: object = None
     _directory: RunDirectory | None = field(default=None, compare=False)
     _read: list[JournaledEvent] | None = field(default=None, compare=False)
 

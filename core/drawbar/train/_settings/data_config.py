@@ -103,9 +103,9 @@ class DataConfig(ShowsWhatWasSet):
         self,
         datasets: Mapping[str, Dataset],
         world_size: int,
-        worker_handles: Sequence[Any] | None = None,
+        worker_handles: Sequence[object] | None = None,
         worker_node_ids: Sequence[str] | None = None,
-        **_: Any,
+        **_: object,
     ) -> list[dict[str, DataIterator]]:
         """Give each worker its part of each dataset, in rank order. A hook for subclasses.
 

@@ -287,7 +287,7 @@ def _error_records(say: Say) -> Iterator[None]:
     format_error = logging.Formatter("%(levelname)s %(name)s: %(message)s").format
     pid = os.getpid()
 
-    def make_and_say(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    def make_and_say(*args: object, **kwargs: object) -> logging.LogRecord:
         record = make(*args, **kwargs)
         level = record.levelno or 0  # logging.makeLogRecord() begins without one
         if level >= logging.ERROR and os.getpid() == pid and not ended:

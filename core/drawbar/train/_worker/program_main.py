@@ -79,7 +79,7 @@ def _run_module(arguments: Sequence[str]) -> None:
         sys.path[0] = os.getcwd()
     _new_main()
     # What `python -m` calls. `run_module` would take the names away again when the module ends.
-    runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
+    runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]  # not public
 
 
 def _new_main() -> dict[str, Any]:

@@ -41,7 +41,7 @@ class CommitsCheckpoints(ParallelStrategy):
         return TrainingLoaders()
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
     ) -> None:
         """Save where Lightning says. In the run's directory, that is a report with a checkpoint."""
         name = name_in_run(filepath)

@@ -33,7 +33,7 @@ class WorkersGPU(OfUsersPackage, CUDAAccelerator, base="accelerators.CUDAAcceler
         return 1
 
     @staticmethod
-    def parse_devices(devices: Any) -> list[int]:
+    def parse_devices(devices: object) -> list[int]:
         """Give the one device of a worker, whatever the Trainer was told."""
         return [0]
 

@@ -179,7 +179,7 @@ def _ends_a_fit(trainer: Trainer) -> bool:
     return (trainer.state.fn, trainer.state.status) == ("fit", "running")
 
 
-def on_cpu(value: Any) -> Any:
+def on_cpu(value: object) -> Any:
     """Give a tensor's values on the CPU, without its history; anything else as it is."""
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
