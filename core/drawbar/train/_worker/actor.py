@@ -128,7 +128,7 @@ class Worker:
         _end_by_sigterm()
         # Ray enables it too, for the thread that crashes alone: that one may be a library's, while
         # it was the training function's that broke something.
-        faulthandler.enable(all_threads=True)
+        faulthandler.enable(2, all_threads=True)
 
     def set_up(self, process_setup: Callable[[], object] | None) -> WorkerInfo:
         """Do what a backend wants done in every process, and say where this worker landed."""
