@@ -305,8 +305,8 @@ def host_workers(
         Exception: Whatever keeps a `Host` from starting.
     """
     check_cluster(spec.scaling_config)
-    lazy = split.lazy(spec.datasets, spec.dataset_config)
-    check_data(spec.scaling_config, lazy)
+    if spec.datasets:
+        check_data(spec.scaling_config, split.lazy(spec.datasets, spec.dataset_config))
     if spec.validation is not None:
         check_validation(spec.validation.resources)
 
