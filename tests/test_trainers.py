@@ -8,6 +8,7 @@ import pytest
 
 from drawbar.jax import JaxTrainer
 from drawbar.keras import KerasTrainer
+from drawbar.launch import ScriptTrainer
 from drawbar.lightgbm import LightGBMTrainer
 from drawbar.tensorflow import TensorflowTrainer
 from drawbar.torch import TorchTrainer
@@ -18,6 +19,7 @@ TRAINERS = (
     JaxTrainer,
     KerasTrainer,
     LightGBMTrainer,
+    ScriptTrainer,
     TensorflowTrainer,
     TorchTrainer,
     XGBoostTrainer,

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-_PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "FP8_", "TE_", "AO_")
+_PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 
 _ASK = """
 import json, os, sys

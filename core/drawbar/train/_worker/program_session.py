@@ -119,12 +119,14 @@ def _open(descriptor: int) -> Session:
                 session.obey(pickle.loads(wire.recv_bytes()))
 
     threading.Thread(target=listen, name="drawbar-orders", daemon=True).start()
-    atexit.register(_flush, session)
+    atexit.register(_flush, session, os.getpid())
     return session
 
 
-def _flush(session: Session) -> None:
-    """Let checkpoints that are on their way be committed before the process ends."""
+def _flush(session: Session, pid: int) -> None:
+    """Let checkpoints that are on their way be committed before the process ends; not a fork."""
+    if os.getpid() != pid:
+        return
     if getattr(sys, "last_value", None) is None:
         session.uploads.flush()
     else:
