@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from drawbar.keras._backend import backend_here
@@ -20,29 +20,34 @@ def prepare_dataset(
     batch_size: int | None = None,
     shuffle: bool = False,
 ) -> Any:
-    """Give what `fit` and `evaluate` of this worker take, of data that every worker has as a whole.
+    """Give what `fit` and `evaluate` of this worker take, so that a batch is one of all workers.
 
-    A batch is shared by all workers: with `batch_size=64` each of four gets 16 rows of it, other
-    ones. A Ray Data shard is a worker's own part already, and is given to `fit` as it is.
+    With `batch_size=64` each of four workers gets 16 rows of every batch, other ones.
 
     Args:
-        x: Arrays, or a structure of them, with a row per sample; or batches with their targets and
-            weights, as a `tf.data.Dataset` or a `torch.utils.data.DataLoader`, which must give the
-            same ones on every worker, as all that is seeded by Keras does.
-        y: The targets, if `x` is arrays.
-        sample_weight: A weight per sample, if `x` is arrays.
-        batch_size: Rows of a batch, over all workers; only if `x` is arrays. Default: 32.
+        x: What every worker has as a whole: arrays, or a structure of them, with a row per sample;
+            or batches with their targets and weights, as a `tf.data.Dataset` or a
+            `torch.utils.data.DataLoader`, which must give the same ones on every worker, as all
+            that is seeded by Keras does. Or this worker's shard of a Ray Data dataset, whose
+            columns but for those of `y` and `sample_weight` are the input: an array if it is one,
+            else a dict of them.
+        y: The targets, if `x` is arrays; of a shard the name of a column, or several.
+        sample_weight: A weight per sample, if `x` is arrays; of a shard the name of a column.
+        batch_size: Rows of a batch, over all workers; only if `x` is no batches. Default: 32.
         shuffle: Have arrays in another order in each epoch, the same one on all workers.
 
     Returns:
         A `keras.utils.PyDataset`; of batches, what they were.
 
     Raises:
-        ValueError: The batch size is less than the number of workers, or is given for batches.
-        TypeError: `x` is neither.
+        ValueError: The batch size is less than the number of workers, is not one for each of them
+            to have as many rows of, for a shard, or is given for batches.
+        TypeError: `x` is none of these, or nobody knows how many rows it has.
     """
     context = get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
+    if hasattr(x, "iter_batches"):
+        return _of_shard(x, y, sample_weight, batch_size or 32, shuffle)
     if not hasattr(x, "element_spec") and not hasattr(x, "collate_fn"):
         return _of_arrays((x, y, sample_weight), batch_size or 32, shuffle, rank, size)
     if y is not None or sample_weight is not None or batch_size is not None or shuffle:
@@ -50,29 +55,39 @@ def prepare_dataset(
             f"prepare_dataset was given batches, a {type(x).__name__}, which have their targets, "
             "weights, size and order; y, sample_weight, batch_size and shuffle go with arrays"
         )
-    if size == 1:
-        return x
-    if hasattr(x, "element_spec"):
-        return _of_tf(x, rank, size)
-    return _of_torch(x, rank, size)
-
-
-def own_rows(rows: Any, rank: int, size: int) -> Any:
-    """Take every `size`-th row. JAX needs as many on each worker, so what is left over is not."""
-    if backend_here() == "jax":
-        rows = rows[: rows.shape[0] // size * size]
-    return rows[rank::size]
+    return _of_tf(x, rank, size) if hasattr(x, "element_spec") else _of_torch(x, rank, size)
 
 
 def _of_arrays(data: Any, batch_size: int, shuffle: bool, rank: int, size: int) -> PyDataset:
-    from drawbar.keras._shared_batches import SharedBatches
+    from drawbar.keras._batches import SharedBatches
 
+    if not hasattr(data[0], "__len__") and not isinstance(data[0], Mapping):
+        raise TypeError(
+            f"prepare_dataset was given a {type(data[0]).__name__}, of which nobody knows how many "
+            "rows it has; give arrays, a tf.data.Dataset, a DataLoader or a Ray Data shard"
+        )
     if batch_size < size:
         raise ValueError(
             f"prepare_dataset has batch_size={batch_size}, which is less than a row for each of "
             f"{size} workers"
         )
     return SharedBatches(data, batch_size, shuffle=shuffle, rank=rank, size=size)
+
+
+def _of_shard(shard: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: bool) -> PyDataset:
+    from drawbar.keras._batches import ShardBatches
+
+    if shuffle:
+        raise ValueError(
+            "prepare_dataset has shuffle=True for a shard, whose order is that of its dataset; "
+            "shuffle that, by Dataset.random_shuffle()"
+        )
+    if batch_size % shard.world_size:
+        raise ValueError(
+            f"prepare_dataset has batch_size={batch_size}, of which {shard.world_size} workers "
+            "cannot have as many rows each of their shards; set a multiple of that"
+        )
+    return ShardBatches(shard, y, sample_weight, batch_size // shard.world_size)
 
 
 def _of_tf(batches: Any, rank: int, size: int) -> Any:
@@ -86,18 +101,23 @@ def _of_tf(batches: Any, rank: int, size: int) -> Any:
 
 
 def _tf_rows(rows: Any, rank: int, size: int) -> Any:
+    """Do what `own_rows` does, in a graph."""
     import tensorflow as tf
 
+    number = tf.shape(rows)[0]
     if backend_here() == "jax":
-        rows = rows[: tf.shape(rows)[0] // size * size]
-    return rows[rank::size]
+        rows = rows[: tf.maximum(number // size * size, tf.minimum(number, size))]
+    return rows[rank % number :: size]
 
 
 def _of_torch(loader: Any, rank: int, size: int) -> Any:
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, IterableDataset
 
-    if loader.batch_sampler is None:
-        raise TypeError("prepare_dataset needs a DataLoader that makes batches, with a batch_size")
+    if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+        raise TypeError(
+            "prepare_dataset needs a DataLoader that makes batches, with a batch_size, of a "
+            "dataset with a known size; an IterableDataset shares its rows between the ranks itself"
+        )
     return DataLoader(
         loader.dataset,
         batch_sampler=_OwnOfEach(loader.batch_sampler, rank, size),
@@ -112,17 +132,31 @@ def _of_torch(loader: Any, rank: int, size: int) -> Any:
 
 
 class _OwnOfEach:
-    """The indices of this worker, of each batch that a sampler gives."""
+    """The indices of this worker, of each batch that a sampler gives.
+
+    What the sampler draws follows from the number of the epoch alone, as with arrays.
+    """
 
     def __init__(self, batches: Any, rank: int, size: int) -> None:
         self._batches = batches
         self._rank = rank
         self._size = size
+        self._epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins; one after the last, if `fit` is called again for epoch 0."""
+        self._epoch = max(self._epoch + 1, epoch)
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in self._batches:
-            even = len(batch) // self._size * self._size if backend_here() == "jax" else None
-            yield batch[:even][self._rank :: self._size]
+        import torch
+
+        from drawbar.keras._batches import own_rows
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(max(self._epoch, 0))
+            drawn = list(self._batches)
+        for batch in drawn:
+            yield own_rows(batch, self._rank, self._size)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from drawbar.keras._progress import Progress, state_of, training_of
 from drawbar.train import (
     CheckpointUploadMode,
     ValidationTaskConfig,
@@ -21,7 +21,6 @@ from drawbar.train.backend import report_soon
 
 MODEL = "model.keras"
 WEIGHTS = "model.weights.h5"
-PROGRESS = "progress.json"
 
 EVENTS = tuple(
     f"{what}_{when}"
@@ -30,23 +29,9 @@ EVENTS = tuple(
 )
 """The events of Keras that a callback hears of."""
 
+BETWEEN_EPOCHS = {"train_begin", "epoch_begin", "epoch_end", "train_end"}
+
 Events = str | Sequence[str] | Mapping[str, int]
-
-
-@dataclass
-class Progress:
-    """What `progress.json` holds: the epochs that are done, and the state of other callbacks."""
-
-    epochs: int = 0
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
-
-
-def read_progress(folder: Path) -> Progress:
-    """Read how far a checkpoint has come; nowhere if it does not say."""
-    try:
-        return Progress(**json.loads(Path(folder, PROGRESS).read_text()))
-    except FileNotFoundError:
-        return Progress()
 
 
 class ReportCheckpointCallback:
@@ -65,9 +50,9 @@ class ReportCheckpointCallback:
             reported anyhow.
         metrics: Which metrics to report: a name, a list of names, or a dict from the name to report
             to Keras's. Default: all.
-        callbacks: Other callbacks of the same `fit`, such as `EarlyStopping`, whose counters and
-            best values go into the checkpoint, and come back when `fit` goes on. List this callback
-            after them.
+        callbacks: Other callbacks of the same `fit`, such as `EarlyStopping`, whose counters, best
+            values and best weights go into the checkpoint, and come back when `fit` goes on. List
+            this callback after them.
         save_weights: Also save the weights alone, as `model.weights.h5`.
         checkpoint_upload_mode: As for `drawbar.train.report`.
         validation: Have each checkpoint validated, as for `drawbar.train.report`.
@@ -98,9 +83,15 @@ class ReportCheckpointCallback:
             "checkpoint_upload_mode": checkpoint_upload_mode,
             "validation": validation,
         }
+        self._wanted = self._checkpoint_on.keys() | self._report_on.keys()
+        if not self._checkpoint_on.keys() <= BETWEEN_EPOCHS:
+            self._wanted |= {"train_batch_end"}  # to know how many batches are done
         self._seen = dict.fromkeys(EVENTS, 0)
-        self._begun: list[dict[str, Any]] = []
-        self._epoch = 0
+        self._made_with: list[dict[str, Any]] = []
+        self._epochs = 0
+        self._batches = 0
+        self._left_out = 0
+        self._batches_of_epoch: int | None = None
         self._model: Any = None
         self._has_warned = False
 
@@ -109,36 +100,46 @@ class ReportCheckpointCallback:
         self._model = model
 
     def set_params(self, params: Any) -> None:
-        """Learn what `fit` was given; Keras calls it."""
+        """Learn how many batches an epoch has, if that is known; Keras calls it."""
+        self._batches_of_epoch = (params or {}).get("steps")
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Give other callbacks their state back, which they drop at this event."""
         if self._is_in_run():
-            self._restore_callbacks()
+            self._restore()
         self._hear("train_begin", logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the epoch."""
-        self._epoch = epoch
+        """Note the epoch, and how many of its batches were done before."""
+        begun = training_of(self._model).begun
+        self._epochs = epoch
+        self._left_out = self._batches = begun.batches if epoch == begun.epochs else 0
         self._hear("epoch_begin", logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Note that the epoch is done."""
-        self._epoch = epoch + 1
+        self._epochs, self._batches = epoch + 1, 0
         self._hear("epoch_end", logs)
 
     def __getattr__(self, name: str) -> Any:
-        """Give what is called at every other event, and Keras 2's questions for batches."""
+        """Give what is called at every other event, and Keras 2's questions for batches.
+
+        What does nothing is marked as Keras's own: only then Keras does not wait for each batch.
+        """
         event = name.removeprefix("on_")
         if event in EVENTS:
-            return lambda *batch_and_logs, logs=None: self._hear(event, (*batch_and_logs, logs))
+            return partial(self._on_event, event) if event in self._wanted else _nothing
         if name in ("on_batch_begin", "on_batch_end"):  # older names of the same events
             return _nothing
         if name.startswith("_implements_") and name.endswith("_batch_hooks"):
             what = name.removeprefix("_implements_").removesuffix("_hooks")
-            wanted = self._checkpoint_on.keys() | self._report_on.keys()
-            return lambda: bool(wanted & {f"{what}_begin", f"{what}_end"})
+            return lambda: bool(self._wanted & {f"{what}_begin", f"{what}_end"})
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _on_event(self, event: str, *batch_and_logs: Any, logs: Any = None) -> None:
+        if event == "train_batch_end":
+            self._batches = self._left_out + batch_and_logs[0] + 1
+        self._hear(event, (*batch_and_logs, logs))
 
     def _hear(self, event: str, logs: Any) -> None:
         saves, reports = self._checkpoint_on.get(event, 0), self._report_on.get(event, 0)
@@ -183,39 +184,53 @@ class ReportCheckpointCallback:
         leads = get_context().get_world_rank() == 0
         if (sync := getattr(self._model, "jax_state_sync", None)) is not None:
             sync()  # on every rank: placing arrays is a meeting of JAX's processes
+        progress = self._progress()
         if not leads and not _needs_all_ranks(self._model):
             report(metrics)
             return
         with checkpoint_dir() as path:
-            self._write(path)
+            self._write(path, progress)
             if leads:
                 report(metrics, checkpoint=path, **self._options)
             else:
                 report(metrics)
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, folder: Path, progress: Progress) -> None:
         self._model.save(str(folder / MODEL))
         if self._save_weights:
             self._model.save_weights(str(folder / WEIGHTS))
-        progress = Progress(self._epoch, self._changed())
-        (folder / PROGRESS).write_text(json.dumps(asdict(progress)))
+        progress.write(folder)
 
-    def _changed(self) -> list[dict[str, Any]]:
-        """Give what callbacks have come to since training began, not what they were made with."""
-        return [
-            {name: value for name, value in _state_of(each).items() if begun.get(name) != value}
-            for each, begun in zip(self._callbacks, self._begun, strict=True)
-        ]
+    def _progress(self) -> Progress:
+        """Say what is done. After an epoch's last batch that is the epoch."""
+        epochs, batches = self._epochs, self._batches
+        if batches and batches == self._batches_of_epoch:
+            epochs, batches = epochs + 1, 0
+        progress = Progress(epochs, batches, self._seen, arrays=state_of(self._model))
+        for number, (each, begun) in enumerate(zip(self._callbacks, self._made_with, strict=True)):
+            values = _values_of(each).items()
+            # What they were made with is the script's, which may have changed.
+            changed = {name: value for name, value in values if begun.get(name) != value}
+            progress.callbacks.append(changed)
+            for name, arrays in _arrays_of(each).items():
+                progress.arrays[f"callbacks/{number}/{name}"] = arrays
+        return progress
 
-    def _restore_callbacks(self) -> None:
-        self._begun = [_state_of(each) for each in self._callbacks]
+    def _restore(self) -> None:
+        self._made_with = [_values_of(each) for each in self._callbacks]
         checkpoint = get_checkpoint()
-        if checkpoint is None or not self._callbacks:
+        if checkpoint is None:
             return
         with checkpoint.as_directory() as folder:
-            saved = read_progress(Path(folder)).callbacks
-        for callback, state in zip(self._callbacks, saved, strict=False):
+            saved = Progress.read(Path(folder))
+        self._seen.update(saved.events)
+        for callback, state in zip(self._callbacks, saved.callbacks, strict=False):
             vars(callback).update(state)
+        for place, arrays in saved.arrays.items():
+            kind, _, rest = place.partition("/")
+            number, _, name = rest.partition("/")
+            if kind == "callbacks" and int(number) < len(self._callbacks):
+                setattr(self._callbacks[int(number)], name, arrays)
 
 
 def _events(name: str, given: Events) -> dict[str, int]:
@@ -252,7 +267,7 @@ def _needs_all_ranks(model: Any) -> bool:
     return getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1) > 1
 
 
-def _state_of(callback: Any) -> dict[str, Any]:
+def _values_of(callback: Any) -> dict[str, Any]:
     """Give the attributes of a callback that are one value each."""
     values = {}
     for name, value in vars(callback).items():
@@ -262,5 +277,17 @@ def _state_of(callback: Any) -> dict[str, Any]:
     return values
 
 
-def _nothing(batch: int, logs: Any = None) -> None:
-    """What Keras calls by an older name and another one as well."""
+def _arrays_of(callback: Any) -> dict[str, list[Any]]:
+    """Give the attributes of a callback that are lists of arrays, such as the best weights."""
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        if isinstance(value, list) and value and all(hasattr(each, "__array__") for each in value)
+    }
+
+
+def _nothing(*batch_and_logs: Any, logs: Any = None) -> None:
+    """What Keras calls where nothing is to be done."""
+
+
+_nothing._is_default = True  # type: ignore[attr-defined]  # how Keras marks such methods

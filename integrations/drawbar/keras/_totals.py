@@ -1,16 +1,21 @@
-"""Sums over the ranks, by the collectives of Keras's backend."""
+"""Sums over the ranks and rows of all of them, by the collectives of Keras's backend."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from drawbar.train import get_context
+from drawbar.keras._backend import backend_here
+from drawbar.train import collective, get_context
 
-Totals = Callable[[Sequence[Any]], list[Any]]
-"""Takes one rank's tensors and gives, in their order, the sums over all ranks."""
+
+class Totals(Protocol):
+    """Takes one rank's tensors and gives, in their order, the sums over all ranks."""
+
+    def __call__(self, tensors: Sequence[Any], divided_by: int = 1) -> list[Any]: ...
+
 
 _GROUP_KEY = 20_000  # of TensorFlow's strategies, which count from 1, none comes so far
 _instances = itertools.count(20_000)
@@ -21,13 +26,42 @@ def totals_of(backend: str) -> Totals:
     return {"torch": _torch, "tensorflow": _tensorflow}[backend]
 
 
-def _torch(tensors: Sequence[Any]) -> list[Any]:
+def to_numpy(tensor: Any) -> Any:
+    """Give a backend's tensor as a NumPy array."""
+    import numpy as np
+
+    on_host = tensor.detach().cpu() if hasattr(tensor, "detach") else tensor
+    return on_host.numpy() if hasattr(on_host, "numpy") else np.asarray(on_host)
+
+
+def gather_rows(own: Any) -> Any:
+    """Put the rows of all ranks together, rank 0's first. Takes and gives a NumPy array."""
+    import numpy as np
+
+    counts = collective.all_gather(len(own))
+    rank, backend = get_context().get_world_rank(), backend_here()
+    if backend == "jax":
+        from jax.experimental.multihost_utils import process_allgather
+
+        padded = np.zeros((max(counts), *own.shape[1:]), own.dtype)
+        padded[: len(own)] = own
+        pairs = zip(process_allgather(padded), counts, strict=True)
+        return np.concatenate([np.asarray(part)[:count] for part, count in pairs])
+    from keras.ops import convert_to_tensor
+
+    everyones = np.zeros((sum(counts), *own.shape[1:]), own.dtype)
+    everyones[sum(counts[:rank]) :][: len(own)] = own
+    (total,) = totals_of(backend)([convert_to_tensor(everyones)])
+    return to_numpy(total)
+
+
+def _torch(tensors: Sequence[Any], divided_by: int = 1) -> list[Any]:
     import torch
     import torch.distributed as dist
 
     def total(flat: Any) -> Any:
         dist.all_reduce(flat)
-        return flat
+        return flat if divided_by == 1 else flat.div_(divided_by)
 
     def concatenate(parts: list[Any]) -> Any:
         return torch.cat([part.detach().reshape(-1) for part in parts])
@@ -35,11 +69,11 @@ def _torch(tensors: Sequence[Any]) -> list[Any]:
     return _by_type(tensors, concatenate, total, torch.reshape)
 
 
-def _tensorflow(tensors: Sequence[Any]) -> list[Any]:
+def _tensorflow(tensors: Sequence[Any], divided_by: int = 1) -> list[Any]:
     import tensorflow as tf
 
     def total(flat: Any) -> Any:
-        return tf.raw_ops.CollectiveReduceV2(
+        summed = tf.raw_ops.CollectiveReduceV2(
             input=flat,
             group_size=get_context().get_world_size(),
             group_key=_GROUP_KEY,
@@ -49,6 +83,7 @@ def _tensorflow(tensors: Sequence[Any]) -> list[Any]:
             final_op="Id",
             communication_hint="NCCL" if tf.config.list_logical_devices("GPU") else "RING",
         )
+        return summed if divided_by == 1 else summed / divided_by
 
     def concatenate(parts: list[Any]) -> Any:
         return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)

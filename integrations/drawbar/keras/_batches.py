@@ -1,0 +1,169 @@
+"""Batches of which each worker has its rows, and which may begin in the middle. Imports Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import keras
+import numpy as np
+
+from drawbar.train.backend import keep_data_position
+
+PEEKED = 2
+"""How many batches Keras reads at most before the first epoch, to learn their shapes."""
+
+
+class Batches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
+    """Batches, in order, of which the epoch that a run goes on with leaves the first ones out.
+
+    Keras asks once how many there are, and once more in each epoch, so an epoch may have fewer.
+    """
+
+    _number: int
+    _left_out = 0
+
+    def leave_out(self, batches: int) -> None:
+        """Have the next epoch begin after so many batches."""
+        self._left_out = batches
+
+    def __len__(self) -> int:
+        return self._number - self._left_out
+
+
+class SharedBatches(Batches):
+    """This worker's rows of every batch. The order of an epoch follows from its number alone.
+
+    A checkpoint has that number, so a run that goes on has the order that it would have had.
+    """
+
+    def __init__(self, data: Any, batch_size: int, *, shuffle: bool, rank: int, size: int) -> None:
+        super().__init__()
+        parts = keras.tree.map_structure(np.asarray, [each for each in data if each is not None])
+        lengths = {len(each) for each in keras.tree.flatten(parts)}
+        if len(lengths) != 1:
+            raise ValueError(f"the arrays have different numbers of rows: {sorted(lengths)}")
+        self._parts = parts
+        self._rows = lengths.pop()
+        self._batch_size = batch_size
+        self._number = -(-self._rows // batch_size)
+        self._rank = rank
+        self._size = size
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._drawn: tuple[int, Any] = (-1, None)
+        position = keep_data_position("keras_dataset", lambda: self._epoch, numbered=True)
+        if position is not None:
+            self._epoch = position - 1  # Keras ends an epoch before it begins the first
+
+    def __getitem__(self, index: int) -> Any:
+        begin = (index + self._left_out) * self._batch_size
+        rows = self._order()[begin : begin + self._batch_size]
+        return self._of(own_rows(rows, self._rank, self._size))
+
+    def part(self) -> Any:
+        """Give this worker's part of all rows, in their own order, as one batch."""
+        bounds = [self._rows * rank // self._size for rank in (self._rank, self._rank + 1)]
+        return self._of(range(*bounds))
+
+    def on_epoch_end(self) -> None:
+        """Go on to the next epoch's order; Keras calls it."""
+        self._epoch += 1
+
+    def _of(self, rows: Any) -> Any:
+        if isinstance(rows, range):  # which needs no copy
+            rows = slice(rows.start, rows.stop, rows.step)
+        batch = keras.tree.map_structure(lambda part: part[rows], self._parts)
+        return tuple(batch) if len(batch) > 1 else batch[0]
+
+    def _order(self) -> Any:
+        if not self._shuffle:
+            return range(self._rows)
+        epoch, order = self._drawn
+        if epoch != self._epoch:
+            order = np.random.default_rng(self._epoch).permutation(self._rows)
+            self._drawn = (self._epoch, order)
+        return order
+
+
+def own_rows(rows: Any, rank: int, size: int) -> Any:
+    """Take every `size`-th row; of a batch with fewer than workers, one that another one has too.
+
+    JAX needs as many rows on each worker, so what is left over is not taken.
+    """
+    number = len(rows)
+    if keras.backend.backend() == "jax" and number > size:
+        rows = rows[: number // size * size]
+    return rows[rank % number :: size]
+
+
+class ReadBatches(Batches):
+    """Batches that can only be read in order, such as those of a `tf.data.Dataset`."""
+
+    def __init__(self, source: Any, number: int) -> None:
+        super().__init__()
+        self._source = source
+        self._number = number
+        self._pass: Iterator[Any] = iter(())
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 0:
+            self._pass = islice(iter(self._source), self._left_out, None)
+        return keras.tree.map_structure(np.asarray, next(self._pass))
+
+
+class ShardBatches(Batches):
+    """A shard of Ray Data, which knows itself what was read of it before.
+
+    What Keras reads before the first epoch is kept for it: a shard has an epoch only once.
+    """
+
+    def __init__(
+        self, shard: Any, y: str | Sequence[str] | None, sample_weight: str | None, batch_size: int
+    ) -> None:
+        super().__init__()
+        self._batches = shard.iter_batches(batch_size=batch_size)
+        self._number = len(self._batches)
+        read = sum(workers * rows for workers, rows in shard.position()["read"])
+        left = len(shard) - read // shard.world_size
+        self._done = self._number - -(-left // batch_size)
+        self._y = y
+        self._sample_weight = sample_weight
+        self._pass: Iterator[Any] = iter(())
+        self._kept: list[Any] = []
+
+    def leave_out(self, batches: int) -> None:
+        """Have the next epoch begin where the shard does, which is after as many batches."""
+        super().leave_out(self._done if batches else 0)
+
+    def __getitem__(self, index: int) -> Any:
+        if index < len(self._kept):
+            return self._kept[index]
+        if index == 0:
+            self._pass = iter(self._batches)
+        batch = self._arranged(next(self._pass))
+        self._kept = [*self._kept, batch] if index < PEEKED else []
+        if index == len(self) - 1:
+            self._kept = []
+            next(self._pass, None)  # so that the shard knows that it has been read to its end
+        return batch
+
+    def _arranged(self, columns: dict[str, Any]) -> Any:
+        columns = dict(columns)
+        batch = [_taken(columns, self._y), _taken(columns, self._sample_weight)]
+        x = columns if len(columns) > 1 else next(iter(columns.values()))
+        parts = [x, *(part for part in batch if part is not None)]
+        return tuple(parts) if len(parts) > 1 else parts[0]
+
+
+def _taken(columns: dict[str, Any], names: str | Sequence[str] | None) -> Any:
+    if names is None or isinstance(names, str):
+        return None if names is None else _column(columns, names)
+    return {name: _column(columns, name) for name in names}
+
+
+def _column(columns: dict[str, Any], name: str) -> Any:
+    if name not in columns:
+        raise KeyError(f"the shard has no column {name!r}; it has {', '.join(map(repr, columns))}")
+    return columns.pop(name)

@@ -1,0 +1,121 @@
+"""How far training has come, which lies beside the model in a checkpoint and is known of a model.
+
+`progress.json` has what is one value each, `progress.npz` the arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from drawbar.keras._totals import Totals, to_numpy
+from drawbar.train import get_context
+
+VALUES = "progress.json"
+ARRAYS = "progress.npz"
+
+
+@dataclass
+class Progress:
+    """What is done.
+
+    Args:
+        epochs: Whole epochs.
+        batches: Batches of the epoch after them.
+        events: How often each event was heard of.
+        callbacks: The state of other callbacks.
+        arrays: Lists of arrays, by name: of the metrics, of random seeds, of callbacks.
+    """
+
+    epochs: int = 0
+    batches: int = 0
+    events: dict[str, int] = field(default_factory=dict)
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    arrays: dict[str, list[Any]] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write it into a checkpoint."""
+        values = {**vars(self)}
+        arrays = values.pop("arrays")
+        (folder / VALUES).write_text(json.dumps(values))
+        numbered = {f"{name}/{i}": each for name in arrays for i, each in enumerate(arrays[name])}
+        if numbered:
+            import numpy as np
+
+            np.savez(folder / ARRAYS, **numbered)
+
+    @classmethod
+    def read(cls, folder: Path) -> Progress:
+        """Read how far a checkpoint has come; nowhere if it does not say."""
+        if not (folder / VALUES).exists():
+            return cls()
+        progress = cls(**json.loads((folder / VALUES).read_text()))
+        if (folder / ARRAYS).exists():
+            import numpy as np
+
+            with np.load(folder / ARRAYS) as numbered:
+                for name in numbered.files:  # in the order in which they were written
+                    progress.arrays.setdefault(name.rpartition("/")[0], []).append(numbered[name])
+        return progress
+
+
+def _of_one_rank(tensors: Sequence[Any], divided_by: int = 1) -> list[Any]:
+    return list(tensors)
+
+
+@dataclass
+class Training:
+    """What is known of a model.
+
+    Args:
+        totals: Sums over the ranks; of one that JAX computes on all ranks, or of one rank, nothing
+            is left to sum up.
+        begun: The progress that was loaded, until a `fit` has gone on with it.
+    """
+
+    totals: Totals = _of_one_rank
+    begun: Progress = field(default_factory=Progress)
+
+
+_trainings: WeakKeyDictionary[Any, Training] = WeakKeyDictionary()
+
+
+def training_of(model: Any) -> Training:
+    """Give what is known of a model, which may be nothing yet."""
+    return _trainings.setdefault(model, Training())
+
+
+def state_of(model: Any) -> dict[str, list[Any]]:
+    """Give what a model's own file leaves out. Ranks with replicas must all call it."""
+    if not hasattr(model, "metrics_variables"):  # of Keras 2
+        return {}
+    metrics = training_of(model).totals([each.value for each in model.metrics_variables])
+    return {
+        "metrics": [to_numpy(each) for each in metrics],
+        "seeds": [each.numpy() for each in _seeds(model)],
+    }
+
+
+def restore_seeds(model: Any, progress: Progress) -> None:
+    """Have a model draw the numbers that it would have drawn."""
+    if found := progress.arrays.get("seeds"):
+        for variable, value in zip(_seeds(model), found, strict=False):
+            variable.assign(value)
+
+
+def add_metrics(model: Any, progress: Progress) -> None:
+    """Add what all ranks had gathered for metrics, on one of them if they are to be added up."""
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
+    if training_of(model).totals is _of_one_rank or get_context().get_world_rank() == 0:
+        pairs = zip(model.metrics_variables, progress.arrays.get("metrics", []), strict=False)
+        for variable, value in pairs:
+            variable.assign(variable.numpy() + value)
+
+
+def _seeds(model: Any) -> list[Any]:
+    return [each for each in model.variables if "float" not in each.dtype]

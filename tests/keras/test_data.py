@@ -1,0 +1,225 @@
+"""Which rows each worker gets of a batch, and where a run goes on in the middle of an epoch."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray.data
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from drawbar.keras import (
+    KerasTrainer,
+    ReportCheckpointCallback,
+    load_state,
+    prepare_dataset,
+    prepare_model,
+)
+from drawbar.train import (
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    get_context,
+    get_dataset_shard,
+)
+from drawbar.train.testing import run_in_threads
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:ray.data",  # it warns of itself
+    "ignore:__array__ implementation doesn't accept:DeprecationWarning",  # Keras, of TensorFlow
+)
+
+ROWS = 40
+BATCH = 8
+FAILS_AT = 3
+
+
+@pytest.fixture(autouse=True)
+def keras() -> Any:
+    """Keras in this very process."""
+    return importlib.import_module("keras")
+
+
+def shared(prepare: Callable[[], Any], config: RunConfig) -> list[list[list[int]]]:
+    """Give each rank's rows of each batch, of rows that are their own numbers."""
+
+    def function() -> list[list[int]]:
+        data = prepare()
+        batches = data if hasattr(data, "__iter__") else (data[i] for i in range(len(data)))
+        return [[int(row) for row in batch[0]] for batch in batches]
+
+    result = run_in_threads(function, num_workers=2, run_config=config)
+    return [list(each) for each in result.return_values]
+
+
+def test_arrays_are_shared_batch_by_batch(run_config: RunConfig) -> None:
+    x = np.arange(9)
+    first, second = shared(lambda: prepare_dataset(x, x, batch_size=4), run_config)
+    assert first == [[0, 2], [4, 6], [8]]
+    assert second == [[1, 3], [5, 7], [8]]  # there is no other one
+
+
+def test_an_order_is_that_of_all_ranks(run_config: RunConfig) -> None:
+    x = np.arange(12)
+    ranks = shared(lambda: prepare_dataset(x, x, batch_size=4, shuffle=True), run_config)
+    rows = [row for rank in ranks for batch in rank for row in batch]
+    assert sorted(rows) == list(range(12))
+    assert rows != list(range(12))
+
+
+def test_a_loaders_batches_are_shared(run_config: RunConfig) -> None:
+    rows = TensorDataset(torch.arange(9), torch.arange(9))
+    first, second = shared(lambda: prepare_dataset(DataLoader(rows, batch_size=4)), run_config)
+    assert first == [[0, 2], [4, 6], [8]]
+    assert second == [[1, 3], [5, 7], [8]]
+
+
+def test_batches_of_tensorflow_are_shared(run_config: RunConfig) -> None:
+    import tensorflow as tf
+
+    def prepare() -> Any:
+        rows = tf.data.Dataset.from_tensor_slices((tf.range(9), tf.range(9)))
+        return prepare_dataset(rows.batch(4))
+
+    first, second = shared(prepare, run_config)
+    assert first == [[0, 2], [4, 6], [8]]
+    assert second == [[1, 3], [5, 7], [8]]
+
+
+def test_what_does_not_fit_together_is_refused(run_config: RunConfig) -> None:
+    x = np.arange(8)
+    cases = (
+        (lambda: prepare_dataset(x, x, batch_size=1), "less than a row for each of 2 workers"),
+        (lambda: prepare_dataset(x, x[:3]), r"different numbers of rows: \[3, 8\]"),
+        (
+            lambda: prepare_dataset(DataLoader(TensorDataset(torch.arange(8))), batch_size=4),
+            "was given batches, a DataLoader",
+        ),
+        (lambda: prepare_dataset(iter(x)), "a .*iterator, of which nobody knows how many rows"),
+        (lambda: prepare_dataset(DataLoader(Endless(), batch_size=2)), "with a known size"),
+    )
+    for number, (prepare, told) in enumerate(cases):
+        config = replace(run_config, name=f"run-{number}")
+        assert all(re.search(told, text) for text in refusals(prepare, config))
+
+
+class Endless(IterableDataset[int]):
+    """A dataset without a size."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+def refusals(prepare: Callable[[], Any], config: RunConfig) -> list[str]:
+    def function() -> str:
+        with pytest.raises((TypeError, ValueError)) as raised:
+            prepare()
+        return str(raised.value)
+
+    return run_in_threads(function, num_workers=2, run_config=config).return_values
+
+
+def table() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
+    return x, x.sum(1)
+
+
+def of_arrays() -> Any:
+    return prepare_dataset(*table(), batch_size=BATCH)
+
+
+def of_tensorflow() -> Any:
+    import tensorflow as tf
+
+    return prepare_dataset(tf.data.Dataset.from_tensor_slices(table()).batch(BATCH))
+
+
+def of_torch() -> Any:
+    return prepare_dataset(DataLoader(of_tensors(), batch_size=BATCH))
+
+
+def of_torch_in_any_order() -> Any:
+    return prepare_dataset(DataLoader(of_tensors(), batch_size=BATCH, shuffle=True))
+
+
+def of_tensors() -> TensorDataset:
+    return TensorDataset(*map(torch.from_numpy, table()))
+
+
+def of_shard() -> Any:
+    return prepare_dataset(get_dataset_shard("train"), "y", batch_size=BATCH)
+
+
+def of_shard_as_tensorflow() -> Any:
+    return get_dataset_shard("train").to_tf("x", "y", batch_size=BATCH)
+
+
+def rows_of_ray() -> Any:
+    rows = [{"x": x, "y": y} for x, y in zip(*table(), strict=True)]
+    return ray.data.from_items(rows).materialize()
+
+
+OF_SHARDS = (of_shard, of_shard_as_tensorflow)
+
+
+def train_loop(config: dict[str, Any]) -> list[float]:
+    """Fail once in the middle of the second epoch, if asked to; give each epoch's loss."""
+    import keras
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+    prepare_model(model)
+    begin = load_state(model)
+    epoch = [begin]
+    fails = config["fails"] and get_context().get_attempt() == 0
+
+    def fail(batch: int, logs: Any) -> None:
+        if fails and (epoch[0], batch) == (1, FAILS_AT):
+            raise ConnectionError("in the middle of an epoch")
+
+    watch = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda number, logs: epoch.__setitem__(0, number), on_train_batch_end=fail
+    )
+    save = ReportCheckpointCallback(["epoch_end", "train_batch_end"])
+    history = model.fit(
+        config["prepare"](), epochs=3, initial_epoch=begin, verbose=0, callbacks=[save, watch]
+    ).history
+    assert begin == (1 if get_context().get_attempt() else 0)
+    return list(history["loss"])
+
+
+def losses(prepare: Callable[[], Any], path: Path, fails: bool) -> list[float]:
+    result = KerasTrainer(
+        train_loop,
+        keras_backend="tensorflow",
+        train_loop_config={"prepare": prepare, "fails": fails},
+        datasets={"train": rows_of_ray()} if prepare in OF_SHARDS else None,
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(
+            name=f"fails-{fails}",
+            storage_path=path,
+            failure_config=FailureConfig(max_failures=1),
+        ),
+    ).fit()
+    return list(result.return_values[0])
+
+
+@pytest.mark.parametrize("prepare", [of_arrays, of_tensorflow, of_torch, of_torch_in_any_order])
+def test_an_epoch_goes_on_in_its_middle(prepare: Callable[[], Any], tmp_path: Path) -> None:
+    undisturbed = losses(prepare, tmp_path, fails=False)
+    assert losses(prepare, tmp_path, fails=True) == pytest.approx(undisturbed[1:], 1e-4)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_shard_is_given_as_the_arrays_are(tmp_path: Path) -> None:
+    expected = pytest.approx(losses(of_arrays, tmp_path / "arrays", fails=False), 1e-4)
+    for prepare in OF_SHARDS:
+        assert losses(prepare, tmp_path / prepare.__name__, fails=False) == expected
