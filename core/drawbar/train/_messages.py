@@ -280,6 +280,12 @@ class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True):
     time: float
 
 
+class FunctionRaised(msgspec.Struct, frozen=True, kw_only=True):
+    """The user's function has raised; `Failed` follows once the backend has let go of its peers."""
+
+    time: float
+
+
 class Printed(msgspec.Struct, frozen=True, kw_only=True):
     """A line for the driver's console.
 
@@ -349,6 +355,7 @@ Message = (
     | PassEnded
     | DiagnosisAsked
     | FunctionStarted
+    | FunctionRaised
     | Printed
     | Wrote
     | SignOfLife

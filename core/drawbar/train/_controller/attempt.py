@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from drawbar.train._carry import carry
+from drawbar.train._controller.attempt_failed import AttemptFailed
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.failures import describe_divergence, describe_interruption
 from drawbar.train._controller.progress import Progress, Sign
@@ -42,6 +43,7 @@ from drawbar.train._messages import (
     FileAsked,
     FileSent,
     Finished,
+    FunctionRaised,
     FunctionStarted,
     Gone,
     Interrupted,
@@ -59,16 +61,6 @@ from drawbar.train._messages import (
     Wrote,
 )
 from drawbar.train._storage.manifest import Manifest
-
-
-@dataclass
-class AttemptFailed(Exception):
-    """The attempt is over before its end. `cause` is set when no worker is to blame."""
-
-    end: AttemptEnd
-    failures: list[WorkerFailure] = field(default_factory=list)
-    gone: dict[int, Gone] = field(default_factory=dict)
-    cause: Exception | None = None
 
 
 class Attempt:
@@ -115,6 +107,7 @@ class Attempt:
         self._lines: dict[int, str] = {}  # of each rank's last report or collective
         self._is_over = asyncio.Event()
         self._error: Exception | None = None
+        self._raised: dict[int, float] = {}  # by rank: when its function did
 
     def hear(self, rank: int, messages: Sequence[Message]) -> None:
         """Take what a rank says, in its order. Never raises: `over` does."""
@@ -135,6 +128,8 @@ class Attempt:
         """
         if self._is_over.is_set():
             return False
+        if isinstance(error, AttemptFailed):
+            error.raised = self._raised
         self._error = error
         self._is_over.set()
         return True
@@ -173,12 +168,7 @@ class Attempt:
 
     def _hear_late(self, rank: int, message: Message) -> None:
         if isinstance(self._error, AttemptFailed):
-            if isinstance(message, Failed):
-                self._error.failures.append(message.failure)
-            elif isinstance(message, Gone):
-                # Not described yet: its exit report may take two seconds, and this runs on the
-                # event loop.
-                self._error.gone[rank] = message
+            self._error.hear(rank, message)
 
     def _receive(self, rank: int, message: Message) -> None:
         """Take one message.
@@ -220,6 +210,8 @@ class Attempt:
                 )
             case DiagnosisAsked():
                 self._diagnose(rank, message)
+            case FunctionRaised():
+                self._raised[rank] = message.time
             case FunctionStarted():
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case Finished():

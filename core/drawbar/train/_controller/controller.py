@@ -12,7 +12,8 @@ import asyncio
 import time
 from concurrent.futures import Future
 
-from drawbar.train._controller.attempt import Attempt, AttemptFailed
+from drawbar.train._controller.attempt import Attempt
+from drawbar.train._controller.attempt_failed import AttemptFailed
 from drawbar.train._controller.backend_hooks import BackendHooks
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.decisions import GiveUp

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from drawbar.train._controller.attempt import Attempt, AttemptFailed
+from drawbar.train._controller.attempt import Attempt
+from drawbar.train._controller.attempt_failed import AttemptFailed
 from drawbar.train._controller.backend_hooks import BackendHooks
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.decisions import GiveUp, Restart, after_failure
@@ -18,6 +19,7 @@ from drawbar.train._history.stream import Emit
 
 RESTART_GRACE_SECONDS = 1.0
 FAIL_GRACE_SECONDS = 0.1
+CAUSE_SECONDS = 5.0
 
 
 class Recovery:
@@ -37,6 +39,7 @@ class Recovery:
         self, number: int, attempt: Attempt | None, failed: AttemptFailed
     ) -> Restart | GiveUp:
         """End attempt `number`, and decide. `attempt` is None if it has not come to run."""
+        await failed.first_cause(CAUSE_SECONDS)
         # First of all: as long as peers of a dead rank run, they wait for it, and every second of
         # that is a second of no training.
         await self._stop_workers(failed, moves=_moves(attempt))

@@ -30,6 +30,7 @@ from drawbar.train._messages import (
     Assignment,
     Failed,
     Finished,
+    FunctionRaised,
     FunctionStarted,
     Interrupted,
     Message,
@@ -297,8 +298,11 @@ def perform(
                 session.callers.let_any_thread_speak()
                 try:
                     value = work.call()
+                except AttemptInterrupted:
+                    raise
                 except BaseException:
                     raised_at = time.time()  # peers fail as soon as the backend lets go of them
+                    say(FunctionRaised(time=raised_at))
                     raise
                 session.callers.let_any_thread_speak()
                 # Inside the backend's context: peers that still train must not lose this rank while

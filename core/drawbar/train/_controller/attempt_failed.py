@@ -1,0 +1,61 @@
+"""How an attempt failed: what one rank has told ends it, and what others tell is gathered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from drawbar.train._errors import WorkerFailure
+from drawbar.train._history.events import AttemptEnd
+from drawbar.train._messages import Failed, FunctionRaised, Gone, Message
+
+
+@dataclass
+class AttemptFailed(Exception):
+    """The attempt is over before its end.
+
+    `gone` has the processes that died, by rank, and `raised` when the functions raised that did.
+    `cause` is set when no worker is to blame.
+    """
+
+    end: AttemptEnd
+    failures: list[WorkerFailure] = field(default_factory=list)
+    gone: dict[int, Gone] = field(default_factory=dict)
+    cause: Exception | None = None
+    raised: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._heard = asyncio.Event()
+
+    def hear(self, rank: int, message: Message) -> None:
+        """Take what a rank says after the first has told."""
+        match message:
+            case Failed():
+                self.failures.append(message.failure)
+            case FunctionRaised():
+                self.raised[rank] = message.time
+            case Gone():
+                # Not described yet: its exit report may take two seconds, and this runs on the
+                # event loop.
+                self.gone[rank] = message
+        self._heard.set()
+
+    async def first_cause(self, patience: float) -> None:
+        """Wait until those have told how they failed whose functions had raised first.
+
+        What a rank tells may have come of another's failure, which is still on its way: peers fail
+        in a collective while the one to blame lets go of them, and it tells only then.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                while self._failed_before():
+                    self._heard.clear()
+                    await self._heard.wait()
+
+    def _failed_before(self) -> bool:
+        """Whether a rank has raised before all that have told, and has not told yet."""
+        told = {failure.rank: failure.time for failure in self.failures}
+        first = min(told.values(), default=0.0)
+        known = told.keys() | self.gone.keys()
+        return any(at < first and rank not in known for rank, at in self.raised.items())
