@@ -8,7 +8,6 @@ import pytest
 
 from drawbar.jax import JaxTrainer
 from drawbar.keras import KerasTrainer
-from drawbar.launch import ScriptTrainer
 from drawbar.lightgbm import LightGBMTrainer
 from drawbar.tensorflow import TensorflowTrainer
 from drawbar.torch import TorchTrainer
@@ -19,7 +18,6 @@ TRAINERS = (
     JaxTrainer,
     KerasTrainer,
     LightGBMTrainer,
-    ScriptTrainer,
     TensorflowTrainer,
     TorchTrainer,
     XGBoostTrainer,

@@ -16,7 +16,9 @@ SCRIPTS = Path(__file__).parents[2] / "examples" / "launch"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # torchrun's default
 
 
-@pytest.mark.parametrize("name", ["torch_ddp", "lightning_ddp", "transformers_trainer", "trl_sft"])
+@pytest.mark.parametrize(
+    "name", ["torch_ddp", "torch_fsdp", "lightning_ddp", "transformers_trainer", "trl_sft"]
+)
 def test_losses_are_those_under_torchrun(launch: Launch, name: str) -> None:
     done = launch("", script=(str(SCRIPTS / f"{name}.py"),), **ONE_THREAD)
     assert done.code == 0, done.err

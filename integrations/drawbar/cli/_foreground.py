@@ -69,6 +69,8 @@ def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) ->
         raise CommandError(
             "--detach needs a Ray that stays: start one by ray start --head, or give --address"
         )
+    # Ray has its workers stand back (nice 15), which a user who is not root cannot take back.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     cores = len(os.sched_getaffinity(0))
     ray.init(address="local", num_cpus=max(cpus, cores), include_dashboard=False, **settings)
 

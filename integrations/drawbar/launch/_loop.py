@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ def run_script(config: dict[str, Any]) -> None:
 
     Args:
         config: `arguments`, those of `python`; `environment`, variables besides those of this
-            process; `max_restarts`; `sign_seconds`.
+            process; `niceness`, that of the shell; `max_restarts`; `sign_seconds`.
 
     Raises:
         FileNotFoundError: This node does not have the script.
@@ -32,6 +33,9 @@ def run_script(config: dict[str, Any]) -> None:
             f"node {os.uname().nodename} has no {os.path.abspath(arguments[0])}: put the script "
             "into a folder that all nodes share, or send it with worker_runtime_env"
         )
+    # Ray has its workers stand back (nice 15). That of a thread is that of what it starts.
+    with contextlib.suppress(PermissionError):  # not everybody may take it back
+        os.setpriority(os.PRIO_PROCESS, 0, config["niceness"])
     with meeting_point() as (address, port):
         environment = variables_of(os.environ, config["environment"])
         environment |= torchelastic_variables(config["max_restarts"])

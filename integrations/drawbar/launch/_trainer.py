@@ -82,6 +82,7 @@ class ScriptTrainer(DataParallelTrainer):
             train_loop_config={
                 "arguments": _arguments(script, arguments, is_module=is_module),
                 "environment": {**_as_python_starts(), **(environment or {})},
+                "niceness": os.getpriority(os.PRIO_PROCESS, 0),
                 "max_restarts": run_config.failure_config.max_failures,
                 "sign_seconds": _sign_seconds(run_config.failure_config),
             },
