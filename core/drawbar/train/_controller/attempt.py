@@ -201,7 +201,7 @@ class Attempt:
                 self.questions.ask(rank, message)
                 self._check_divergence()
             case Discarded():
-                self._commits.discard(message.name)
+                self._commits.kept.discard(message.name)
             case PassEnded():
                 self._emit(
                     DatasetPassEnded(
@@ -282,7 +282,7 @@ class Attempt:
         self.questions.answer()
         metrics = self._metrics.pop(manifest.index, None)
         if metrics is not None:
-            checkpoint = self._commits.checkpoint(manifest)
+            checkpoint = self._commits.kept.checkpoint(manifest)
             self._emit(RoundReported(manifest.index, metrics, checkpoint))
 
     def _reported(self, rank: int, report: Reported) -> None:

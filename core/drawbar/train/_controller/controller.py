@@ -65,7 +65,7 @@ class Controller:
             committed=self._committed,
             failed=self._storage_failed,
         )
-        self._validations = Validations(validator, self._commits, emit, self._validated)
+        self._validations = Validations(validator, self._commits.kept, emit, self._validated)
         patience = run.spec.run_config.failure_config.quiet_notice
         assert not isinstance(patience, int | float)  # FailureConfig makes it a timedelta
         self._quiet = QuietWatch(patience, lambda: self._attempt, group, emit)
@@ -169,7 +169,7 @@ class Controller:
         # A commit or a stop() that comes before the next attempt runs belongs to none.
         self._attempt = None
         if self._number != self._run.first_attempt:  # whoever opened the run has looked
-            await self._commits.pass_over_damaged()
+            await self._commits.kept.pass_over_damaged()
         start = self._start_point()
         # Told before anything starts: an attempt whose start kills the driver has its number too,
         # or the next driver would give that number, and its staged files, to another one.
@@ -204,12 +204,12 @@ class Controller:
         return attempt
 
     def _start_point(self) -> AttemptStarted:
-        newest = self._commits.newest
+        newest = self._commits.kept.newest
         began_with = self._run.spec.resume_from_checkpoint
         checkpoint = began_with.path if began_with else None
         if newest is not None:
             outside = is_outside(newest.name)
-            checkpoint = newest.name if outside else self._commits.checkpoint(newest).path
+            checkpoint = newest.name if outside else self._commits.kept.checkpoint(newest).path
         return AttemptStarted(
             time=time.time(),
             attempt=self._number,

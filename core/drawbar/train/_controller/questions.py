@@ -62,7 +62,7 @@ class Questions:
                 del self._asked[rank, number]
                 self._progress.answered(rank)
                 self._order(
-                    rank, CheckpointsAnswer(number=number, checkpoints=self._commits.listing())
+                    rank, CheckpointsAnswer(number=number, checkpoints=self._commits.kept.listing())
                 )
 
     def _is_settled(self, question: _Question) -> bool:

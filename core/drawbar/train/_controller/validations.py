@@ -16,7 +16,7 @@ from functools import partial
 
 import msgspec
 
-from drawbar.train._controller.commits import Committer
+from drawbar.train._controller.kept import KeptCheckpoints
 from drawbar.train._group.validators import Validator
 from drawbar.train._history.events import Notice, WaitsForValidations
 from drawbar.train._history.stream import Emit
@@ -30,7 +30,7 @@ class Validations:
 
     Args:
         validator: Runs them; None if the trainer has no `validation_config`.
-        commits: Has the checkpoints, and keeps what comes of their validations.
+        kept: Has the checkpoints, and keeps what comes of their validations.
         emit: Tells events.
         ended: Called on the event loop after each one that has ended.
     """
@@ -38,12 +38,12 @@ class Validations:
     def __init__(
         self,
         validator: Validator | None,
-        commits: Committer,
+        kept: KeptCheckpoints,
         emit: Emit,
         ended: Callable[[], None],
     ) -> None:
         self._validator = validator
-        self._commits = commits
+        self._kept = kept
         self._emit = emit
         self._on_end = ended
         self._turn = asyncio.Semaphore(validator.max_in_flight if validator else 1)
@@ -52,7 +52,7 @@ class Validations:
 
     def resume(self) -> None:
         """Begin what an earlier driver of this run has left."""
-        left = [manifest for manifest in self._commits.kept if _is_pending(manifest)]
+        left = [manifest for manifest in self._kept.all if _is_pending(manifest)]
         if left and self._validator is None:
             names = _listed([each.name for each in left])
             self._emit(
@@ -121,7 +121,7 @@ class Validations:
         assert asked is not None  # only such checkpoints are validated
         waits = ", ".join(f"{name}={n:g}" for name, n in validator.resources.items())
         self._stands(manifest, f"waits for {waits}" if waits else "starts")
-        checkpoint = self._commits.checkpoint(manifest)
+        checkpoint = self._kept.checkpoint(manifest)
         started = partial(self._stands, manifest, "runs")
         try:
             validation = await validator.run(checkpoint, asked, started)
@@ -131,7 +131,7 @@ class Validations:
 
     async def _keep(self, manifest: Manifest, validation: Validation) -> None:
         try:
-            await self._commits.keep_validation(manifest, validation)
+            await self._kept.keep_validation(manifest, validation)
         except Exception as error:
             self._emit(Notice(f"the validation of {manifest.name} is not kept: {error}"))
 
