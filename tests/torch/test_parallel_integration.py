@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 from drawbar.torch import prepare_model
-from drawbar.train import Result, get_context
+from drawbar.train import DataConfig, Result, get_context, get_dataset_shard
 
 STRATEGIES: dict[str, dict[str, Any] | None] = {
     "ddp": None,
@@ -37,7 +39,16 @@ def test_every_strategy_trains_as_one_process_does(fit: Callable[..., Result]) -
         output: torch.Tensor = model(batches[0])
         return output.detach()
 
-    def function() -> list[torch.Tensor]:
+    def joined_steps() -> int:
+        """Train on parts that are not equally long, with what PyTorch has for that."""
+        shard: Any = get_dataset_shard("train")
+        model: Any = prepare_model(nn.Linear(1, 1))
+        with Join([model]):
+            for batch in shard.iter_torch_batches(batch_size=1):
+                model(batch["x"][:, None].float()).sum().backward()
+        return len(shard)
+
+    def function() -> tuple[list[torch.Tensor], int]:
         rank = get_context().get_world_rank()
         outputs = []
         for strategy, kwargs in STRATEGIES.items():
@@ -48,10 +59,17 @@ def test_every_strategy_trains_as_one_process_does(fit: Callable[..., Result]) -
                 parallel_strategy_kwargs=kwargs,
             )
             outputs.append(train(model, rank, 2))
-        return outputs
+        return outputs, joined_steps()
 
     torch.manual_seed(0)
     alone = train(network(), 0, 1)
-    for outputs in fit(function, num_workers=2).return_values:
+    result = fit(
+        function,
+        num_workers=2,
+        datasets={"train": pa.table({"x": [1.0] * 5})},
+        dataset_config=DataConfig(equalize="join"),
+    )
+    assert [steps for _, steps in result.return_values] == [2, 3]
+    for outputs, _ in result.return_values:
         for output in outputs:
             torch.testing.assert_close(output, alone, rtol=0, atol=1e-5)

@@ -85,20 +85,16 @@ def assert_split(shards: list[list[int]], rows: int) -> None:
 
 
 def test_train_is_split_and_streamed_and_others_are_whole(run_config: RunConfig) -> None:
+    def function() -> tuple[list[int], list[int], float]:
+        shard: Any = train.get_dataset_shard("train")
+        held = shard.get_context().execution_options.exclude_resources.cpu
+        return ids_of("train"), ids_of("valid"), held
+
     datasets = {"train": lazy(100), "valid": lazy(10)}
-    values = fit(ids_of_both, run_config, datasets).return_values
-    assert_split([shard for shard, _ in values], 100)
-    assert [sorted(whole) for _, whole in values] == [list(range(10))] * 2
-
-
-@pytest.mark.parametrize(("to_split", "lengths"), [("all", (50, 5)), (["valid"], (100, 5))])
-def test_the_config_says_what_is_split(
-    run_config: RunConfig, to_split: Any, lengths: tuple[int, int]
-) -> None:
-    datasets = {"train": in_memory(100), "valid": in_memory(10)}
-    config = DataConfig(datasets_to_split=to_split)
-    values = fit(ids_of_both, run_config, datasets, dataset_config=config).return_values
-    assert [(len(first), len(second)) for first, second in values] == [lengths] * 2
+    values = fit(function, run_config, datasets).return_values
+    assert_split([shard for shard, _, _ in values], 100)
+    assert [sorted(whole) for _, whole, _ in values] == [list(range(10))] * 2
+    assert [held for _, _, held in values] == [2, 2]  # the workers' CPUs, which it cannot have
 
 
 def test_a_shard_can_be_asked_for_and_read_again(run_config: RunConfig) -> None:

@@ -90,6 +90,15 @@ def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(("to_split", "lengths"), [("all", (50, 5)), (["valid"], (100, 5))])
+def test_the_config_says_what_is_split(to_split: Any, lengths: tuple[int, int]) -> None:
+    tables = split.opened({"train": frame(100), "valid": frame(10)})
+    config = DataConfig(datasets_to_split=to_split)
+    of_ranks = split.shard(tables, config, ["node"] * 2, {}, ExactSplits())
+    assert [(len(each["train"]), len(each["valid"])) for each in of_ranks] == [lengths] * 2
+
+
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("shuffle", [{}, SHUFFLE])
 def test_each_row_is_read_once_over_several_world_sizes(shuffle: dict[str, int]) -> None:
     position, seen = None, list[int]()
