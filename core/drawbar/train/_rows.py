@@ -178,3 +178,27 @@ def share_ranges(ranges: Ranges, world_size: int, equalize: Equalize) -> list[Ra
     """Share rows as `shares` does."""
     rows = sum(high - low for low, high in ranges)
     return [ranges_of(ranges, low, high) for low, high in shares(rows, world_size, equalize)]
+
+
+def rest_of_ranges(
+    rows: int, read: Sequence[Read], world_size: int, equalize: Equalize
+) -> tuple[list[Ranges], Ranges]:
+    """Give the rows that each rank has left, and those that were read, of so many by number.
+
+    Rows that were read in a shuffled order are counted as if they had not been.
+    """
+    taken: list[tuple[int, int]] = []
+
+    def leave_out(left: list[Ranges], each: Read) -> list[Ranges]:
+        taken.extend(found for part in left for found in ranges_of(part, 0, each.rows))
+        return [ranges_of(part, each.rows) for part in left]
+
+    left: list[Ranges] = rest(
+        ((0, rows),),
+        read,
+        world_size,
+        split=lambda ranges, workers: share_ranges(ranges, workers, equalize),
+        leave_out=leave_out,
+        join=lambda parts: tuple(found for part in parts for found in part),
+    )
+    return left, tuple(taken)

@@ -24,7 +24,8 @@ from drawbar.train import (
     ScalingConfig,
     collective,
 )
-from drawbar.train._data.exact_split import cut_points
+from drawbar.train._data import split
+from drawbar.train._data.exact_split import ExactSplits, cut_points
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
@@ -46,6 +47,37 @@ def test_a_cut_moves_to_the_nearest_beginning_of_a_group() -> None:
 def test_group_column_needs_unequal_parts() -> None:
     with pytest.raises(ValueError, match="group_column='q' keeps groups whole"):
         DataConfig(group_column="q")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_restart_goes_on_inside_an_epoch() -> None:
+    numbers, exact = ray.data.range(23, override_num_blocks=4), ExactSplits()
+
+    def shards(workers: int, position: Any = None, **options: Any) -> list[Any]:
+        positions = {"dataset:train": position} if position else {}
+        config = DataConfig(**options)
+        found = split.shard({"train": numbers}, config, ["node"] * workers, positions, exact)
+        return [each["train"] for each in found]
+
+    ranks = shards(2, equalize="join")
+    begun = [iter(each.iter_rows()) for each in ranks]
+    seen = [next(rows)["id"] for rows in begun for _ in range(3)]
+    position = ranks[0].position()
+    for workers in (2, 3):  # each on its own
+        rest = shards(workers, position, equalize="join")
+        ids = [row["id"] for shard in rest for row in shard.iter_rows()]
+        assert sorted(ids + seen) == list(range(23))
+        tables = shards(workers, position, equalize="join")[-1].arrow_tables()
+        assert [row for table in tables for row in table["id"].to_pylist()][-1] == 22
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("make", [ray.data.range, lambda rows: one(rows)])
+def test_shorter_parts_are_padded(make: Any) -> None:
+    config = DataConfig(equalize="pad")
+    shards = split.shard({"train": make(7)}, config, ["node"] * 3, {}, ExactSplits())
+    counts = [len(list(each["train"].iter_rows())) for each in shards]
+    assert counts == [len(each["train"]) for each in shards] == [3, 3, 3]
 
 
 def rows_of(name: str) -> list[int]:
@@ -82,8 +114,9 @@ def test_every_row_and_whole_groups_and_the_same_parts_after_a_failure(tmp_path:
     assert sorted(valids) == [[], [0]]
 
 
-def one() -> ray.data.Dataset:
-    return ray.data.from_pandas(pd.DataFrame([{"row": 0, "group": "x"}]))  # its blocks stay pandas'
+def one(rows: int = 1) -> ray.data.Dataset:
+    """Its blocks stay pandas'."""
+    return ray.data.from_pandas(pd.DataFrame([{"row": 0, "group": "x"}] * rows))
 
 
 def fit(path: Path, datasets: Any, config: DataConfig) -> Result:

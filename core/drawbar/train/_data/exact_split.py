@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train._rows import Equalize, Ranges, shares
+from drawbar.train._rows import Equalize, Ranges, RowPosition, rest_of_ranges, shares
 from drawbar.train._settings.data_config import DataConfig
 
 if TYPE_CHECKING:
@@ -70,6 +70,41 @@ class ExactPart:
         return getattr(self._iterator, name)
 
 
+class SlicedPart(ExactPart):
+    """One rank's rows of blocks that others have rows of too.
+
+    The tables are views of the blocks. The iterator, in the worker that asks for it, puts the rows
+    into the object store once more, which takes no task and no CPU.
+
+    Args:
+        slices: The blocks, and which of their rows: (block, first, one after the last).
+    """
+
+    def __init__(self, slices: Sequence[tuple[ray.ObjectRef[pa.Table], int, int]]) -> None:
+        self._slices = slices
+
+    @cached_property
+    def _iterator(self) -> Any:
+        import ray.data
+
+        part = ray.data.from_blocks(list(self.arrow_tables()))
+        part.context.execution_options.preserve_order = True
+        part.context.enable_progress_bars = False
+        return part.iterator()
+
+    @property
+    def in_object_store(self) -> bool:
+        """Whether the tables that `arrow_tables` gives lie in Ray's object store."""
+        return True
+
+    def arrow_tables(self) -> Iterator[pa.Table]:
+        """Give the rows as Arrow tables, in a new pass."""
+        import ray
+
+        for block, low, high in self._slices:
+            yield ray.get(block).slice(low, high - low)
+
+
 def _arrow_blocks(part: Dataset) -> list[ray.ObjectRef[pa.Table]] | None:
     """Give the blocks of a computed dataset; None if they are not Arrow tables."""
     import pyarrow as pa
@@ -85,6 +120,7 @@ class ExactSplits:
     def __init__(self) -> None:
         self._whole: dict[str, Dataset] = {}
         self._starts: dict[str, NDArray[np.int64]] = {}
+        self._blocks: dict[str, tuple[list[ray.ObjectRef[pa.Table]], list[int]]] = {}
         self._parts: dict[tuple[str, int], list[ExactPart]] = {}
 
     def parts(
@@ -105,21 +141,58 @@ class ExactSplits:
             ValueError: The dataset has no such column.
         """
         if name not in self._whole:
-            self._compute(name, dataset, config.group_column)
+            self._compute(name, dataset, config)
         if (name, world_size) not in self._parts:
             whole = self._whole[name]
             require_equal(name, whole.count(), world_size, config.equalize)
-            cuts = cut_points(whole.count(), world_size, self._starts.get(name))
-            parts: Sequence[Dataset] = whole.split_at_indices(cuts) if cuts else [whole]
             if config.equalize == "pad":
-                parts = _padded(parts)
+                windows = shares(whole.count(), world_size, "pad")
+                self._parts[name, world_size] = [self._sliced(name, (each,)) for each in windows]
+                return self._parts[name, world_size]
+            cuts = cut_points(whole.count(), world_size, self._starts.get(name))
+            parts = whole.split_at_indices(cuts) if cuts else [whole]
             for part in parts:  # each reader would show a bar for a part that is there already
                 part.context.enable_progress_bars = False
             self._parts[name, world_size] = [ExactPart(part) for part in parts]
         return self._parts[name, world_size]
 
-    def _compute(self, name: str, dataset: Dataset, group_column: str | None) -> None:
+    def count(self, name: str) -> int:
+        """Count the rows of a dataset that is computed."""
+        rows: int = self._whole[name].count()
+        return rows
+
+    def rest(
+        self, name: str, equalize: Equalize, world_size: int, position: RowPosition
+    ) -> list[ExactPart] | None:
+        """Give each rank what is left of the epoch that a position is in.
+
+        Returns:
+            None if that is not known by row numbers: rows that were shuffled, or kept in groups, or
+            that lie in other blocks than Arrow's. The epoch begins anew then.
+        """
+        known = name in self._blocks and name not in self._starts
+        if not known or any(each.shuffle for each in position.read):
+            return None
+        left, _ = rest_of_ranges(self.count(name), position.read, world_size, equalize)
+        return [self._sliced(name, ranges) for ranges in left]
+
+    def _sliced(self, name: str, ranges: Ranges) -> ExactPart:
+        """Find the rows of some ranges in the blocks of a dataset."""
+        blocks, counts = self._blocks[name]
+        ends = list(itertools.accumulate(counts))
+        found = [
+            (block, max(low - end + count, 0), min(high - end + count, count))
+            for low, high in ranges
+            for block, count, end in zip(blocks, counts, ends, strict=True)
+            if end - count < high and low < end
+        ]
+        return SlicedPart(found or [(blocks[0], 0, 0)])
+
+    def _compute(self, name: str, dataset: Dataset, config: DataConfig) -> None:
+        group_column = config.group_column
         whole = dataset.materialize()
+        if config.equalize == "pad" and _arrow_blocks(whole) is None:
+            whole = whole.map_batches(_as_it_is, batch_format="pyarrow").materialize()
         if group_column is not None:
             _require_column(name, group_column, whole.columns() or [])
             starts, contiguous = runs(_values(whole, group_column))
@@ -128,6 +201,21 @@ class ExactSplits:
                 starts, _ = runs(_values(whole, group_column))
             self._starts[name] = starts
         self._whole[name] = whole
+        blocks = _arrow_blocks(whole)
+        if blocks:
+            self._blocks[name] = blocks, _rows_of_blocks(whole)
+
+
+def _as_it_is(table: pa.Table) -> pa.Table:
+    return table
+
+
+def _rows_of_blocks(dataset: Dataset) -> list[int]:
+    """Count the rows of each block of a computed dataset."""
+    entries = [each for bundle in dataset.iter_internal_ref_bundles() for each in bundle.blocks]
+    # Before Ray 2.60 an entry was a pair.
+    found: list[Any] = [each[1] if isinstance(each, tuple) else each.metadata for each in entries]
+    return [each.num_rows for each in found]
 
 
 def require_equal(name: str, rows: int, world_size: int, equalize: Equalize) -> None:
@@ -151,21 +239,6 @@ def require_equal(name: str, rows: int, world_size: int, equalize: Equalize) -> 
         "each other at each batch could hang. Give the dataset a multiple of that many rows, or "
         'set equalize="drop", "pad", or "join" for a function that takes uneven parts'
     )
-
-
-def _padded(parts: Sequence[Dataset]) -> Sequence[Dataset]:
-    """Give the shorter parts a row of a neighbour's, so that all are equally long."""
-    import ray.data
-
-    counts = [part.count() for part in parts]
-    longest = counts.index(max(counts))
-    if min(counts) == max(counts):
-        return parts
-    row = ray.data.from_blocks([parts[longest].take_batch(1, batch_format="pyarrow")])
-    return [
-        part.union(row).materialize() if count < max(counts) else part
-        for part, count in zip(parts, counts, strict=True)
-    ]
 
 
 def by_groups(name: str, table: pa.Table, column: str, world_size: int) -> tuple[pa.Table, Ranges]:

@@ -10,7 +10,7 @@ from drawbar.train._data.items import is_map_style, shard_items
 from drawbar.train._data.shard import DatasetShard, Part
 from drawbar.train._data.streams import rows_of, shard_stream
 from drawbar.train._data.tables import as_table, is_path, is_table, read_parquet, shard_table
-from drawbar.train._rows import RowPosition
+from drawbar.train._rows import RowPosition, shares
 from drawbar.train._settings.checks import warn_caller
 from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig
 
@@ -168,11 +168,23 @@ def _exact_shards(
     exact: ExactSplits,
 ) -> list[DatasetShard]:
     parts = exact.parts(name, dataset, config, world_size)
+    first = exact.rest(name, config.equalize, world_size, position) if position.read else None
+    rows, by_number = exact.count(name), config.group_column is None
+    bounds = shares(rows, world_size, config.equalize)
     return [
         DatasetShard(
             each,
-            Part(dataset=name, number=number, of=world_size, ordered=False),
-            position=position.begun(),
+            Part(
+                dataset=name,
+                number=number,
+                of=world_size,
+                rows=bounds[number][1] - bounds[number][0] if by_number else None,
+                in_all=rows if by_number else None,
+                equalize=config.equalize,
+                ordered=by_number,
+            ),
+            position=position if first else position.begun(),
+            rest=first[number] if first else None,
         )
         for number, each in enumerate(parts)
     ]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from drawbar.train._history.events import AttemptStarted, DatasetPassEnded, JournaledEvent
 from drawbar.train._messages import PassEnded
-from drawbar.train._rows import Ranges, Read, ranges_of, rest, share_ranges
+from drawbar.train._rows import Ranges, Read, ranges_of, rest_of_ranges
 
 
 @dataclass(frozen=True)
@@ -144,22 +144,10 @@ def _ranges(parts: dict[int, PassEnded], *, ended: bool) -> Ranges | None:
     shuffled = any(each.shuffled for each in parts.values()) or any(e.shuffle for e in before)
     if shuffled and not ended:
         return None
-    taken: list[tuple[int, int]] = []
-
-    def leave_out(left: list[Ranges], read: Read) -> list[Ranges]:
-        taken.extend(each for part in left for each in ranges_of(part, 0, read.rows))
-        return [ranges_of(part, read.rows) for part in left]
-
-    now: list[Ranges] = rest(
-        ((0, one.in_all),),
-        before,
-        one.parts,
-        split=lambda ranges, workers: share_ranges(ranges, workers, one.equalize),
-        leave_out=leave_out,
-        join=lambda left: tuple(each for part in left for each in part),
-    )
+    left, read = rest_of_ranges(one.in_all, before, one.parts, one.equalize)
+    taken = [*read]
     for number, each in parts.items():
-        taken.extend(ranges_of(now[number], 0, each.rows))
+        taken.extend(ranges_of(left[number], 0, each.rows))
     return _merged(sorted(taken))
 
 

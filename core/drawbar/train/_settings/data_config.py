@@ -44,7 +44,7 @@ class DataConfig(ShowsWhatWasSet):
             row more, and maybe one batch: for functions in which no worker waits for another at
             each batch, or PyTorch's `Join`. "strict" is an error where rows are left over. All but
             "drop" compute a Ray Data dataset once per run, keep it in Ray's object store and give
-            consecutive parts, the same in every attempt; a restart begins such a part anew.
+            consecutive parts, the same in every attempt.
         group_column: Rows with the same value in this column go to one worker, side by side; a
             dataset whose groups lie apart is sorted first. Needs `equalize="join"`.
         preprocessor: Of `ray.data.preprocessors`: fitted on "train" before the workers start,
