@@ -166,13 +166,23 @@ def test_rows_that_are_left_over(equalize: Equalize, parts: list[list[int]]) -> 
     assert [ids(each.iter_batches()) for each in found] == parts
 
 
-def test_strict_names_what_each_rank_would_get() -> None:
+@pytest.mark.usefixtures("ray_cluster")
+def test_strict_names_what_each_rank_would_get_before_anything_starts(
+    run_config: RunConfig,
+) -> None:
+    trainer = DataParallelTrainer(
+        read_every_kind,
+        datasets={"train": lambda: frame(8)},
+        dataset_config=DataConfig(equalize="strict"),
+        scaling_config=ScalingConfig(num_workers=3),
+        run_config=run_config,
+    )
     message = (
         r"datasets\['train'\] has 8 rows, which 3 workers cannot share equally: "
         r"3 on ranks 1, 2, 2 on rank 0"
     )
     with pytest.raises(ValueError, match=message):
-        shards(frame(8), 3, equalize="strict")
+        trainer.fit()
 
 
 def test_shares_of_few_rows() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train._data.exact_split import require_equal
 from drawbar.train._data.shard import DatasetShard, Part
 from drawbar.train._rows import Equalize, Read, RowPosition, Shuffle, rest, shares
 from drawbar.train._settings.data_config import DataConfig
@@ -124,8 +123,7 @@ def shard_items(
     """Give each rank its shard of a dataset: items side by side, or all if it is not split.
 
     Raises:
-        ValueError: There is no equal split, and `DataConfig` asks for one; or it has no columns to
-            group by.
+        ValueError: It has no columns to group by.
     """
     import numpy as np
     import ray
@@ -137,7 +135,6 @@ def shard_items(
         )
     of = world_size if config.splits(name) else 1
     items = np.arange(len(dataset))
-    require_equal(name, len(items), of, config.equalize)
     kept = ray.put(dataset) if ray.is_initialized() else dataset
     split = partial(_split, equalize=config.equalize)
     parts = split(items, of)

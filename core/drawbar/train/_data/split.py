@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.exact_split import ExactSplits, require_equal
 from drawbar.train._data.items import is_map_style, shard_items
 from drawbar.train._data.shard import DatasetShard, Part
 from drawbar.train._data.streams import rows_of, shard_stream
@@ -146,6 +146,8 @@ def shard(
     shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
     for name, given in datasets.items():
         position = RowPosition.decode(positions.get(position_name(name)))
+        if config.splits(name) and not _is_ray_dataset(given):  # a function may give more now
+            require_equal(name, len(given), len(node_ids), config.equalize)
         if is_map_style(given):
             of_ranks = shard_items(name, given, config, len(node_ids), position)
         elif not _is_ray_dataset(given):
@@ -247,10 +249,16 @@ def split_exactly(
     sizes: Sequence[int],
     exact: ExactSplits,
 ) -> None:
-    """Compute what is split exactly, for each size that the group of workers may have."""
+    """Compute what is split exactly, for each size that the group of workers may have.
+
+    Raises:
+        ValueError: There is no equal split, and `DataConfig` asks for one.
+    """
     chosen = {name: each for name, each in datasets.items() if config.splits_exactly(name)}
     for name, given in made(chosen).items():
         if not _is_ray_dataset(given):
+            for size in sizes:
+                require_equal(name, len(given), size, config.equalize)
             continue
         dataset = config.with_options(name, given)
         for size in sizes:

@@ -11,7 +11,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train._data.exact_split import ExactPart, by_groups, require_equal
+from drawbar.train._data.exact_split import ExactPart, by_groups
 from drawbar.train._data.shard import DatasetShard, Part
 from drawbar.train._rows import Equalize, Read, RowPosition, rest, shares
 from drawbar.train._settings.data_config import DataConfig
@@ -89,14 +89,13 @@ def shard_table(
     """Give each rank its shard of a table: rows side by side, or the whole if it is not split.
 
     Raises:
-        ValueError: There is no equal split, and `DataConfig` asks for one, or no such column.
+        ValueError: There is no column `DataConfig.group_column`.
     """
     of = world_size if config.splits(name) else 1
     grouped = None
     if of > 1 and config.group_column is not None:
         table, grouped = by_groups(name, table, config.group_column, of)
         position = position.begun()  # groups stay whole in whole epochs alone
-    require_equal(name, table.num_rows, of, config.equalize)
     bounds = grouped or shares(table.num_rows, of, config.equalize)
     parts = [_part([table.slice(low, high - low)]) for low, high in bounds]
     first = _rest(table, of, config.equalize, position) if position.read else []
