@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -73,8 +74,9 @@ def _beside(dataset: Dataset, held: Mapping[str, float]) -> Dataset:
     limits = options.resource_limits
     taken = ExecutionResources(
         **{
-            name.lower(): held.get(name, 0.0) if getattr(limits, name.lower()) is None else 0.0
+            name.lower(): held.get(name, 0.0)
             for name in ("CPU", "GPU")
+            if math.isinf(getattr(limits, name.lower()))
         }
     )
     with warnings.catch_warnings():  # Ray 2.60 would have labels used, which not every cluster has
