@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -395,8 +396,8 @@ def test_what_cannot_be_detached_is_refused(run_config: RunConfig, tmp_path: Pat
         RunConfig(detached="yes")  # type: ignore[arg-type]
 
 
-def test_a_run_in_another_driver_is_said_to_be_there(
-    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe
+def test_a_run_in_another_driver_is_reached_by_its_path(
+    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = train_until(go_on, pipe)
 
@@ -406,7 +407,19 @@ def test_a_run_in_another_driver_is_said_to_be_there(
             function, scaling_config=ScalingConfig(num_workers=1), run_config=config
         ).fit()
 
-    with drivers(main):
+    with drivers(main) as driver:
         hear_pids(pipe, worker=1)
-        with pytest.raises(LookupError, match="goes on in its driver"):
-            train.attach(tmp_path / "run")
+        run = train.attach(tmp_path / "run")
+        assert (run.name, run.status, run.done) == ("run", "running", False)
+        assert "test_detached.py" in run.diagnose()
+        with pytest.raises(TimeoutError, match="it goes on"):
+            run.wait(0)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(tempfile, "tempdir", str(tmp_path))
+            with pytest.raises(LookupError, match="driver of another user or machine"):
+                train.attach(tmp_path / "run")
+        run.stop(save=False)
+        assert run.wait(60).error is None
+        assert run.status == "stopped"
+        driver.wait(60)
+    assert driver.returncode == 0

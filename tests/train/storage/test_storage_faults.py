@@ -566,8 +566,8 @@ def link(folder: Path) -> None:
 def test_a_folder_that_another_user_may_have_planted_is_refused(
     tmp_path: Path, temporary: Path, plant: Callable[[Path], None]
 ) -> None:
-    checkpoint = fit(lambda: save("0"), tmp_path).checkpoint
     (temporary / "elsewhere").mkdir()
     plant(temporary / f"drawbar-{os.geteuid()}")
+    checkpoint = fit(lambda: save("0"), tmp_path).checkpoint  # a run does without its socket
     with pytest.raises(CheckpointError, match="Remove it, or set TMPDIR to a folder of your own"):
         content(checkpoint)

@@ -17,6 +17,7 @@ from drawbar.train._errors import UserAbort
 from drawbar.train._group.cluster import join_cluster
 from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._handle.hosted_run import attached, hosted_runs
+from drawbar.train._handle.neighbour_run import NeighbourRun
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import Snapshot, Timeline
 from drawbar.train._metrics import Metrics
@@ -252,13 +253,14 @@ class RunHandle:
 def attach(
     path_or_name: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
 ) -> RunHandle:
-    """Give a handle on a detached run that goes on, or on any run that is over.
+    """Give a handle on a run that goes on, or is over.
 
-    What a run that goes on shows from now on is shown here too.
+    A detached run is reached from the whole cluster, any other one from other processes of its
+    user on its driver's machine. What a detached run shows from now on is shown here too.
 
     Args:
         path_or_name: The run's directory, its URI, or its name: that of a detached run which goes
-            on, else that of a run which is over in the default storage path.
+            on, else that of a run in the default storage path.
         storage_filesystem: The filesystem that the path lies on, as for `RunConfig`.
 
     Raises:
@@ -275,10 +277,13 @@ def attach(
     ended = None if is_name else EndedRun.find(directory)
     if ended is not None and ended.is_told:
         return RunHandle(ended)
+    neighbour = NeighbourRun.find(directory)
+    if neighbour is not None and not neighbour.snapshot().detached:
+        return RunHandle(neighbour)
     on_cluster = join_cluster()
     path = None if is_name else directory.location
     hosted = attached(directory.name, path) if on_cluster else None
-    run = hosted or EndedRun.find(directory)
+    run = hosted or neighbour or EndedRun.find(directory)
     if run is not None:
         return RunHandle(run)
     going_on = ", ".join(hosted_runs()) if on_cluster else "unknown, since no Ray is running here"
@@ -293,8 +298,8 @@ def _what_is_there(directory: RunDirectory) -> str:
         return f"no detached run {name!r} goes on, and {location} holds no run that is over"
     if is_held(directory.journal):
         return (
-            f"run {name!r} in {location} goes on in its driver: only that process has a handle on "
-            "it, since it is not detached"
+            f"run {name!r} in {location} goes on in a driver of another user or machine, or with "
+            "another TMPDIR: it is reached from there alone, since it is not detached"
         )
     return (
         f"run {name!r} in {location} has not ended, and the process that hosted it is gone; "

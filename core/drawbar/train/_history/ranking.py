@@ -9,11 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from numbers import Real
 
+from drawbar.train._history.events import RunStarted
 from drawbar.train._metrics import flatten, metrics_there_are
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
+
+
+def checkpoint_config_of(event: RunStarted) -> CheckpointConfig:
+    """Give how a start ranked checkpoints, as far as this version knows its settings."""
+    journaled = event.config.get("checkpoint_config")
+    known = {each.name for each in fields(CheckpointConfig)}
+    try:
+        return CheckpointConfig(**{k: v for k, v in dict(journaled or {}).items() if k in known})
+    except (TypeError, ValueError):
+        return CheckpointConfig()
 
 
 def score(metrics: Mapping[str, object], attribute: str) -> float | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.train._errors import CheckpointError
+from drawbar.train._history.cleaning import Leftover, leftovers_of
 from drawbar.train._history.events import (
     CheckpointCommitted,
     CheckpointDeleted,
@@ -176,6 +177,26 @@ class RunRecord:
         if isinstance(home, Path):
             return tree_size(home)
         return sum(file.size for file in home.list_files())
+
+    def leftovers(self, keep: int | None = None) -> Iterator[Leftover]:
+        """Give what may go, if the run does not go on; nothing is removed yet.
+
+        That is what was never committed, and, if asked for, old checkpoints. What a user has handed
+        over and nobody else has is set aside when the rest is removed.
+
+        Args:
+            keep: How many checkpoints are to stay, as `CheckpointConfig.num_to_keep` says: the
+                best by the run's own score, and the newest. None keeps all.
+        """
+        yield from leftovers_of(self._directory, self._events, keep)
+
+    def stacks(self) -> dict[int, str]:
+        """Give every rank's stacks as they were last written on this machine; {} if never."""
+        folder = self._directory.path / "stacks"
+        written = sorted(folder.iterdir(), key=os.path.getmtime) if folder.is_dir() else []
+        files = written[-1].glob("rank_*.txt") if written else ()
+        texts = {int(file.stem.removeprefix("rank_")): file.read_text() for file in files}
+        return dict(sorted(texts.items()))
 
     def log(self, rank: int) -> bytes | None:
         """Give what a rank has written so far; None if there is no log of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from drawbar.train._history.events import JournaledEvent, ReportReceived, RunEnd
 from drawbar.train._history.html import Card, curves_of
 from drawbar.train._history.journal import events_of, history, replay
 from drawbar.train._history.ledger import DataLedger
-from drawbar.train._history.ranking import ranked, score, why_unranked
+from drawbar.train._history.ranking import checkpoint_config_of, ranked, score, why_unranked
 from drawbar.train._history.record import COLUMNS, row_of
 from drawbar.train._history.timeline import Snapshot, Timeline
 from drawbar.train._metrics import Metrics, metrics_there_are
@@ -81,7 +80,7 @@ class Result:
         config, error = CheckpointConfig(), None
         for event in events:
             if isinstance(event, RunStarted):
-                config, error = _checkpoint_config(event), None
+                config, error = checkpoint_config_of(event), None
             elif isinstance(event, RunEnded) and event.outcome == "failed":
                 error = TrainingFailedError(event.error, path=directory.location)
         manifests = directory.checkpoints.intact()
@@ -222,13 +221,3 @@ def _last_metrics(reports: list[ReportReceived]) -> Metrics | None:
         return None
     lowest = min(report.rank for report in reports)
     return next(report.metrics for report in reversed(reports) if report.rank == lowest)
-
-
-def _checkpoint_config(event: RunStarted) -> CheckpointConfig:
-    """Give how a start ranked checkpoints, as far as this version knows its settings."""
-    journaled = event.config.get("checkpoint_config")
-    known = {item.name for item in dataclasses.fields(CheckpointConfig)}
-    try:
-        return CheckpointConfig(**{k: v for k, v in dict(journaled or {}).items() if k in known})
-    except (TypeError, ValueError):
-        return CheckpointConfig()

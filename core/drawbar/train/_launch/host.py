@@ -32,6 +32,7 @@ from drawbar.train._history.result import Result
 from drawbar.train._history.stream import EventStream, Watcher
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.assignments import SpecPlan
+from drawbar.train._launch.control import ControlSocket
 from drawbar.train._launch.opening import open_run
 from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage.files import take_mode_of_folder, write_atomically
@@ -96,6 +97,7 @@ class Host:
         self._events = EventStream(
             self._held.journal, self._held.snapshot, [self._console, self._callbacks]
         )
+        self._socket = ControlSocket(self.directory.path, self)
         try:
             directory = self.directory
             write_atomically(directory.trainer, spec.trainer, by_way_of=directory.staging.path)
@@ -185,6 +187,7 @@ class Host:
         with contextlib.ExitStack() as last_to_first:  # each of them, whatever another one raises
             last_to_first.callback(self._console.close)
             last_to_first.callback(self._held.journal.close)
+            last_to_first.callback(self._socket.close)  # under the lock: another may follow
             last_to_first.callback(self._publish_and_leave)
             last_to_first.callback(self._callbacks.close)
 

@@ -224,5 +224,5 @@ def _state_of(
         damage.insert(0, "its journal, which is empty or gone, so that its history begins anew")
     if damage:
         return RunState.DAMAGED, events, damage
-    ended = isinstance(events[-1], RunEnded) and events[-1].outcome == "finished"
+    ended = Snapshot.of(events).status == "finished"  # what was cleaned up may follow
     return (RunState.FINISHED if ended else RunState.UNFINISHED), events, damage

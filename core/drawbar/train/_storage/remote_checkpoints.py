@@ -105,9 +105,12 @@ class RemoteCheckpoints(CheckpointStore):
 
     def sweep(self) -> None:
         """Here there is no staging area that would hold it: it lies under the names it was for."""
-        for folder in (self.run / name for name in self._folders()):
-            if _is_leftover(folder):
-                folder.delete()
+        for name in self.leftovers():
+            (self.run / name).delete()
+
+    def leftovers(self) -> list[str]:
+        """List the folders that Drawbar has written into and that are no checkpoint."""
+        return [name for name in self._folders() if _is_leftover(self.run / name)]
 
     def _folders(self) -> list[str]:
         return self.run.folders()

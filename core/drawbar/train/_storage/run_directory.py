@@ -201,7 +201,17 @@ def directory_at(place: Path | Folder) -> RunDirectory:
     """Give the directory of a run at a place; see `open_directory`."""
     if isinstance(place, Path):
         return RunDirectory(place)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
     key = f"{place.filesystem.type_name} {place.path} {server_of(place.filesystem)}".rstrip()
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return RunDirectory(cache / "drawbar" / f"{place.name}-{digest}", place)
+    return RunDirectory(_cache() / f"{place.name}-{digest}", place)
+
+
+def work_folders() -> list[Path]:
+    """List the work folders of this user's remote runs on this machine."""
+    cache = _cache()
+    return sorted(path for path in cache.iterdir() if path.is_dir()) if cache.is_dir() else []
+
+
+def _cache() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
+    return cache / "drawbar"

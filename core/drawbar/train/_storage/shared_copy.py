@@ -36,9 +36,8 @@ def shared_copy(folder: Folder) -> Iterator[Path]:
     Raises:
         CheckpointError: The folder that copies lie in is not this user's own.
     """
-    copy = _own_folder() / _identity(folder)
-    with _Lock(copy) as lock:
-        lock.remove_if_unread()
+    copy = own_folder() / _identity(folder)
+    remove_if_unread(copy)
     with _Lock(copy) as lock:
         try:
             lock.share(lambda: _download(folder, copy))
@@ -49,7 +48,7 @@ def shared_copy(folder: Folder) -> Iterator[Path]:
 
 def kept_copy(identity: str, copy_to: Callable[[Path], None]) -> Path:
     """Give a copy that stays, made by the first process of this node that asks by this identity."""
-    copy = _own_folder() / f"checkpoint_{identity}"
+    copy = own_folder() / f"checkpoint_{identity}"
     lock = copy.with_suffix(".lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -68,7 +67,18 @@ def kept_copy(identity: str, copy_to: Callable[[Path], None]) -> Path:
     return copy
 
 
-def _own_folder() -> Path:
+def remove_if_unread(copy: Path) -> None:
+    """Remove a copy, or what a failed download has left of it, unless somebody reads it."""
+    with _Lock(copy) as lock:
+        lock.remove_if_unread()
+
+
+def own_folder() -> Path:
+    """Give the folder of temporary files that this user alone may enter.
+
+    Raises:
+        CheckpointError: Somebody else has made it, or may enter it.
+    """
     folder = Path(tempfile.gettempdir()) / f"drawbar-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
