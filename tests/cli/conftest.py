@@ -51,12 +51,12 @@ def loop(config: dict[str, Any]) -> None:
         raise ValueError("boom")
 
 
-def fit(storage: Path | str, name: str, epochs: int, *, fails: bool = False) -> None:
+def fit(storage: Path | str, name: str, epochs: int, *, fails: bool = False, **config: Any) -> None:
     DataParallelTrainer(
         loop,
         train_loop_config={"epochs": epochs, "fails": fails},
         scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name=name, storage_path=storage),
+        run_config=RunConfig(name=name, storage_path=storage, **config),
     ).fit()
 
 

@@ -13,14 +13,18 @@ from typing import Annotated
 
 import typer
 
+from drawbar.cli._clean import clean
 from drawbar.cli._compare import compare
+from drawbar.cli._doctor.command import doctor
 from drawbar.cli._export import export
 from drawbar.cli._launch import LAUNCH_CONTEXT, LaunchCommand, launch
 from drawbar.cli._logs import logs
+from drawbar.cli._migrate import migrate
 from drawbar.cli._output import CommandError
 from drawbar.cli._plot import plot
 from drawbar.cli._runs import runs
 from drawbar.cli._show import show
+from drawbar.cli._stacks import stacks
 from drawbar.cli._stop import stop
 from drawbar.cli._verify import verify
 
@@ -50,7 +54,24 @@ def _drawbar(
 
 
 app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT)(launch)
-for command in (runs, show, logs, stop, compare, plot, export, verify):
+
+COMMANDS = (
+    runs,
+    show,
+    logs,
+    stacks,
+    stop,
+    compare,
+    plot,
+    export,
+    verify,
+    clean,
+    doctor,
+    migrate,
+)
+"""In the order in which the help shows them."""
+
+for command in COMMANDS:
     app.command()(command)
 
 

@@ -17,7 +17,11 @@ def stop(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """End a run in order; it can be resumed."""
+    """End a run in order.
+
+    It can be resumed. Of a detached run on the cluster that this machine is part of, or of any run
+    of yours that goes on on this machine.
+    """
     from drawbar import train
 
     with refusals_told():

@@ -1,0 +1,108 @@
+"""`drawbar clean` says what may go, and deletes it only when told."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from drawbar.train import ResumeError
+from drawbar.train.runs import find_run
+from drawbar.train.testing import check_run
+from tests.cli.conftest import Command, fit
+
+
+@pytest.fixture(autouse=True)
+def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of temporary files and a cache of the test's own."""
+    machine = tmp_path / "machine"
+    machine.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(machine))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(machine / "cache"))
+    return machine
+
+
+def found(drawbar: Command, *arguments: object) -> list[str]:
+    told = json.loads(drawbar("clean", *arguments, "--json").out)
+    return [Path(each["path"]).name for each in told["found"]]
+
+
+def test_a_storage_without_leftovers_stays_as_it_is(drawbar: Command, storage: Path) -> None:
+    before = sorted(storage.rglob("*"))
+    assert drawbar("clean", storage, "--yes").out == "nothing to delete\n"
+    assert sorted(storage.rglob("*")) == before
+
+
+def test_what_was_never_committed_goes_and_what_was_handed_over_stays(
+    drawbar: Command, storage: Path
+) -> None:
+    stage = storage / "long" / ".staging" / "stage-1"
+    stage.mkdir(parents=True)
+    (stage / "model").write_text("half")
+    told = drawbar("clean", storage)
+    assert "what was never committed" in told.out
+    assert "would be deleted; --yes deletes it" in told.out
+    assert stage.exists()
+    assert drawbar("clean", storage, "--yes").code == 0
+    assert not stage.exists()
+    assert found(drawbar, storage) == []
+
+
+def test_old_checkpoints_go_by_the_rule_of_the_run(drawbar: Command, storage: Path) -> None:
+    old = ["checkpoint_000000", "checkpoint_000001"]
+    assert found(drawbar, storage / "long", "--keep", 1) == old
+    assert drawbar("clean", storage / "long", "--keep", 1, "--yes").code == 0
+    run = find_run(storage / "long")
+    assert [each.name for each in run.checkpoints()] == ["checkpoint_000002"]
+    assert run.status == "finished"
+    check_run(run.path)
+    with pytest.raises(ResumeError, match="is finished"):  # as it was
+        fit(storage, "long", 3, resume="must")
+
+
+def test_leftovers_of_this_machine_go_when_nobody_needs_them(
+    drawbar: Command, storage: Path, own_machine: Path
+) -> None:
+    copies = own_machine / f"drawbar-{os.geteuid()}"
+    copies.mkdir(mode=0o700)
+    (copies / "0123").mkdir()
+    (copies / "checkpoint_new").mkdir()
+    os.utime(copies / "0123", (0, 0))
+    (own_machine / "cache" / "drawbar" / "old-1").mkdir(parents=True)
+    os.utime(own_machine / "cache" / "drawbar" / "old-1", (0, 0))
+    with socket.socket(socket.AF_UNIX) as gone, socket.socket(socket.AF_UNIX) as there:
+        gone.bind(str(copies / "run_gone.sock"))
+        there.bind(str(copies / "run_there.sock"))
+        there.listen()
+        assert found(drawbar, storage) == ["0123", "run_gone.sock", "old-1"]
+        assert drawbar("clean", storage, "--yes").code == 0
+    assert sorted(path.name for path in copies.iterdir()) == ["checkpoint_new", "run_there.sock"]
+
+
+def test_leftovers_of_an_object_store_go_too(drawbar: Command) -> None:
+    import fsspec
+
+    address = "memory://clean"
+    fit(f"{address}/runs", "there", 2)
+    files = fsspec.filesystem("memory")
+    files.rm("/clean/runs/there/checkpoint_000000/.drawbar.json")
+    (name,) = found(drawbar, f"{address}/runs/there")
+    assert name == "checkpoint_000000"
+    assert drawbar("clean", f"{address}/runs", "--keep", 1, "--yes").code == 0
+    assert not files.exists("/clean/runs/there/checkpoint_000000/model")
+    assert [each.name for each in find_run(f"{address}/runs/there").checkpoints()] == [
+        "checkpoint_000001"
+    ]
+
+
+def test_a_run_that_goes_on_is_left_alone(storage: Path, drawbar: Command) -> None:
+    import fcntl
+
+    (storage / "long" / ".staging" / "stage-1").mkdir(parents=True)
+    with open(storage / "long" / "journal.jsonl", "ab") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        assert found(drawbar, storage, "--keep", 1) == ["checkpoint_000000"]  # of `short`
