@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -39,6 +38,8 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
+        from importlib.metadata import version
+
         typer.echo(f"drawbar {version('drawbar')}")
         raise typer.Exit
 

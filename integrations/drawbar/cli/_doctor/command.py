@@ -10,9 +10,7 @@ from typing import Annotated
 import typer
 
 from drawbar.cli._arguments import AsJson
-from drawbar.cli._doctor import judge
 from drawbar.cli._doctor.finding import Finding
-from drawbar.cli._doctor.machine import look
 from drawbar.cli._output import CommandError, write_json
 
 KNOCK_S = 5.0
@@ -34,6 +32,9 @@ def doctor(
     Versions, GPUs, limits, /dev/shm and disks; of a cluster also clocks, the storage path, and how
     every pair of nodes adds up numbers by gloo and NCCL. The exit code is 1 if there is a problem.
     """
+    from drawbar.cli._doctor import judge
+    from drawbar.cli._doctor.machine import look
+
     if address is None:
         found = [*judge.of_requirements(), *judge.of_machine(look(storage))]
     else:
@@ -47,7 +48,7 @@ def doctor(
 
 
 def _of_cluster(address: str, storage: str) -> Iterator[Finding]:
-    from drawbar.cli._doctor import cluster
+    from drawbar.cli._doctor import cluster, judge
 
     try:
         _knock(address)
