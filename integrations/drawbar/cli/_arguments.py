@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from drawbar.cli._output import CommandError
+from drawbar.train import CheckpointError
 from drawbar.train.runs import RunRecord, find_run
 
 RunName = Annotated[
@@ -36,5 +37,5 @@ def refusals_told() -> Iterator[None]:
     """Turn what a storage, or a run that is looked for, refuses into a `CommandError`."""
     try:
         yield
-    except (LookupError, OSError, ImportError, ValueError) as error:
+    except (LookupError, OSError, ImportError, ValueError, CheckpointError) as error:
         raise CommandError(str(error)) from error
