@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 from pathlib import Path
 
 from drawbar import train
@@ -17,6 +18,8 @@ def public_names(module: str) -> set[str] | None:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
         return None
+    except ValueError:  # it has no file: the package that it lies in has made it
+        return set(dir(sys.modules[module]))
     if spec is None or spec.origin is None or any(p.startswith("_") for p in module.split(".")):
         return None
     return _shown(Path(spec.origin))
