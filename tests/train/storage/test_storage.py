@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from drawbar.train._storage.contents import CHECKSUMS, MANIFEST, METADATA, VALID
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.remote_folder import Folder, locate
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import Part
+from drawbar.train._storage.staging import Part, one_at_a_time
 
 MOVED_IN = 0x80  # of inotify
 COMES_OR_GOES = 0x40 | MOVED_IN | 0x100 | 0x200  # moved out, moved in, made, deleted
@@ -367,6 +368,33 @@ def test_what_is_added_to_a_committed_checkpoint_is_made_elsewhere(run: RunDirec
     )
     assert happened == {(MOVED_IN, CHECKSUMS), (MOVED_IN, VALIDATION), (MOVED_IN, METADATA)}
     assert not list(run.path.rglob("*.tmp"))
+
+
+def test_a_link_that_another_rank_is_replacing_is_looked_at_again(run: RunDirectory) -> None:
+    folder = run.staging.new("rank_0") / "folder"
+    folder.symlink_to("nowhere")
+    lock, held = run.staging.path / "links.lock", threading.Event()
+
+    def replace() -> None:
+        with one_at_a_time(lock):
+            held.set()
+            while not is_waited_for(lock):
+                pass
+            folder.unlink()
+            folder.mkdir()
+            (folder / "x").write_text("1")
+
+    other = threading.Thread(target=replace, daemon=True)
+    other.start()
+    held.wait()
+    assert [file.path for file in run.staging.look_into(folder.parent).files] == ["folder/x"]
+    other.join()
+
+
+def is_waited_for(lock: Path) -> bool:
+    inode = f":{lock.stat().st_ino} "
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any("->" in line and inode in line for line in lines)
 
 
 LEAD_OUT = ["../victim", "a/../../victim", "/etc/passwd", "", "a//b", "./a", "nul\0"]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from drawbar.train._storage import fault_points
 from drawbar.train._storage import files as _files
-from drawbar.train._storage.contents import FileEntry, find_links
+from drawbar.train._storage.contents import Contents, FileEntry, find_links, look_into
 from drawbar.train._storage.retries import explained
 from drawbar.train._storage.sizes import in_bytes
 
@@ -151,6 +151,18 @@ class StagingArea:
         with one_at_a_time(self.path / "taking.lock"):
             pattern = f"{_HANDED_OVER}*-{_key(source, name, attempt)}"
             return next(self.path.glob(pattern), None)
+
+    def look_into(self, directory: Path) -> Contents:
+        """Look at a folder in which another rank may be putting copies in the place of links.
+
+        Raises:
+            OSError: A link leads nowhere, or back, and stays there.
+        """
+        try:
+            return look_into(directory)
+        except OSError:
+            with one_at_a_time(self.path / "links.lock"):
+                return look_into(directory)
 
     def replace_links(self, directory: Path) -> None:
         """Put copies in the place of a folder's links; what they lead to stays as it is.

@@ -264,7 +264,7 @@ class Uploads:
         in_staging = self._staging.holds(directory)
         if not in_staging:
             check_place(directory, self._grounds)
-        contents = look_into(directory)
+        contents = self._staging.look_into(directory) if in_staging else look_into(directory)
         check_files(directory, contents, self._directory)
         if in_staging and contents.links:
             with _told_as_storage_error():
