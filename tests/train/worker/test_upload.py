@@ -192,7 +192,9 @@ def test_the_storage_is_a_path_and_a_place_on_a_filesystem(storage_path: str) ->
         assert storage.experiment_fs_path == f"{storage.storage_fs_path}/run"
         found = storage.storage_filesystem.get_file_info(storage.storage_fs_path)
         assert found.base_name == Path(storage.storage_fs_path).name
-        with pytest.raises(ValueError, match="'/x/y' is not directly in"):
+        nested = storage.build_checkpoint_path_from_name("steps/1")
+        assert storage.extract_checkpoint_dir_name_from_path(nested) == "steps/1"
+        with pytest.raises(ValueError, match="'/x/y' is not in"):
             storage.extract_checkpoint_dir_name_from_path("/x/y")
 
     fit(function, storage_path)

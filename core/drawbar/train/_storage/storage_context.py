@@ -51,14 +51,15 @@ class StorageContext(os.PathLike[str]):
         return f"{self.experiment_fs_path}/{checkpoint_name}"
 
     def extract_checkpoint_dir_name_from_path(self, checkpoint_path: str) -> str:
-        """Give the name of the checkpoint at a path.
+        """Give the name of the checkpoint at a path: the rest of it, below the run's directory.
 
         Raises:
-            ValueError: The path is not directly in the run's directory.
+            ValueError: The path is not in the run's directory.
         """
-        parent, _, name = checkpoint_path.rstrip("/").rpartition("/")
-        if parent != self.experiment_fs_path:
-            raise ValueError(f"{checkpoint_path!r} is not directly in {self.experiment_fs_path}")
+        run = f"{self.experiment_fs_path}/"
+        name = checkpoint_path.rstrip("/").removeprefix(run)
+        if name == checkpoint_path.rstrip("/"):
+            raise ValueError(f"{checkpoint_path!r} is not in {self.experiment_fs_path}")
         return name
 
     @staticmethod
