@@ -269,29 +269,33 @@ def test_a_function_that_takes_long_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "SLOW_SECONDS", 0.01)
-    told = queue.SimpleQueue[str]()
 
-    def note(record: logging.LogRecord) -> bool:
-        told.put(record.getMessage())
-        return True
+    def save() -> str:
+        told = queue.SimpleQueue[str]()
+        texts = list[str]()
 
-    def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
-        text = told.get(timeout=60)
-        assert text.startswith(f"checkpoint_upload_fn for checkpoint {name} of rank_0 takes long")
-        return checkpoint
+        def note(record: logging.LogRecord) -> bool:
+            told.put(record.getMessage())
+            return True
 
-    def save() -> None:
-        with train.checkpoint_dir() as path:
-            (path / "model").write_text("m")
-            train.report({}, checkpoint=path, checkpoint_upload_fn=upload)
+        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            texts.append(told.get(timeout=60))
+            return checkpoint
 
-    config = RunConfig(name="run", storage_path=tmp_path)
-    logger = logging.getLogger("drawbar.train")
-    logger.addFilter(note)
-    try:
-        assert content(run_in_threads(save, num_workers=1, run_config=config).checkpoint)
-    finally:
-        logger.removeFilter(note)
+        logger = logging.getLogger("drawbar.train")
+        logger.addFilter(note)
+        try:
+            with train.checkpoint_dir() as path:
+                (path / "model").write_text("m")
+                train.report({}, checkpoint=path, checkpoint_upload_fn=upload)
+        finally:
+            logger.removeFilter(note)
+        return texts[0]
+
+    result = fit(save, tmp_path)
+    told = "checkpoint_upload_fn for checkpoint checkpoint_000000 of rank_0 takes long"
+    assert result.return_value.startswith(told)
+    assert content(result.checkpoint) == {"model": "m"}
 
 
 def test_every_rank_uploads_what_is_its_own(tmp_path: Path) -> None:
