@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
+from functools import partial
 
-from benchmarks._cluster import fresh_cluster
-from benchmarks._scenario import Goal, Measure, Samples, Scenario
+from benchmarks._libraries import DRAWBAR, RAY_TRAIN
+from benchmarks._scenario import Samples, Scenario
+from benchmarks.scenarios._processes import (
+    CHUNK,
+    MEASURES,
+    NOTE,
+    WORKERS,
+    chunk_rates,
+    fit_on_ray,
+    free_addresses,
+    run_bare,
+)
 
-WORKERS = 2
-WARM_UP = 30
-CHUNKS = 10
-CHUNK = 30
 BATCH = 256
 HIDDEN = 256
-THREADS = "1"
 
 
 def train() -> Samples:
-    """Take 300 steps on a batch that lies on all processes; rates per 30 steps."""
+    """Take steps on a batch that lies on all processes."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -38,76 +36,77 @@ def train() -> Samples:
     def first() -> list[jax.Array]:
         return [0.05 * jax.random.normal(jax.random.key(0), shape) for shape in shapes]
 
-    def loss(weights: list[jax.Array]) -> jax.Array:
-        values = batch
+    def loss(weights: list[jax.Array], values: jax.Array) -> jax.Array:
         for weight in weights:
             values = jnp.tanh(values @ weight)
         return jnp.mean((values - 1) ** 2)
 
     @jax.jit
-    def step(weights: list[jax.Array]) -> list[jax.Array]:
-        return [one - 0.1 * by for one, by in zip(weights, jax.grad(loss)(weights), strict=True)]
+    def step(weights: list[jax.Array], values: jax.Array) -> list[jax.Array]:
+        gradients = jax.grad(loss)(weights, values)
+        return [one - 0.1 * by for one, by in zip(weights, gradients, strict=True)]
 
     weights = jax.jit(first, out_shardings=NamedSharding(mesh, PartitionSpec()))()
 
-    def steps(count: int) -> float:
+    def steps() -> None:
         nonlocal weights
-        start = time.perf_counter()
-        for _ in range(count):
-            weights = step(weights)
+        for _ in range(CHUNK):
+            weights = step(weights, batch)
         jax.block_until_ready(weights)
-        return count / (time.perf_counter() - start)
 
-    steps(WARM_UP)
-    return {"rate": [steps(CHUNK) for _ in range(CHUNKS)]}
+    return chunk_rates(steps)
+
+
+def train_bare(rank: int, addresses: list[str]) -> Samples:
+    """Train as one process of a plain JAX program."""
+    meet(rank, addresses[0])
+    return train()
+
+
+def meet(rank: int, address: str) -> None:
+    """Make this process one of a JAX program's."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.distributed.initialize(address, WORKERS, rank, cluster_detection_method="deactivate")
+
+
+def meet_on_ray() -> None:
+    """Do it in a worker of `ray.train`, whose own trainer does it on TPUs and GPUs only."""
+    from ray.train import get_context
+    from ray.train.collective import broadcast_from_rank_zero
+
+    meet(get_context().get_world_rank(), broadcast_from_rank_zero(free_addresses()[0]))
+
+
+def _train_on_ray() -> Samples:
+    meet_on_ray()
+    return train()
 
 
 def _drawbar() -> Samples:
     from drawbar.jax import JaxTrainer
-    from drawbar.train import RunConfig, ScalingConfig
 
-    with fresh_cluster(WORKERS) as storage:
-        result = JaxTrainer(
-            train,
-            scaling_config=ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 1}),
-            run_config=RunConfig(storage_path=storage),
-        ).fit()
-    samples: Samples = result.return_value
-    return samples
+    return fit_on_ray(DRAWBAR, JaxTrainer, train)
 
 
-def _bare() -> Samples:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "samples.json")
-        script = [sys.executable, "-m", "benchmarks.scenarios._jax_script", address, str(answer)]
-        environment = {**os.environ, "NPROC": THREADS, "JAX_PLATFORMS": "cpu"}
-        processes = [
-            subprocess.Popen([*script, str(rank)], env=environment) for rank in range(WORKERS)
-        ]
-        if any([process.wait() for process in processes]):
-            raise RuntimeError("a process of plain JAX has failed; it said why above")
-        samples: Samples = json.loads(answer.read_text())
-    return samples
+def _ray_train() -> Samples:
+    from ray.train.v2.jax import JaxTrainer
+
+    return fit_on_ray(RAY_TRAIN, JaxTrainer, _train_on_ray)
 
 
 SCENARIO = Scenario(
     name="jax_steps",
     title="JAX steps of a small MLP over one mesh, gloo, 2 workers",
     note=(
-        "bare: two processes with jax.distributed, without Ray; ray.train has no JAX over CPUs. "
-        "Every side computes with one thread per process. Two busy processes leave no core of a "
-        "small machine to others, so run it on an idle one."
+        "bare: two processes with jax.distributed, without Ray. On CPUs ray.train's workers are no "
+        f"JAX program, so its function calls jax.distributed itself. {NOTE}"
     ),
-    measures=(
-        Measure(
-            key="rate",
-            label="steps per second",
-            unit="1/s",
-            goals=(Goal(over="drawbar", under="bare", at_least=0.95),),
-        ),
-    ),
-    sides={"drawbar": _drawbar, "bare": _bare},
+    measures=MEASURES,
+    sides={
+        "drawbar": _drawbar,
+        "ray.train": _ray_train,
+        "bare": partial(run_bare, __name__),
+    },
 )
