@@ -139,7 +139,9 @@ class Program:
                 stdin=subprocess.DEVNULL,
                 # Of the other ranks, standard output leads to the log already.
                 stdout=subprocess.PIPE if rank == 0 else None,
-                process_group=0,
+                # As torchrun does: Linux shares the cores out among sessions (sched_autogroup), and
+                # in Ray's all ranks and all of Ray's processes would have one share.
+                start_new_session=True,
             )
         self._ooms = sentinel.OomKills(process.pid)
         self._signs = Signs(process.pid, self._session.directory.log(rank))
