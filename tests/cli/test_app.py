@@ -29,7 +29,7 @@ def test_runs_imports_neither_ray_nor_what_draws(runs_made: Path) -> None:
         "finally: print(*sys.modules)"
     )
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    heavy = {"ray", "numpy", "pandas", "pyarrow", "matplotlib", "rich.console", "libcst"}
+    heavy = {"asyncio", "ray", "numpy", "pandas", "pyarrow", "matplotlib", "rich.console", "libcst"}
     assert not heavy & set(loaded)
     assert "long" in loaded
 

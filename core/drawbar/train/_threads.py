@@ -7,7 +7,6 @@ has stopped it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import queue
 import threading
@@ -27,6 +26,8 @@ async def in_daemon_thread(function: Callable[[*Arguments], T], *arguments: *Arg
     If this is cancelled, the function goes on, and nobody waits for it: neither the loop's end nor
     Python's, which both wait for `asyncio.to_thread`.
     """
+    import asyncio  # 40 ms: who has no event loop, such as a command that reads of runs, needs none
+
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     outcome: Future[T] = Future()

@@ -24,7 +24,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
-    """The training thread's frames, outermost first, and the text of all threads' stacks."""
+    """The training thread's frames, outermost first, and the text of all threads, its own first."""
 
     frames: tuple[Frame, ...]
     text: str
@@ -48,9 +48,10 @@ def take_stack(thread: threading.Thread | None) -> Stack:
     names = {each.ident: each.name for each in threading.enumerate()}
     texts = []
     training: tuple[Frame, ...] = ()
-    for ident, frame in frames.items():
+    trains = None if thread is None else thread.ident
+    for ident, frame in sorted(frames.items(), key=lambda each: each[0] != trains):
         summary = traceback.extract_stack(frame)
-        if thread is not None and ident == thread.ident:
+        if ident == trains:
             training = tuple(Frame(f.filename, f.lineno or 0, f.name) for f in summary)
         texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(summary.format()))
     return Stack(frames=training, text="\n".join(texts))
