@@ -99,6 +99,19 @@ def test_leftovers_of_an_object_store_go_too(drawbar: Command) -> None:
     ]
 
 
+def test_a_run_that_another_machine_may_host_is_left_alone(drawbar: Command) -> None:
+    import fsspec
+
+    address = "memory://hosted"
+    fit(address, "there", 2)
+    files = fsspec.filesystem("memory")
+    files.rm("/hosted/there/checkpoint_000001/.drawbar.json")  # as before its commit
+    journal = files.cat_file("/hosted/there/journal.jsonl")
+    files.pipe_file("/hosted/there/journal.jsonl", journal[: journal.rindex(b"{")])
+    assert find_run(f"{address}/there").status == "unknown"
+    assert found(drawbar, address, "--keep", 1) == []
+
+
 def test_a_run_that_goes_on_is_left_alone(storage: Path, drawbar: Command) -> None:
     import fcntl
 

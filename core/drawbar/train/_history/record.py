@@ -181,6 +181,8 @@ class RunRecord:
     def leftovers(self, keep: int | None = None) -> Iterator[Leftover]:
         """Give what may go, if the run does not go on; nothing is removed yet.
 
+        Of a run in an object store that has not ended, nothing: another machine may be at it.
+
         That is what was never committed, and, if asked for, old checkpoints. What a user has handed
         over and nobody else has is set aside when the rest is removed.
 
@@ -188,7 +190,8 @@ class RunRecord:
             keep: How many checkpoints are to stay, as `CheckpointConfig.num_to_keep` says: the
                 best by the run's own score, and the newest. None keeps all.
         """
-        yield from leftovers_of(self._directory, self._events, keep)
+        if self.status != UNKNOWN:
+            yield from leftovers_of(self._directory, self._events, keep)
 
     def stacks(self) -> dict[int, str]:
         """Give every rank's stacks as they were last written on this machine; {} if never."""
