@@ -88,6 +88,29 @@ def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(drawbar: Command, stora
     assert "checkpoint_000001" in shown
 
 
+def test_what_cannot_be_opened_is_named_beside_the_rest(drawbar: Command, storage: Path) -> None:
+    (storage / "loop").symlink_to("loop")
+    (storage / "long" / "loop").symlink_to("loop")
+    (storage / "folder" / "journal.jsonl").mkdir(parents=True)
+    for name in ("fifo", "linked"):
+        (storage / name).mkdir()
+    os.mkfifo(storage / "fifo" / "journal.jsonl")
+    (storage / "linked" / "journal.jsonl").symlink_to("journal.jsonl")
+    rows = [row.split()[:3] for row in drawbar("runs", storage).out.splitlines()[1:]]
+    assert [row[0] for row in rows[:3]] == ["failed", "short", "long"]
+    names = ("fifo", "folder", "linked")
+    assert rows[3:] == [[name, "unknown", "(damaged)"] for name in names]
+    found = {"fifo": "a FIFO", "folder": "a folder", "linked": "a symbolic link that leads back"}
+    for name, what in found.items():
+        assert f"is {what}" in drawbar("show", storage / name).out
+    assert drawbar("show", storage / "long").code == 0
+    log = storage / "long" / "logs" / "rank_0.log"
+    log.unlink()
+    log.mkdir()
+    told = drawbar("logs", storage / "long")
+    assert (told.code, told.err) == (2, f"drawbar: {log}: it is a folder, and no file\n")
+
+
 def test_what_a_later_version_adds_is_passed_over(drawbar: Command, storage: Path) -> None:
     journal = storage / "long" / "journal.jsonl"
     lines = journal.read_text().splitlines()

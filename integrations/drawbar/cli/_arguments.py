@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from drawbar.cli._output import CommandError
+from drawbar.cli._output import CommandError, told_of
 from drawbar.train import CheckpointError
 from drawbar.train.runs import RunRecord, find_run
 
@@ -37,5 +37,7 @@ def refusals_told() -> Iterator[None]:
     """Turn what a storage, or a run that is looked for, refuses into a `CommandError`."""
     try:
         yield
-    except (LookupError, OSError, ImportError, ValueError, CheckpointError) as error:
+    except OSError as error:
+        raise CommandError(told_of(error)) from error
+    except (LookupError, ImportError, ValueError, CheckpointError) as error:
         raise CommandError(str(error)) from error

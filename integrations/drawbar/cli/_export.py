@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from drawbar.cli._arguments import AsJson, RunName, record_of
-from drawbar.cli._output import CommandError, write_json
+from drawbar.cli._output import CommandError, told_of, write_json
 
 
 def export(
@@ -38,7 +38,7 @@ def export(
         try:
             output.write_bytes(data)
         except OSError as error:
-            raise CommandError(str(error)) from error
+            raise CommandError(told_of(error)) from error
         return
     if as_parquet and sys.stdout.isatty():
         raise CommandError("Parquet is no text for a terminal; say where to, with -o FILE")

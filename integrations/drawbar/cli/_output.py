@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,13 @@ _MAX_METRICS = 4
 
 class CommandError(Exception):
     """What was asked for is not there, or cannot be done: one line on stderr, exit code 2."""
+
+
+def told_of(error: OSError) -> str:
+    """Say what was refused, without the number of the error."""
+    if error.filename is None or not error.strerror:
+        return error.strerror or str(error)
+    return f"{os.fspath(error.filename)}: {error.strerror}"
 
 
 def write_json(value: Any) -> None:

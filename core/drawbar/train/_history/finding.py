@@ -10,6 +10,7 @@ from pathlib import Path
 
 from drawbar.train._history.record import RunRecord
 from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH
+from drawbar.train._storage.contents import is_folder
 from drawbar.train._storage.journal_file import JOURNAL
 from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, locate
 from drawbar.train._storage.run_directory import directory_at
@@ -75,15 +76,26 @@ def list_runs(
         raise FileNotFoundError(f"{storage} is not there")
     for name in _folders(storage):
         place = storage / name
-        if isinstance(place, Folder) or (place / JOURNAL).exists():
+        if isinstance(place, Folder) or _may_hold_run(place):
             try:
                 yield RunRecord.read(directory_at(place))
             except FileNotFoundError:
                 continue
 
 
+def _may_hold_run(place: Path) -> bool:
+    """Whether there is a journal, or whether that cannot be told: the run is named then too."""
+    try:
+        os.lstat(place / JOURNAL)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _folders(storage: Path | Folder) -> list[str]:
     if isinstance(storage, Folder):
         return storage.folders()
-    found = [entry.name for entry in os.scandir(storage) if entry.is_dir()]
+    found = [entry.name for entry in os.scandir(storage) if is_folder(entry)]
     return sorted(name for name in found if not name.startswith("."))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drawbar.train._errors import CheckpointError
+from drawbar.train._errors import CheckpointError, DamagedRunError
 from drawbar.train._history.cleaning import Leftover, leftovers_of
 from drawbar.train._history.events import (
     CheckpointCommitted,
@@ -24,7 +24,7 @@ from drawbar.train._history.timeline import ENDS, Snapshot, Timeline
 from drawbar.train._metrics import flatten
 from drawbar.train._storage.files import tree_size
 from drawbar.train._storage.journal_file import is_held
-from drawbar.train._storage.manifest import Manifest
+from drawbar.train._storage.manifest import Manifest, read_file
 from drawbar.train._storage.run_directory import RunDirectory
 
 INTERRUPTED = "interrupted"
@@ -49,11 +49,19 @@ class RunRecord:
     def read(cls, directory: RunDirectory) -> RunRecord:
         """Read what can be read of a run.
 
+        A journal in a folder of this machine that cannot be opened is damage too.
+
         Raises:
             FileNotFoundError: There is no run.
             OSError: The storage refuses, or does not answer.
         """
-        data = directory.files.read_journal()
+        try:
+            data = directory.files.read_journal()
+        except (OSError, DamagedRunError) as error:
+            if directory.folder is not None or not os.path.isdir(directory.path):
+                raise
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            return cls(directory, (), f"its journal cannot be read: {reason}")
         if data is None and not directory.checkpoints.committed():
             raise FileNotFoundError(
                 f"{directory.location} holds no Drawbar run: it has no {directory.journal.name}"
@@ -204,8 +212,9 @@ class RunRecord:
     def log(self, rank: int) -> bytes | None:
         """Give what a rank has written so far; None if there is no log of it."""
         here = self._directory.log(rank)
-        if here.exists():  # newer than what lies in an object store
-            return here.read_bytes()
+        written = read_file(here.parent, here.name)
+        if written is not None:  # newer than what lies in an object store
+            return written
         return self._directory.files.read(os.path.relpath(here, self._directory.path))
 
 

@@ -171,6 +171,14 @@ def entries_below(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
                     yield path, entry
 
 
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether this is a folder, or a link to one; a link that leads back to itself is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def leads_through(path: str, links: set[str]) -> bool:
     """Whether the way to a file, or the file itself, is one of these links."""
     return "" in links or path in links or any(way in links for way in ways_to(path))

@@ -165,6 +165,27 @@ def is_open_at(path: Path, descriptor: int) -> bool:
         return False
 
 
+def read_whole(path: Path) -> bytes:
+    """Read a file, if it is one: what else lies there may never end, as a FIFO does not.
+
+    Raises:
+        OSError: It is not there, cannot be read, or is no file; the message says what it is.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        what = "it is a symbolic link that leads back to itself"
+        raise OSError(errno.ELOOP, what, str(path)) from None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, and no file", str(path))
+    if not stat.S_ISREG(mode):
+        what = "it is a FIFO, a socket or a device, and no file"
+        raise OSError(errno.EINVAL, what, str(path))
+    return path.read_bytes()
+
+
 def sync_tree(directory: Path) -> None:
     """Have the kernel write every file and folder below `directory` to the disk."""
     for root, _, names in os.walk(directory):

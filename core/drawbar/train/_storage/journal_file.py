@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
 from typing import IO
@@ -76,10 +77,10 @@ class JournalFile:
         self._file.close()
 
 
-def no_file(path: Path) -> DamagedRunError:
-    """Say that a folder lies where the journal belongs."""
+def no_file(path: Path, what: str = "a folder") -> DamagedRunError:
+    """Say what lies where the journal belongs, and is no file."""
     return DamagedRunError(
-        f"{path} is a folder, where the journal of a run belongs; move it away, or give the run "
+        f"{path} is {what}, where the journal of a run belongs; move it away, or give the run "
         "another RunConfig.name"
     )
 
@@ -92,6 +93,8 @@ def _open_locked(path: Path) -> IO[bytes]:
     deadline = time.monotonic() + PROBE_S
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_fifo():  # opening it would wait for a reader
+            raise no_file(path, "a FIFO")
         try:
             # Unbuffered: when write() returns the kernel has the line, and no kill undoes that.
             file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
@@ -123,6 +126,8 @@ def whole_lines(data: bytes) -> bytes:
 def is_held(path: Path) -> bool:
     """Whether some process, on a node that shares this file, is writing the journal."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return True
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:

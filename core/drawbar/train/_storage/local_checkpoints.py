@@ -16,7 +16,13 @@ import msgspec
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore, Draft, taken
-from drawbar.train._storage.contents import CHECKSUMS, VALIDATION, holds_own, is_outside
+from drawbar.train._storage.contents import (
+    CHECKSUMS,
+    VALIDATION,
+    holds_own,
+    is_folder,
+    is_outside,
+)
 from drawbar.train._storage.files import remove_tree, sync, write_atomically
 from drawbar.train._storage.in_place import commit_in_place, complete_directory
 from drawbar.train._storage.journal_file import JOURNAL, committed_names
@@ -123,7 +129,7 @@ class LocalCheckpoints(CheckpointStore):
         return [
             entry.name
             for entry in os.scandir(self.run)
-            if entry.is_dir() and self._was_made(entry.name) and not self.is_intact(entry.name)
+            if is_folder(entry) and self._was_made(entry.name) and not self.is_intact(entry.name)
         ]
 
     def _was_made(self, name: str) -> bool:
@@ -137,7 +143,7 @@ class LocalCheckpoints(CheckpointStore):
 
     def _folders(self) -> list[str]:
         found = os.scandir(self.run) if self.run.is_dir() else ()
-        return [each.name for each in found if each.is_dir() and not each.name.startswith(".")]
+        return [each.name for each in found if is_folder(each) and not each.name.startswith(".")]
 
 
 def _is_same(path: Path, other: Path) -> bool:

@@ -21,7 +21,7 @@ from drawbar.train._storage.contents import (
     check_stays_inside,
     is_own,
 )
-from drawbar.train._storage.files import sync, sync_tree, write_atomically
+from drawbar.train._storage.files import read_whole, sync, sync_tree, write_atomically
 from drawbar.train._storage.remote_folder import Folder
 
 
@@ -156,11 +156,15 @@ def under_their_names(found: Mapping[str, Manifest]) -> list[Manifest]:
 
 
 def read_file(place: Path | Folder, name: str) -> bytes | None:
-    """Read a file of a checkpoint; None if it is not there."""
+    """Read a file of a run or checkpoint; None if it is not there.
+
+    Raises:
+        OSError: It cannot be read, or is no file; see `read_whole`.
+    """
     if isinstance(place, Folder):
         return place.read_if_there(name)
     try:
-        return (place / name).read_bytes()
+        return read_whole(place / name)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
