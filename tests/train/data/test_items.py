@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -95,6 +96,22 @@ def test_a_run_without_ray_reads_them_and_says_what_was_read(run_config: RunConf
     assert result.return_value == list(range(300))
     (epoch,) = result.data_ledger
     assert (epoch.rows, epoch.repeated, epoch.left_out, epoch.batches) == (300, (), (), {0: 2})
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_worker_that_has_not_imported_torch_makes_batches(run_config: RunConfig) -> None:
+    def function() -> list[Any]:
+        assert "torch" not in sys.modules
+        shard: Any = train.get_dataset_shard("train")
+        return [batch.tolist() for (batch,) in shard.iter_torch_batches(batch_size=2)]
+
+    result = DataParallelTrainer(
+        function,
+        datasets={"train": TensorDataset(torch.arange(3))},
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=run_config,
+    ).fit()
+    assert result.return_value == [[0, 1], [2]]
 
 
 def test_columns_are_told_from_items() -> None:

@@ -77,13 +77,14 @@ class ItemsPart:
             local_shuffle_seed: Of the shuffle.
             prefetch_batches: Ray Data's; nothing is fetched ahead.
         """
-        if collate_fn is None:  # whoever has a dataset of PyTorch's has imported it
+        dataset = self._dataset
+        if collate_fn is None:  # who has fetched a dataset of PyTorch's has imported it by that
             collate_fn = sys.modules["torch.utils.data"].default_collate
         numbers = self._numbers
         if local_shuffle_buffer_size:
             numbers = shuffled(numbers, local_shuffle_seed)
         for start in range(0, len(numbers), batch_size):
-            items = [self._dataset[int(number)] for number in numbers[start : start + batch_size]]
+            items = [dataset[int(number)] for number in numbers[start : start + batch_size]]
             if drop_last and len(items) < batch_size:
                 return
             batch = collate_fn(items)
