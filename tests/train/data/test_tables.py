@@ -185,6 +185,31 @@ def test_strict_names_what_each_rank_would_get_before_anything_starts(
         trainer.fit()
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_dataset_that_gives_no_worker_a_row_is_refused_before_anything_starts(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "files").mkdir()
+    nothing: dict[str, list[int]] = {"id": []}
+    for given, told in (
+        (tmp_path / "files", rf"no Parquet file in {tmp_path}/files"),
+        (frame(0), r"datasets\['train'\] has no rows"),
+        (datasets.Dataset.from_dict(nothing), r"datasets\['train'\] has no rows"),
+        (ray.data.from_arrow(pa.table(nothing)), r"datasets\['train'\] has no rows"),
+        (pd.DataFrame(index=range(5)), r"datasets\['train'\] has no columns"),
+        (frame(1), r"datasets\['train'\] has 1 row for 2 workers: none gets one"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=told):
+            DataParallelTrainer(
+                lambda: None,
+                datasets={"train": given},
+                scaling_config=ScalingConfig(num_workers=2),
+                run_config=run_config,
+            ).fit()
+    whole = {"train": frame(1), "valid": frame(1)}
+    split.check_rows(whole, DataConfig(datasets_to_split=["valid"], equalize="pad"), 2)
+
+
 def test_shares_of_few_rows() -> None:
     assert shares(2, 3, "pad") == ((0, 1), (0, 1), (1, 2))
     assert shares(0, 2, "pad") == ((0, 0), (0, 0))

@@ -144,6 +144,7 @@ class ExactSplits:
             self._compute(name, dataset, config)
         if (name, world_size) not in self._parts:
             whole = self._whole[name]
+            require_rows(name, whole.count(), 1)
             require_equal(name, whole.count(), world_size, config.equalize)
             if config.equalize == "pad":
                 windows = shares(whole.count(), world_size, "pad")
@@ -216,6 +217,26 @@ def _rows_of_blocks(dataset: Dataset) -> list[int]:
     # Before Ray 2.60 an entry was a pair.
     found: list[Any] = [each[1] if isinstance(each, tuple) else each.metadata for each in entries]
     return [each.num_rows for each in found]
+
+
+def require_rows(name: str, rows: int, each_of: int) -> None:
+    """Refuse a dataset that gives no worker a row.
+
+    Args:
+        name: Of the dataset.
+        rows: That it has.
+        each_of: So many workers get equally many; 1 where they need not.
+
+    Raises:
+        ValueError: There are fewer rows than that, or none.
+    """
+    if not rows:
+        raise ValueError(f"datasets[{name!r}] has no rows")
+    if rows < each_of:
+        raise ValueError(
+            f"datasets[{name!r}] has {rows} row{'s' * (rows > 1)} for {each_of} workers: none gets "
+            "one, since all get equally many; start fewer workers, or set DataConfig.equalize"
+        )
 
 
 def require_equal(name: str, rows: int, world_size: int, equalize: Equalize) -> None:

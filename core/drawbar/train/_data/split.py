@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train._data.exact_split import ExactSplits, require_equal
+from drawbar.train._data.exact_split import ExactSplits, require_equal, require_rows
 from drawbar.train._data.items import is_map_style, shard_items
 from drawbar.train._data.shard import DatasetShard, Part
 from drawbar.train._data.streams import rows_of, shard_stream
@@ -106,6 +106,22 @@ def lazy(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
     from ray.data.dataset import MaterializedDataset
 
     return [name for name, each in found.items() if not isinstance(each, MaterializedDataset)]
+
+
+def check_rows(datasets: Mapping[str, Any], config: DataConfig, world_size: int) -> None:
+    """Check that workers get rows of each dataset, as far as its rows are known without computing.
+
+    Raises:
+        ValueError: Of one, none of so many workers gets a row.
+    """
+    for name, each in datasets.items():
+        rows = None if callable(each) else rows_of(each)
+        if rows is None:
+            continue
+        if not rows and not getattr(each, "column_names", True):
+            raise ValueError(f"datasets[{name!r}] has no columns, only an index, which is no data")
+        is_cut = config.splits(name) and config.equalize == "drop" and not config.is_configured
+        require_rows(name, rows, world_size if is_cut else 1)
 
 
 def left_over(datasets: Mapping[str, Any], config: DataConfig, world_size: int) -> list[str]:

@@ -66,6 +66,8 @@ def read_parquet(given: Any) -> pa.Table | Dataset:
     paths = [os.fspath(each) for each in given] if isinstance(given, list | tuple) else given
     paths = os.fspath(paths) if isinstance(paths, os.PathLike) else paths
     files = pyarrow.dataset.dataset(paths, format="parquet")
+    if not files.files:
+        raise FileNotFoundError(f"there is no Parquet file in {paths}")
     groups = (group for each in files.get_fragments() for group in each.row_groups)
     nbytes = sum(group.total_byte_size for group in groups)
     stores = [node["Resources"].get("object_store_memory", 0) for node in _nodes()]

@@ -34,6 +34,7 @@ class RunDatasets:
     def __init__(self, spec: RunSpec) -> None:
         self._config, self._scaling = spec.dataset_config, spec.scaling_config
         self._datasets = split.opened(spec.datasets)
+        split.check_rows(self._datasets, self._config, self._most_workers)
         self.fitted: Preprocessor | None = None
         if self._config.preprocessor is not None:
             self.fitted = preprocessing.fitted(self._config.preprocessor, self._datasets)
@@ -57,6 +58,7 @@ class RunDatasets:
     ) -> Sequence[dict[str, DatasetShard] | ray.ObjectRef[dict[str, DatasetShard]]]:
         """Split them among the ranks on these nodes, from where they had been read to."""
         made = split.made(self._datasets)
+        split.check_rows(made, self._config, len(node_ids))
         # Once more: what functions have made is known only now.
         check_data(self._scaling, split.lazy(made, self._config))
         self.close()
