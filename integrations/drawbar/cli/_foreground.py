@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) ->
         stays: It must not end with this process.
 
     Raises:
-        CommandError: These do not go together.
+        CommandError: These do not go together, or Ray does not start, or is of another version.
         ConnectionError: There is none at the address.
     """
     import ray
@@ -59,11 +60,11 @@ def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) ->
     # What Ray says of its own would stand between rank 0's lines.
     settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
     if not standalone and (address or "RAY_ADDRESS" in os.environ):
-        ray.init(address=address, **settings)
+        _join(address, **settings)
         return
     if not standalone:
         with contextlib.suppress(ConnectionError):
-            ray.init(address="auto", **settings)
+            _join("auto", **settings)
             return
     if stays:
         raise CommandError(
@@ -72,22 +73,44 @@ def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) ->
     # Ray has its workers stand back (nice 15), which a user who is not root cannot take back.
     os.environ.setdefault("RAY_worker_niceness", "0")
     cores = len(os.sched_getaffinity(0))
-    ray.init(address="local", num_cpus=max(cpus, cores), include_dashboard=False, **settings)
+    _join("local", num_cpus=max(cpus, cores), include_dashboard=False, **settings)
 
 
-def most_of_a_node(resource: str) -> int:
-    """Give how much of a resource the node has that has most."""
+def _join(address: str | None, **settings: Any) -> None:
     import ray
 
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has none here
-    return int(max((node["Resources"].get(resource, 0) for node in nodes), default=0))
+    try:
+        ray.init(address=address, **settings)
+    except OSError:
+        raise
+    except Exception as error:  # Ray raises bare ones, too
+        where = "start here" if address == "local" else "be joined"
+        raise CommandError(f"Ray cannot {where}: {error}") from error
 
 
-def gpus_of_all() -> int:
-    """Give the number of GPUs of all nodes."""
-    import ray
+@dataclass(frozen=True)
+class ClusterSize:
+    """What a cluster has: CPUs and GPUs of the node that has most of them, and GPUs of all."""
 
-    return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]  # as above
+    most_cpus: int
+    most_gpus: int
+    gpus: int
+
+    @classmethod
+    def now(cls) -> ClusterSize:
+        """Give that of the Ray that this process has joined."""
+        import ray
+
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has none
+        cpus, gpus = (
+            [int(node["Resources"].get(each, 0)) for node in nodes] for each in ("CPU", "GPU")
+        )
+        of_all = ray.cluster_resources()  # type: ignore[no-untyped-call]  # as above
+        return cls(max(cpus, default=0), max(gpus, default=0), int(of_all.get("GPU", 0)))
+
+
+ANY_CLUSTER = ClusterSize(most_cpus=1, most_gpus=1, gpus=1)
+"""To check options on, before there is one."""
 
 
 def exit_code_when_over(handle: RunHandle) -> int:

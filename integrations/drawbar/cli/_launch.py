@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from drawbar.cli._foreground import (
+    ANY_CLUSTER,
+    ClusterSize,
     connect,
     exit_code_when_over,
-    gpus_of_all,
-    most_of_a_node,
     refused,
 )
 from drawbar.cli._output import CommandError
@@ -124,18 +124,17 @@ def launch(
             resume=resume,  # type: ignore[arg-type]  # it is checked there
             detached=detach,
         )
-        # Before Ray, which takes seconds to start.
-        if not is_module and not os.path.isfile(script):
-            raise CommandError(f"there is no script {script} in {os.getcwd()}")
-        connect(address, standalone=standalone, cpus=wanted.cpus, stays=detach)
-        handle = ScriptTrainer(
+        trainer_on = partial(
+            ScriptTrainer,
             script,
             arguments or [],
             is_module=is_module,
             environment=variables,
-            scaling_config=wanted.scaling(),
             run_config=run_config,
-        ).start()
+        )
+        trainer_on(scaling_config=wanted.scaling(ANY_CLUSTER))  # before Ray, which takes seconds
+        connect(address, standalone=standalone, cpus=wanted.cpus, stays=detach)
+        handle = trainer_on(scaling_config=wanted.scaling(ClusterSize.now())).start()
     if detach:
         print(handle.name)
     else:
@@ -179,23 +178,25 @@ class _Wanted:
         asked = self.nproc_per_node or ""
         return int(asked) if asked.isdecimal() else 0
 
-    def scaling(self) -> ScalingConfig:
-        """Give what is to be started on the Ray that this process has joined."""
+    def scaling(self, cluster: ClusterSize) -> ScalingConfig:
+        """Give what is to be started on a cluster of this size."""
         from drawbar.train import ScalingConfig
 
-        gpus, cpus = most_of_a_node("GPU"), most_of_a_node("CPU")
         workers: int | tuple[int, int]
         if self.nproc_per_node is None and self.nnodes is None:
             low, high = bounds_of("--num-workers", self.num_workers or "1")
             workers, one_node = (low if low == high else (low, high)), False
         else:
             workers, one_node = workers_of(
-                self.nproc_per_node or "1", self.nnodes or "1", gpus=gpus, cpus=cpus
+                self.nproc_per_node or "1",
+                self.nnodes or "1",
+                gpus=cluster.most_gpus,
+                cpus=cluster.most_cpus,
             )
         most = workers if isinstance(workers, int) else workers[1]
         return ScalingConfig(
             num_workers=workers,
-            use_gpu=gpus_of_all() >= most if self.use_gpu is None else self.use_gpu,
+            use_gpu=cluster.gpus >= most if self.use_gpu is None else self.use_gpu,
             resources_per_worker=(
                 None if self.cpus_per_worker is None else {"CPU": self.cpus_per_worker}
             ),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 
 from drawbar.launch._backend import ScriptConfig
 from drawbar.launch._loop import run_script
@@ -55,7 +58,7 @@ class ScriptTrainer(DataParallelTrainer):
     `ProgramFailedError`s with exit codes, and `exit_code_of` gives the first one's.
 
     Raises:
-        FileNotFoundError: There is no such script.
+        FileNotFoundError, ModuleNotFoundError: There is no such script or module.
         TypeError, ValueError: An argument is wrong.
     """
 
@@ -98,14 +101,29 @@ def _arguments(
     script: str | os.PathLike[str], arguments: Sequence[str], *, is_module: bool
 ) -> list[str]:
     """Give what would follow `python`."""
-    if is_module:
-        return ["-m", os.fspath(script), *arguments]
     path = os.fspath(script)
+    if is_module:
+        if not _is_there(path):
+            raise ModuleNotFoundError(f"there is no module {path} in {os.getcwd()} and sys.path")
+        return ["-m", path, *arguments]
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder: give the script, or -m and a module")
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"there is no script {path} in {os.getcwd()}")
+        where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+        raise FileNotFoundError(f"there is no script {path}{where}")
     return [path, *arguments]
+
+
+def _is_there(module: str) -> bool:
+    """Whether Python finds a module from this folder; imports none of its packages."""
+    top, *parts = module.split(".")
+    # Finders besides that of folders: of editable installs, zipped and built-in modules.
+    spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or find_spec(top)
+    for part in parts:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    return spec is not None
 
 
 def _as_python_starts() -> dict[str, str]:
