@@ -111,6 +111,28 @@ def test_what_cannot_be_opened_is_named_beside_the_rest(drawbar: Command, storag
     assert (told.code, told.err) == (2, f"drawbar: {log}: it is a folder, and no file\n")
 
 
+def test_names_that_are_no_text_are_escaped(drawbar: Command, storage: Path) -> None:
+    (storage / "long").rename(storage / os.fsdecode(b"bad\xff"))
+    (storage / "short").rename(storage / "a\x1b[31m\nb")
+    told = json.loads(drawbar("runs", storage, "--json").out)
+    assert {each["name"] for each in told} == {"bad\\xff", "a\x1b[31m\nb", "failed"}
+    shown = drawbar("runs", storage).out
+    assert "a\\x1b[31m\\x0ab  finished" in shown
+    assert "bad\\xff" in shown
+    assert "\x1b" not in drawbar("show", storage / "a\x1b[31m\nb").out
+    assert drawbar("show", storage / os.fsdecode(b"bad\xff"), "--json").code == 0
+
+
+def test_output_that_cannot_be_written_is_one_line(
+    drawbar: Command, runs_made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (("logs", runs_made / "long", "--json"), ("runs", runs_made)):
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            told = drawbar(*command)
+        assert (told.code, told.err) == (2, "drawbar: No space left on device\n")
+
+
 def test_what_a_later_version_adds_is_passed_over(drawbar: Command, storage: Path) -> None:
     journal = storage / "long" / "journal.jsonl"
     lines = journal.read_text().splitlines()

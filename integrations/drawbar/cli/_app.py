@@ -6,9 +6,10 @@ frameworks where it runs and not before: `drawbar runs` must not wait for what i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -19,7 +20,7 @@ from drawbar.cli._export import export
 from drawbar.cli._launch import LAUNCH_CONTEXT, LaunchCommand, launch
 from drawbar.cli._logs import logs
 from drawbar.cli._migrate import migrate
-from drawbar.cli._output import CommandError
+from drawbar.cli._output import CommandError, told_of, visible
 from drawbar.cli._plot import plot
 from drawbar.cli._runs import runs
 from drawbar.cli._show import show
@@ -87,8 +88,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             what is not there, with one line on stderr that says so.
     """
     try:
-        app(arguments, prog_name="drawbar")
+        try:
+            app(arguments, prog_name="drawbar")
+        finally:
+            sys.stdout.flush()  # a full disk is told here, and not when Python ends
     except CommandError as error:
-        line = " ".join(str(error).split())
-        print(f"drawbar: {line}", file=sys.stderr)
-        sys.exit(2)
+        _end(" ".join(str(error).split()))
+    except BrokenPipeError:  # `drawbar runs | head`
+        _give_up_output()
+        sys.exit(1)
+    except OSError as error:
+        _give_up_output()
+        _end(told_of(error))
+
+
+def _end(line: str) -> NoReturn:
+    print(f"drawbar: {visible(line)}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _give_up_output() -> None:
+    """Have nothing more written to stdout, also not by Python when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

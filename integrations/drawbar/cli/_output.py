@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 _MAX_METRICS = 4
+_HIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class CommandError(Exception):
@@ -27,14 +29,43 @@ def told_of(error: OSError) -> str:
 def write_json(value: Any) -> None:
     """Write plain data, or structs and dataclasses of it, to stdout as indented JSON.
 
-    What is no number, NaN and the infinities, is null, as in any JSON.
+    What is no number, NaN and the infinities, is null, as in any JSON. Bytes of a name that are not
+    UTF-8 are written as in "\\xff".
     """
-    encoded = msgspec.json.encode(value, enc_hook=str)
+    try:
+        encoded = msgspec.json.encode(value, enc_hook=str)
+    except UnicodeEncodeError:  # a name that is not UTF-8
+        encoded = msgspec.json.encode(_as_text(msgspec.to_builtins(value, enc_hook=str)))
     sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
+
+
+def _as_text(value: Any) -> Any:
+    """Give plain data with strings that JSON can hold."""
+    match value:
+        case str():
+            return re.sub("[\ud800-\udfff]", _escaped, value)
+        case dict():
+            return {_as_text(key): _as_text(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_as_text(each) for each in value]
+    return value
+
+
+def visible(text: str) -> str:
+    """Give a text in one line that steers no terminal: control characters are escaped."""
+    return _HIDDEN.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8, as Python has it in names
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def write_table(rows: Sequence[Sequence[str]], indent: str = "") -> None:
     """Write rows with their columns below each other."""
+    rows = [[visible(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from drawbar.cli._arguments import AsJson, RunName, record_of
-from drawbar.cli._output import CommandError, write_json
+from drawbar.cli._output import CommandError, visible, write_json
 from drawbar.cli._terminal_plot import canvas
 
 Curves: TypeAlias = Mapping[str, Mapping[int, float]]
@@ -33,7 +33,7 @@ def plot(
         _draw(curves, output)
     else:
         for name, points in curves.items():
-            print("\n".join([name, *canvas(points), ""]))
+            print("\n".join([visible(name), *canvas(points), ""]))
 
 
 def _chosen(curves: Curves, wanted: list[str], run: str) -> Curves:

@@ -16,6 +16,7 @@ from drawbar.cli._output import (
     one_line,
     shown_metrics,
     span,
+    visible,
     write_json,
     write_table,
 )
@@ -89,11 +90,11 @@ def seconds_spent(attempts: Sequence[AttemptTimes]) -> dict[str, float]:
 
 
 def _write(record: RunRecord, checkpoints: Sequence[Manifest]) -> None:
-    print(f"{record.name}  {record.status}\n{record.path}")
+    print(f"{visible(record.name)}  {record.status}\n{visible(record.path)}")
     if record.started is not None:
         print(f"started {ago(record.started)}, last heard of {ago(record.last_event)}")
     if record.damage:
-        print(f"damaged: {record.damage}; this is what can be read")
+        print(f"damaged: {visible(record.damage)}; this is what can be read")
     attempts = record.timeline.attempts
     if attempts:
         print("\nattempts")
@@ -103,7 +104,7 @@ def _write(record: RunRecord, checkpoints: Sequence[Manifest]) -> None:
         spent = seconds_spent(attempts)
         write_table([(name, span(seconds)) for name, seconds in spent.items()], "  ")
     if record.error:
-        print("\nerror\n" + "\n".join(f"  {line}" for line in record.error.splitlines()))
+        print("\nerror\n" + "\n".join(f"  {visible(line)}" for line in record.error.splitlines()))
     if checkpoints:
         print("\ncheckpoints")
         write_table([_row(each) for each in checkpoints], "  ")

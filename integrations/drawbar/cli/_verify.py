@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from drawbar.cli._arguments import AsJson, RunName, record_of, refusals_told
-from drawbar.cli._output import write_json
+from drawbar.cli._output import visible, write_json
 
 
 def verify(run: RunName, as_json: AsJson = False) -> None:
@@ -19,12 +19,12 @@ def verify(run: RunName, as_json: AsJson = False) -> None:
         for name, wrong in record.verify():
             found[name] = wrong
             if not as_json:
-                print(f"{name}: {wrong or 'whole'}", flush=True)
+                print(visible(f"{name}: {wrong or 'whole'}"), flush=True)
     if as_json:
         write_json({"path": record.path, "damage": record.damage, "checkpoints": found})
     else:
         if record.damage:
-            print(record.damage)
+            print(visible(record.damage))
         if not found:
             print("no checkpoints")
     if record.damage or any(found.values()):
