@@ -24,6 +24,7 @@ from drawbar.train._storage.shared_copy import own_folder
 
 FOLLOW = "follow"
 _ASKING_SECONDS = 5.0  # from connecting to having asked
+_CLOSING_SECONDS = 1.0  # for the thread that listens
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -78,6 +79,7 @@ class ControlSocket:
             "diagnose": run.diagnose,
         }
         self._socket: socket.socket | None = None
+        self._listening = threading.Thread(target=self._listen, name="drawbar-control", daemon=True)
         self._path = path
         try:
             self._path = control_path(path)
@@ -89,7 +91,7 @@ class ControlSocket:
             _logger.debug("other processes cannot reach the run: %s", error)
             self.close()
         else:
-            threading.Thread(target=self._listen, name="drawbar-control", daemon=True).start()
+            self._listening.start()
 
     def close(self) -> None:
         """Answer no more. Whoever follows the run to its end is told."""
@@ -101,6 +103,8 @@ class ControlSocket:
             with contextlib.suppress(OSError):  # a follower has gone
                 each.shutdown(socket.SHUT_RDWR)  # also where a forked child has inherited it
             each.close()
+        if self._listening.is_alive():
+            self._listening.join(_CLOSING_SECONDS)
 
     def _listen(self) -> None:
         assert self._socket is not None  # it listens

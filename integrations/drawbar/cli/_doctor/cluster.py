@@ -47,8 +47,17 @@ class Probe:
         self._store = TCPStore(address, 0, 2, is_master=True, wait_for_workers=False)
         return address, self._store.port
 
-    def meet(self, address: str, port: int, rank: int, backend: str) -> float:
-        """Add up numbers with another node; gives bytes per second."""
+    def meet(self, address: str, port: int, rank: int, backend: str) -> float | str:
+        """Add up numbers with another node; gives bytes per second, or what has failed.
+
+        A failure is told and not raised: Ray prints each raised one that is not asked for.
+        """
+        try:
+            return self._speed(address, port, rank, backend)
+        except Exception as error:
+            return _last_line(error)
+
+    def _speed(self, address: str, port: int, rank: int, backend: str) -> float:
         import torch
         from torch import distributed
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
@@ -66,6 +75,11 @@ class Probe:
             return _ROUNDS * _BYTES / (time.perf_counter() - began)
         finally:
             distributed.destroy_process_group()
+
+
+def _last_line(error: Exception) -> str:
+    told = str(error).strip().splitlines()
+    return told[-1] if told else repr(error)
 
 
 @contextmanager
@@ -146,13 +160,16 @@ def pair_findings(found: dict[str, Any], backend: str) -> Iterator[Finding]:
                 first.meet.remote(address, port, 0, backend),
                 second.meet.remote(address, port, 1, backend),
             ]
-            speed = min(ray.get(meetings, timeout=PATIENCE_S))
+            met: list[float | str] = ray.get(meetings, timeout=PATIENCE_S)
         except Exception as error:
-            told = str(error).strip().splitlines()
+            met = [_last_line(error)]
+        failures = [each for each in met if isinstance(each, str)]
+        if failures:
             advice = (
                 "open all ports between the nodes, and name the interface that they share: "
                 f"{'GLOO' if backend == 'gloo' else 'NCCL'}_SOCKET_IFNAME"
             )
-            yield Finding("problem", subject, told[-1] if told else repr(error), advice, pair)
+            yield Finding("problem", subject, failures[0], advice, pair)
         else:
+            speed = min(each for each in met if isinstance(each, float))
             yield Finding("ok", subject, f"{speed / 1e9:.2f} GB/s", node=pair)
