@@ -26,6 +26,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from drawbar import train
+from drawbar.lightning import _package
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
 from drawbar.train._launch import opening
 
@@ -225,6 +226,7 @@ def test_the_quick_start_is_the_example_that_is_run() -> None:
 def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(opening, "DEFAULT_STORAGE_PATH", str(tmp_path / "runs"))
+    monkeypatch.setattr(_package, "_told", None)  # the page on Lightning says which
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     cloudpickle.register_pickle_by_value(module)

@@ -74,6 +74,7 @@ class LaunchedWorkerGroup:
         self._numbers = itertools.count()
         self._asked: dict[int, tuple[int, Future[Answer]]] = {}  # by number: rank, and its answer
         self._lost: dict[int, str] = {}  # by rank of a peer: why it says nothing any more
+        peers.hear(self._hear_from_thread)
 
     @property
     def spare(self) -> int:
@@ -86,7 +87,6 @@ class LaunchedWorkerGroup:
     async def start(self, on_wait: OnWait) -> list[WorkerInfo]:
         """Wait until every process has called `fit()`."""
         await self._own.start(on_wait)
-        self._peers.hear = self._hear_from_thread
         come = 0
         while come < self._peers.count:
             come = await in_daemon_thread(self._peers.wait, NOTICE_SECONDS)
@@ -107,6 +107,8 @@ class LaunchedWorkerGroup:
                 self._running[rank] = asyncio.Event()
                 spec = dataclasses.replace(assignment.spec, surroundings=None)  # it has its own
                 self._peers.send(rank, Begin(dataclasses.replace(assignment, spec=spec)))
+        for rank, detail in list(self._lost.items()):  # between its coming and now
+            self._take(rank, Lost(detail))
 
     def _hear_from_thread(self, rank: int, said: FromPeer) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more

@@ -13,6 +13,7 @@ import secrets
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -173,13 +174,11 @@ class Peers:
         host: The address to listen at.
 
     Attributes:
-        hear: Called with a peer's rank and what it says, in a thread of that peer's.
         infos: Where those are that have come.
     """
 
     count: int
     host: str
-    hear: Callable[[int, FromPeer], object] = lambda rank, said: None
     infos: dict[int, WorkerInfo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -189,6 +188,14 @@ class Peers:
         self._listener = Listener((self.host, 0), authkey=self._key)
         self._wires: dict[int, Wire] = {}
         self._came = threading.Condition()
+        self._heard: Future[Callable[[int, FromPeer], object]] = Future()
+
+    def hear(self, what: Callable[[int, FromPeer], object]) -> None:
+        """From now on, call this with a peer's rank and what it says, in a thread of that peer's.
+
+        What they have said before waits until then.
+        """
+        self._heard.set_result(what)
 
     def invite(self, store: LauncherStore, key: str, directory: RunDirectory) -> None:
         """Have them come to the run that is open now."""
@@ -233,11 +240,12 @@ class Peers:
         with self._came:
             self.infos[hello.rank] = hello.info
             self._came.notify_all()
+        hear = self._heard.result()
         try:
             while True:
-                self.hear(hello.rank, wire.receive())
+                hear(hello.rank, wire.receive())
         except (EOFError, OSError) as error:
-            self.hear(hello.rank, Lost(f"its connection to rank 0 ended: {error or 'closed'}"))
+            hear(hello.rank, Lost(f"its connection to rank 0 ended: {error or 'closed'}"))
 
 
 def meet_rank_zero(store: LauncherStore, key: str, hello: Hello) -> tuple[Wire, RunDirectory]:
