@@ -89,6 +89,7 @@ def carry(value: object, *, shares: bool = False, leaves: bool = False) -> Carri
     Raises:
         Exception: It does not pickle.
     """
+    # Not `cloudpickle.dumps`: its pickler knows nothing of what is to be set aside.
     stream, references, buffers = io.BytesIO(), list[object](), list[pickle.PickleBuffer]()
     apart = functools.partial(_set_apart, buffers) if shares else None
     aside = functools.partial(_set_aside, references)
@@ -126,6 +127,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     ) -> None:
         import ray.cloudpickle
 
+        # Ray has a cloudpickle of its own, with the serializers that users have registered there.
         others = cloudpickle.Pickler.dispatch_table.maps
         by_ray = ray.cloudpickle.Pickler.dispatch_table
         self.dispatch_table = ChainMap(reducers, *others, by_ray)  # which __init__ reads
@@ -177,6 +179,7 @@ def _set_aside(references: list[object], found: object) -> tuple[object, ...]:
 def _bring_along(aside: Callable[[object], tuple[Any, ...]], found: Any) -> tuple[Any, ...]:
     import ray
 
+    # Whoever unpacks it puts it anew, and so owns what outlives this process.
     return (ray.put, (ray.get(found),)) if _is_own(found) else aside(found)
 
 
@@ -195,4 +198,5 @@ def _is_own(reference: object) -> bool:
 
     worker: Any = ray._private.worker.global_worker
     owner: bytes = worker.core_worker.get_owner_address(reference)
+    # There is no public call; the address is a message of Ray's that has the id in it.
     return bytes.fromhex(ray.get_runtime_context().get_worker_id()) in owner

@@ -122,6 +122,7 @@ def exceptions_of(failures: Iterable[WorkerFailure]) -> dict[int, Exception]:
 
 def _exception_of(failure: WorkerFailure) -> Exception:
     if failure.pickled is not None:
+        # Its class may not be importable here, and unpickling runs code of the user's.
         with contextlib.suppress(Exception):
             error = cloudpickle.loads(failure.pickled)
             if isinstance(error, Exception):
@@ -148,6 +149,7 @@ class TrainingFailedError(RuntimeError):
     def _rebuild(
         cls: type[Exception], args: tuple[object, ...], state: dict[str, Any]
     ) -> Exception:
+        # Not by `__init__`, which takes other arguments in each subclass than `args` has.
         error = cls.__new__(cls, *args)
         error.args = args
         error.__dict__.update(state)

@@ -57,6 +57,7 @@ def _outermost(value: object, key: str) -> object:
 
 
 def _plain(value: object, key: str) -> object:
+    # Nearly all metrics are: the rest is not looked at for these.
     if type(value) in _PLAIN:
         return value
     if isinstance(value, str):
@@ -78,6 +79,7 @@ def _plain(value: object, key: str) -> object:
 
 def _text(text: str, key: object) -> str:
     try:
+        # Half of a surrogate pair is a str in Python, and no text in any file.
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"metric {key!r} holds text that UTF-8 cannot: {error}") from None

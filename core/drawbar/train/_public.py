@@ -25,6 +25,7 @@ def as_public(window: dict[str, Any]) -> None:
     for name in window["__all__"]:
         value = window.get(name)  # it may be one that is imported by its first use
         home = getattr(value, "__module__", None) or ""
+        # What lies in a public module already, or is another library's, has its name.
         if "._" not in home or not isinstance(value, type | FunctionType):
             continue
         if isinstance(value, type):

@@ -67,6 +67,7 @@ class Surroundings:
         """Have them in this process; at the end, arguments and logging are as they were."""
         with contextlib.suppress(OSError):
             os.chdir(self.working_directory)
+        # At the end: what the worker finds by its runtime environment goes before the driver's.
         sys.path += [path for path in self.import_paths if path not in sys.path]
         argv, sys.argv = sys.argv, list(self.argv)
         for name, source in self.cells.items():  # where tracebacks look for lines
@@ -220,6 +221,7 @@ def _cells() -> dict[str, str]:
 
 def _data_context() -> Carried | None:
     """Give this process's, unless it is as it always is: a worker would import Ray Data for it."""
+    # Whoever has not imported Ray Data has changed nothing there.
     context = getattr(sys.modules.get("ray.data.context"), "_default_context", None)
     if context is None:
         return None

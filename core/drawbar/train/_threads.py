@@ -40,6 +40,7 @@ async def in_daemon_thread(function: Callable[[*Arguments], T], *arguments: *Arg
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(ended.set)
 
+    # One thread for each call: in a pool, calls that hang would use up its threads.
     threading.Thread(target=call, name="drawbar-call", daemon=True).start()
     await ended.wait()
     return outcome.result()

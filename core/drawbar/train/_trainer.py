@@ -74,6 +74,8 @@ class DataParallelTrainer(ExplainsItsArguments):
 
     def __new__(cls, *args: object, **arguments: object) -> Self:
         trainer = super().__new__(cls, *args, **arguments)
+        # Here, since `__init__` of a subclass may change what it is given before it calls this
+        # one's.
         trainer._given = args, arguments
         return trainer
 
@@ -169,6 +171,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         return arguments
 
     def _start(self, *, jobs_wait: bool) -> RunHandle:
+        # First of all: without the framework, what follows would fail in ways that do not say so.
         self.backend_config.preflight(self.scaling_config)
         payload = Payload(
             self.train_loop_per_worker,
@@ -196,6 +199,7 @@ class DataParallelTrainer(ExplainsItsArguments):
             return host(
                 spec, payload, self.validation_config, self._make_console, jobs_wait=jobs_wait
             )
+        # Only now: all that can be wrong with the arguments is said without waiting for Ray.
         connect_to_ray()
         if self.run_config.detached or is_client():
             self._warn_of_its_own_ray()
@@ -285,6 +289,8 @@ class DataParallelTrainer(ExplainsItsArguments):
             storage_path=directory.parent,
             storage_filesystem=directory.filesystem,
         )
+        # Not by `cls(...)`: subclasses take other arguments, which became these when the run was
+        # made.
         trainer = cls.__new__(cls)
         DataParallelTrainer.__init__(trainer, run_config=config, datasets=datasets, **state)
         return trainer

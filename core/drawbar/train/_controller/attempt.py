@@ -103,6 +103,7 @@ class Attempt:
         self._progress = Progress(len(workers), first_index, keep_all_rounds=tells_rounds)
         self.questions = Questions(self._progress, commits, validations, order)
         self._metrics: dict[int, list[dict[str, object]]] = {}
+        # The patience of `over` counts from here on: the start before it has had its own time.
         self._heard = dict.fromkeys(range(len(workers)), time.monotonic())
         self._lines: dict[int, str] = {}  # of each rank's last report or collective
         self._is_over = asyncio.Event()
@@ -128,6 +129,7 @@ class Attempt:
         """
         if self._is_over.is_set():
             return False
+        # Who had raised by then counts for the cause, though it has not told how.
         if isinstance(error, AttemptFailed):
             error.raised = self._raised
         self._error = error
@@ -176,6 +178,7 @@ class Attempt:
         Raises:
             AttemptFailed: As `over`.
         """
+        # By the clock of this process: those of the nodes may differ.
         self._heard[rank] = time.monotonic()
         match message:
             case Reported():
@@ -243,8 +246,10 @@ class Attempt:
         for rank, worker in enumerate(self.workers):
             if worker.node_id in draining:
                 ranks.setdefault(worker.node_id, []).append(rank)
+        # 0 is no deadline.
         deadlines = [draining[node] for node in ranks if draining[node]]
         info = PreemptionInfo(min(deadlines, default=None), ranks)
+        # The same nodes are found again every two seconds, and are said once.
         if not ranks or info == self.wishes.preemption:
             return None
         self.wishes = Wishes(checkpoint=True, preemption=info)
@@ -333,6 +338,7 @@ class Attempt:
         if calls is None:
             self._check_divergence()
             return
+        # Passed on as they are: only ranks unpack what users made.
         payloads = tuple(calls[each].payload for each in sorted(calls))
         if call.kind == "wishes":
             payloads = (carry(self.wishes),)

@@ -49,6 +49,7 @@ class AttemptFailed(Exception):
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
+                # Not longer: a rank that hangs in its clean-up may never tell.
                 while self._failed_before():
                     self._heard.clear()
                     await self._heard.wait()

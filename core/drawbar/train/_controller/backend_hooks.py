@@ -29,6 +29,7 @@ class BackendHooks:
         Raises:
             Exception: Whatever keeps them from it.
         """
+        # A hook waits for what it has workers do, and the loop has to hear what they say meanwhile.
         await in_daemon_thread(self._set_up)
 
     def _set_up(self) -> None:

@@ -72,6 +72,7 @@ class Committer:
         self._checkpoints = directory.checkpoints
         self._staging = directory.staging
         self._config = config
+        # Written once: each commit would do it on the event loop again.
         self._metadata = json.dumps(metadata).encode() if metadata else None
         self._emit = emit
         self._on_commit = committed
@@ -132,6 +133,8 @@ class Committer:
             share = complete.shares[rank]
             if offer.staged:
                 pending.parts[rank] = Part(Path(offer.directory), share)
+            # What an upload function will put there nobody knows yet, so its rank is asked in any
+            # case.
             elif share or (offer.in_place and not offer.files):
                 pending.awaited[rank] = share
                 order(rank, Persist(index=complete.index, files=share, name=name))
@@ -156,6 +159,7 @@ class Committer:
 
     def take(self, rank: int, sent: FileSent, answer: Callable[[Order], None]) -> None:
         """Take a piece of a share that travels here from a node of its own, then say so."""
+        # The rank waits for an answer in any case: it sends the next piece only then.
         if any(each.name == sent.name for each in self._pending.values()):
             self.pieces.take(rank, sent, answer)
         else:  # of a checkpoint that was dropped
@@ -221,6 +225,7 @@ class Committer:
 
     async def settle(self) -> None:
         """Finish the commits that every rank has persisted, drop the rest: the attempt is over."""
+        # Else whoever asks for all checkpoints waits for these without end.
         self._committing.difference_update(self._pending)
         self._pending.clear()
         # Their pieces are written into the stages that are removed below.

@@ -62,6 +62,7 @@ def after_failure(end: AttemptEnd, spent: Spent, config: FailureConfig) -> Resta
             return Restart(spent)
         case "configuration" | "divergence" | "storage":
             return GiveUp("it would fail again in the same way")
+    # -1 is no limit.
     if limit < 0 or used < limit:
         return Restart(spent.after(end))
     return GiveUp(f"FailureConfig.{name}={limit} is used up")

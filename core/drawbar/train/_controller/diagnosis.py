@@ -29,6 +29,7 @@ class Diagnoses:
         """Ask every rank for its stacks; gives the folder with them, and how the ranks differ."""
         folder = self._directory.path / "stacks" / name
         stacks = await self._group.stacks()
+        # In a thread: a storage that does not answer may be why the ranks hang.
         return folder, await in_daemon_thread(write_stacks, folder, stacks)
 
     async def tell(self) -> str:
@@ -40,6 +41,7 @@ class Diagnoses:
     def answer(self, rank: int, asked: DiagnosisAsked) -> None:
         """Tell the rank that has asked, without waiting."""
         task = asyncio.create_task(self._answer(rank, asked))
+        # asyncio itself holds a task only weakly, and it could be gone before it has answered.
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
 

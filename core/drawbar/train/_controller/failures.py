@@ -37,6 +37,7 @@ async def describe_death(
         directory.exit_report(worker.hostname, worker.pid), EXIT_REPORT_SECONDS
     )
     log = directory.log(rank)
+    # faulthandler writes to the descriptor of stderr, and that is the log.
     cause = verdict(report, gone.detail, _tail(log))
     if gone.preempted:
         cause = f"its node {worker.node_id[:8]} ({worker.node_ip}) is gone or going; {cause}"
@@ -87,8 +88,10 @@ def describe_interruption(rank: int) -> WorkerFailure:
 
 def startup_end(error: Exception) -> AttemptEnd:
     """Tell a start that may work next time from one that cannot."""
+    # Ray has no other sign for it than these words.
     if isinstance(error, RayActorError) and "its node has died" in str(error):
         return "preemption"
+    # What these complain of is there at the next start too.
     hopeless = (
         RuntimeEnvSetupError,
         ValueError,

@@ -60,6 +60,7 @@ class Pieces:
                 self._failed(error)
 
         task = asyncio.create_task(answered())
+        # asyncio holds a task only weakly.
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 

@@ -172,6 +172,8 @@ class Progress:
         # Calls that differ stay here: they are the proof of a divergence.
         if len(same) < self.world_size or not all(same):
             return None
+        # All at once, before anybody is told: else the first to go on would prove a divergence from
+        # those that have not heard yet.
         for each in self.ranks.values():
             each.waits_in_collective = None
         calls, self._calls = self._calls, {}

@@ -39,6 +39,7 @@ class Recovery:
         self, number: int, attempt: Attempt | None, failed: AttemptFailed
     ) -> Restart | GiveUp:
         """End attempt `number`, and decide. `attempt` is None if it has not come to run."""
+        # Before anybody is stopped: who is killed in its clean-up tells nothing any more.
         await failed.first_cause(CAUSE_SECONDS)
         # First of all: as long as peers of a dead rank run, they wait for it, and every second of
         # that is a second of no training.

@@ -146,6 +146,7 @@ class Ending:
             raise self.outcome.error
         assert self.result is not None  # it has not failed
         values = self.outcome.values
+        # Here and not before: the classes need not exist in the process that hosts the run.
         self.result.return_values = [_unpickled(rank, values[rank]) for rank in sorted(values)]
         return self.result
 

@@ -90,6 +90,7 @@ class Validations:
         self._settling = False
         in_flight = list(self._in_flight.values())
         left = [each for each in in_flight if not each.has_ended]
+        # Those whose outcome is there already are let be, and waited for below.
         for each in left:
             each.task.cancel()
         if in_flight:

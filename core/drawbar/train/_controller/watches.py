@@ -55,6 +55,7 @@ class NodeWatch:
         """Watch until cancelled."""
         while True:
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
+            # It asks Ray's control service, which may not answer while a head node is restarted.
             draining = await in_daemon_thread(self._draining)
             attempt = self._current()
             info = attempt.preempted(draining) if attempt is not None else None
@@ -84,6 +85,8 @@ def quiet_ranks(
         still = {rank: now[rank] for rank in signs if _is_still(before.get(rank), now.get(rank))}
         mute = [rank for rank, stack in still.items() if stack is None]
         moving = len(still) < len(signs)
+        # Who gives no answer is surely stuck. Of those that do and stand still, none is blamed
+        # while others move: it may just be slower.
         found = mute if mute or moving else stand_apart(still)
     return {rank: _quiet(rank, signs, now.get(rank)) for rank in found if len(signs) > 1}
 
@@ -150,6 +153,8 @@ class QuietWatch:
                 self._note(attempt, {})
                 self._next = 0.0
             elif shortest < self._patience or shortest >= self._next:
+                # Looking costs each rank a moment, and nothing new is to be expected of a long
+                # silence.
                 self._next = 2 * shortest
                 await self._look(attempt, self._patience)
 

@@ -120,6 +120,7 @@ class ActorPool:
         """
         if self._placement is None:
             self._placement = self._around or self._own_placement()
+        # All at once: Ray starts processes side by side, and each takes seconds.
         for slot in range(self._scaling.max_workers):
             if slot not in self.members:
                 self._create(slot)
@@ -157,6 +158,7 @@ class ActorPool:
         return None if self._scaling.elasticity_enabled else Placement.made(self._scaling)
 
     def _create(self, slot: int) -> None:
+        # Ray refuses CPU, GPU and memory among the other resources.
         resources = self._scaling.bundle
         options: dict[str, object] = {
             "num_cpus": resources.pop("CPU", 0),
@@ -174,6 +176,7 @@ class ActorPool:
         if self._runtime_env:
             options["runtime_env"] = self._runtime_env
         actor = self._actor_class.options(**options).remote(self._run_path)
+        # Called before it is up: Ray sends the call along, and the answer says that it is.
         up = asyncio.ensure_future(awaited(actor.set_up.remote(self._process_setup)))
         self.members[slot] = Member(actor, up)
 
@@ -197,6 +200,7 @@ class ActorPool:
         for slot in list(self.members):
             self._forget(slot)
         if self._placement is not None:
+            # Last: Ray kills who lies in a group that is removed, and would tell of deaths.
             self._placement.give_up()
             self._placement = None
 

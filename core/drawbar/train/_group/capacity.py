@@ -52,6 +52,7 @@ def check_fits(
         InsufficientResourcesError: It can never be placed. The message has the values that were
             asked for and the most that the cluster can give.
     """
+    # What the nodes that can still come will hold, Ray does not tell.
     if autoscaling or not bundles:
         return
     if not nodes:
@@ -147,6 +148,7 @@ def _check_names(nodes: Sequence[NodeShape], bundle: Mapping[str, float]) -> Non
     known = {name for node in nodes for name, amount in node.total.items() if amount}
     for name in bundle:
         if name not in known:
+            # Ray has resources of its own for each node and placement group, which nobody asks for.
             listed = ", ".join(sorted(known for known in known if not _INTERNAL.match(known)))
             raise InsufficientResourcesError(
                 f"one worker needs {shown(bundle)}, and no node of this cluster has the resource "
@@ -229,6 +231,7 @@ def room_for(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int
         need, has = round(amount * _UNITS), round(resources.get(name, 0) * _UNITS)
         if not need:
             continue
+        # Ray gives a fraction on one GPU: what is left of two of them does not add up.
         if name == "GPU" and need < _UNITS:
             most = min(most, has // _UNITS * (_UNITS // need))
         else:

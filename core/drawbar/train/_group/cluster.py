@@ -33,6 +33,8 @@ def connect_to_ray() -> None:
     with _connecting:
         if not ray.is_initialized():
             starts_its_own = "RAY_ADDRESS" not in os.environ
+            # A dashboard is more processes and a longer start, for a Ray that ends with this
+            # script. Of a Ray that is there already, others have decided.
             dashboard = False if starts_its_own else None
             start = partial(ray.init, logging_level=logging.WARNING, include_dashboard=dashboard)
             with _without_advice() if starts_its_own else contextlib.nullcontext():
@@ -75,6 +77,8 @@ def _in_thread_that_stays(start_ray: Callable[[], object]) -> None:
             started.set_result(None)
             threading.Event().wait()
 
+    # ray-project/ray#7150 has set that signal; the thread it is bound to must live as long as Ray
+    # is to.
     threading.Thread(target=stay, name="drawbar-ray", daemon=True).start()
     started.result()
 
@@ -100,6 +104,7 @@ def join_cluster() -> bool:
     with _connecting:
         if not ray.is_initialized():
             try:
+                # Not `connect_to_ray()`: who only looks for a run must not start a Ray of his own.
                 ray.init(address="auto", logging_level=logging.WARNING)
             except ConnectionError:
                 return False
@@ -143,6 +148,7 @@ def node_shapes() -> list[NodeShape]:
     import ray
     from ray._private.state import available_resources_per_node
 
+    # `ray.available_resources()` adds all nodes up, and what no single one of them has is no room.
     available = available_resources_per_node()  # type: ignore[no-untyped-call]  # Ray has no types here
     return [
         NodeShape(
@@ -179,6 +185,8 @@ def node_is_safe(node_id: str) -> bool:
     node = nodes.get(node_id)
     if node is None or not node["Alive"] or node_id in draining_nodes():
         return False
+    # ray.nodes() would say "alive" for that long, and a death would cost a budget of failures that
+    # it should not.
     address = (node["NodeManagerAddress"], node["NodeManagerPort"])
     try:
         socket.create_connection(address, timeout=1).close()

@@ -83,9 +83,11 @@ def verdict(report: ExitReport | None, ray_detail: str, fault_log: str) -> str:
         fault_log: What faulthandler wrote, or "". If it tells of a crash, the sentence ends with
             its text, the first stacks on the lines that follow.
     """
+    # Before the status, which would say SIGKILL, and not by whom.
     out_of_memory = _RAY_OOM.search(ray_detail)
     if out_of_memory:
         return f"killed by Ray's memory monitor: {out_of_memory[1].strip()}"
+    # Also where there is a status: that of a crash says which signal, and faulthandler where.
     crash = _crash(fault_log)
     if report is None or report.status is None:
         return _without_status(report, crash)

@@ -128,6 +128,7 @@ class LaunchedWorkerGroup:
                 self._stop(save)
             case Lost(detail):
                 self._lost[rank] = detail
+                # Who has asked it waits in a thread, and nobody would answer any more.
                 for number, (asked, _) in list(self._asked.items()):
                     if asked == rank:
                         self._answered(number, Answer(number, error=detail))
@@ -151,6 +152,7 @@ class LaunchedWorkerGroup:
             self.order(rank, Interrupt(reason="the attempt is over", by_user=by_user))
         own = self._own.end_attempt(grace=grace, keep=keep, replace=replace)
         waits = [asyncio.wait_for(done.wait(), grace) for done in running.values()]
+        # One that does not stop in time is the launcher's to kill; the others still get theirs.
         await asyncio.gather(own, *waits, return_exceptions=True)
 
     async def stacks(self) -> dict[int, Stack | None]:
@@ -211,6 +213,7 @@ class LaunchedWorkerGroup:
         Raises:
             RuntimeError: It raised on a peer, or a process is gone.
         """
+        # Packed once for all of them.
         question = partial(Execute, call=carry((function, args, kwargs)))
         asked = {rank: self._ask(rank, question) for rank in sorted(self._peers.infos)}
         own = function(*args, **kwargs)  # meanwhile: the ranks may wait for each other in it

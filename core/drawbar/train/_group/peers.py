@@ -199,6 +199,7 @@ class Peers:
 
     def invite(self, store: LauncherStore, key: str, directory: RunDirectory) -> None:
         """Have them come to the run that is open now."""
+        # Before the address is known: who reads it connects at once.
         accept = threading.Thread(
             target=self._accept, args=(directory,), name="drawbar-peers", daemon=True
         )
@@ -229,6 +230,7 @@ class Peers:
     def _accept(self, directory: RunDirectory) -> None:
         with self._listener:
             while len(self._wires) < self.count:
+                # Neither a port scanner nor a peer that dies on its way here ends the listening.
                 with contextlib.suppress(OSError, EOFError, AuthenticationError):
                     wire = Wire(self._listener.accept())
                     hello = wire.receive()

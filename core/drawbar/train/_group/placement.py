@@ -56,6 +56,7 @@ class Placement:
         taken = context.get_assigned_resources()  # type: ignore[no-untyped-call]  # it has no types
         count = scaling.max_workers
         bundles = bundles_with_room(group.bundle_specs, taken, scaling.bundle, count)
+        # All of them or none: with some outside, trials could wait for what others of them hold.
         return cls(group, bundles, own=False) if len(bundles) == count else None
 
     @property
@@ -66,6 +67,8 @@ class Placement:
 
     def strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
         """Say where the worker of a slot lies. What it starts itself goes anywhere."""
+        # Else what the function starts, such as tasks of Ray Data, would have to fit into the
+        # bundle that its worker fills, and wait for ever (ray-project/ray#17524).
         return PlacementGroupSchedulingStrategy(
             self._group, self._bundles[slot], placement_group_capture_child_tasks=False
         )
@@ -90,6 +93,7 @@ def bundles_with_room(
         wanted: What a worker needs.
         count: How many workers there are.
     """
+    # Copies: they belong to Ray, which gives the same ones to the next who asks.
     left = [dict(bundle) for bundle in bundles]
     for name, amount in taken.items():
         left[0][name] = left[0].get(name, 0) - amount

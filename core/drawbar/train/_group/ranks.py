@@ -65,6 +65,7 @@ def local_gpu_ids(count: int, local_rank: int = 0) -> tuple[str, ...]:
 
     That is `count` of them, or as many as there are; rank 0 has the first ones.
     """
+    # CUDA is not asked: it would take memory on every GPU that it looks at.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         devices = Path("/dev").glob("nvidia[0-9]*")

@@ -145,6 +145,7 @@ class RayWorkerGroup:
         members = self._pool.members
         taking_part = [slot for slot, member in members.items() if member.stream is not None]
         dead = [slot for slot, member in members.items() if member.is_dead]
+        # First of all: their replacements come up while the others are still stopping.
         self._pool.discard(dead, replace=replace)
         running = {rank: each.stream for rank, each in self._ranks.items() if each.is_running}
         for rank in running:
@@ -222,6 +223,8 @@ async def _leave(member: Member) -> None:
 
 
 async def _stack_of(member: Member) -> Stack | None:
+    # In the control group, and not for long: a call that holds the interpreter answers nobody,
+    # which is an answer too.
     asked = member.actor.stack.options(concurrency_group="control").remote()
     with contextlib.suppress(RayError, TimeoutError):
         return await asyncio.wait_for(awaited(asked), STACK_SECONDS)
@@ -230,6 +233,7 @@ async def _stack_of(member: Member) -> Stack | None:
 
 def _gone(error: RayError, node_id: str) -> Gone:
     """Describe a death; a worker whose node is gone or going was preempted."""
+    # Ray says so of a node that was drained. One that has vanished counts as alive for a while.
     preempted = bool(getattr(error, "preempted", False)) or not node_is_safe(node_id)
     return Gone(detail=str(error), time=time.time(), preempted=preempted)
 

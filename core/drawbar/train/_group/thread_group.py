@@ -120,6 +120,7 @@ class ThreadWorkerGroup:
         say: Callable[[Message], None],
         end: Callable[[Message | None], None],
     ) -> None:
+        # Only here is it known which one that is: `spawn` runs the job where `fit()` was called.
         self._threads[rank] = threading.current_thread()
         perform_here(self._payload, session, say, end, alone=self._spawn is not None)
 

@@ -187,6 +187,7 @@ class ThreadValidator:
                 user_code.end()
                 loop.call_soon_threadsafe(tell, found)
 
+        # A daemon: one that cannot be interrupted, in C code, must not hold the program up.
         threading.Thread(target=work, name="validation", daemon=True).start()
         started()
         try:

@@ -277,6 +277,7 @@ def attach(
     ended = None if is_name else EndedRun.find(directory)
     if ended is not None and ended.is_told:
         return RunHandle(ended)
+    # Before Ray is looked for: joining a cluster takes a second, and a run beside this needs none.
     neighbour = NeighbourRun.find(directory)
     if neighbour is not None and not neighbour.snapshot().detached:
         return RunHandle(neighbour)
@@ -314,6 +315,7 @@ def _diagnosis_on_signal(diagnose: Callable[[], str]) -> Iterator[None]:
     if not in_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         yield
         return
+    # In a thread: the handler runs between two lines of the main one, which may hold what it needs.
     signal.signal(signal.SIGUSR1, lambda number, frame: threading.Thread(target=diagnose).start())
     try:
         yield

@@ -155,6 +155,7 @@ class HostActor:
         try:
             if self._begun.wait(START_SECONDS):
                 host = self._run()
+                # A client's run ends with the client, as any run does with its driver.
                 if not self._detached:
                     threading.Thread(target=self._end_with_the_client, daemon=True).start()
                 host.join()

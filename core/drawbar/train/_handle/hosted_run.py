@@ -81,6 +81,7 @@ class HostedRun:
             while self._ending is None and not self._let_go:
                 asked: ObjectRef[News] = self._actor.follow.remote(follower, self._seen)
                 while not self._let_go:
+                    # In waits that end: this thread must be out of Ray when Ray is shut down.
                     if ray.wait([asked], timeout=POLL_SECONDS)[0]:
                         self._hear(ray.get(asked))
                         break
@@ -255,7 +256,8 @@ def _make_way(name: str) -> None:
     with contextlib.suppress(RayError):
         if not _answer(actor, name, actor.is_over.remote()):
             raise _taken(name)
-    # Its run is over, and it only waits for followers that may never ask again.
+    # Its run is over, and it only waits for followers that may never ask again. `ray.kill` returns
+    # before the actor has ended, and only then its name is free (ray-project/ray#20611).
     ray.kill(actor)
     with contextlib.suppress(RayError):  # the name is free when the actor has ended
         _answer(actor, name, actor.outlive.remote())
@@ -271,6 +273,7 @@ def _taken(name: str) -> JournalLockedError:
 def hosted_run(name: str) -> HostHandle | None:
     """Give the actor of the detached run of this name, None if there is none."""
     try:
+        # In a namespace of its own: that of a job is made up anew for each driver.
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None

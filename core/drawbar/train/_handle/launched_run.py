@@ -232,12 +232,14 @@ class LaunchedRun:
             case StackAsked(number):
                 self._wire.send(Answer(number, take_stack(self._function)))
             case Execute():
+                # In a thread: rank 0 may ask for the stack of one that hangs in there.
                 self._hooks.submit(lambda: self._wire.send(told.answer()))
             case Over(ending):
                 self._ending = cloudpickle.loads(ending)
 
     def _begin(self, assignment: Assignment) -> None:
         variables = {**self._environment, **_devices_of(assignment)}
+        # Rank 0's environment is another process's, which the launcher has given other variables.
         own = dataclasses.replace(assignment.spec, environment=variables)
         assignment = dataclasses.replace(assignment, spec=own)
         self._session = session = Session(assignment, self._say, self._cache)

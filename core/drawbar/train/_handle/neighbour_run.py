@@ -29,6 +29,7 @@ class NeighbourRun:
     def __init__(self, directory: RunDirectory, connection: socket.socket) -> None:
         self._directory = directory
         self._connection = connection
+        # Whoever forgets the handle must not stay among the run's followers.
         weakref.finalize(self, connection.close)
 
     @classmethod

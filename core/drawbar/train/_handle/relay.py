@@ -40,6 +40,7 @@ class Relay:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        # Bounded: a follower that is stopped must not fill the memory of who hosts the run.
         self._events: deque[Event] = deque(maxlen=KEPT)
         self._state: Event | None = None
         self._checkpoint: Event | None = None
@@ -93,6 +94,7 @@ class Relay:
             if seen is None:
                 standing = (self._state, self._checkpoint)
                 events = [event for event in standing if event is not None]
+                # No report is counted as seen, so that whoever comes later is shown the newest.
                 seen = Position(self._count, 0)
             else:
                 already = seen.events

@@ -58,6 +58,7 @@ def leftovers_of(
             what = "what was never committed"
             yield Leftover(what, str(place), tree_size(place), partial(_sweep, directory, place))
     if directory.folder is not None:
+        # There is no staging area: what was never committed lies beside the checkpoints.
         store = RemoteCheckpoints(directory.folder)
         for name in store.leftovers():
             folder = store.home / name
@@ -133,6 +134,7 @@ def _is_answered(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(path))
+        # Any other error, as of a socket with too many waiting, does not say that nobody is there.
         except ConnectionRefusedError:
             return False
     return True

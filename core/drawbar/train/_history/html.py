@@ -121,6 +121,7 @@ def _curve(points: Mapping[int, float]) -> _Drawing:
     """Draw a curve with its lowest and highest value."""
     step = -(-len(points) // POINTS)
     kept = sorted(points.items())
+    # With the last one, which says where the run stands.
     kept = [*kept[::step], kept[-1]]
     first, last = kept[0][0], kept[-1][0]
     low, high = min(points.values()), max(points.values())

@@ -42,6 +42,8 @@ class Journal(JournalFile):
         Raises:
             OSError: It cannot be written, or the journal was deleted or moved in the meantime.
         """
+        # Else the events would go into a file that nobody can find, and a checkpoint be promised
+        # there.
         if not is_open_at(self._path, self._file.fileno()):
             raise FileNotFoundError(
                 f"{self._path.parent}, or the journal in it, was deleted or moved while the run "
@@ -62,6 +64,7 @@ class Journal(JournalFile):
             pass
         good: list[bytes] = []
         bad: list[bytes] = []
+        # Line by line: each is whole in itself, so one that is damaged takes no other along.
         for line in self._path.read_bytes().splitlines(keepends=True):
             (good if _is_readable(line) else bad).append(line)
         with open(self._path.with_name("journal.damaged"), "ab") as damaged:
@@ -180,6 +183,7 @@ def _with_validations(
 ) -> list[ReportReceived]:
     lowest: dict[int, int] = {}
     for report in reports:
+        # Added to one rank's alone: a table that has them twice would count them twice.
         lowest[report.index] = min(report.rank, lowest.get(report.index, report.rank))
     return [
         msgspec.structs.replace(report, metrics={**report.metrics, **validated[report.index]})

@@ -23,6 +23,7 @@ def checkpoint_config_of(event: RunStarted) -> CheckpointConfig:
     journaled = event.config.get("checkpoint_config")
     known = {each.name for each in fields(CheckpointConfig)}
     try:
+        # A run of an older or newer version may know other settings.
         return CheckpointConfig(**{k: v for k, v in dict(journaled or {}).items() if k in known})
     except (TypeError, ValueError):
         return CheckpointConfig()

@@ -58,6 +58,8 @@ class RunRecord:
         try:
             data = directory.files.read_journal()
         except (OSError, DamagedRunError) as error:
+            # A storage that does not answer says nothing of the run: only a file that is here is
+            # damaged.
             if directory.folder is not None or not os.path.isdir(directory.path):
                 raise
             reason = (error.strerror if isinstance(error, OSError) else None) or error
@@ -98,6 +100,7 @@ class RunRecord:
         status = Snapshot.of(self._events).status
         if status in ENDS or is_held(self._directory.journal):
             return status
+        # The lock is held on the machine of the driver, and an object store has none.
         return INTERRUPTED if self._directory.folder is None else UNKNOWN
 
     @property

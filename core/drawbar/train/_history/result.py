@@ -83,6 +83,8 @@ class Result:
                 config, error = checkpoint_config_of(event), None
             elif isinstance(event, RunEnded) and event.outcome == "failed":
                 error = TrainingFailedError(event.error, path=directory.location)
+        # Not what the journal says: a user may have deleted some, or retention was cut off by a
+        # kill.
         manifests = directory.checkpoints.intact()
         if unranked := why_unranked(manifests, config):
             _logger.warning("%s: %s best_checkpoints are by age", directory.location, unranked)

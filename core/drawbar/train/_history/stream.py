@@ -52,6 +52,8 @@ class EventStream:
         """
         if isinstance(event, Journaled):
             self._journal.append(event)
+        # Not around the journal and the watchers: a slow disk must not hold up who asks how it
+        # stands.
         with self._lock:
             self._snapshot.note(event)
         for watcher in self._watchers:

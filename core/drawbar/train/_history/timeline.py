@@ -156,10 +156,12 @@ class Snapshot:
             case RunStarted():
                 self.status = "starting"
                 self.detached = event.detached
+            # A start that fails and is tried again is still the start.
             case AttemptStarted() if self.status == "running":
                 self.status = "restarting"
             case WorkersStarted():
                 self.status = "running"
+                # An elastic group may have fewer ranks than before.
                 here = range(len(event.workers))
                 self.metrics = {rank: self.metrics[rank] for rank in here if rank in self.metrics}
             case ReportReceived():

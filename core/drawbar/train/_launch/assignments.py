@@ -28,6 +28,7 @@ class SpecPlan:
         self.metadata = self._spec.worker.metadata
         if self._datasets is not None and self._datasets.fitted is not None:
             self.metadata = with_preprocessor(self.metadata, self._datasets.fitted)
+        # With `num_workers=0` there may be none to ask.
         self._in_ray = ray.is_initialized()
 
     def left_over(self) -> list[str]:

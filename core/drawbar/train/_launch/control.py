@@ -58,6 +58,7 @@ def control_path(run: Path) -> Path:
     Raises:
         CheckpointError, OSError: There is no folder that this user alone may enter.
     """
+    # By the real path: a run is reached by whatever path leads to it.
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:24]
     return own_folder() / f"run_{digest}.sock"
 
@@ -111,12 +112,14 @@ class ControlSocket:
         with contextlib.suppress(OSError):  # it is closed
             while True:
                 asking, _ = self._socket.accept()
+                # One for each who asks: a diagnosis takes seconds, and a stop must not wait for it.
                 threading.Thread(
                     target=self._answer, args=(asking,), name="drawbar-answer", daemon=True
                 ).start()
 
     def _answer(self, asking: socket.socket) -> None:
         with contextlib.suppress(OSError):  # who asked has gone
+            # Who connects and asks nothing would hold the thread for as long as the run goes on.
             asking.settimeout(_ASKING_SECONDS)
             with asking.makefile("rb") as lines:
                 question = lines.readline().decode(errors="replace").strip()

@@ -61,11 +61,13 @@ class RunDatasets:
         split.check_rows(made, self._config, len(node_ids))
         # Once more: what functions have made is known only now.
         check_data(self._scaling, split.lazy(made, self._config))
+        # What hands out the rows of the attempt before would compute on, for nobody.
         self.close()
         local = self._scaling.max_workers == 0
         each = {} if local else self._scaling.bundle
         held = {name: amount * len(node_ids) for name, amount in each.items()}
         self._in_use = split.shard(made, self._config, node_ids, positions, self._exact, held)
+        # One object per rank, so that a node fetches no other ranks' shards.
         return self._in_use if local else [ray.put(each) for each in self._in_use]
 
     def close(self) -> None:

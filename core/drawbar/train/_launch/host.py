@@ -90,6 +90,7 @@ class Host:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._outcome = Outcome()
+        # In the thread of the caller, so that what is wrong is raised at the user's own line.
         self._held = open_run(spec)
         self.directory = self._held.directory
         self._console = make_console(self.path)
@@ -97,6 +98,8 @@ class Host:
         self._events = EventStream(
             self._held.journal, self._held.snapshot, [self._console, self._callbacks]
         )
+        # Under the journal's lock: only its holder may take the socket over from one who was
+        # killed.
         self._socket = ControlSocket(self.directory.path, self)
         try:
             directory = self.directory
@@ -114,6 +117,8 @@ class Host:
         except BaseException:
             self._close()
             raise
+        # A daemon: Python waits for other threads before it calls exit handlers, and the run would
+        # hold up the end of the program for as long as it goes on.
         self._thread = threading.Thread(target=self._run, name="drawbar-controller", daemon=True)
         if jobs_wait:
             self._jobs.put(self._thread.start)
@@ -137,6 +142,7 @@ class Host:
 
     def _require_checkpoint(self) -> None:
         start_from = self._spec.resume_from_checkpoint
+        # A resumed run goes on from its own, and the one that it began with may be gone by now.
         if start_from is not None and not self.directory.checkpoints.intact():
             start_from.require()
 
@@ -179,6 +185,7 @@ class Host:
         """Hold nothing of the user's any longer, even where this is held on to."""
         self._spec.let_go()
         self._validator = None
+        # It holds the pool, and with that the function and all that it captures.
         del self._make_group
         with self._lock:
             self._controller = None

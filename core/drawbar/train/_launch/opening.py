@@ -136,6 +136,7 @@ class _Found:
     @property
     def next_attempt(self) -> int:
         attempts = [event.attempt for event in self.events if isinstance(event, AttemptStarted)]
+        # Also without a journal no number may come twice: orders are told apart by it.
         attempts += [each.attempt for each in self.intact]
         return max(attempts, default=-1) + 1
 
@@ -187,6 +188,7 @@ def _journal_start(journal: Journal, spec: RunSpec, found: _Found) -> list[Journ
 def _last_commits(found: _Found) -> list[CheckpointCommitted]:
     """Give the checkpoint that a driver committed in the moment in which it was killed."""
     indices = [event.index for event in found.events if isinstance(event, CheckpointCommitted)]
+    # By the report and not by the name, which may have been given anew.
     newest = max(indices, default=-1)
     left = [each for each in found.intact if each.index > newest]
     return [CheckpointCommitted.of(manifest, seconds=0.0) for manifest in left]

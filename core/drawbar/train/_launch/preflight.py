@@ -27,6 +27,7 @@ from drawbar.train._storage.sizes import readable_size
 LARGE_PICKLE = 100_000_000
 """Bytes of a pickled training function above which `check_function_pickles` warns."""
 
+# Objects may refer to as many others as a model has: this far a culprit is found in a moment.
 _SEARCH_DEPTH = 5
 _SEARCH_WIDTH = 200
 
@@ -171,6 +172,7 @@ def _sizes(path: str, value: object, depth: int, seen: set[int]) -> Iterator[tup
             continue
         seen.add(id(part))
         size = carry(part, shares=True).size
+        # What is small in itself is named as it is: the search is for what makes up the size.
         if depth and size > LARGE_PICKLE // 100 and any(True for _ in _captured(part)):
             yield from _sizes(f"{path}.{name}", part, depth - 1, seen)
         else:

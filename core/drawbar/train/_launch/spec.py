@@ -44,6 +44,7 @@ def make_spec(
         preflight.check_pickles("validation_config.fn", validation_config.fn)
     preflight.check_function_pickles(payload.function)
     worker = WorkerSpec(
+        # Now, and not when a worker starts: the user may set a variable right after `start()`.
         environment=forwarded(os.environ, run_config.forward_env),
         surroundings=Surroundings.here(),
         metadata=dict(metadata),
@@ -51,6 +52,8 @@ def make_spec(
         validation=validation_config.defaults if validation_config else None,
     )
     restorable = {
+        # Each packed by itself: one that does not unpickle any more can be given anew to
+        # `restore()`.
         "train_loop_per_worker": payload.function,
         "train_loop_config": payload.config,
         "backend_config": payload.backend_config,

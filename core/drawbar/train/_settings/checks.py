@@ -91,6 +91,7 @@ def config_or_default(name: str, value: T | None, kind: type[T]) -> T:
 
 
 def require_int(name: str, value: object, *, at_least: int) -> None:
+    # True is an int to Python, and `num_workers=True` a mistake.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, found {value!r} ({type(value).__name__})")
     if value < at_least:

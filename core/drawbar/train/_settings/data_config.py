@@ -122,6 +122,8 @@ class DataConfig(ShowsWhatWasSet):
         shards: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
         for name, dataset in datasets.items():
             dataset = self.with_options(name, dataset)
+            # One worker reads the whole: a split would keep an actor for it that hands the rows
+            # out.
             if self.splits(name) and world_size > 1:
                 parts = dataset.streaming_split(
                     world_size, equal=self.equalize != "join", locality_hints=hints or None
@@ -140,6 +142,7 @@ class DataConfig(ShowsWhatWasSet):
         """
         from ray.data import DataContext
 
+        # A copy: the current ones are those of every dataset of this process.
         options = copy.deepcopy(DataContext.get_current().execution_options)
         options.preserve_order = True
         return options

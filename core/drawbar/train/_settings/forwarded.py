@@ -88,6 +88,7 @@ def forwarded(environ: Mapping[str, str], extra: Sequence[str] = ()) -> dict[str
         for name, value in environ.items()
         if _matches(name, (*DEFAULT_FORWARDED, *extra)) and why_never(name) is None
     }
+    # Ray has set it for this process, by the CPUs that it counts for that (ray-project/ray#30496).
     if "RAY_RAYLET_PID" in environ and "OMP_NUM_THREADS" not in extra:
         chosen.pop("OMP_NUM_THREADS", None)
     return chosen

@@ -168,6 +168,8 @@ class ScalingConfig(ShowsWhatWasSet):
         elif self.resources_per_worker is None:
             resources["CPU"] = 1
         if self.accelerator_type:
+            # As Ray itself does: a sliver of a resource that only nodes with such an accelerator
+            # have.
             resources[f"accelerator_type:{self.accelerator_type}"] = 0.001
         return {key: float(amount) for key, amount in resources.items() if amount}
 

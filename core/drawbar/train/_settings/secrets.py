@@ -52,6 +52,7 @@ def _without_secrets(key: str, value: Any, names: Collection[str]) -> Any:
         return HIDDEN
     if isinstance(value, str) and _is_given_out(key, value):
         return HIDDEN
+    # Of exactly these types: a subclass may not be made from such arguments.
     if type(value) is dict:
         return {each: _without_secrets(_text(each), value[each], names) for each in value}
     if key.lower() in _PAIRS and type(value) in (list, tuple) and len(value) == 2:

@@ -126,6 +126,7 @@ class ValidationConfig(ShowsWhatWasSet):
                 "function returns one dict"
             )
         try:
+            # Ray itself is asked, and says now what it would say after the first checkpoint.
             ray.remote(**{"num_cpus": 0, **options})(_any_task)
         except (TypeError, ValueError) as error:
             raise type(error)(f"ValidationConfig.ray_remote_kwargs={options!r}: {error}") from None

@@ -103,6 +103,7 @@ def look_into(directory: Path) -> Contents:
     """
     files, own = [], []
     links = {""} if os.path.islink(directory) else set()
+    # Not `os.walk`: it goes round in circles where a link leads back, and does not say so.
     stack: list[tuple[str, tuple[str, ...]]] = [("", (f"{directory}",))]
     while stack:
         folder, leads_through = stack.pop()

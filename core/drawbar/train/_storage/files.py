@@ -69,6 +69,7 @@ def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
             if _rename_or_copy(f"{source}/{file.path}", f"{target}/{file.path}"):
                 moved.append(file)
     except OSError:
+        # Back, so that whoever tries again finds all of it in one place.
         for file in moved:
             os.rename(target / file.path, source / file.path)
         raise
@@ -137,6 +138,7 @@ def _copy_file(source: str, target: str) -> None:
                 reader.seek(0)
                 writer.seek(0)
                 shutil.copyfileobj(reader, writer, _CHUNK)
+            # A script that is saved along with the model stays executable.
             os.fchmod(writer.fileno(), stat.S_IMODE(os.fstat(reader.fileno()).st_mode))
     except OSError:
         with contextlib.suppress(FileNotFoundError):

@@ -33,6 +33,7 @@ def complete_directory(directory: Path, manifest: Manifest, draft: Draft) -> Non
     if draft.metadata is not None and not (directory / METADATA).exists():
         (directory / METADATA).write_bytes(draft.metadata)
     fault_points.reached("commit.merged")
+    # With this it is a checkpoint: all else has to be there.
     write_manifest(directory, manifest, durable=draft.durable)
     fault_points.reached("commit.manifest")
 

@@ -40,6 +40,8 @@ class JournalFile:
         self._drop_torn_line()
 
     def _drop_torn_line(self) -> None:
+        # A killed driver may have left half a line, which would spoil the one that is appended to
+        # it.
         data = self._path.read_bytes()
         whole = whole_lines(data)
         if whole != data:
@@ -73,6 +75,8 @@ class JournalFile:
     def close(self) -> None:
         """Release the lock, also where a forked child has inherited the file, and close it."""
         if not self._file.closed:
+            # The lock belongs to the open file, which a forked child shares: closing alone would
+            # keep it.
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 

@@ -71,6 +71,7 @@ class LocalCheckpoints(CheckpointStore):
             return self._commit_in_place(draft)
         target = self.run / draft.manifest.name
         self._make_way(target)
+        # Ranks may offer folders without files: the checkpoint then has its metrics alone.
         merged = merge(draft.parts) or self.staging.new("empty")
         manifest = draft.manifest.as_stored(merged)
         complete_directory(merged, manifest, draft)

@@ -206,6 +206,7 @@ def read_manifest(place: Path | Folder) -> Manifest | None:
     It says what came of the checkpoint's validation, if that has ended.
     """
     manifest = _read_manifest(place, MANIFEST)
+    # Most have none: on an object store each further file is a request.
     if manifest is None or manifest.validation is None:
         return manifest
     validated = _read_manifest(place, VALIDATION)

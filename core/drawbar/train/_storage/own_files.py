@@ -34,6 +34,7 @@ TRAINER = "trainer.pkl"
 OWN_NAMES = ("broken", "journal.damaged", JOURNAL, "logs", OUTCOME, PLACES, "stacks", TRAINER)
 
 _logger = logging.getLogger("drawbar.train")
+# Commits and the end of a run publish in different threads: an older journal must not come last.
 _publishing = threading.Lock()
 
 

@@ -71,6 +71,7 @@ class RemoteCheckpoints(CheckpointStore):
                 add_place(self.run, name)
             return commit_in_place(self.place(name), draft)
         folder = self.run / name
+        # An attempt that was given up may have left other files under this name.
         _remove_leftovers(folder, draft.parts)
         complete_folder(folder, draft.manifest, draft)
         fault_points.reached("commit.renamed")

@@ -366,6 +366,7 @@ def as_pyarrow(filesystem: AnyFileSystem) -> FileSystem:
 def _from_uri(uri: str) -> Path | Folder:
     arrow = _pyarrow_fs()
     try:
+        # pyarrow first: its clients need no further package, and the rest is fsspec's.
         filesystem, path = arrow.FileSystem.from_uri(uri)
     except (ValueError, NotImplementedError) as unknown:  # pyarrow's ArrowInvalid is a ValueError
         filesystem, path = _from_fsspec(uri, unknown)

@@ -85,6 +85,7 @@ class RunDirectory:
     def is_on_this_node(self, run_id: str) -> bool:
         """Whether this node sees the run's journal, rather than none or that of another run."""
         try:
+            # By what is in it: every node has a /tmp, and may have a run of this name there.
             with open(self.journal, "rb") as file:
                 return any(run_id.encode() in line for line in file)
         except FileNotFoundError:

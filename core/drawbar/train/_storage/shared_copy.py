@@ -82,6 +82,7 @@ def own_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"drawbar-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+    # Not `stat`: somebody else may have put a link there.
     found = os.lstat(folder)
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_own or stat.S_IMODE(found.st_mode) & 0o077:

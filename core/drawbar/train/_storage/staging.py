@@ -80,6 +80,8 @@ class StagingArea:
 
     def new(self, label: str) -> Path:
         """Make a new empty folder in the staging area, where a commit moves no byte."""
+        # Never by the name of the checkpoint: an attempt that is given up may still be writing
+        # there.
         path = self.path / f"{label}-{uuid.uuid4().hex[:12]}"
         path.mkdir(parents=True)
         return path
@@ -200,6 +202,7 @@ class StagingArea:
         """
         for stage in self.handed_over():
             label = stage.name.removeprefix(_HANDED_OVER).rpartition("-")[0]
+            # A kill between the commit and the clean-up leaves both.
             if any(label == _kept_as(label.partition(".")[0], name) for name in committed):
                 continue
             kept = self.uncommitted / label
@@ -245,6 +248,7 @@ def merge(parts: Sequence[Part]) -> Path | None:
         return None
     merged = staged[0][0]
     others = [each for each in staged if each[0] != merged]
+    # What a lower rank gives is taken from there, and what nobody has offered is in no manifest.
     _files.keep_only(merged, {file.path for part in parts for file in part.files})
     for directory, files in others:
         _files.move_files(directory, merged, files)

@@ -104,6 +104,7 @@ class UnsharedNode(ShareSink):
         if name is None or is_outside(name) or checkpoint == self._brought:
             return
         path = self._directory.path / name
+        # All ranks of the node ask at the same moment, and one copy is enough.
         with one_at_a_time(self._directory.path / ".bring.lock"):
             listed = {file.path: file for file in self._ask(name, "", 0).files}
             manifest = b"".join(self._pieces(name, listed[MANIFEST]))

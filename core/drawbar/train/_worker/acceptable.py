@@ -112,6 +112,7 @@ def check_folder(folder: Folder) -> None:
 
 def _identity(place: str | Path) -> tuple[int, int] | None:
     try:
+        # By device and inode: a link and a bind mount are other paths to the same place.
         found = os.stat(place)
     except OSError:
         return None
@@ -133,6 +134,8 @@ def check_files(directory: Path, contents: Contents, run: RunDirectory) -> None:
         ValueError: One is reserved, or cannot be written down, or not below the run; the message
             has the path.
     """
+    # Looked at before anything is written: a name that is too long would fail in the middle of a
+    # commit.
     room = _LONGEST_PATH - _OF_A_STAGE - len(os.fsencode(run.path))
     for file in contents.files:
         if not file.path.isascii() and not _is_text(file.path):

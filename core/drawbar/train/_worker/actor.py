@@ -76,6 +76,7 @@ class Outbox:
     def put(self, message: Message) -> None:
         """Keep a message; called from any thread."""
         self._messages.put(message)
+        # `set()` takes a lock each time, and a loop that prints calls this a million times.
         may_wait = isinstance(message, Reported) and message.may_wait
         if not may_wait and not self._urgent.is_set():
             self._urgent.set()
@@ -122,6 +123,7 @@ class Worker:
         self._session: Session | None = None
         self._thread: threading.Thread | None = None
         report = RunDirectory(Path(run_path)).exit_report(os.uname().nodename, os.getpid())
+        # On a node that does not share the path nobody has made it.
         report.parent.mkdir(parents=True, exist_ok=True)
         # Beside the rest of the start, which would wait some 10 ms for it.
         self._sentinel = threading.Thread(target=sentinel.start, args=(report,), daemon=True)
@@ -159,6 +161,7 @@ class Worker:
         self._sentinel.join()  # before user code can start a process that must not outlive this one
         outbox = Outbox()
         session = Session(assignment, outbox.put, self._cache)
+        # Before the function begins: an order may come as soon as the controller hears of it.
         self._session = session
         self._thread = threading.Thread(
             target=_perform_in_process, args=(session, payload[0], outbox.put), name="training"
@@ -200,6 +203,7 @@ def _end_by_sigterm() -> None:
     gives the time to: the process would live on, and its peers wait for it. `signal.signal` is
     refused outside that thread, the C library's is not.
     """
+    # Such an actor runs nothing in the main thread (ray-project/ray#53771).
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(None))
 
 
@@ -313,6 +317,7 @@ def perform(
         return msgspec.structs.replace(finished, remarks=tuple(session.remarks))
     except AttemptInterrupted:
         session.user_code.end()
+        # No time for what is in flight: the controller drops what is not persisted by now.
         session.end(0.0)
         return Interrupted()
     except BaseException as error:
@@ -341,6 +346,7 @@ def environment_of(assignment: Assignment) -> dict[str, str]:
         cores=available_cores(),
     )
     chosen = {**assignment.spec.environment, **by_runtime_env()}
+    # The ranks last: a RANK that the driver has forwarded, as from a torchrun, is not this one's.
     return {
         **chosen,
         **thread_variables(threads, os.environ, chosen),

@@ -48,6 +48,7 @@ class Callers:
                 "or another child says. "
                 f"Return it to process {self._pid}, and call {caller}() there"
             )
+        # The usual case, and the cheapest look: every report() comes through here.
         if threading.get_ident() == self._own:
             return
         if (thread := threading.current_thread()) in self._strangers:

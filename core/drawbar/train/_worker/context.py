@@ -72,6 +72,7 @@ def current_session(caller: str) -> Session:
 
 
 def _session_here(caller: str | None = None) -> Session:
+    # The thread's own first: in the worlds of `testing` several ranks share this process.
     session = _thread.session or next(reversed(_process_sessions), None) or program_session()
     if session is None:
         raise RuntimeError(

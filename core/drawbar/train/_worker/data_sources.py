@@ -72,6 +72,7 @@ class DataSources:
         """
         with self._lock:
             sources, left = dict(self._position_of), dict(self._left)
+        # Outside the lock: it is code of others, and may wait for a thread that opens a source.
         positions = {name: position() for name, position in sources.items()}
         for name, value in positions.items():
             try:

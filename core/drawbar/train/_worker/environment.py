@@ -103,6 +103,7 @@ def thread_count(*, cpus_per_worker: float | None, local_world_size: int, cores:
         local_world_size: Workers of this run on the node.
         cores: Cores that the worker's process may use; see `available_cores`.
     """
+    # Never more than there are: the CPUs that Ray counts are what somebody has declared.
     share = cores // local_world_size if cpus_per_worker is None else int(cpus_per_worker)
     return max(1, min(share, cores))
 
@@ -120,6 +121,7 @@ def thread_variables(
             It wins. A chosen OMP_NUM_THREADS also holds for the other libraries, as it does without
             Ray.
     """
+    # Ray sets it to the CPUs that it counts for the actor (ray-project/ray#30496).
     omp = forwarded.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": threads per nesting level
     kept = forwarded.keys() | (environ.keys() - {"OMP_NUM_THREADS"})
     return {name: omp or str(count) for name in THREAD_VARIABLES if name not in kept}
@@ -148,6 +150,7 @@ def _cgroup_quotas(root: Path, membership: Path) -> list[float]:
     except OSError:
         return []
     group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    # All of them hold, and a container's limit is often set on a group further up.
     folders = [root / group, *(root / parent for parent in Path(group).parents)]
     quotas = []
     for folder in folders:

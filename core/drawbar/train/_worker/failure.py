@@ -20,6 +20,7 @@ from drawbar.train._errors import (
 from drawbar.train._messages import Assignment
 from drawbar.train._worker.user_code import is_drawbars, is_pythons, users_line
 
+# Bytes. An exception may hold a whole batch, and travels with whatever is told of it.
 _MAX_PICKLED = 1_000_000
 
 
@@ -97,6 +98,7 @@ def _account_of(error: BaseException) -> tuple[str, str]:
         return error.traceback, error.where
     told = TracebackException.from_exception(error)
     for cause in _causes_of(told):
+        # Of causes too: a user reads the whole chain, in which Drawbar's lines explain nothing.
         cause.stack = _without_own(cause.stack)
     if not _is_own_bug(told.stack):
         told.stack = _without_own(told.stack) or told.stack

@@ -47,6 +47,8 @@ class Interruptible:
         with self._lock:
             self._is_wanted = True
             if self._thread is not None:
+                # Under the lock: else the thread could leave the user's code between the look and
+                # the hit.
                 self._is_sent = True
                 _hit(self._thread)
 

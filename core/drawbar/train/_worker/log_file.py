@@ -57,6 +57,7 @@ class LogFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # A child that was forked inside has no such thread, and shares the descriptor's position.
         if forks.count != self._forks:
             return
         self._ended.set()

@@ -91,6 +91,7 @@ def _redirect(fd: int, log: int, stream: TextIO, undo: ExitStack) -> None:
     # Before the descriptors change: what is buffered belongs where it was written to.
     stream.flush()
     flush_c_stdout()
+    # Undone last to first: what is buffered goes into the log, then the descriptor goes back.
     before = os.dup(fd)
     undo.callback(os.close, before)
     undo.callback(os.dup2, before, fd)
@@ -107,6 +108,7 @@ class _FileStream(io.TextIOWrapper):
     """
 
     def __init__(self, name: StreamName, lines: _Lines | None, log: LogFile | None) -> None:
+        # Unbuffered: what was printed before a SIGKILL is in the log.
         raw = io.FileIO(_FILENO[name], "wb", closefd=False)
         super().__init__(
             cast(io.BufferedWriter, raw),
@@ -232,6 +234,7 @@ class _Lines:
         """Add to the unfinished line; of a redrawn one keep its last state only."""
         if text:
             self._parts.append(text)
+        # Otherwise a bar that is redrawn for hours would be kept whole until its newline.
         if "\r" in text or (text and self._redrawn):
             line = "".join(self._parts)
             self._redrawn = True
@@ -283,6 +286,7 @@ def _error_records(say: Say) -> Iterator[None]:
     logger would miss the loggers that do not propagate (Transformers, Lightning), and would turn
     the user's `logging.basicConfig()` into a call without effect.
     """
+    # Kept, not replaced by Python's own: a library may have put one there.
     make = logging.getLogRecordFactory()
     format_error = logging.Formatter("%(levelname)s %(name)s: %(message)s").format
     pid = os.getpid()

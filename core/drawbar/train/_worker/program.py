@@ -205,6 +205,7 @@ class Program:
         for key, _ in ready:
             if not key.data():
                 self._selector.unregister(key.fileobj)
+        # By the clock and not by `ready`: a program that writes without end still needs its sign.
         if time.monotonic() >= self._next_sign:
             self._next_sign = time.monotonic() + self._sign_seconds
             if self._signs.look():
@@ -255,6 +256,8 @@ class Program:
         """Kill it if it still runs, and whatever processes it has left; take its last words."""
         process = self._process
         if process is not None:
+            # The group first, while its leader is not reaped: afterwards the number may be
+            # another's.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -290,6 +293,7 @@ class Program:
                 account.message, account.type_name, code, account.time, account.traceback, where
             )
         if status < 0:
+            # As a shell counts: 128 and the number of the signal.
             raise ProgramFailedError(self._how_killed(-status), "program died", 128 - status, at)
         raise ProgramFailedError(
             f"exited with code {status} by os._exit", "program ended", status, at

@@ -36,6 +36,7 @@ _INTERRUPTED = 130  # what a shell says of who was ended by Ctrl-C
 def main(control: int, session: int, arguments: Sequence[str]) -> None:
     """Be the script."""
     for descriptor in (control, session):
+        # A child of the script that outlives it must not keep the rank waiting for an end.
         os.set_inheritable(descriptor, False)
     os.environ[SESSION_VARIABLE] = f"{os.getpid()}:{session}"
     _take_signals()
@@ -69,6 +70,7 @@ def _run_script(arguments: Sequence[str]) -> None:
     names = _new_main()
     names["__file__"] = os.path.abspath(script)
     with open(script, "rb") as file:
+        # Of bytes: the file may say its own encoding.
         code = compile(file.read(), names["__file__"], "exec")
     exec(code, names)
 
@@ -92,6 +94,7 @@ def _new_main() -> dict[str, Any]:
 
 def _take_signals() -> None:
     """Take all signals, as a process does that a shell starts: Ray's workers ignore some."""
+    # The mask is inherited too, and a blocked SIGTERM would leave the script to SIGKILL.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

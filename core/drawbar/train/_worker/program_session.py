@@ -106,6 +106,7 @@ def _open(descriptor: int) -> Session:
         with speaking:
             wire.send_bytes(keep(message))
 
+    # An empty message asks for the handover: a script that never reports costs its rank nothing.
     wire.send_bytes(b"")
     handover: Handover = pickle.loads(wire.recv_bytes())
     session = Session(handover.assignment, say, {})
@@ -119,6 +120,7 @@ def _open(descriptor: int) -> Session:
                 session.obey(pickle.loads(wire.recv_bytes()))
 
     threading.Thread(target=listen, name="drawbar-orders", daemon=True).start()
+    # A script ends without a word, with its last checkpoints on their way.
     atexit.register(_flush, session, os.getpid())
     return session
 

@@ -55,6 +55,8 @@ def start(report_file: Path) -> None:
     import subprocess
     import threading
 
+    # The group will be killed as a whole: it must hold what this worker starts, and no other
+    # worker.
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     report_file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,6 +67,8 @@ def start(report_file: Path) -> None:
     pidfd = _own_pidfd()
     # Without site, the user's paths and variables: it is up sooner, and nobody's code runs in it.
     command = [sys.executable, "-I", "-S", "-E", os.path.abspath(__file__)]
+    # In a session of its own, out of reach of a Ctrl-C in the terminal and of the kill of the
+    # group; in no folder, which somebody may want to unmount.
     process = subprocess.Popen(
         [*command, str(os.getpid()), str(report_file.absolute()), marker, str(pidfd)],
         stdin=reader,
@@ -98,6 +102,7 @@ def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
     rss = _wait_for_death(pid, pidfd)
     died_at = time.time()
     # Before anything is found out: what it has started may hold its GPUs and ports.
+    # Ray does not clean up after a worker that was killed (ray-project/ray#42861).
     _kill(-pid)
     report = {
         "pid": pid,
@@ -149,6 +154,8 @@ def _exit_status(pid: int, pidfd: int) -> int | None:
     stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if stat and stat[0] == "Z":
         return int(stat[-1])
+    # By a poll: the pidfd tells the status only once the parent has reaped, and nothing tells of
+    # that.
     deadline = time.monotonic() + _REAP_S
     while pidfd != _NO_PIDFD and time.monotonic() < deadline:
         info = bytearray(128)

@@ -140,6 +140,8 @@ class Session:
             self._say(
                 Reported(index=index, metrics=values, time=now, where=where, may_wait=may_wait)
             )
+        # An interruption hits the function's own thread alone: any other one that reports hears
+        # here that the attempt is over.
         if self._mailbox.interrupted is not None:
             raise AttemptInterrupted(self._mailbox.interrupted)
 
@@ -296,6 +298,7 @@ class Session:
     ) -> list[Any]:
         """Meet all ranks once; gives the values that came of it (none for a barrier)."""
         rank = self.assignment.ranks.world_rank
+        # What nobody reads is not packed: it may be large, or not pickle.
         gives = kind == "all_gather" or (kind == "broadcast_from_rank_zero" and rank == 0)
         payload = carry(value) if gives else None
         where = caller_line()
@@ -322,6 +325,7 @@ class Session:
 
     def obey(self, order: Order) -> None:
         """Take an order from the controller. Called from any thread; never blocks."""
+        # Read once: the thread that waits for the program may let go of it meanwhile.
         program = self.program
         if program is None or isinstance(order, Interrupt):
             self._obey(order)
@@ -346,6 +350,7 @@ class Session:
 
 def caller_line() -> str:
     """Give the innermost line on this thread's stack outside Drawbar as `file:line in function`."""
+    # Not `traceback.extract_stack()`, which reads source files: every report() comes through here.
     frame = sys._getframe(1)
     while frame.f_back is not None and is_drawbars_own(frame):
         frame = frame.f_back
@@ -355,5 +360,6 @@ def caller_line() -> str:
 
 def is_drawbars_own(frame: FrameType) -> bool:
     """Whether code of Drawbar runs in a frame."""
+    # By the module: comparing paths would take longer than the rest of a report().
     name: str = frame.f_globals.get("__name__", "")
     return name.startswith("drawbar.")

@@ -179,6 +179,8 @@ class Uploads:
             return self._seen_now(self._offer_files(checkpoint, name, mode, handed_over))
         # Another rank of this node may have handed over the same folder a moment ago.
         except FileNotFoundError:
+            # By the folder and the name: it is gone from where it lay, so nothing else of it is
+            # known.
             source = Path(checkpoint.path)
             taken = self._staging.taken_over(source, name, attempt=self._attempt)
             if taken is None:
@@ -266,6 +268,7 @@ class Uploads:
             check_place(directory, self._grounds)
         contents = self._staging.look_into(directory) if in_staging else look_into(directory)
         check_files(directory, contents, self._directory)
+        # A checkpoint must hold what it needs: what a link leads to may be gone when it is loaded.
         if in_staging and contents.links:
             with _told_as_storage_error():
                 self._staging.replace_links(directory)
@@ -374,6 +377,7 @@ class Uploads:
         if self._in_flight and seconds:
             wait([each for _, each in self._in_flight], timeout=seconds)
         if self._background is not None:
+            # Not waited for: it may hang in a storage that does not answer.
             self._background.shutdown(wait=False, cancel_futures=True)
 
     def join(self) -> None:

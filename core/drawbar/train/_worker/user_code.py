@@ -11,6 +11,7 @@ import drawbar
 
 _INSTALLED = ("site-packages", "dist-packages")  # of whatever environment, also the user's own
 _TYPED = ("<stdin>", "<string>", "<ipython-input")  # other names in brackets are of generated code
+# By real paths: a virtual environment gets to the standard library by links.
 _PYTHON = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 
 
@@ -32,6 +33,7 @@ def users_lines(files: Sequence[str]) -> list[int]:
     """
     others = [index for index, file in enumerate(files) if not _is_base(file)]
     packages = {index: _package(files[index]) for index in others}
+    # As soon as one line is of no package, that is the user's, and packages are libraries.
     wanted = None if None in packages.values() else packages[others[0]] if others else None
     return [index for index in others if packages[index] == wanted]
 
