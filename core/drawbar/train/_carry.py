@@ -15,7 +15,7 @@ import pickle
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 
@@ -24,6 +24,9 @@ SHARED_BYTES = 1 << 20
 
 
 Reducer = Callable[[object], tuple[object, ...]]
+
+Shared = bytes | memoryview | pickle.PickleBuffer
+"""The bytes of such an array: of this process, or where they lie in the object store."""
 
 
 class LostReferenceError(LookupError):
@@ -34,7 +37,7 @@ class Carried:
     """Something of the user's, packed by `carry`. It pickles, by Ray and otherwise."""
 
     def __init__(
-        self, body: bytes, buffers: Iterable[Any] = (), references: Iterable[Any] = ()
+        self, body: bytes, buffers: Iterable[Shared] = (), references: Iterable[object] = ()
     ) -> None:
         self._body = body
         self._buffers = tuple(buffers)
@@ -139,7 +142,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(stream, buffers=buffers)
         self._references = references
 
-    def find_class(self, module: str, name: str, /) -> Any:
+    def find_class(self, module: str, name: str, /) -> object:
         if (module, name) == (__name__, _reference.__name__):
             return self._find_reference
         return super().find_class(module, name)
@@ -176,11 +179,13 @@ def _set_aside(references: list[object], found: object) -> tuple[object, ...]:
     return _reference, (len(references) - 1,)
 
 
-def _bring_along(aside: Callable[[object], tuple[Any, ...]], found: Any) -> tuple[Any, ...]:
+def _bring_along(aside: Reducer, found: object) -> tuple[object, ...]:
     import ray
 
+    if not _is_own(found):
+        return aside(found)
     # Whoever unpacks it puts it anew, and so owns what outlives this process.
-    return (ray.put, (ray.get(found),)) if _is_own(found) else aside(found)
+    return ray.put, (ray.get(cast("ray.ObjectRef[object]", found)),)
 
 
 def _lose(found: object) -> tuple[object, ...]:

@@ -24,8 +24,8 @@ extra. The exceptions below are built from it in the driver, and every one of th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import cloudpickle
 import msgspec
@@ -130,6 +130,10 @@ def _exception_of(failure: WorkerFailure) -> Exception:
     return WorkerError(failure)
 
 
+_State = tuple[type[Exception], tuple[object, ...], dict[str, object]]
+_Reduced = tuple[Callable[..., Exception], _State]
+
+
 class TrainingFailedError(RuntimeError):
     """`fit()` did not finish. The message says why, with the root cause first.
 
@@ -142,12 +146,12 @@ class TrainingFailedError(RuntimeError):
         self.error_message = error_message
         self.path = path
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> _Reduced:
         return self._rebuild, (type(self), self.args, self.__dict__)
 
     @staticmethod
     def _rebuild(
-        cls: type[Exception], args: tuple[object, ...], state: dict[str, Any]
+        cls: type[Exception], args: tuple[object, ...], state: dict[str, object]
     ) -> Exception:
         # Not by `__init__`, which takes other arguments in each subclass than `args` has.
         error = cls.__new__(cls, *args)
@@ -185,7 +189,7 @@ class WorkerGroupError(TrainingFailedError):
             self._worker_failures = exceptions_of(self.failures)
         return self._worker_failures
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> _Reduced:
         rebuild, (cls, args, state) = super().__reduce__()
         if any(failure.pickled for failure in self.failures):
             state = {**state, "_worker_failures": None}  # it is made of them again

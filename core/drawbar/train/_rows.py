@@ -41,7 +41,7 @@ class Shuffle:
 
         return int(np.random.SeedSequence([self.seed, epoch, rank]).generate_state(1)[0])
 
-    def options(self, epoch: int, rank: int) -> dict[str, Any]:
+    def options(self, epoch: int, rank: int) -> dict[str, int]:
         """Give Ray Data's arguments for one rank's shuffle in one epoch."""
         return {
             "batch_size": self.batch_size,
@@ -58,7 +58,7 @@ class Read:
     rows: int
     shuffle: Shuffle | None = None
 
-    def encode(self) -> list[Any]:
+    def encode(self) -> list[object]:
         """Give plain values."""
         shuffled = [] if self.shuffle is None else [asdict(self.shuffle)]
         return [self.workers, self.rows, *shuffled]

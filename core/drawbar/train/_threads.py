@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+from typing import NamedTuple, ParamSpec, TypeVar, TypeVarTuple
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,6 +46,13 @@ async def in_daemon_thread(function: Callable[[*Arguments], T], *arguments: *Arg
     return outcome.result()
 
 
+class _Call(NamedTuple):
+    """What a thread is to do, and how that is called off."""
+
+    make: Callable[[], None]
+    cancel: Callable[[], bool]
+
+
 class DaemonThreads(Executor):
     """A pool of threads that Python's end neither waits for nor keeps from working.
 
@@ -61,7 +68,7 @@ class DaemonThreads(Executor):
         self._most = most
         self._name = name
         self._initializer = initializer
-        self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._calls = queue.SimpleQueue[_Call | None]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -76,7 +83,8 @@ class DaemonThreads(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the threads {self._name} are shut down")
-            self._calls.put((future, partial(fn, *args, **kwargs)))
+            make = partial(_make, future, partial(fn, *args, **kwargs))
+            self._calls.put(_Call(make, future.cancel))
             if len(self._threads) < self._most:
                 thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 thread.start()
@@ -100,17 +108,17 @@ class DaemonThreads(Executor):
             while True:
                 call = self._calls.get_nowait()
                 if call is not None:
-                    call[0].cancel()
+                    call.cancel()
 
     def _work(self) -> None:
         if self._initializer is not None:
             self._initializer()
         while (call := self._calls.get()) is not None:
-            _make(*call)
+            call.make()
             del call  # what it was given is held no longer than it lasts
 
 
-def _make(future: Future[Any], action: Callable[[], Any]) -> None:
+def _make(future: Future[T], action: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

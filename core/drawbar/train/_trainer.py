@@ -87,7 +87,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         backend_config: BackendConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Any] | None = None,
+        datasets: Mapping[str, object] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
@@ -111,7 +111,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         )
         preflight.check_config(self._takes_config, train_loop_config)
         split.check_datasets(datasets, self.dataset_config)
-        self.datasets = dict(datasets or {})
+        self.datasets: dict[str, Any] = dict(datasets or {})
 
     def fit(self) -> Result:
         """Run the training function to its end.
@@ -256,7 +256,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         storage_filesystem: AnyFileSystem | None = None,
         *,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Any] | None = None,
+        datasets: Mapping[str, object] | None = None,
         **changed: object,
     ) -> Self:
         """Make the trainer of an earlier run again; its `fit()` goes on from the newest checkpoint.

@@ -237,6 +237,7 @@ def test_a_preprocessor_is_fitted_on_train_applied_to_all_and_kept(run_config: R
     assert result.return_value == ([0, 0.25, 0.5, 0.75, 1], [0, 0.25, 0.5])
     assert result.checkpoint is not None
     kept = result.checkpoint.get_preprocessor()
+    assert kept is not None
     assert kept.transform_batch(frame(9))["half"].max() == 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from drawbar.train._carry import Carried
 from drawbar.train._controller.decisions import Spent
@@ -28,7 +28,7 @@ class Plan(Protocol):
     """What the trainer contributes to each attempt."""
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         """What every worker and every checkpoint has of the trainer's metadata."""
         ...
 
@@ -68,7 +68,7 @@ class RunSpec:
     run_config: RunConfig
     backend_config: BackendConfig
     dataset_config: DataConfig
-    datasets: Mapping[str, Any]
+    datasets: Mapping[str, object]
     resume_from_checkpoint: Checkpoint | None
     validation: ValidationWork | None
 

@@ -1,9 +1,9 @@
 """Can the cluster ever hold this group of workers, and what is it short of now?
 
-Ray leaves a placement group that can never be placed pending without end. So before one is asked
-for, `check_fits` looks at what the nodes have when they are empty and refuses what none of them can
-hold. It never refuses what could be placed; where the cluster can grow, it refuses nothing. Pure:
-`cluster.py` asks Ray.
+Ray leaves a placement group that can never be placed pending without end, and tells nobody
+(ray-project/ray#18835). So before one is asked for, `check_fits` looks at what the nodes have when
+they are empty and refuses what none of them can hold. It never refuses what could be placed; where
+the cluster can grow, it refuses nothing. Pure: `cluster.py` asks Ray.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from drawbar.train._carry import Carried, carry
 from drawbar.train._group.peers import (
@@ -204,7 +204,7 @@ class LaunchedWorkerGroup:
         if rank == 0:
             return function(*args, **kwargs)
         call = carry((function, args, kwargs))
-        result: R = _result(rank, self._ask(rank, partial(Execute, call=call)))
+        result: R = _result(rank, self._ask(rank, partial(Execute, call=call))).unpack()
         return result
 
     def execute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -217,17 +217,17 @@ class LaunchedWorkerGroup:
         question = partial(Execute, call=carry((function, args, kwargs)))
         asked = {rank: self._ask(rank, question) for rank in sorted(self._peers.infos)}
         own = function(*args, **kwargs)  # meanwhile: the ranks may wait for each other in it
-        return [own, *(_result(rank, each) for rank, each in asked.items())]
+        return [own, *(_result(rank, each).unpack() for rank, each in asked.items())]
 
     # Without Ray there are no references: these give the results themselves.
     execute_single_async = execute_single
     execute_async = execute
 
 
-def _result(rank: int, asked: Future[Answer]) -> Any:
+def _result(rank: int, asked: Future[Answer]) -> Carried:
     answer = asked.result()
     if isinstance(answer.value, Carried):
-        return answer.value.unpack()
+        return answer.value
     raise RuntimeError(f"rank {rank}, in what a hook of the backend runs there: {answer.error}")
 
 

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from drawbar.train._group.worker_group import Hear, OnWait
 from drawbar.train._messages import (
@@ -69,7 +69,7 @@ class ThreadWorkerGroup:
         self._sessions: dict[int, Session] = {}
         self._done: dict[int, asyncio.Event] = {}
         self._threads: dict[int, threading.Thread] = {}
-        self._caches: list[dict[Any, Any]] = [{} for _ in range(count)]
+        self._caches: list[dict[object, object]] = [{} for _ in range(count)]
 
     @property
     def spare(self) -> int:

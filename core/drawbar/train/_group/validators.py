@@ -59,11 +59,12 @@ class RayValidator:
         remote: Any = ray.remote  # its stub does not know streaming tasks
         self._task = remote(num_returns="streaming", **work.options)(validate_checkpoint)
         self._work = ray.put(work)
-        tries = work.options.get("max_retries")
+        retries = work.options.get("max_retries")
+        tries = f", {retries + 1} times" if isinstance(retries, int) and retries else ""
         # Ray says no more of it, and nothing of Drawbar's watches a process that Ray uses again.
         self._died = (
-            "the process of its task died" + (f", {tries + 1} times" if tries else "") + ": by "
-            "SIGKILL, as the kernel's OOM killer sends it, by a crash in C code, or by os._exit. "
+            f"the process of its task died{tries}: by SIGKILL, as the kernel's OOM killer sends "
+            "it, by a crash in C code, or by os._exit. "
             "Ray's worker logs on its node tell a crash; for more memory, set "
             'ValidationConfig(ray_remote_kwargs={"memory": ...})'
         )
@@ -111,7 +112,7 @@ class ValidationWork:
     """
 
     function: Carried
-    options: dict[str, Any]
+    options: dict[str, object]
     resources: dict[str, float]
     max_in_flight: int
     environment: dict[str, str]
@@ -126,7 +127,7 @@ class ValidationWork:
         runtime_env: Mapping[str, object] | None,
     ) -> ValidationWork:
         """Make it of what the trainer was given; `runtime_env` is that of the workers."""
-        options: dict[str, Any] = {"num_cpus": 0, **config.options}
+        options: dict[str, object] = {"num_cpus": 0, **config.options}
         if runtime_env:
             options.setdefault("runtime_env", dict(runtime_env))
         return cls(

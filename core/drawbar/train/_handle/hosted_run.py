@@ -7,7 +7,8 @@ import contextlib
 import threading
 import time
 import uuid
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -131,15 +132,15 @@ class HostedRun:
 
     def stop(self, *, save: bool) -> None:
         """End the run in order: after its next commit, or now."""
-        self._ask("stop", save)
+        self._ask(lambda: self._actor.stop.remote(save))
 
     def kill(self) -> None:
         """End every process of the run at once."""
-        self._ask("kill")
+        self._ask(self._actor.kill.remote)
 
     def diagnose(self) -> str:
         """Say where every rank stands."""
-        return str(self._ask("diagnose", more=DIAGNOSIS_SECONDS) or "")
+        return self._ask(self._actor.diagnose.remote, more=DIAGNOSIS_SECONDS) or ""
 
     @property
     def silence(self) -> str:
@@ -150,16 +151,16 @@ class HostedRun:
 
     def snapshot(self) -> Snapshot:
         """Say how the run stands, or stood at its end."""
-        snapshot: Snapshot | None = self._ask("snapshot")
+        snapshot: Snapshot | None = self._ask(self._actor.snapshot.remote)
         return snapshot or self.ending().snapshot
 
     def log(self, rank: int) -> str:
         """Give what a rank has written so far."""
-        text: str | None = self._ask("log", rank)
+        text: str | None = self._ask(lambda: self._actor.log.remote(rank))
         return EndedRun(self._directory).log(rank) if text is None else text
 
-    def _ask(self, method: str, *arguments: Any, more: float = 0.0) -> Any:
-        """Call a method of the actor, which may take so many seconds more. None if the run is over.
+    def _ask(self, call: Callable[[], ObjectRef[T]], *, more: float = 0.0) -> T | None:
+        """Call the actor, which may take so many seconds more. None if the run is over.
 
         Raises:
             TimeoutError: The actor does not answer; at once if that is known.
@@ -168,8 +169,7 @@ class HostedRun:
             return None
         patience = POLL_SECONDS if self.silence else ANSWER_SECONDS + more
         try:
-            asked = getattr(self._actor, method).remote(*arguments)
-            return _answer(self._actor, self.name, asked, patience)
+            return _answer(self._actor, self.name, call(), patience)
         except RayTaskError as error:
             raise _unwrapped(error) from None
         except RayError:
@@ -259,7 +259,7 @@ def _make_way(name: str) -> None:
     # Its run is over, and it only waits for followers that may never ask again. `ray.kill` returns
     # before the actor has ended, and only then its name is free (ray-project/ray#20611).
     ray.kill(actor)
-    with contextlib.suppress(RayError):  # the name is free when the actor has ended
+    with contextlib.suppress(RayError):
         _answer(actor, name, actor.outlive.remote())
 
 
@@ -328,9 +328,16 @@ def _silence_of(actor: HostHandle, name: str) -> str:
     )
 
 
+class _Noted(TypedDict, total=False):
+    """What Ray has noted of an actor, of which this is wanted."""
+
+    Address: dict[str, str]
+    Pid: int
+
+
 def _place_of(actor: HostHandle) -> str:
     """Say where an actor is, by what Ray has noted, which needs no answer of its process."""
-    noted: Any = {}
+    noted: _Noted = {}
     with contextlib.suppress(Exception):  # an interface of Ray's that is not public
         noted = ray._private.state.actors(actor._actor_id.hex())
     address = noted.get("Address", {}).get("IPAddress") or "unknown"

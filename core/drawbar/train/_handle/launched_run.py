@@ -15,7 +15,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import cloudpickle
 
@@ -182,7 +181,7 @@ class LaunchedRun:
     ) -> None:
         self._payload = payload
         self._environment = spec.worker.environment
-        self._cache: dict[Any, Any] = {}
+        self._cache: dict[object, object] = {}
         self._session: Session | None = None
         self._function: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

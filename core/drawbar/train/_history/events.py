@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -36,7 +36,7 @@ class RunStarted(Journaled, frozen=True, kw_only=True, tag="run_started"):
 
     run_id: str
     name: str
-    config: dict[str, Any]
+    config: dict[str, object]
     detached: bool = False
 
 

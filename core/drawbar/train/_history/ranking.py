@@ -21,10 +21,11 @@ from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 def checkpoint_config_of(event: RunStarted) -> CheckpointConfig:
     """Give how a start ranked checkpoints, as far as this version knows its settings."""
     journaled = event.config.get("checkpoint_config")
+    settings = journaled if isinstance(journaled, Mapping) else {}
     known = {each.name for each in fields(CheckpointConfig)}
     try:
         # A run of an older or newer version may know other settings.
-        return CheckpointConfig(**{k: v for k, v in dict(journaled or {}).items() if k in known})
+        return CheckpointConfig(**{k: v for k, v in settings.items() if k in known})
     except (TypeError, ValueError):
         return CheckpointConfig()
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from drawbar.train._errors import CheckpointError, DamagedRunError
 from drawbar.train._history.cleaning import Leftover, leftovers_of
@@ -21,7 +20,7 @@ from drawbar.train._history.events import (
 from drawbar.train._history.html import curves_of
 from drawbar.train._history.journal import history, legible
 from drawbar.train._history.timeline import ENDS, Snapshot, Timeline
-from drawbar.train._metrics import flatten
+from drawbar.train._metrics import Metrics, flatten
 from drawbar.train._storage.files import tree_size
 from drawbar.train._storage.journal_file import is_held
 from drawbar.train._storage.manifest import Manifest, read_file
@@ -104,7 +103,7 @@ class RunRecord:
         return INTERRUPTED if self._directory.folder is None else UNKNOWN
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """What the last start was configured with, as reprs."""
         starts = [event.config for event in self._events if isinstance(event, RunStarted)]
         return starts[-1] if starts else {}
@@ -133,13 +132,13 @@ class RunRecord:
         return ends[-1].error if ends and isinstance(ends[-1], RunEnded) else ""
 
     @property
-    def metrics(self) -> dict[str, Any] | None:
+    def metrics(self) -> Metrics | None:
         """What the lowest rank that has reported, usually rank 0, reported last."""
         reports = self._reports
         lowest = min((report.rank for report in reports), default=0)
         return next((each.metrics for each in reversed(reports) if each.rank == lowest), None)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Metrics]:
         """List all reports that count, each as a row of `Result.metrics_dataframe`."""
         return [row_of(r) for r in sorted(self._reports, key=lambda r: (r.index, r.rank))]
 
@@ -225,7 +224,7 @@ COLUMNS = ("rank", "index", "attempt", "time")
 """What each row of a table of reports has, before its metrics."""
 
 
-def row_of(report: ReportReceived) -> dict[str, Any]:
+def row_of(report: ReportReceived) -> Metrics:
     """Give a report as a row of a table: who made it when, and its metrics, keys joined by "/"."""
     row = {name: getattr(report, name) for name in COLUMNS}
     for name, value in flatten(report.metrics).items():

@@ -24,6 +24,7 @@ from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
 if TYPE_CHECKING:
     import pandas
+    from pyarrow.fs import FileSystem
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -101,7 +102,7 @@ class Result:
         )
 
     @property
-    def filesystem(self) -> Any:
+    def filesystem(self) -> FileSystem:
         """The `pyarrow.fs.FileSystem` that the run lies on."""
         return self._storage_filesystem or local_filesystem()
 

@@ -12,10 +12,13 @@ import warnings
 from collections.abc import Sequence, Set
 from datetime import timedelta
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.secrets import cleaned
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -129,7 +132,7 @@ def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
         raise ValueError(f"{name} must be one of {listed}, found {value!r}")
 
 
-def fields_of(config: Any) -> dict[str, object]:
+def fields_of(config: DataclassInstance) -> dict[str, object]:
     """Give a config's fields as JSON-able values without secrets, for the journal."""
     plain = (str, int, float, bool, type(None))
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}

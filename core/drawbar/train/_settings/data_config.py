@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from drawbar.train._rows import Equalize
 from drawbar.train._settings.checks import (
@@ -53,7 +53,7 @@ class DataConfig(ShowsWhatWasSet):
     """
 
     datasets_to_split: Literal["all"] | Sequence[str] = (TRAIN_DATASET_KEY,)
-    execution_options: Any | None = None
+    execution_options: ExecutionOptions | Mapping[str, ExecutionOptions] | None = None
     enable_shard_locality: bool = True
     _: KW_ONLY
     equalize: Equalize = "drop"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
 
 HIDDEN = "<secret>"
 
@@ -47,7 +46,7 @@ def _text(key: object) -> str:
     return key.decode(errors="replace") if isinstance(key, bytes) else str(key)
 
 
-def _without_secrets(key: str, value: Any, names: Collection[str]) -> Any:
+def _without_secrets(key: str, value: object, names: Collection[str]) -> object:
     if key in names or (looks_secret(key) and not isinstance(value, int | float | None)):
         return HIDDEN
     if isinstance(value, str) and _is_given_out(key, value):
@@ -55,10 +54,10 @@ def _without_secrets(key: str, value: Any, names: Collection[str]) -> Any:
     # Of exactly these types: a subclass may not be made from such arguments.
     if type(value) is dict:
         return {each: _without_secrets(_text(each), value[each], names) for each in value}
-    if key.lower() in _PAIRS and type(value) in (list, tuple) and len(value) == 2:
-        return type(value)([value[0], HIDDEN])
-    if type(value) in (list, tuple):
-        return type(value)(_without_secrets("", each, names) for each in value)
+    if type(value) is list or type(value) is tuple:
+        is_pair = key.lower() in _PAIRS and len(value) == 2
+        shown = [value[0], HIDDEN] if is_pair else [_without_secrets("", v, names) for v in value]
+        return type(value)(shown)
     return value
 
 

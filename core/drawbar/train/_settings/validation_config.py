@@ -36,7 +36,7 @@ class ValidationFn(Protocol):
 
     def __call__(
         self, checkpoint: Checkpoint, /, *args: Any, **kwargs: Any
-    ) -> Mapping[str, Any]: ...
+    ) -> Mapping[str, object]: ...
 
 
 @dataclass(frozen=True, repr=False)

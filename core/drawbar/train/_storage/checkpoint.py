@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
 
@@ -39,11 +39,15 @@ from drawbar.train._storage.remote_folder import (
 )
 from drawbar.train._storage.shared_copy import kept_copy, shared_copy
 
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+    from ray.data.preprocessor import Preprocessor
+
 PREPROCESSOR_KEY = "preprocessor_pkl"
 """Where a preprocessor lies in a checkpoint's metadata, as in Ray Train's."""
 
 
-def with_preprocessor(metadata: Mapping[str, Any], preprocessor: object) -> dict[str, Any]:
+def with_preprocessor(metadata: Mapping[str, object], preprocessor: object) -> dict[str, object]:
     """Give metadata that hold a preprocessor too."""
     return {**metadata, PREPROCESSOR_KEY: cloudpickle.dumps(preprocessor).hex()}
 
@@ -79,7 +83,7 @@ class Checkpoint:
         self._identity = uuid.uuid4().hex
 
     @property
-    def filesystem(self) -> Any:
+    def filesystem(self) -> FileSystem:
         """The `pyarrow.fs.FileSystem` that `path` lies on."""
         return local_filesystem() if isinstance(self._place, Path) else self._place.filesystem
 
@@ -155,8 +159,7 @@ class Checkpoint:
     def get_metadata(self) -> dict[str, Any]:
         """Give the metadata set for this checkpoint, with the trainer's `metadata` in it."""
         data = read_file(self._place, METADATA)
-        found: dict[str, Any] = json.loads(data) if data is not None else {}
-        return found
+        return dict(json.loads(data)) if data is not None else {}
 
     def set_metadata(self, metadata: Mapping[str, object]) -> None:
         """Replace the metadata: any JSON-able mapping."""
@@ -175,7 +178,7 @@ class Checkpoint:
         """Add to the metadata; keys that are there already are replaced."""
         self.set_metadata({**self.get_metadata(), **metadata})
 
-    def get_preprocessor(self) -> Any:
+    def get_preprocessor(self) -> Preprocessor | None:
         """Give the fitted preprocessor of Ray Data's that the run's datasets went through.
 
         It is unpickled: call this only for a checkpoint that you trust.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from fsspec import AbstractFileSystem
+    from pyarrow import NativeFile
     from pyarrow.fs import FileInfo, FileSystem
 
     AnyFileSystem: TypeAlias = FileSystem | AbstractFileSystem
@@ -167,7 +168,7 @@ class Folder:
 
         retrying(write, f"writing {in_bytes(len(data))} to {self / name}")
 
-    def _open(self, name: str) -> Any:
+    def _open(self, name: str) -> NativeFile:
         path = f"{self.path}/{name}"
         # An object store has no folders; making one would leave an empty object of its name.
         if self.filesystem.type_name not in _WITHOUT_FOLDERS:
@@ -313,8 +314,8 @@ def same_filesystem(one: FileSystem, other: FileSystem) -> bool:
 
 
 def _made_with(filesystem: FileSystem) -> tuple[object, ...] | None:
-    wrapped: Any = getattr(getattr(filesystem, "handler", None), "fs", None)
-    if not hasattr(wrapped, "storage_options"):
+    wrapped = getattr(getattr(filesystem, "handler", None), "fs", None)
+    if wrapped is None or not hasattr(wrapped, "storage_options"):
         return None
     return type(wrapped), wrapped.storage_args, wrapped.storage_options
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import list_files
 from drawbar.train._storage.remote_folder import Folder, local_filesystem
 from drawbar.train._storage.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
 
 
 class StorageContext(os.PathLike[str]):
@@ -26,7 +29,7 @@ class StorageContext(os.PathLike[str]):
         self._path = directory.path
 
     @property
-    def storage_filesystem(self) -> Any:
+    def storage_filesystem(self) -> FileSystem:
         """The `pyarrow.fs.FileSystem` that the run lies on."""
         return self._directory.filesystem or local_filesystem()
 

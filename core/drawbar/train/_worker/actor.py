@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import ray
@@ -119,7 +119,7 @@ class Worker:
     """The actor. One per rank; it can run one attempt after another."""
 
     def __init__(self, run_path: str) -> None:
-        self._cache: dict[Any, Any] = {}
+        self._cache: dict[object, object] = {}
         self._session: Session | None = None
         self._thread: threading.Thread | None = None
         report = RunDirectory(Path(run_path)).exit_report(os.uname().nodename, os.getpid())

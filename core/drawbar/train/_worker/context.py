@@ -382,6 +382,6 @@ def broadcast_from_rank_zero(data: T) -> T:
     return result
 
 
-def all_gather(data: T) -> list[Any]:
+def all_gather(data: T) -> list[T]:
     """Give every rank's `data` to every rank, in rank order. Anything that pickles is taken."""
     return current_session("collective.all_gather").collective("all_gather", data)

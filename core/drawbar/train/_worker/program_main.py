@@ -25,7 +25,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from types import FrameType, ModuleType, TracebackType
-from typing import Any
 
 SESSION_VARIABLE = "DRAWBAR_SESSION"
 """Which process may speak for its rank, and by which descriptor: `<pid>:<fd>`."""
@@ -68,10 +67,10 @@ def _run_script(arguments: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     names = _new_main()
-    names["__file__"] = os.path.abspath(script)
+    names["__file__"] = path = os.path.abspath(script)
     with open(script, "rb") as file:
         # Of bytes: the file may say its own encoding.
-        code = compile(file.read(), names["__file__"], "exec")
+        code = compile(file.read(), path, "exec")
     exec(code, names)
 
 
@@ -84,7 +83,7 @@ def _run_module(arguments: Sequence[str]) -> None:
     runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]  # not public
 
 
-def _new_main() -> dict[str, Any]:
+def _new_main() -> dict[str, object]:
     """Give the names of a new `__main__`. It stays: exit handlers and pickles look there."""
     sys.modules["__main__"] = ModuleType("__main__")
     names = vars(sys.modules["__main__"])

@@ -82,7 +82,7 @@ class Session:
     """One attempt of one rank, from the first line of the function to its end."""
 
     def __init__(
-        self, assignment: Assignment, say: Callable[[Message], None], cache: dict[Any, Any]
+        self, assignment: Assignment, say: Callable[[Message], None], cache: dict[object, object]
     ) -> None:
         self.assignment = assignment
         self.cache = cache
