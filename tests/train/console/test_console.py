@@ -134,6 +134,14 @@ def test_a_state_is_told_once_and_a_change_of_size_again() -> None:
     ]
 
 
+@pytest.mark.parametrize(("attempt", "told"), [(0, "starting"), (3, "resuming")])
+def test_a_run_that_an_earlier_driver_began_is_resumed(attempt: int, told: str) -> None:
+    console, file = plain()
+    console.note(attempt_started(attempt, "/runs/mnist/checkpoint_000001"))
+    last = file.getvalue().splitlines()[-1]
+    assert last.endswith(f"] {told}: from /runs/mnist/checkpoint_000001")
+
+
 def test_lines_go_to_the_stream_that_they_came_from(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(logging.INFO, "")
     console.note(LinePrinted(0, Printed(text="[bold]out[/bold]")))

@@ -131,9 +131,11 @@ class Console:
 
     def _show_state(self, event: Event) -> None:
         """Show what the run does, if the event is a change of that."""
+        first = not self._status.state
         match event:
             case AttemptStarted():
-                name = "restarting" if event.attempt else "starting"
+                # The attempts before the first one that is shown were an earlier driver's.
+                name = ("resuming" if first else "restarting") if event.attempt else "starting"
                 detail = f"from {event.checkpoint}" if event.checkpoint else ""
             case WorkersStarted():
                 name, detail = "running", ""
@@ -146,7 +148,6 @@ class Console:
                 name, detail = "failed", ""
             case _:
                 return
-        first = not self._status.state
         self._status.state, self._status.detail = name, detail
         if self._level <= logging.INFO:
             if first and self._status.path:
