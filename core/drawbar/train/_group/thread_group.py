@@ -84,7 +84,7 @@ class ThreadWorkerGroup:
         for session in self._sessions.values():
             # An upload that is still writing would give its old bytes to the new attempt's
             # checkpoint of that name.
-            await in_daemon_thread(session.uploads.join)
+            await in_daemon_thread(session.uploads.in_flight.join)
         host = os.uname().nodename
         here = WorkerInfo(
             node_id=host,

@@ -173,9 +173,10 @@ class Worker:
             batch = outbox.take()
             yield batch
             if isinstance(batch[-1], _TERMINAL):
-                # The stream's end is the sign that this process can run another attempt.
+                # The stream's end is the sign that this process can run another attempt; it is kept
+                # only if that comes in time.
                 self._thread.join()
-                session.uploads.join()  # a process is kept only if its stream ends in time
+                session.uploads.in_flight.join()
                 return
 
     def obey(self, attempt: int, order: Order) -> None:
@@ -311,7 +312,7 @@ def perform(
                 session.callers.let_any_thread_speak()
                 # Inside the backend's context: peers that still train must not lose this rank while
                 # its last checkpoint is under way.
-                session.uploads.flush()
+                session.uploads.in_flight.flush()
         session.user_code.end()
         finished = _finished(value, leaves=not isinstance(payload, Payload))
         return msgspec.structs.replace(finished, remarks=tuple(session.remarks))

@@ -26,8 +26,9 @@ from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.storage_context import StorageContext
 from drawbar.train._surroundings import Trial
 from drawbar.train._worker.program_session import program_session
-from drawbar.train._worker.session import Session, is_drawbars_own
+from drawbar.train._worker.session import Session
 from drawbar.train._worker.uploads import CheckpointUploadFn, CheckpointUploadMode
+from drawbar.train._worker.user_code import is_drawbars_own
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -276,7 +277,7 @@ def get_preemption_info() -> PreemptionInfo | None:
     A collective: every rank must call it equally often, and all get the same answer. When there is
     one, save a checkpoint: once it is committed, the run moves to other nodes by itself.
     """
-    return current_session("get_preemption_info").wishes().preemption
+    return current_session("get_preemption_info").collectives.wishes().preemption
 
 
 def checkpoint_requested() -> bool:
@@ -285,7 +286,7 @@ def checkpoint_requested() -> bool:
     A collective, like `get_preemption_info`. Call it once in a while, at a step where all ranks
     could save.
     """
-    return current_session("checkpoint_requested").wishes().checkpoint
+    return current_session("checkpoint_requested").collectives.wishes().checkpoint
 
 
 def checkpoint_dir() -> AbstractContextManager[Path]:
@@ -366,7 +367,7 @@ def barrier(timeout_s: float | None = None) -> None:
     Raises:
         TimeoutError: Not every rank has come in that time. The ranks cannot meet any more after it.
     """
-    current_session("collective.barrier").collective("barrier", timeout=timeout_s)
+    current_session("collective.barrier").collectives.meet("barrier", timeout=timeout_s)
 
 
 def broadcast_from_rank_zero(data: T) -> T:
@@ -375,7 +376,7 @@ def broadcast_from_rank_zero(data: T) -> T:
     Meant for addresses, seeds and settings; anything that pickles is taken.
     """
     session = current_session("collective.broadcast_from_rank_zero")
-    (value,) = session.collective("broadcast_from_rank_zero", data)
+    (value,) = session.collectives.meet("broadcast_from_rank_zero", data)
     if session.assignment.ranks.world_rank == 0:
         return data
     result: T = value
@@ -384,4 +385,4 @@ def broadcast_from_rank_zero(data: T) -> T:
 
 def all_gather(data: T) -> list[T]:
     """Give every rank's `data` to every rank, in rank order. Anything that pickles is taken."""
-    return current_session("collective.all_gather").collective("all_gather", data)
+    return current_session("collective.all_gather").collectives.meet("all_gather", data)

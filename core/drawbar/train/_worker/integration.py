@@ -72,7 +72,7 @@ def collectives_called() -> int:
 
     For integrations that look at what a function has done together with other ranks.
     """
-    return current_session("collectives_called").collectives_called
+    return current_session("collectives_called").collectives.called
 
 
 def remark(text: str) -> None:

@@ -41,7 +41,7 @@ class Handover:
         assignment = dataclasses.replace(
             session.assignment, spec=spec, checkpoint=session.checkpoint
         )
-        return cls(assignment, session.collectives_called, session.is_unshared)
+        return cls(assignment, session.collectives.called, session.is_unshared)
 
 
 class RanksEnd:
@@ -110,7 +110,7 @@ def _open(descriptor: int) -> Session:
     wire.send_bytes(b"")
     handover: Handover = pickle.loads(wire.recv_bytes())
     session = Session(handover.assignment, say, {})
-    session.skip_collectives(handover.collectives_called)
+    session.collectives.skip(handover.collectives_called)
     if handover.is_unshared:
         session.use_unshared()
 
@@ -130,6 +130,6 @@ def _flush(session: Session, pid: int) -> None:
     if os.getpid() != pid:
         return
     if getattr(sys, "last_value", None) is None:
-        session.uploads.flush()
+        session.uploads.in_flight.flush()
     else:
         session.end(FLUSH_SECONDS)

@@ -9,26 +9,20 @@ same session serves an actor, this very process (`num_workers=0`) and the thread
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-from drawbar.train._carry import carry
 from drawbar.train._messages import (
     Assignment,
     CheckpointConsistencyMode,
     CheckpointsAnswer,
     CheckpointsAsked,
-    CollectiveCalled,
-    CollectiveDone,
-    CollectiveKind,
     Committed,
     Diagnosis,
     DiagnosisAsked,
@@ -43,7 +37,6 @@ from drawbar.train._messages import (
     PassEnded,
     Reported,
     Retired,
-    Wishes,
 )
 from drawbar.train._metrics import Metrics, normalise
 from drawbar.train._settings.validation_config import asked_for
@@ -54,6 +47,7 @@ from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.unshared_node import FileAnswer, UnsharedNode
 from drawbar.train._worker.acceptable import check_name, check_upload_fn
 from drawbar.train._worker.callers import Callers
+from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.data_sources import DataSources
 from drawbar.train._worker.interrupt import AttemptInterrupted, Interruptible
 from drawbar.train._worker.mailbox import Mailbox
@@ -64,6 +58,7 @@ from drawbar.train._worker.uploads import (
     Uploads,
     check_mode,
 )
+from drawbar.train._worker.user_code import caller_line
 
 
 class StandIn(Protocol):
@@ -97,8 +92,10 @@ class Session:
         self.uploads = self._uploads_to(self.directory.checkpoints)
         self.callers = Callers(assignment.ranks)
         self._order = threading.RLock()  # one number after the other, said in that order
+        self.collectives = Collectives(
+            assignment.ranks.world_rank, self.callers, self._order, say, self._mailbox
+        )
         self._next_report = assignment.first_index
-        self._next_collective = 0
         self._offers: dict[int, Offer] = {}
         self.user_code = Interruptible()
         self.remarks: list[str] = []
@@ -115,10 +112,6 @@ class Session:
             if isinstance(message, Reported):
                 self._next_report = message.index + 1
             self._say(message)
-
-    def skip_collectives(self, count: int) -> None:
-        """Begin after the collectives that this rank has called elsewhere."""
-        self._next_collective = count
 
     @property
     def reports_made(self) -> int:
@@ -207,7 +200,7 @@ class Session:
                 )
             )
         # Outside the lock: other threads may report while this one waits for its commit.
-        follow = self.uploads.follow if waits else self.uploads.follow_in_background
+        follow = self.uploads.follow if waits else self.uploads.in_flight.add
         follow(index, offer)
 
     def _tell_pass(self, ended: PassEnded) -> None:
@@ -251,7 +244,7 @@ class Session:
 
     def end(self, seconds: float) -> None:
         """End early: checkpoints in flight get so long, and nothing waits for orders any more."""
-        self.uploads.flush_for(seconds)
+        self.uploads.in_flight.flush_for(seconds)
         self._mailbox.interrupt(self._mailbox.interrupted or "the training function has ended")
 
     @contextmanager
@@ -286,36 +279,6 @@ class Session:
         """Do what `drawbar.train.backend.discard_checkpoint` says."""
         self._say(Discarded(name=name))
 
-    # -- collectives
-
-    @property
-    def collectives_called(self) -> int:
-        """Do what `drawbar.train.backend.collectives_called` says."""
-        return self._next_collective
-
-    def collective(
-        self, kind: CollectiveKind, value: object = None, *, timeout: float | None = None
-    ) -> list[Any]:
-        """Meet all ranks once; gives the values that came of it (none for a barrier)."""
-        rank = self.assignment.ranks.world_rank
-        # What nobody reads is not packed: it may be large, or not pickle.
-        gives = kind == "all_gather" or (kind == "broadcast_from_rank_zero" and rank == 0)
-        payload = carry(value) if gives else None
-        where = caller_line()
-        with self._order:
-            self.callers.check_speaker("a collective")
-            sequence, self._next_collective = self._next_collective, self._next_collective + 1
-            self._say(CollectiveCalled(sequence=sequence, kind=kind, payload=payload, where=where))
-        done = self._mailbox.wait((CollectiveDone, sequence), timeout=timeout)
-        assert isinstance(done, CollectiveDone)
-        return [p.unpack() for p in done.payloads if p is not None]
-
-    def wishes(self) -> Wishes:
-        """Ask, together with all ranks, what the controller wishes."""
-        (wishes,) = self.collective("wishes")
-        found: Wishes = wishes
-        return found
-
     def diagnose(self) -> str:
         """Have the stacks of all ranks written; gives what tells them apart."""
         answer = self._mailbox.ask(lambda number: DiagnosisAsked(number=number), Diagnosis)
@@ -346,20 +309,3 @@ class Session:
                     self._mailbox.put(order)
             case _:
                 self._mailbox.put(order)
-
-
-def caller_line() -> str:
-    """Give the innermost line on this thread's stack outside Drawbar as `file:line in function`."""
-    # Not `traceback.extract_stack()`, which reads source files: every report() comes through here.
-    frame = sys._getframe(1)
-    while frame.f_back is not None and is_drawbars_own(frame):
-        frame = frame.f_back
-    code = frame.f_code
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-
-
-def is_drawbars_own(frame: FrameType) -> bool:
-    """Whether code of Drawbar runs in a frame."""
-    # By the module: comparing paths would take longer than the rest of a report().
-    name: str = frame.f_globals.get("__name__", "")
-    return name.startswith("drawbar.")

@@ -8,9 +8,7 @@ matter.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
@@ -27,7 +25,6 @@ from drawbar.train._messages import (
     Order,
     Persist,
     Persisted,
-    WaitsForCheckpoint,
 )
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink
@@ -39,7 +36,6 @@ from drawbar.train._storage.retries import is_transient, told_when_slow
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Share
 from drawbar.train._storage.storage_context import StorageContext
-from drawbar.train._threads import DaemonThreads
 from drawbar.train._worker.acceptable import (
     Grounds,
     check_files,
@@ -47,8 +43,7 @@ from drawbar.train._worker.acceptable import (
     check_place,
     may_be_given_away,
 )
-
-MAX_CHECKPOINTS_IN_FLIGHT = 2
+from drawbar.train._worker.in_flight import InFlight
 
 CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
 """Puts a checkpoint into the run's storage under a name, or elsewhere; gives it as it lies there.
@@ -118,6 +113,9 @@ class Uploads:
         attempt: Number of the attempt.
         say: Tells the controller something.
         wait: Waits for an order.
+
+    Attributes:
+        in_flight: Those that the function does not wait for.
     """
 
     def __init__(
@@ -139,9 +137,7 @@ class Uploads:
         self._wait = wait
         self._functions: dict[str, tuple[CheckpointUploadFn, Checkpoint]] = {}
         self._seen: dict[str, SeenFiles] = {}  # by the name of the checkpoint that they are for
-        self._following = threading.Lock()  # threads that report checkpoints in the background
-        self._background: DaemonThreads | None = None
-        self._in_flight: list[tuple[int, Future[None]]] = []
+        self.in_flight = InFlight(self.follow, say)
 
     @cached_property
     def _grounds(self) -> Grounds:
@@ -344,43 +340,3 @@ class Uploads:
         if place == name:
             return name
         return self._offer_in_place(uploaded, "checkpoint_upload_fn").name or name
-
-    def follow_in_background(self, index: int, offer: Offer) -> None:
-        """Do the same in another thread; waits for the oldest if too many are in flight."""
-        with self._following:
-            if self._background is None:
-                # One thread, so that commits are followed in the order of the reports.
-                self._background = DaemonThreads(1, "drawbar-checkpoint")
-            while sum(not each.done() for _, each in self._in_flight) >= MAX_CHECKPOINTS_IN_FLIGHT:
-                self._wait_for_oldest()
-            follow = self._background.submit(self.follow, index, offer)
-            self._in_flight.append((index, follow))
-
-    def _wait_for_oldest(self) -> None:
-        index, oldest = self._in_flight.pop(0)
-        # Said only if it is true: the controller takes it as proof that this rank stands still.
-        if not oldest.done():
-            self._say(WaitsForCheckpoint(index=index))
-        oldest.result()
-
-    # -- the end
-
-    def flush(self) -> None:
-        """Wait until every asynchronous checkpoint is committed; raise what went wrong with one."""
-        while self._in_flight:
-            self._wait_for_oldest()
-        if self._background is not None:
-            self._background.shutdown()
-
-    def flush_for(self, seconds: float) -> None:
-        """Give what is in flight so long to be committed; what comes of it does not matter."""
-        if self._in_flight and seconds:
-            wait([each for _, each in self._in_flight], timeout=seconds)
-        if self._background is not None:
-            # Not waited for: it may hang in a storage that does not answer.
-            self._background.shutdown(wait=False, cancel_futures=True)
-
-    def join(self) -> None:
-        """Wait until nothing is written any more: the next attempt gives the same names."""
-        if self._background is not None:
-            self._background.shutdown()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import PurePath
+from types import FrameType
 
 import drawbar
 
@@ -65,3 +67,20 @@ def _package(file: str) -> str | None:
         if part in _INSTALLED:
             return parts[index + 1]
     return None
+
+
+def caller_line() -> str:
+    """Give the innermost line on this thread's stack outside Drawbar as `file:line in function`."""
+    # Not `traceback.extract_stack()`, which reads source files: every report() comes through here.
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_drawbars_own(frame):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def is_drawbars_own(frame: FrameType) -> bool:
+    """Whether code of Drawbar runs in a frame."""
+    # By the module: comparing paths would take longer than the rest of a report().
+    name: str = frame.f_globals.get("__name__", "")
+    return name.startswith("drawbar.")

@@ -1,0 +1,77 @@
+"""Meetings of this rank with all others: what `drawbar.train.collective` and its kin do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from drawbar.train._carry import carry
+from drawbar.train._messages import (
+    CollectiveCalled,
+    CollectiveDone,
+    CollectiveKind,
+    Message,
+    Wishes,
+)
+from drawbar.train._worker.callers import Callers
+from drawbar.train._worker.mailbox import Mailbox
+from drawbar.train._worker.user_code import caller_line
+
+
+class Collectives:
+    """The collectives of one rank in one attempt, numbered in the order of its calls.
+
+    Args:
+        rank: The rank.
+        callers: Check who calls.
+        order: Held while something is numbered and said.
+        say: Tells the controller something.
+        mailbox: Where the answers arrive.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        callers: Callers,
+        order: AbstractContextManager[object],
+        say: Callable[[Message], None],
+        mailbox: Mailbox,
+    ) -> None:
+        self._rank = rank
+        self._callers = callers
+        self._order = order
+        self._say = say
+        self._mailbox = mailbox
+        self._next = 0
+
+    @property
+    def called(self) -> int:
+        """Do what `drawbar.train.backend.collectives_called` says."""
+        return self._next
+
+    def skip(self, count: int) -> None:
+        """Begin after those that this rank has called in another process."""
+        self._next = count
+
+    def meet(
+        self, kind: CollectiveKind, value: object = None, *, timeout: float | None = None
+    ) -> list[Any]:
+        """Meet all ranks once; gives the values that came of it (none for a barrier)."""
+        # What nobody reads is not packed: it may be large, or not pickle.
+        gives = kind == "all_gather" or (kind == "broadcast_from_rank_zero" and self._rank == 0)
+        payload = carry(value) if gives else None
+        where = caller_line()
+        with self._order:
+            self._callers.check_speaker("a collective")
+            sequence, self._next = self._next, self._next + 1
+            self._say(CollectiveCalled(sequence=sequence, kind=kind, payload=payload, where=where))
+        done = self._mailbox.wait((CollectiveDone, sequence), timeout=timeout)
+        assert isinstance(done, CollectiveDone)
+        return [p.unpack() for p in done.payloads if p is not None]
+
+    def wishes(self) -> Wishes:
+        """Ask, together with all ranks, what the controller wishes."""
+        (wishes,) = self.meet("wishes")
+        found: Wishes = wishes
+        return found
