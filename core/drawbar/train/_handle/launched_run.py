@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import math
 import os
-import queue
 import threading
 import warnings
 from collections.abc import Callable
@@ -40,13 +39,14 @@ from drawbar.train._group.peers import (
     peer_address,
 )
 from drawbar.train._group.ranks import local_gpu_ids
-from drawbar.train._group.thread_group import ThreadWorkerGroup, perform_here
+from drawbar.train._group.thread_group import Spawn, ThreadWorkerGroup, perform_here
 from drawbar.train._group.validators import ThreadValidator
 from drawbar.train._group.worker_group import WorkerGroup
 from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._history.journal import events_of
 from drawbar.train._history.timeline import Snapshot
-from drawbar.train._launch.host import Host, Job, Spawn, do_jobs
+from drawbar.train._launch.host import Host
+from drawbar.train._launch.jobs import Jobs
 from drawbar.train._messages import Assignment, Interrupt, Message, Ranks
 from drawbar.train._settings.backend import LauncherStore
 from drawbar.train._settings.validation_config import ValidationConfig
@@ -184,8 +184,7 @@ class LaunchedRun:
         self._cache: dict[object, object] = {}
         self._session: Session | None = None
         self._function: threading.Thread | None = None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._jobs_wait = jobs_wait
+        self._jobs = Jobs(wait=jobs_wait)
         self._hooks = DaemonThreads(1, "drawbar-hooks")  # one may hang, and the run still ends
         self._over = threading.Event()
         self._ending: Ending | None = None
@@ -218,7 +217,7 @@ class LaunchedRun:
             if self._session is not None:
                 self._session.obey(Interrupt(reason=str(gone)))
         self._over.set()
-        self._jobs.put(None)
+        self._jobs.release()
 
     def _take(self, told: ToPeer) -> None:
         session = self._session
@@ -242,11 +241,7 @@ class LaunchedRun:
         own = dataclasses.replace(assignment.spec, environment=variables)
         assignment = dataclasses.replace(assignment, spec=own)
         self._session = session = Session(assignment, self._say, self._cache)
-        job = partial(self._perform, session)
-        if self._jobs_wait:
-            self._jobs.put(job)
-        else:
-            threading.Thread(target=job, name="drawbar-function", daemon=True).start()
+        self._jobs.spawn(partial(self._perform, session))
 
     def _say(self, message: Message) -> None:
         self._wire.send(Said(message))
@@ -263,7 +258,7 @@ class LaunchedRun:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run is over, running the function meanwhile; tells whether it is."""
-        return do_jobs(self._jobs, self._over, timeout)
+        return self._jobs.do_until(self._over, timeout)
 
     def stop(self, *, save: bool) -> None:
         """End the run in order: after its next commit, or now."""

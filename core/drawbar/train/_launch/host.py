@@ -7,9 +7,7 @@ import atexit
 import contextlib
 import logging
 import math
-import queue
 import threading
-import time
 from collections.abc import Callable
 
 import ray
@@ -24,7 +22,7 @@ from drawbar.train._group.cluster import check_cluster, check_data, check_valida
 from drawbar.train._group.placement import Placement
 from drawbar.train._group.ranks import local_gpu_ids
 from drawbar.train._group.ray_group import RayWorkerGroup
-from drawbar.train._group.thread_group import ThreadWorkerGroup
+from drawbar.train._group.thread_group import Spawn, ThreadWorkerGroup
 from drawbar.train._group.validators import RayValidator, ThreadValidator, Validator
 from drawbar.train._group.worker_group import WorkerGroup
 from drawbar.train._history.events import ControllerFailed, Notice
@@ -33,6 +31,7 @@ from drawbar.train._history.stream import EventStream, Watcher
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.assignments import SpecPlan
 from drawbar.train._launch.control import ControlSocket
+from drawbar.train._launch.jobs import Jobs
 from drawbar.train._launch.opening import open_run
 from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage.files import take_mode_of_folder, write_atomically
@@ -44,9 +43,6 @@ EXIT_SECONDS = 3.0
 ENDS_WITH_THE_PROGRAM = "the program ends without wait(): the run is stopped, and can be resumed"
 
 _logger = logging.getLogger("drawbar.train")
-
-Job = Callable[[], None]
-Spawn = Callable[[Job], None]
 
 
 class Host:
@@ -83,8 +79,7 @@ class Host:
         self._at_end = at_end
         self._make_group = make_group
         self._validator = validator
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._spawn: Spawn = self._jobs.put if jobs_wait else _in_a_thread
+        self._jobs = Jobs(wait=jobs_wait)
         self._controller: Controller | None = None
         self._orders: list[Callable[[Controller], object]] = []  # given before there is one
         self._lock = threading.Lock()
@@ -121,7 +116,7 @@ class Host:
         # hold up the end of the program for as long as it goes on.
         self._thread = threading.Thread(target=self._run, name="drawbar-controller", daemon=True)
         if jobs_wait:
-            self._jobs.put(self._thread.start)
+            self._jobs.spawn(self._thread.start)
         else:
             self._thread.start()
 
@@ -166,10 +161,10 @@ class Host:
             self._let_go()
             self._tell_end()
             self._over.set()
-            self._jobs.put(None)
+            self._jobs.release()
 
     async def _control(self) -> Outcome:
-        group = self._make_group(str(self.directory.path), self._spawn)
+        group = self._make_group(str(self.directory.path), self._jobs.spawn)
         controller = Controller(self._held, self._plan, group, self._validator, self._events.emit)
         with self._lock:
             self._controller = controller
@@ -214,7 +209,7 @@ class Host:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run is over, doing jobs meanwhile; tells whether it is."""
-        if not do_jobs(self._jobs, self._over, timeout):
+        if not self._jobs.do_until(self._over, timeout):
             return False
         self._thread.join()
         return True
@@ -269,28 +264,6 @@ class Host:
         if not self._over.wait(EXIT_SECONDS):
             self.kill()
             self._over.wait(EXIT_SECONDS)
-
-
-def do_jobs(
-    jobs: queue.SimpleQueue[Job | None], over: threading.Event, timeout: float | None
-) -> bool:
-    """Do jobs as they come until it is over, which a None among them tells; tells whether it is."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while not over.is_set():
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            job = jobs.get(timeout=left)
-        except queue.Empty:
-            return False
-        if job is None:
-            jobs.put(None)  # for whoever waits besides
-        else:
-            job()
-    return True
-
-
-def _in_a_thread(job: Job) -> None:
-    threading.Thread(target=job, name="drawbar-function", daemon=True).start()
 
 
 def _controller_failed(error: BaseException) -> ControllerError:
