@@ -10,6 +10,7 @@ from drawbar.train import CheckpointConfig
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.progress import Round
 from drawbar.train._messages import FileSent, FileTaken, Offer, Order, Persist, Reported
+from drawbar.train._storage import upkeep
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.run_directory import RunDirectory
 
@@ -28,7 +29,7 @@ def sent(number: int, path: str, data: bytes) -> FileSent:
 
 async def pieces_of_two_ranks(folder: Path) -> None:
     directory = RunDirectory(folder)
-    directory.create()
+    upkeep.create(directory)
     said: asyncio.Queue[object] = asyncio.Queue()
     commits = Committer(
         directory,

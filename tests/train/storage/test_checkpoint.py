@@ -13,6 +13,7 @@ import cloudpickle
 import pytest
 
 from drawbar.train import Checkpoint, CheckpointError
+from drawbar.train._storage import upkeep
 from drawbar.train._storage.checkpoint_store import Draft
 from drawbar.train._storage.contents import list_files
 from drawbar.train._storage.manifest import Manifest
@@ -24,7 +25,7 @@ from drawbar.train._storage.staging import Part
 def checkpoint(tmp_path: Path) -> Checkpoint:
     """A committed one, with checksums."""
     run = RunDirectory(tmp_path / "run")
-    run.create()
+    upkeep.create(run)
     staged = run.staging.new("rank_0")
     (staged / "deep").mkdir()
     (staged / "model.pt").write_text("weights")

@@ -24,6 +24,7 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
+from drawbar.train._storage import upkeep
 from drawbar.train._storage.run_directory import open_directory
 from drawbar.train.testing import run_in_threads
 
@@ -157,7 +158,7 @@ def test_a_journal_that_only_this_machine_has_is_kept(
     result = fit(three_steps(), storage)
     newest = journal_of(storage)
     directory = open_directory(*where(storage).values())
-    directory.create()
+    upkeep.create(directory)
     directory.journal.write_bytes(newest)  # as a driver leaves it that was killed
     assert result.checkpoint is not None
     folder = result.checkpoint.path.rpartition("/")[0]

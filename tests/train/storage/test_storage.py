@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
 from drawbar.train._history.journal import events_of
+from drawbar.train._storage import upkeep
 from drawbar.train._storage.checkpoint_store import Draft
 from drawbar.train._storage.contents import CHECKSUMS, MANIFEST, METADATA, VALIDATION, list_files
 from drawbar.train._storage.files import remove_tree
@@ -31,7 +32,7 @@ COMES_OR_GOES = 0x40 | MOVED_IN | 0x100 | 0x200  # moved out, moved in, made, de
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path / "run")
-    directory.create()
+    upkeep.create(directory)
     return directory
 
 
@@ -226,7 +227,7 @@ def test_what_is_not_committed_is_swept(run: RunDirectory) -> None:
     path = commit(run, part(stage(run, {"a": "a"})))
     stage(run, {"half": "written"})
     run.exit_report("h", 1).write_text("{}")
-    run.sweep()
+    upkeep.sweep(run)
     assert list(run.staging.path.iterdir()) == []
     assert not run.exit_report("h", 1).exists()
     assert read(path) == {"a": "a"}

@@ -35,7 +35,7 @@ from drawbar.train._messages import (
     Persisted,
 )
 from drawbar.train._settings.run_config import CheckpointConfig
-from drawbar.train._storage import fault_points
+from drawbar.train._storage import fault_points, upkeep
 from drawbar.train._storage.checkpoint_store import Draft
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import (
@@ -235,7 +235,7 @@ class Committer:
         await self._ready.join()
         await in_daemon_thread(self.handed_over.tell)
         # Before the stages are removed: these files are nowhere else.
-        await in_daemon_thread(self._directory.set_aside)
+        await in_daemon_thread(upkeep.set_aside, self._directory)
         for stage in self._staging.stages():
             self._later.do(remove_tree, stage)
 

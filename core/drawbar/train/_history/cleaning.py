@@ -15,6 +15,7 @@ from drawbar.train._history.events import CheckpointDeleted, JournaledEvent, Run
 from drawbar.train._history.journal import Journal
 from drawbar.train._history.ranking import checkpoint_config_of, to_delete
 from drawbar.train._settings.run_config import CheckpointConfig
+from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import remove_tree, tree_size
 from drawbar.train._storage.journal_file import is_held
 from drawbar.train._storage.remote_checkpoints import RemoteCheckpoints
@@ -90,12 +91,12 @@ def _held(directory: RunDirectory) -> Iterator[Journal]:
         directory.files.publish()
     finally:
         journal.close()
-    directory.leave()
+    upkeep.leave(directory)
 
 
 def _sweep(directory: RunDirectory, place: Path) -> None:
     with _held(directory):
-        directory.set_aside()  # what was handed over is nowhere else
+        upkeep.set_aside(directory)  # what was handed over is nowhere else
         remove_tree(place)
 
 

@@ -34,6 +34,7 @@ from drawbar.train._launch.control import ControlSocket
 from drawbar.train._launch.jobs import Jobs
 from drawbar.train._launch.opening import open_run
 from drawbar.train._settings.validation_config import ValidationConfig
+from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import take_mode_of_folder, write_atomically
 from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.actor import Payload
@@ -203,7 +204,7 @@ class Host:
     def _publish_and_leave(self) -> None:
         """Put everything where others find it; the journal's lock keeps them away until then."""
         if self.directory.files.publish(everything=True):
-            self.directory.leave()
+            upkeep.leave(self.directory)
 
     # -- from any thread
 

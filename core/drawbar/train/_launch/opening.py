@@ -28,6 +28,7 @@ from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.preflight import check_storage_path
 from drawbar.train._launch.resume import RunState, changes, resume_plan
 from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH, Resume, RunConfig
+from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import take_mode_of_folder
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.remote_folder import locate
@@ -87,7 +88,7 @@ def open_run(spec: RunSpec) -> Run:
         directory.files.catch_up(journal)
         found = _look(directory, journal, resume)
         # After the look, which refuses what `resume` forbids: then all is left as it was.
-        directory.sweep()
+        upkeep.sweep(directory)
         take_mode_of_folder(directory.journal)
         for name in found.damaged:
             set_aside(directory.checkpoints, name)

@@ -18,7 +18,6 @@ node, and checkpoints, journal, logs, stacks and `trainer.pkl` lie in the storag
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from dataclasses import dataclass
@@ -26,10 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawbar.train._storage.checkpoint_store import CheckpointStore
-from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.journal_file import JOURNAL
 from drawbar.train._storage.local_checkpoints import LocalCheckpoints
-from drawbar.train._storage.own_files import OUTCOME, TRAINER, OwnFiles, PublishedFiles
+from drawbar.train._storage.own_files import TRAINER, OwnFiles, PublishedFiles
 from drawbar.train._storage.remote_checkpoints import RemoteCheckpoints
 from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, locate, server_of
 from drawbar.train._storage.staging import StagingArea
@@ -130,58 +128,9 @@ class RunDirectory:
         """File that tells how a worker process ended."""
         return self.path / ".workers" / f"{hostname}-{pid}.json"
 
-    # -- its beginning and end
-
     def holds_run(self) -> bool:
         """Whether there is a run: its journal, or checkpoints whose journal is lost."""
         return self.files.read_journal() is not None or bool(self.checkpoints.committed())
-
-    def create(self) -> None:
-        """Make the folders that a run needs."""
-        for folder in (self.staging.path, self.path / "logs", self.path / ".workers"):
-            folder.mkdir(parents=True, exist_ok=True)
-
-    def sweep(self) -> None:
-        """Remove what earlier processes of this run left uncommitted or half deleted.
-
-        Raises:
-            OSError: The storage cannot be written.
-        """
-        # Before the staging area goes: these files are nowhere else any more.
-        self.set_aside()
-        remove_tree(self.staging.path)
-        remove_tree(self.path / ".workers")
-        self.files.delete(OUTCOME)
-        self.create()
-        self.files.probe()
-        self.checkpoints.sweep()
-
-    def set_aside(self) -> None:
-        """Keep what was handed over and did not become part of a checkpoint, and say where."""
-        # Asked first: listing the checkpoints of a remote storage costs a request each.
-        if self.staging.handed_over():
-            self.staging.set_aside([each.name for each in self.checkpoints.committed()])
-
-    def leave(self) -> None:
-        """Remove the work folder, unless it has what a user has handed over and nobody else has."""
-        if self.folder is not None and not self.staging.uncommitted.exists():
-            remove_tree(self.path)
-
-    def leave_node(self, rank: int) -> None:
-        """Remove what a rank leaves on a node that is not the driver's, once its log is published.
-
-        All of it stays if a user has handed over files that nobody else has; of a storage that is
-        mounted, but not shared, the logs do.
-        """
-        if self.staging.handed_over():
-            return
-        for place in (self.staging.path, self.path / ".workers", self.path / ".bring.lock"):
-            remove_tree(place)
-        if self.folder is not None:
-            remove_tree(self.log(rank))
-            with contextlib.suppress(OSError):  # the log of another rank, or a file of the user's
-                self.log(rank).parent.rmdir()
-                self.path.rmdir()
 
 
 def open_directory(

@@ -40,6 +40,7 @@ from drawbar.train._messages import (
     WorkerInfo,
 )
 from drawbar.train._settings.backend import BackendConfig
+from drawbar.train._storage import upkeep
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker import sentinel
 from drawbar.train._worker.addresses import node_address
@@ -194,7 +195,7 @@ class Worker:
         atexit.unregister(ray.shutdown)  # it would cut off the answer to this call
         atexit._run_exitfuncs()
         if self._session is not None and self._session.leaves_node:
-            self._session.directory.leave_node(self._session.assignment.ranks.world_rank)
+            upkeep.leave_node(self._session.directory, self._session.assignment.ranks.world_rank)
 
 
 def _end_by_sigterm() -> None:
@@ -247,7 +248,7 @@ def within_reach(session: Session, say: Callable[[Message], None]) -> Iterator[N
         return
     # A path that is there by chance, or none: what a rank writes needs a place on this node in any
     # case.
-    session.directory.create()
+    upkeep.create(session.directory)
     if session.directory.filesystem is None:
         say(Printed(text=_not_shared(assignment), stream="stderr"))
         session.use_unshared()
