@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from drawbar.jax import JaxConfig, JaxTrainer
+from drawbar.jax._slices import multislice_variables, slice_name
 from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
 from drawbar.train.testing import BackendContract, run_in_threads
 
@@ -61,6 +62,32 @@ def test_a_worker_has_a_host_of_its_slice() -> None:
 def test_workers_that_share_no_slice_evenly_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         slice_of(**{"num_workers": 2, **options})
+
+
+def test_a_host_is_one_of_the_slice_that_its_labels_name() -> None:
+    of_several, alone = {"ray.io/tpu-slice-name": "a"}, {"ray.io/tpu-topology": "2x4"}
+    assert [slice_name(labels, "node") for labels in (of_several | alone, alone, {})] == [
+        "a",
+        "node",
+        None,
+    ]
+
+
+def test_several_slices_are_joined_to_one_program() -> None:
+    by_rank = [multislice_variables(["b", "b", "a", "a"], rank, "10.0.0.1") for rank in range(4)]
+    assert [each["MEGASCALE_SLICE_ID"] for each in by_rank] == ["0", "0", "1", "1"]
+    assert by_rank[3] == {
+        "MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.1",
+        "MEGASCALE_NUM_SLICES": "2",
+        "MEGASCALE_SLICE_ID": "1",
+    }
+    for one in ("a", None):
+        assert multislice_variables([one, one], 1, "10.0.0.1") == {}
+
+
+def test_slices_of_which_one_lacks_workers_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="3 on 'a', 1 on 'b'; name each worker's slice by"):
+        multislice_variables(["a", "a", "a", "b"], 0, "10.0.0.1")
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])

@@ -13,8 +13,10 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from drawbar._rendezvous import held_port
+from drawbar.jax._slices import PORT, multislice_variables, slice_name
 from drawbar.train import ScalingConfig, collective, get_context
 from drawbar.train.backend import Backend, BackendConfig, worker_address
 
@@ -124,9 +126,16 @@ def _join(config: JaxConfig) -> None:
     leads = context.get_world_rank() == 0
     host = worker_address()
     with held_port(host) if leads else nullcontext(0) as port:
-        met = collective.all_gather((socket.gethostname(), os.getpid(), host, port))
-        _check_processes([(node, pid) for node, pid, _, _ in met])
-        _, _, leader, port = met[0]
+        own_slice = _slice_here() if config.use_tpu else None
+        met = collective.all_gather((socket.gethostname(), os.getpid(), host, port, own_slice))
+        _check_processes([(node, pid) for node, pid, *_ in met])
+        _, _, leader, port, _ = met[0]
+        # Not those that a node has been given for other slices, with which TPUs wait for ever.
+        if joins := multislice_variables(
+            [each[-1] for each in met], context.get_world_rank(), leader
+        ):
+            os.environ.update(joins)
+            os.environ.setdefault("MEGASCALE_PORT", PORT)
         jax.distributed.initialize(
             f"{_in_url(leader)}:{port}",
             context.get_world_size(),
@@ -136,6 +145,14 @@ def _join(config: JaxConfig) -> None:
             initialization_timeout=config.timeout_s,
             heartbeat_timeout_seconds=config.heartbeat_timeout_s,
         )
+
+
+def _slice_here() -> str | None:
+    import ray
+
+    runtime = ray.get_runtime_context()
+    labels: Any = runtime.get_node_labels()  # strings, though Ray's types say lists
+    return slice_name(labels, runtime.get_node_id())
 
 
 def _check_processes(processes: list[tuple[str, int]]) -> None:
