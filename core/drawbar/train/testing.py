@@ -116,20 +116,21 @@ class BackendContract:
     backend_config: BackendConfig
 
     def _fit(
-        self, function: TrainFunction, path: Path, num_workers: int, max_failures: int = 0
+        self,
+        function: TrainFunction,
+        path: Path,
+        num_workers: int,
+        max_failures: int = 0,
+        **config: object,
     ) -> Result:
         failures = FailureConfig(max_failures=max_failures)
         return DataParallelTrainer(
             function,
+            train_loop_config=config,
             backend_config=self.backend_config,
             scaling_config=ScalingConfig(num_workers=num_workers),
             run_config=RunConfig(name="contract", storage_path=path, failure_config=failures),
         ).fit()
-
-    def test_every_rank_meets_the_others(self, tmp_path: Path) -> None:
-        """Set-up ends on every rank, and the ranks are those of the context."""
-        result = self._fit(_gather_ranks, tmp_path, num_workers=2)
-        assert result.return_values == [[0, 1], [0, 1]]
 
     def test_one_worker_works(self, tmp_path: Path) -> None:
         """A world of one is set up by the same calls."""
@@ -141,50 +142,42 @@ class BackendContract:
         assert self._fit(_gather_ranks, tmp_path, num_workers=0).return_values == [[0]]
         assert dict(os.environ) == before
 
-    def test_an_error_on_one_rank_ends_the_run(self, tmp_path: Path) -> None:
-        """The others, who wait for it, do not hold the run up."""
-        import pytest
-
-        with pytest.raises(WorkerGroupError) as raised:
-            self._fit(_fail_on_rank_1, tmp_path, num_workers=2)
-        error = raised.value
-        assert error.failures[0].type_name == "ZeroDivisionError"
-        assert error.failures[0].rank == 1
-
-    def test_a_killed_worker_is_replaced_and_survivors_are_kept_if_it_is_reentrant(
+    def test_ranks_meet_again_after_a_kill_until_an_error_on_one_ends_the_run(
         self, tmp_path: Path
     ) -> None:
-        """The next attempt is set up in full, whatever the first one left behind.
+        """Two ranks meet, and meet again when one was killed, whatever the first attempt has left.
 
-        A kept process has its cache and is set up again; otherwise every process is new.
+        A kept process has its cache and is set up again, if the backend says that it is reentrant;
+        otherwise every process is new. An error on one rank is the run's, though the other waits.
         """
-        result = self._fit(_die_once_on_rank_1, tmp_path, num_workers=2, max_failures=1)
-        reentrant = self.backend_config.backend_cls.reentrant
-        assert result.return_values == [(1, [0, 1], reentrant), (1, [0, 1], False)]
+        import pytest
+
+        is_kept = self.backend_config.backend_cls.reentrant
+        with pytest.raises(WorkerGroupError) as raised:
+            self._fit(_die_then_fail_on_rank_1, tmp_path, 2, max_failures=1, is_kept=is_kept)
+        first = raised.value.failures[0]
+        assert (first.type_name, first.rank) == ("ZeroDivisionError", 1), first.message
 
 
 def _gather_ranks() -> list[int]:
     return collective.all_gather(get_context().get_world_rank())
 
 
-def _fail_on_rank_1() -> None:
-    if get_context().get_world_rank() == 1:
+def _die_then_fail_on_rank_1(config: dict[str, Any]) -> None:
+    context = get_context()
+    rank, is_first = context.get_world_rank(), context.get_attempt() == 0
+    was_kept = "seen" in context.cache
+    context.cache["seen"] = True
+    assert get_checkpoint() is None
+    assert _gather_ranks() == [0, 1]
+    assert was_kept == (config["is_kept"] and rank == 0 and not is_first)
+    report({"attempt": context.get_attempt()})
+    collective.barrier()
+    if rank == 1 and is_first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
         _ = 1 / 0
     collective.barrier()
-
-
-def _die_once_on_rank_1() -> tuple[int, list[int], bool]:
-    context = get_context()
-    cached = "seen" in context.cache
-    context.cache["seen"] = True
-    report({"attempt": context.get_attempt()})
-    if context.get_attempt() == 0:
-        collective.barrier()
-        if context.get_world_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        collective.barrier()
-    assert get_checkpoint() is None
-    return context.get_attempt(), _gather_ranks(), cached
 
 
 as_public(globals())
