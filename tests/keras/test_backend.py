@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drawbar.keras import KerasConfig, KerasTrainer, prepare_model
+from drawbar.keras._backend import backend_here
 from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
+from drawbar.train.testing import BackendContract
 
 
 @pytest.fixture
 def keras() -> Any:
     """Keras in this very process."""
     return importlib.import_module("keras")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+class TestContract(BackendContract):
+    backend_config = KerasConfig("jax")
+
+    def test_this_very_process_works(self, tmp_path: Path) -> None:
+        """With the backend that Keras has in it already, if it was imported."""
+        self.backend_config = KerasConfig(backend_here())
+        super().test_this_very_process_works(tmp_path)
 
 
 def test_a_backend_that_does_not_exist_is_refused() -> None:
@@ -44,3 +59,20 @@ def test_a_model_must_be_compiled_and_built(keras: Any) -> None:
         prepare_model(keras.Sequential([keras.layers.Dense(1)]))
     with pytest.raises(ValueError, match="is not compiled"):
         prepare_model(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+
+
+def test_tensorflow_beside_another_backend_is_imported_for_its_users_alone() -> None:
+    """Keras would import it to set its seed, which it gets here as somebody imports it."""
+    code = """if True:
+        import sys
+        from drawbar.keras import KerasConfig
+        KerasConfig("jax").process_setup()
+        import keras
+        keras.utils.set_random_seed(3)
+        keras.saving.serialize_keras_object(keras.layers.Dense(1))
+        print("tensorflow" in sys.modules)
+        import tensorflow
+        print(tensorflow.compat.v1.get_seed(None)[0])
+    """
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["False", "3"]

@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+from drawbar.keras._unused_tensorflow import leave_tensorflow_unused
 from drawbar.train import ScalingConfig, get_context
 from drawbar.train.backend import Backend, BackendConfig, require_package
 
 KerasBackend = Literal["torch", "jax", "tensorflow"]
+
+_VARIABLE = "KERAS_BACKEND"
 
 
 def _torch_config() -> BackendConfig:
@@ -102,29 +105,25 @@ class KerasConfig(BackendConfig):
 
 
 def _import_keras(backend: str, setup_below: Callable[[], object] | None) -> None:
-    os.environ["KERAS_BACKEND"] = backend
+    os.environ[_VARIABLE] = backend
     if setup_below is not None:
         setup_below()
     importlib.import_module("keras")
+    if backend != "tensorflow":
+        leave_tensorflow_unused()
 
 
-def backend_here() -> str:
+def backend_here() -> KerasBackend:
     """Say which backend Keras has, or would have, in this process."""
+    found = os.environ.get(_VARIABLE, "tensorflow")
     if (keras := sys.modules.get("keras")) is not None and hasattr(keras, "backend"):
-        return str(keras.backend.backend())
-    return os.environ.get("KERAS_BACKEND", "tensorflow")
+        found = keras.backend.backend()
+    return cast(KerasBackend, found)
 
 
 @contextmanager
 def _set_up(config: KerasConfig) -> Iterator[None]:
-    os.environ["KERAS_BACKEND"] = config.keras_backend
-    if (found := backend_here()) != config.keras_backend:
-        raise RuntimeError(
-            f"this trainer has keras_backend={config.keras_backend!r}, but Keras was imported with "
-            f"{found!r} in this process, which cannot be changed any more. Import it inside the "
-            f"training function, or set KERAS_BACKEND={config.keras_backend} before it is imported"
-        )
-    with config.below.train_func_context():
+    with _chosen(config.keras_backend), config.below.train_func_context():
         if get_context().get_world_size() == 1:
             yield
             return
@@ -133,6 +132,25 @@ def _set_up(config: KerasConfig) -> Iterator[None]:
         keras.utils.set_random_seed(int(get_context().get_run_id()[:7], 16))
         with _all_devices(keras, config.keras_backend):
             yield
+
+
+@contextmanager
+def _chosen(backend: str) -> Iterator[None]:
+    """Have Keras have this backend, if it is imported only now."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = backend
+    try:
+        if (found := backend_here()) != backend:
+            raise RuntimeError(
+                f"this trainer has keras_backend={backend!r}, but Keras was imported with "
+                f"{found!r} in this process, which cannot be changed any more. Import it inside "
+                f"the training function, or set {_VARIABLE}={backend} before it is imported"
+            )
+        yield
+    finally:
+        del os.environ[_VARIABLE]
+        if before is not None:
+            os.environ[_VARIABLE] = before
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from drawbar.keras._backend import KerasBackend, KerasConfig, backend_here
 from drawbar.train import (
@@ -57,7 +57,7 @@ class KerasTrainer(DataParallelTrainer):
         validation_config: ValidationConfig | None = None,
     ) -> None:
         if keras_backend is None:
-            keras_backend = cast(KerasBackend, backend_here())
+            keras_backend = backend_here()
         if keras_backend == "jax" and backend_config is None and scaling_config is not None:
             backend_config = _jax_config(scaling_config)
         super().__init__(
