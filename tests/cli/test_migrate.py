@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +78,106 @@ def test_files_are_changed_only_when_told(drawbar: Command, tmp_path: Path) -> N
     assert script.read_text() == "import drawbar.train\ndrawbar.train.report({})\n"
     assert drawbar("migrate", script).out == "nothing to change\n"
     assert drawbar("migrate", tmp_path / "none.py").code == 2
+
+
+def test_a_folder_is_looked_through_but_for_what_is_not_its_own(
+    drawbar: Command, tmp_path: Path
+) -> None:
+    old, project = "import ray.train\n", tmp_path / "project"
+    own = project / "package" / "train.py"
+    others = [
+        project / place / "theirs.py"
+        for place in (".hidden", "env/lib", "lib/site-packages/ray", "folder.py/node_modules")
+    ]
+    for path in (own, *others, tmp_path / "linked.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(old)
+    (project / "env" / "pyvenv.cfg").touch()
+    (project / "link.py").symlink_to(tmp_path / "linked.py")
+    (project / "latin.py").write_bytes("x = 'ü'".encode("latin-1"))
+    (project / "nul.py").write_text("x = '\0'")
+    os.mkfifo(project / "fifo.py")
+    own.chmod(0o755)
+    told = drawbar("migrate", project, "--write")
+    assert own.read_text() == "import drawbar.train\n"
+    assert own.stat().st_mode & 0o777 == 0o755
+    assert {path.read_text() for path in (*others, tmp_path / "linked.py")} == {old}
+    assert f"{project}/latin.py:0: it cannot be rewritten: 'utf-8' codec" in told.out
+    assert f"{project}/nul.py:" in told.out
+    assert told.code == 0
+
+
+def test_a_script_keeps_its_byte_order_mark_and_its_open_end(
+    drawbar: Command, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("\ufeffimport ray.train")
+    assert drawbar("migrate", script).out.endswith(
+        "-\ufeffimport ray.train\n\\ No newline at end of file\n"
+        "+\ufeffimport drawbar.train\n\\ No newline at end of file\n"
+    )
+    drawbar("migrate", script, "--write")
+    assert script.read_text() == "\ufeffimport drawbar.train"
+
+
+def notebook(*cells: str, **metadata: object) -> dict[str, object]:
+    shown = {"output_type": "stream", "name": "stdout", "text": ["ray.train as it was\n"]}
+    return {
+        "cells": [
+            {"cell_type": "markdown", "metadata": {}, "source": ["# ray.train\n"]},
+            *(
+                {
+                    "cell_type": "code",
+                    "execution_count": 1,
+                    "metadata": {},
+                    "outputs": [shown],
+                    "source": cell.splitlines(keepends=True),
+                }
+                for cell in cells
+            ),
+        ],
+        "metadata": metadata,
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+
+
+@pytest.mark.parametrize("layout", [{"indent": 1}, {"indent": 2, "ensure_ascii": False}, {}])
+def test_a_notebook_is_rewritten_cell_by_cell(
+    drawbar: Command, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    path = tmp_path / "train.ipynb"
+    before = notebook(
+        "%pip install -q \\\n  ray\nimport ray\nname = !hostname",
+        "%%bash\nif true; then\n  export PATH=ray.train\nfi",
+        "%%time\ntext = {1:\n'%ü'\n}\nray.train.report({})\n",
+        "from ray import train, tune\nawait x\nRunConfig(verbose=0)",
+        "def broken(:\n",
+        "",
+    )
+    after = notebook(
+        "%pip install -q \\\n  ray\nimport drawbar.train\nimport ray\nname = !hostname",
+        "%%bash\nif true; then\n  export PATH=ray.train\nfi",
+        "%%time\ntext = {1:\n'%ü'\n}\ndrawbar.train.report({})\n",
+        "from drawbar import train\nfrom ray import tune\nawait x\nRunConfig(verbose=0)",
+        "def broken(:\n",
+        "",
+    )
+    path.write_text(json.dumps(before, **layout) + "\n")
+    told = drawbar("migrate", path, "--write")
+    assert f"{path}:cell 5:3: RunConfig takes no verbose" in told.out
+    assert f"{path}:cell 6:1: no Python: " in told.out
+    assert path.read_text() == json.dumps(after, **layout) + "\n"
+
+
+def test_what_is_no_notebook_of_pythons_stays(drawbar: Command, tmp_path: Path) -> None:
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps(notebook("import ray.train", kernelspec={"language": "R"})))
+    assert drawbar("migrate", path).out == "nothing to change\n"
+    for text in ("[]", "{", '{"cells": [1], "metadata": {}}'):
+        path.write_text(text)
+        assert f"{path}:0: it cannot be rewritten: " in drawbar("migrate", path, "--write").out
+        assert path.read_text() == text
 
 
 def test_a_note_is_told_once() -> None:

@@ -1,8 +1,11 @@
-"""`drawbar migrate`: scripts for Ray Train become scripts for Drawbar."""
+"""`drawbar migrate`: scripts and notebooks for Ray Train become those for Drawbar."""
 
 from __future__ import annotations
 
 import difflib
+import io
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +13,19 @@ from typing import Annotated
 import typer
 
 from drawbar.cli._arguments import AsJson
-from drawbar.cli._output import CommandError, write_json
+from drawbar.cli._notebook import rewrite_notebook
+from drawbar.cli._output import CommandError, told_of, visible, write_json
 from drawbar.cli._rewrite import Note, Rewritten, rewrite
+
+_OTHERS = ("__pycache__", "node_modules", "site-packages")
+
+_NO_END = "\n\\ No newline at end of file\n"
 
 
 def migrate(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Scripts, or folders.")],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH", help="Scripts, notebooks, or folders.")
+    ],
     write: Annotated[
         bool, typer.Option("--write/--diff", help="Change the files, or show what would change.")
     ] = False,
@@ -23,23 +33,22 @@ def migrate(
 ) -> None:
     """Rewrite Ray Train's imports and names.
 
-    What cannot be decided is listed, with its line in the script as it was.
+    What cannot be decided is listed, with its line in the script as it was. In folders, hidden
+    ones, environments with packages, and links are passed over.
     """
     told = []
     for path in _scripts(paths):
-        before = _read(path)
-        try:
-            after = rewrite(before)
-        except SyntaxError as error:
-            after = Rewritten(before, [Note(error.lineno or 0, f"no Python: {error.msg}")])
+        before, after = _rewritten(path)
         diff = _diff(path, before, after.text)
-        if write and after.text != before:
+        if write and diff:
             _write(path, after.text)
         told.append({"path": str(path), "diff": diff, "notes": after.notes})
         if not as_json:
-            print(f"{path}: rewritten\n" * bool(write and diff) if write else diff, end="")
+            name = visible(str(path))
+            print(f"{name}: rewritten\n" * bool(write and diff) if write else diff, end="")
             for note in after.notes:
-                print(f"{path}:{note.line}: {note.text}")
+                cell = "" if note.cell is None else f"cell {note.cell}:"
+                print(f"{name}:{cell}{note.line}: {visible(note.text)}")
     if as_json:
         write_json(told)
     elif not any(each["diff"] or each["notes"] for each in told):
@@ -49,27 +58,55 @@ def migrate(
 def _scripts(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from sorted(path.rglob("*.py"))
+            yield from _below(path)
         elif path.exists():
             yield path
         else:
             raise CommandError(f"{path} is not there")
 
 
-def _read(path: Path) -> str:
+def _below(folder: Path) -> Iterator[Path]:
+    """Give the scripts and notebooks of a project's own."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(each for each in folders if _is_own(Path(place, each)))
+        own = (Path(place, name) for name in sorted(files) if name.endswith((".py", ".ipynb")))
+        yield from (path for path in own if path.is_file() and not path.is_symlink())
+
+
+def _is_own(folder: Path) -> bool:
+    is_environment = folder.name in _OTHERS or (folder / "pyvenv.cfg").exists()
+    return not (is_environment or folder.name.startswith("."))
+
+
+def _rewritten(path: Path) -> tuple[str, Rewritten]:
+    """Give a script as it is, and rewritten; if it cannot be, why not."""
+    before = ""
     try:
-        return path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path}: {error}") from error
+        before = path.read_bytes().decode()
+        return before, (rewrite_notebook if path.suffix == ".ipynb" else rewrite)(before)
+    except OSError as error:
+        line, why = 0, told_of(error)
+    except SyntaxError as error:
+        line, why = error.lineno or 0, f"no Python: {error.msg}"
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a NUL
+        line, why = 0, f"it cannot be rewritten: {error}"
+    return before, Rewritten(before, [Note(line, why)])
 
 
 def _write(path: Path, text: str) -> None:
+    """Put a file in the place of another: whatever happens, one of them is there."""
+    target = path.resolve()
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        path.write_bytes(text.encode())
+        draft.write_bytes(text.encode())
+        shutil.copymode(target, draft)
+        os.replace(draft, target)
     except OSError as error:
-        raise CommandError(f"{path}: {error}") from error
+        draft.unlink(missing_ok=True)
+        raise CommandError(told_of(error)) from error
 
 
 def _diff(path: Path, before: str, after: str) -> str:
-    lines = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    return "".join(difflib.unified_diff(*lines, str(path), str(path)))
+    lines = list(io.StringIO(before)), list(io.StringIO(after))
+    told = difflib.unified_diff(*lines, str(path), str(path))
+    return "".join(line if line.endswith("\n") else f"{line}{_NO_END}" for line in told)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from drawbar import train
 from drawbar.cli._shop_windows import public_names
 
+_BYTE_ORDER_MARK = "\ufeff"
 _OLD, _NEW = "ray.train", "drawbar.train"
 _AIR = ("ray.air", "ray.air.config")
 _TUNE_CALLBACK = "ray.tune.integration.ray_train"
@@ -28,15 +30,19 @@ _IN_TEXT = (
 
 @dataclass(frozen=True)
 class Note:
-    """What a person must decide: the line in the script as it was, and what about it."""
+    """What a person must decide: the line in the script as it was, and what about it.
+
+    In a notebook it is the line in a cell; cells are counted from 1.
+    """
 
     line: int
     text: str
+    cell: int | None = None
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A script, rewritten, and what is left to people."""
+    """A script or a notebook, rewritten, and what is left to people."""
 
     text: str
     notes: list[Note]
@@ -62,9 +68,16 @@ def rewrite(text: str) -> Rewritten:
     """Rewrite a script.
 
     Raises:
-        SyntaxError: It is no Python.
+        SyntaxError, ValueError: It is no Python.
     """
-    tree = ast.parse(text)
+    mark = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else ""
+    lines, notes = rewrite_lines(text.removeprefix(mark))
+    return Rewritten(mark + "".join(lines), notes)
+
+
+def rewrite_lines(text: str) -> tuple[list[str], list[Note]]:
+    """Do so, and give what has become of each line, which may be two."""
+    tree = parsed(text)
     lines = text.encode().splitlines(keepends=True)
     found = _Found()
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -78,7 +91,18 @@ def rewrite(text: str) -> Rewritten:
     _calls(tree, found)
     _texts(tree, found)
     notes = sorted(set(found.notes), key=lambda note: (note.line, note.text))
-    return Rewritten(_applied(lines, found.edits), notes)
+    return _applied(lines, found.edits), notes
+
+
+def parsed(text: str) -> ast.Module:
+    """Parse a script, without a word about what is odd in it.
+
+    Raises:
+        SyntaxError, ValueError: It is no Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
 
 
 def _plain_import(node: ast.Import, found: _Found) -> None:
@@ -254,9 +278,9 @@ def _texts(tree: ast.AST, found: _Found) -> None:
             found.notes += [Note(node.lineno, text) for text in told]
 
 
-def _applied(lines: list[bytes], edits: list[_Edit]) -> str:
+def _applied(lines: list[bytes], edits: list[_Edit]) -> list[str]:
     changed = list(lines)
     for edit in sorted(edits, reverse=True):  # the last first, so that places stay
         line = changed[edit.line - 1]
         changed[edit.line - 1] = line[: edit.start] + edit.text.encode() + line[edit.end :]
-    return b"".join(changed).decode()
+    return [line.decode() for line in changed]
