@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -111,6 +112,81 @@ def test_what_cannot_be_opened_is_named_beside_the_rest(drawbar: Command, storag
     assert (told.code, told.err) == (2, f"drawbar: {log}: it is a folder, and no file\n")
 
 
+def test_what_is_no_manifest_and_no_list_is_named_beside_the_rest(
+    drawbar: Command, storage: Path
+) -> None:
+    manifests = [
+        storage / "long" / f"checkpoint_00000{number}" / ".drawbar.json" for number in range(2)
+    ]
+    for manifest in manifests:
+        manifest.unlink()
+    manifests[0].mkdir()
+    os.mkfifo(manifests[1])
+    shown = drawbar("show", storage / "long")
+    assert shown.code == 0
+    assert "checkpoint_000000 cannot be read: it is not there, or has no .drawbar" in shown.out
+    told = json.loads(drawbar("show", storage / "long", "--json").out)
+    assert list(told["unreadable"]) == ["checkpoint_000000", "checkpoint_000001"]
+    assert [each["name"] for each in told["checkpoints"]] == ["checkpoint_000002"]
+    checked = json.loads(drawbar("verify", storage / "long", "--json").out)["checkpoints"]
+    assert [bool(wrong) for wrong in checked.values()] == [True, True, False]
+    (storage / "short" / "places.json").write_text("{")
+    (storage / "short" / "journal.jsonl").unlink()
+    shown = drawbar("show", storage / "short")
+    assert "its journal is empty or gone" in shown.out
+    assert "places.json cannot be read: " in shown.out
+    assert "checkpoint_000001  " in shown.out
+    assert "places.json: " in drawbar("verify", storage / "short").out
+    assert drawbar("clean", storage / "short", "--keep", 1).code == 0
+
+
+def test_a_list_that_cannot_be_read_hides_no_other_run_of_an_object_store(drawbar: Command) -> None:
+    import fsspec
+
+    place = uuid.uuid4().hex
+    files = fsspec.filesystem("memory")
+    files.pipe_file(f"/{place}/damaged/places.json", b"{")
+    fit(f"memory://{place}", "whole", 1)
+    told = json.loads(drawbar("runs", f"memory://{place}", "--json").out)
+    assert [(each["name"], bool(each["damage"])) for each in told] == [
+        ("whole", False),
+        ("damaged", True),
+    ]
+
+
+def test_a_time_that_no_clock_tells_is_unknown_and_comes_last(
+    drawbar: Command, storage: Path
+) -> None:
+    journal = storage / "failed" / "journal.jsonl"
+    first, *rest = journal.read_bytes().splitlines(keepends=True)
+    started = json.dumps({**json.loads(first), "time": 1e300}).encode()
+    journal.write_bytes(b"".join([started + b"\n", *rest]))
+    rows = drawbar("runs", storage).out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["short", "long", "failed"]
+    assert "  unknown  " in rows[-1]
+    assert "started unknown, last heard of " in drawbar("show", storage / "failed").out
+    journal.write_text(journal.read_text().replace('"attempt_started"', '"nothing"'))
+    journal.write_text(re.sub(r'"time":\s*[\d.e+]+', '"time":-1e300', journal.read_text()))
+    assert max(map(len, drawbar("show", storage / "failed").out.splitlines())) < 400
+
+
+def test_tables_and_plots_keep_to_the_width_of_the_terminal(
+    drawbar: Command, runs_made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runs_made / "long"
+    commands = (("runs", runs_made), ("compare", run, runs_made / "short", "--all"), ("plot", run))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = drawbar("runs", runs_made).out.splitlines()
+    assert max(map(len, whole)) > 60
+    monkeypatch.setenv("COLUMNS", "60")
+    for command in commands:
+        lines = drawbar(*command).out.splitlines()
+        assert max(map(len, lines)) <= 60
+    rows = drawbar("runs", runs_made).out.splitlines()
+    assert rows[1].startswith("failed  failed  ")
+    assert rows[1].endswith("...")
+
+
 def test_names_that_are_no_text_are_escaped(drawbar: Command, storage: Path) -> None:
     (storage / "long").rename(storage / os.fsdecode(b"bad\xff"))
     (storage / "short").rename(storage / "a\x1b[31m\nb")
@@ -119,7 +195,11 @@ def test_names_that_are_no_text_are_escaped(drawbar: Command, storage: Path) -> 
     shown = drawbar("runs", storage).out
     assert "a\\x1b[31m\\x0ab  finished" in shown
     assert "bad\\xff" in shown
-    assert "\x1b" not in drawbar("show", storage / "a\x1b[31m\nb").out
+    journal = storage / "failed" / "journal.jsonl"
+    journal.write_text(journal.read_text().replace("boom", "bo\\u001b[31mom"))
+    for name in ("failed", "a\x1b[31m\nb"):
+        assert "\x1b" not in drawbar("show", storage / name).out
+    assert "bo\\x1b[31mom" in drawbar("show", storage / "failed").out
     assert drawbar("show", storage / os.fsdecode(b"bad\xff"), "--json").code == 0
 
 
@@ -220,6 +300,16 @@ def test_export_writes_a_row_for_each_report(
     assert parquet.read_table(file).column("val/acc").to_pylist() == [0.1] * 3
     assert len(json.loads(drawbar("export", runs_made / "long", "--json").out)) == 3
     assert drawbar("export", runs_made / "long", "--csv", "--json").code == 2
+
+
+def test_numbers_at_the_ends_of_what_there_is_are_drawn(drawbar: Command, storage: Path) -> None:
+    journal = storage / "long" / "journal.jsonl"
+    text = journal.read_text()
+    for old, new in (("1.0", "1e308"), ("0.5", "-1e308")):
+        text = text.replace(f'"loss":{old}', f'"loss":{new}')
+    journal.write_text(text)
+    assert "1e+308 ┤" in drawbar("plot", storage / "long", "loss").out
+    assert "█▁" in drawbar("show", storage / "long").out
 
 
 def test_verify_finds_what_was_altered_and_what_is_gone(drawbar: Command, storage: Path) -> None:

@@ -6,6 +6,7 @@ frameworks where it runs and not before: `drawbar runs` must not wait for what i
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -87,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: The command has ended: 0 if it did what it was asked, 2 if it was asked for
             what is not there, with one line on stderr that says so.
     """
+    _ready_streams()
     try:
         try:
             app(arguments, prog_name="drawbar")
@@ -100,6 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         _give_up_output()
         _end(told_of(error))
+
+
+def _ready_streams() -> None:
+    """Have all that is written go somewhere, also what an old terminal's encoding does not know."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # the shell has closed it: `drawbar runs >&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # it stays
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _end(line: str) -> NoReturn:

@@ -13,6 +13,8 @@ import typer
 from drawbar.cli._arguments import AsJson, RunName, record_of
 from drawbar.cli._output import CommandError, told_of, write_json
 
+_ALWAYS = ("rank", "index", "attempt", "time")
+
 
 def export(
     run: RunName,
@@ -47,7 +49,7 @@ def export(
 
 
 def _columns(rows: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
+    return list(dict.fromkeys((*_ALWAYS, *(name for row in rows for name in row))))
 
 
 def _csv(rows: list[dict[str, Any]]) -> bytes:
@@ -55,7 +57,7 @@ def _csv(rows: list[dict[str, Any]]) -> bytes:
     writer = csv.DictWriter(text, _columns(rows), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return text.getvalue().encode()
+    return text.getvalue().encode(errors="backslashreplace")
 
 
 def _parquet(rows: list[dict[str, Any]]) -> bytes:
@@ -66,7 +68,7 @@ def _parquet(rows: list[dict[str, Any]]) -> bytes:
         raise CommandError('--parquet needs pyarrow: pip install "drawbar[data]"') from error
     try:
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in _columns(rows)})
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, ValueError, OverflowError) as error:
         raise CommandError(f"a metric is not of one type, which Parquet needs: {error}") from error
     sink = io.BytesIO()
     parquet.write_table(table, sink)

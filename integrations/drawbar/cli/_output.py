@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len, set_cell_size
 
 _MAX_METRICS = 4
+_GAP = "  "
+_CUT = "..."
+_LEAST_WIDTH, _LEAST_LAST = 6, 12
+_DAY = 86_400.0
+_AGE = 1e10  # seconds: some centuries
 _HIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -63,19 +70,61 @@ def _escaped(found: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-def write_table(rows: Sequence[Sequence[str]], indent: str = "") -> None:
-    """Write rows with their columns below each other."""
+def visible_lines(text: str) -> str:
+    """Do the same with each line of a text."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def columns() -> int:
+    """Give the width of the terminal, or COLUMNS; 0 if neither is there, as in a pipe."""
+    return shutil.get_terminal_size((0, 0)).columns
+
+
+def write_table(rows: Sequence[Sequence[str]], indent: str = "", *, whole: bool = False) -> None:
+    """Write rows with their columns below each other, cut to the width of the terminal.
+
+    Args:
+        rows: Of equal lengths.
+        indent: Stands before each.
+        whole: The last column is not cut: it has what people copy, such as paths.
+    """
     rows = [[visible(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    if widths and (room := columns()):
+        room -= len(indent) + len(_GAP) * (len(widths) - 1)
+        if whole:
+            widths = [*_fitting(widths[:-1], room - widths[-1]), widths[-1]]
+        else:
+            widths = _fitting(widths, room)
     for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(indent + "  ".join(cells).rstrip())
+        cells = (_filling(cell, width) for cell, width in zip(row, widths, strict=True))
+        print(indent + _GAP.join(cells).rstrip())
+
+
+def _fitting(widths: list[int], room: int) -> list[int]:
+    """Make the last column narrower, then the widest ones, until all fit or none can be read."""
+    *others, last = widths
+    surplus = max(0, sum(widths) - room)
+    widths = [*others, max(last - surplus, min(last, _LEAST_LAST))]
+    most = max(widths)
+    while most > _LEAST_WIDTH and sum(min(width, most) for width in widths) > room:
+        most -= 1
+    return [min(width, most) for width in widths]
+
+
+def _filling(cell: str, width: int) -> str:
+    """Give a cell in so many columns of a terminal, where a sign may take two."""
+    if cell_len(cell) <= width:
+        return set_cell_size(cell, width)
+    return set_cell_size(cell, width - len(_CUT)) + _CUT
 
 
 def span(seconds: float | None) -> str:
     """Give a duration as people read it, such as "2.1 s", "12 min" or "3 d"."""
     if seconds is None:
         return "-"
+    if abs(seconds) > _AGE:
+        return "unknown"
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             amount = seconds / unit
@@ -83,9 +132,20 @@ def span(seconds: float | None) -> str:
     return f"{seconds / 86_400:.0f} d"
 
 
+def credible(moment: float | None) -> float | None:
+    """Give a time, in seconds since the epoch, that a clock may have told; None if none may have.
+
+    Another machine's clock may be ahead, by a day at the most.
+    """
+    return moment if moment is not None and 0 <= moment <= time.time() + _DAY else None
+
+
 def ago(moment: float | None) -> str:
     """Say how long ago something was, by its seconds since the epoch."""
-    return "-" if moment is None else f"{span(max(0.0, time.time() - moment))} ago"
+    if moment is None:
+        return "-"
+    at = credible(moment)
+    return "unknown" if at is None else f"{span(max(0.0, time.time() - at))} ago"
 
 
 def number(value: object) -> str:

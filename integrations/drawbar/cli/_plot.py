@@ -9,8 +9,10 @@ from typing import Annotated, TypeAlias
 import typer
 
 from drawbar.cli._arguments import AsJson, RunName, record_of
-from drawbar.cli._output import CommandError, visible, write_json
+from drawbar.cli._output import CommandError, columns, visible, write_json
 from drawbar.cli._terminal_plot import canvas
+
+_COLUMNS = 72
 
 Curves: TypeAlias = Mapping[str, Mapping[int, float]]
 
@@ -33,7 +35,7 @@ def plot(
         _draw(curves, output)
     else:
         for name, points in curves.items():
-            print("\n".join([visible(name), *canvas(points), ""]))
+            print("\n".join([visible(name), *canvas(points, columns() or _COLUMNS), ""]))
 
 
 def _chosen(curves: Curves, wanted: list[str], run: str) -> Curves:
@@ -55,7 +57,7 @@ def _draw(curves: Curves, output: Path) -> None:
         figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0], curves.items(), strict=True
     ):
         axes.plot(list(points), list(points.values()))
-        axes.set_ylabel(name)
+        axes.set_ylabel(name, parse_math=False)
     axes.set_xlabel("report")
     try:
         figure.savefig(output)

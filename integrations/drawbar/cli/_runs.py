@@ -8,7 +8,7 @@ import typer
 from rich.filesize import decimal
 
 from drawbar.cli._arguments import AsJson, refusals_told
-from drawbar.cli._output import ago, shown_metrics, write_json, write_table
+from drawbar.cli._output import ago, credible, shown_metrics, write_json, write_table
 from drawbar.train.runs import RunRecord, list_runs
 
 
@@ -20,7 +20,7 @@ def runs(
 ) -> None:
     """List the runs of a storage."""
     with refusals_told():
-        found = sorted(list_runs(storage), key=lambda run: run.started or 0.0, reverse=True)
+        found = sorted(list_runs(storage), key=_began, reverse=True)
         told = [_told(run) for run in found]
     if as_json:
         write_json(told)
@@ -29,6 +29,10 @@ def runs(
         write_table([head, *map(_row, told)])
     else:
         print(f"no runs in {storage}")
+
+
+def _began(run: RunRecord) -> float:
+    return credible(run.started) or 0.0
 
 
 def _told(run: RunRecord) -> dict[str, Any]:

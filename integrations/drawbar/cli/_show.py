@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from textwrap import indent
 from typing import Any
 
 from rich.filesize import decimal
@@ -17,6 +18,7 @@ from drawbar.cli._output import (
     shown_metrics,
     span,
     visible,
+    visible_lines,
     write_json,
     write_table,
 )
@@ -32,11 +34,11 @@ def show(run: RunName, as_json: AsJson = False) -> None:
     """
     record = record_of(run)
     with refusals_told():
-        checkpoints = record.checkpoints()
+        checkpoints, unreadable = record.look_at_checkpoints()
     if as_json:
-        write_json(_told(record, checkpoints))
+        write_json({**_told(record, checkpoints), "unreadable": unreadable})
     else:
-        _write(record, checkpoints)
+        _write(record, checkpoints, unreadable)
 
 
 def _told(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, Any]:
@@ -89,7 +91,9 @@ def seconds_spent(attempts: Sequence[AttemptTimes]) -> dict[str, float]:
     }
 
 
-def _write(record: RunRecord, checkpoints: Sequence[Manifest]) -> None:
+def _write(
+    record: RunRecord, checkpoints: Sequence[Manifest], unreadable: Mapping[str, str]
+) -> None:
     print(f"{visible(record.name)}  {record.status}\n{visible(record.path)}")
     if record.started is not None:
         print(f"started {ago(record.started)}, last heard of {ago(record.last_event)}")
@@ -99,15 +103,17 @@ def _write(record: RunRecord, checkpoints: Sequence[Manifest]) -> None:
     if attempts:
         print("\nattempts")
         for each in attempts:
-            print(f"  {each}")
+            print(f"  {visible(str(each))}")
         print("\nwhere the time went")
         spent = seconds_spent(attempts)
         write_table([(name, span(seconds)) for name, seconds in spent.items()], "  ")
     if record.error:
-        print("\nerror\n" + "\n".join(f"  {visible(line)}" for line in record.error.splitlines()))
-    if checkpoints:
+        print("\nerror\n" + indent(visible_lines(record.error), "  "))
+    if checkpoints or unreadable:
         print("\ncheckpoints")
         write_table([_row(each) for each in checkpoints], "  ")
+    for name, why in unreadable.items():
+        print(f"  {visible(f'{name} cannot be read: {why}')}")
     _write_metrics(record)
     if record.config:
         print("\nconfiguration")

@@ -10,6 +10,9 @@ from drawbar.cli._output import number
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _EMPTY = 0x2800
+_AXIS = " ┤"
+_LEAST_WIDTH = 8
+_MOST_COLUMNS = 120
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -18,29 +21,36 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
         return ""
     step = max(1, -(-len(values) // width))
     kept = list(values)[::-step][::-1]  # the last one always
-    low, high = min(kept), max(kept)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((value - low) * scale)] for value in kept)
+    low, high, most = min(kept), max(kept), len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round(most * _share(value, low, high))] for value in kept)
 
 
-def canvas(points: Mapping[int, float], *, width: int = 64, height: int = 12) -> list[str]:
+def canvas(points: Mapping[int, float], columns: int, height: int = 12) -> list[str]:
     """Draw a curve as lines of text, with the lowest and highest value beside it."""
-    cells = [[_EMPTY] * width for _ in range(height)]
     first, last = min(points), max(points)
     low, high = min(points.values()), max(points.values())
+    labels = [number(high), *[""] * (height - 2), number(low)]
+    edge = max(map(len, labels))
+    width = max(_LEAST_WIDTH, min(columns, _MOST_COLUMNS) - edge - len(_AXIS))
+    cells = [[_EMPTY] * width for _ in range(height)]
     across = (2 * width - 1) / max(last - first, 1)
-    up = (4 * height - 1) / (high - low) if high > low else 0.0
-    dots = [((x - first) * across, (y - low) * up) for x, y in sorted(points.items())]
+    up = 4 * height - 1
+    dots = [((x - first) * across, up * _share(y, low, high)) for x, y in sorted(points.items())]
     for column, value in _joined(dots):
         row = 4 * height - 1 - round(value)
         cells[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
-    labels = [number(high), *[""] * (height - 2), number(low)]
-    edge = max(map(len, labels))
     lines = [
-        f"{label:>{edge}} ┤{''.join(map(chr, row))}"
+        f"{label:>{edge}}{_AXIS}{''.join(map(chr, row))}"
         for label, row in zip(labels, cells, strict=True)
     ]
-    return [*lines, f"{'':>{edge}}  {first}{last:>{width - len(str(first))}}"]
+    reports = f"{first}{str(last).rjust(width - len(str(first)))}"
+    return [*lines, " " * (edge + len(_AXIS)) + reports]
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Say where a value lies between two, from 0 to 1; of halves, since a difference may be inf."""
+    half = high / 2 - low / 2
+    return (value / 2 - low / 2) / half if half > 0 else 0.0
 
 
 def _joined(dots: Sequence[tuple[float, float]]) -> Iterator[tuple[int, float]]:

@@ -18,6 +18,7 @@ from drawbar.train._history.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
+    CheckpointDeleted,
     CheckpointValidated,
     JournaledEvent,
     ReportReceived,
@@ -155,6 +156,17 @@ def events_of(directory: RunDirectory) -> list[JournaledEvent]:
             f"{directory.location} holds no Drawbar run: it has no {directory.journal.name}"
         )
     return events
+
+
+def committed(events: Iterable[JournaledEvent]) -> set[str]:
+    """Give the names of the checkpoints that are there by these events."""
+    names: set[str] = set()
+    for event in events:
+        if isinstance(event, CheckpointCommitted):
+            names.add(event.name)
+        elif isinstance(event, CheckpointDeleted):
+            names.discard(event.name)
+    return names
 
 
 def history(events: Iterable[JournaledEvent]) -> list[ReportReceived]:

@@ -10,20 +10,20 @@ from pathlib import Path
 from drawbar.train._errors import CheckpointError, DamagedRunError
 from drawbar.train._history.cleaning import Leftover, leftovers_of
 from drawbar.train._history.events import (
-    CheckpointCommitted,
-    CheckpointDeleted,
     JournaledEvent,
     ReportReceived,
     RunEnded,
     RunStarted,
 )
 from drawbar.train._history.html import curves_of
-from drawbar.train._history.journal import history, legible
+from drawbar.train._history.journal import committed, history, legible
 from drawbar.train._history.timeline import ENDS, Snapshot, Timeline
 from drawbar.train._metrics import Metrics, flatten
+from drawbar.train._storage.contents import MANIFEST
 from drawbar.train._storage.files import tree_size
 from drawbar.train._storage.journal_file import is_held
 from drawbar.train._storage.manifest import Manifest, read_file
+from drawbar.train._storage.places import PLACES
 from drawbar.train._storage.run_directory import RunDirectory
 
 INTERRUPTED = "interrupted"
@@ -59,11 +59,12 @@ class RunRecord:
         except (OSError, DamagedRunError) as error:
             # A storage that does not answer says nothing of the run: only a file that is here is
             # damaged.
-            if directory.folder is not None or not os.path.isdir(directory.path):
+            is_mounted = directory.folder is None and os.path.isdir(directory.path)
+            if isinstance(error, OSError) and not is_mounted:
                 raise
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             return cls(directory, (), f"its journal cannot be read: {reason}")
-        if data is None and not directory.checkpoints.committed():
+        if data is None and not any(directory.checkpoints.legible()):
             raise FileNotFoundError(
                 f"{directory.location} holds no Drawbar run: it has no {directory.journal.name}"
             )
@@ -154,32 +155,40 @@ class RunRecord:
 
     def checkpoints(self) -> list[Manifest]:
         """List the committed checkpoints, oldest first. Their files are not checked."""
-        return self._directory.checkpoints.committed()
+        return self.look_at_checkpoints()[0]
+
+    def look_at_checkpoints(self) -> tuple[list[Manifest], dict[str, str]]:
+        """List the committed checkpoints that can be read, oldest first; say why others cannot.
+
+        That is by name: of the file that lists those in other places; of those places; and, unless
+        the run goes on, of what the journal says is there.
+        """
+        found, unread = self._directory.checkpoints.legible()
+        if self.status in (*ENDS, INTERRUPTED):
+            gone = sorted(committed(self._events) - {each.name for each in found} - set(unread))
+            unread |= dict.fromkeys(gone, f"it is not there, or has no {MANIFEST} to be read")
+        return found, unread
 
     def verify(self) -> Iterator[tuple[str, str]]:
         """Check every checkpoint against its manifest and checksums, one after the other.
 
         Gives the name of each, and what is wrong with it, or "". One that the journal says is there
-        and is not counts too.
+        and is not counts too, and the file that lists those in other places if it cannot be read.
         """
-        names = dict.fromkeys(each.name for each in self.checkpoints())
+        found, unread = self._directory.checkpoints.legible()
+        if PLACES in unread:
+            yield PLACES, unread.pop(PLACES)
         damaged = self._directory.checkpoints.damaged()
-        for name in sorted({*names, *damaged, *self._committed()}):
+        names = {each.name for each in found} | unread.keys() | committed(self._events)
+        for name in sorted(names.union(damaged)):
             try:
                 self._directory.checkpoints.checkpoint(name).verify()
-            except CheckpointError as error:
+            except OSError as error:
+                yield name, f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            except (CheckpointError, ImportError, ValueError) as error:
                 yield name, str(error)
             else:
                 yield name, ""
-
-    def _committed(self) -> set[str]:
-        kept: set[str] = set()
-        for event in self._events:
-            if isinstance(event, CheckpointCommitted):
-                kept.add(event.name)
-            elif isinstance(event, CheckpointDeleted):
-                kept.discard(event.name)
-        return kept
 
     def size(self) -> int:
         """Count the bytes of all files of the run, wherever it lies."""
@@ -206,9 +215,14 @@ class RunRecord:
     def stacks(self) -> dict[int, str]:
         """Give every rank's stacks as they were last written on this machine; {} if never."""
         folder = self._directory.path / "stacks"
-        written = sorted(folder.iterdir(), key=os.path.getmtime) if folder.is_dir() else []
-        files = written[-1].glob("rank_*.txt") if written else ()
-        texts = {int(file.stem.removeprefix("rank_")): file.read_text() for file in files}
+        # Written last: without it somebody else's are just being written.
+        written = sorted(folder.glob("*/difference.txt"), key=os.path.getmtime)
+        files = written[-1].parent.glob("rank_*.txt") if written else ()
+        texts = {
+            int(file.stem.removeprefix("rank_")): file.read_text(errors="replace")
+            for file in files
+            if file.stem.removeprefix("rank_").isdecimal() and file.is_file()
+        }
         return dict(sorted(texts.items()))
 
     def log(self, rank: int) -> bytes | None:

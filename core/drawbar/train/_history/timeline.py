@@ -21,6 +21,8 @@ from drawbar.train._history.events import (
 )
 from drawbar.train._metrics import Metrics
 
+_CENTURIES = 1e10  # in seconds: no clock has told that
+
 
 @dataclass(kw_only=True)
 class AttemptTimes:
@@ -63,12 +65,17 @@ class AttemptTimes:
         return None if self.ended is None else self.ended - self.started
 
     def __str__(self) -> str:
-        startup = "-" if self.startup_seconds is None else f"{self.startup_seconds:.2f} s"
-        whole = "-" if self.seconds is None else f"{self.seconds:.2f} s"
+        startup, whole = _shown(self.startup_seconds), _shown(self.seconds)
         return (
             f"attempt {self.number}: {self.world_size} workers, start-up {startup}, whole {whole}, "
-            f"{self.checkpoints} checkpoints in {self.checkpoint_seconds:.2f} s, {self.outcome}"
+            f"{self.checkpoints} checkpoints in {_shown(self.checkpoint_seconds)}, {self.outcome}"
         )
+
+
+def _shown(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if abs(seconds) < _CENTURIES else "unknown"
 
 
 @dataclass

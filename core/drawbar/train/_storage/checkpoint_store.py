@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from drawbar.train._errors import CheckpointError
+from drawbar.train._errors import CheckpointError, DamagedRunError
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import is_outside
 from drawbar.train._storage.manifest import (
@@ -18,7 +18,7 @@ from drawbar.train._storage.manifest import (
     read_manifest,
     under_their_names,
 )
-from drawbar.train._storage.places import places_of
+from drawbar.train._storage.places import PLACES, places_of
 from drawbar.train._storage.remote_folder import Folder, locate
 from drawbar.train._storage.staging import Part, Share
 
@@ -158,6 +158,22 @@ class CheckpointStore(ShareSink, ABC):
         read = {name: read_manifest(self.place(name)) for name in names}
         found: Mapping[str, Manifest] = {name: each for name, each in read.items() if each}
         return under_their_names(found)
+
+    def legible(self) -> tuple[list[Manifest], dict[str, str]]:
+        """List those of them that can be read, and say by name why others cannot."""
+        names, found, unread = [*self._folders()], dict[str, Manifest](), dict[str, str]()
+        try:
+            names += places_of(self.home)
+        except DamagedRunError as error:
+            unread[PLACES] = str(error)
+        for name in names:
+            try:
+                manifest = read_manifest(self.place(name))
+            except (OSError, ImportError, ValueError) as error:  # of a place that is elsewhere too
+                unread[name] = str(error)
+            else:
+                found |= {name: manifest} if manifest else {}
+        return under_their_names(found), unread
 
     def intact(self) -> list[Manifest]:
         """List the committed checkpoints that have every file with its size, oldest first."""

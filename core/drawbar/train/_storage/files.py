@@ -167,6 +167,10 @@ def is_open_at(path: Path, descriptor: int) -> bool:
         return False
 
 
+NO_FILE = frozenset({errno.EISDIR, errno.EINVAL, errno.ELOOP})
+"""The errors by which `read_whole` says that something is there, and is no file."""
+
+
 def read_whole(path: Path) -> bytes:
     """Read a file, if it is one: what else lies there may never end, as a FIFO does not.
 
@@ -256,6 +260,27 @@ def tree_size(path: Path) -> int:
                 found = os.lstat(f"{folder}/{name}")
                 total += found.st_size * stat.S_ISREG(found.st_mode)
     return total
+
+
+def is_open_below(directory: Path) -> bool:
+    """Whether a process that this user may look into is in a directory, or has a file of it open.
+
+    False where there is no /proc.
+    """
+    inside = f"{os.path.realpath(directory)}/"
+    with contextlib.suppress(OSError):
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                opened = [process / "cwd", *(process / "fd").iterdir()]
+                if any(f"{_target(each)}/".startswith(inside) for each in opened):
+                    return True
+    return False
+
+
+def _target(link: Path) -> str:
+    with contextlib.suppress(OSError):  # it is closed by now
+        return os.readlink(link)
+    return ""
 
 
 def remove_tree(path: Path) -> None:

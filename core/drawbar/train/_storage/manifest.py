@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -21,7 +22,13 @@ from drawbar.train._storage.contents import (
     check_stays_inside,
     is_own,
 )
-from drawbar.train._storage.files import read_whole, sync, sync_tree, write_atomically
+from drawbar.train._storage.files import (
+    NO_FILE,
+    read_whole,
+    sync,
+    sync_tree,
+    write_atomically,
+)
 from drawbar.train._storage.remote_folder import Folder
 
 
@@ -227,12 +234,14 @@ def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> Non
 
 
 def _read_manifest(place: Path | Folder, name: str) -> Manifest | None:
-    data = read_file(place, name)
-    if data is None:
-        return None
     try:
-        return Manifest.decode(data)
+        data = read_file(place, name)
+        return None if data is None else Manifest.decode(data)
     except UNREADABLE:
+        return None
+    except OSError as error:
+        if error.errno not in NO_FILE:  # the storage may answer the next time
+            raise
         return None
 
 
@@ -240,7 +249,7 @@ def check_files(place: Path | Folder, manifest: Manifest) -> None:
     """Check that each file of the manifest is there with its size.
 
     Raises:
-        CheckpointError: A file is missing or has another size.
+        CheckpointError: A file is missing, is none any more, or has another size.
     """
     if isinstance(place, Folder):
         sizes: dict[str, int | None] = {file.path: file.size for file in place.list_files()}
@@ -258,9 +267,12 @@ def check_files(place: Path | Folder, manifest: Manifest) -> None:
 
 def _size(path: Path) -> int | None:
     try:
-        return path.stat().st_size
+        found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is no file any more")
+    return found.st_size
 
 
 def committed_already(place: Path | Folder) -> FileExistsError:

@@ -14,7 +14,7 @@ import msgspec
 
 from drawbar.train._errors import DamagedRunError
 from drawbar.train._storage.contents import check_checkpoint_name
-from drawbar.train._storage.files import write_atomically
+from drawbar.train._storage.files import NO_FILE, write_atomically
 from drawbar.train._storage.manifest import UNREADABLE, read_file
 from drawbar.train._storage.remote_folder import Folder
 
@@ -29,12 +29,13 @@ def places_of(run: Path | Folder) -> list[str]:
     Raises:
         DamagedRunError: The list cannot be read.
     """
-    data = read_file(run, PLACES)
-    if data is None:
-        return []
     try:
-        return [check_checkpoint_name(each) for each in msgspec.json.decode(data, type=list[str])]
-    except UNREADABLE as error:
+        data = read_file(run, PLACES)
+        names = [] if data is None else msgspec.json.decode(data, type=list[str])
+        return [check_checkpoint_name(each) for each in names]
+    except (*UNREADABLE, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_FILE:
+            raise
         raise DamagedRunError(
             f"{run}/{PLACES} lists the checkpoints that do not lie directly in {run}, and cannot "
             f"be read: {error}. Without that file the run goes on from those that do"

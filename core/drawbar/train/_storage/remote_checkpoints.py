@@ -18,7 +18,7 @@ from drawbar.train._storage.checkpoint_store import CheckpointStore, Draft, take
 from drawbar.train._storage.contents import MANIFEST, PENDING, VALIDATION, is_outside, is_own
 from drawbar.train._storage.files import write_atomically
 from drawbar.train._storage.in_place import commit_in_place, complete_folder
-from drawbar.train._storage.manifest import Manifest, read_manifest
+from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.places import add_place, remove_place
 from drawbar.train._storage.remote_folder import Folder, same_filesystem
 from drawbar.train._storage.retries import told_when_slow
@@ -102,7 +102,7 @@ class RemoteCheckpoints(CheckpointStore):
 
         A directory without a manifest is no damage here: that is how a kill leaves one.
         """
-        return [each.name for each in self.committed() if not self.is_intact(each.name)]
+        return [each.name for each in self.legible()[0] if not self.is_intact(each.name)]
 
     def sweep(self) -> None:
         """Here there is no staging area that would hold it: it lies under the names it was for."""
@@ -139,7 +139,6 @@ def _remove_leftovers(folder: Folder, parts: Sequence[Part]) -> None:
 
 
 def _is_leftover(folder: Folder) -> bool:
-    """Whether Drawbar has written into a folder that is no checkpoint."""
-    if read_manifest(folder) is not None:
-        return False
-    return any(is_own(file.path) for file in folder.list_files())
+    """Whether Drawbar has written into a folder that is no checkpoint, nor was one."""
+    own = [file.path for file in folder.list_files() if is_own(file.path)]
+    return bool(own) and MANIFEST not in own
