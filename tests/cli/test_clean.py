@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import socket
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from drawbar.cli._clean import _remove
 from drawbar.train import ResumeError
-from drawbar.train.runs import find_run
+from drawbar.train.runs import find_run, list_runs
 from drawbar.train.testing import check_run
 from tests.cli.conftest import Command, fit
 
@@ -72,15 +75,67 @@ def test_leftovers_of_this_machine_go_when_nobody_needs_them(
     (copies / "0123").mkdir()
     (copies / "checkpoint_new").mkdir()
     os.utime(copies / "0123", (0, 0))
-    (own_machine / "cache" / "drawbar" / "old-1").mkdir(parents=True)
-    os.utime(own_machine / "cache" / "drawbar" / "old-1", (0, 0))
-    with socket.socket(socket.AF_UNIX) as gone, socket.socket(socket.AF_UNIX) as there:
+    cache = own_machine / "cache" / "drawbar"
+    old = cache / "old-0123456789ab"
+    fresh, open_, kept, other = (cache / f"{name}-0123456789ab" for name in "abcd")
+    for folder, inside in (
+        (old, "logs/rank_0.log"),
+        (fresh, "logs/rank_0.log"),  # a rank writes
+        (open_, "logs/rank_0.log"),  # a rank may yet
+        (kept, ".uncommitted/0.name/model"),  # was handed over
+        (other, "model"),
+        (cache / "datasets", "images"),  # is nobody's work folder
+    ):
+        file = folder / inside
+        file.parent.mkdir(parents=True)
+        file.touch()
+        for path in (file, *file.parents[: len(Path(inside).parts)]):
+            os.utime(path, None if path == fresh / inside else (0, 0))
+    with (
+        socket.socket(socket.AF_UNIX) as gone,
+        socket.socket(socket.AF_UNIX) as there,
+        open(open_ / "logs" / "rank_0.log"),
+    ):
         gone.bind(str(copies / "run_gone.sock"))
         there.bind(str(copies / "run_there.sock"))
         there.listen()
-        assert found(drawbar, storage) == ["0123", "run_gone.sock", "old-1"]
+        assert found(drawbar, storage) == ["0123", "run_gone.sock", old.name]
         assert drawbar("clean", storage, "--yes").code == 0
     assert sorted(path.name for path in copies.iterdir()) == ["checkpoint_new", "run_there.sock"]
+    assert not old.exists()
+
+
+def test_what_is_the_users_and_what_lies_behind_a_link_stays(
+    drawbar: Command, storage: Path, tmp_path: Path
+) -> None:
+    run = storage / "long"
+    # The user's copy, and the original is gone.
+    shutil.copytree(run / "checkpoint_000000", run / "best")
+    shutil.rmtree(run / "checkpoint_000000")
+    (tmp_path / "theirs").mkdir()
+    shutil.move(storage / "short", tmp_path / "theirs" / "short")
+    (storage / "short").symlink_to(tmp_path / "theirs" / "short")
+    (tmp_path / "theirs" / "stage").mkdir()
+    shutil.rmtree(run / ".staging")
+    (run / ".staging").symlink_to(tmp_path / "theirs")
+    assert found(drawbar, storage, "--keep", 1) == ["checkpoint_000001"]
+    (run / ".staging").unlink()
+    assert drawbar("clean", storage, "--keep", 1, "--yes").code == 0
+    assert sorted(path.name for path in run.glob("[!.]*t*")) == ["best", "checkpoint_000002"]
+    assert len(list((storage / "short").glob("checkpoint_*"))) == 2
+
+
+def test_what_cannot_be_deleted_is_named_and_the_rest_goes(storage: Path) -> None:
+    stages = [storage / name / ".staging" / "stage" for name in ("long", "short")]
+    for stage in stages:
+        stage.mkdir(parents=True)
+    leftovers = [each for run in list_runs(storage) for each in run.leftovers()]
+    with open(storage / "long" / "journal.jsonl", "ab") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)  # it goes on from here
+        stays = _remove(leftovers)
+    assert list(stays) == [str(stages[0].parent)]
+    assert "is going on in another process" in stays[str(stages[0].parent)]
+    assert [stage.exists() for stage in stages] == [True, False]
 
 
 def test_leftovers_of_an_object_store_go_too(drawbar: Command) -> None:
@@ -113,8 +168,6 @@ def test_a_run_that_another_machine_may_host_is_left_alone(drawbar: Command) -> 
 
 
 def test_a_run_that_goes_on_is_left_alone(storage: Path, drawbar: Command) -> None:
-    import fcntl
-
     (storage / "long" / ".staging" / "stage-1").mkdir(parents=True)
     with open(storage / "long" / "journal.jsonl", "ab") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -9,8 +10,8 @@ import typer
 from rich.filesize import decimal
 
 from drawbar.cli._arguments import AsJson, refusals_told
-from drawbar.cli._output import CommandError, write_json, write_table
-from drawbar.train import JournalLockedError
+from drawbar.cli._output import CommandError, told_of, write_json, write_table
+from drawbar.train import DamagedRunError, JournalLockedError
 from drawbar.train.runs import Leftover, RunRecord, find_run, leftovers_here, list_runs
 
 _DAY = 86_400
@@ -39,37 +40,45 @@ def clean(
     with refusals_told():
         found = [each for run in _runs(storage) for each in run.leftovers(keep)]
         found += leftovers_here(older_than * _DAY)
-    if yes:
-        _remove(found)
+    stays = _remove(found) if yes else {}
+    gone = [each for each in found if each.path not in stays]
     if as_json:
-        told = [{"what": each.what, "path": each.path, "bytes": each.nbytes} for each in found]
-        write_json({"deleted": yes, "found": told})
+        told = [{"what": each.what, "path": each.path, "bytes": each.nbytes} for each in gone]
+        write_json({"deleted": yes, "found": told, "stays": stays})
     else:
-        _write(found, yes=yes)
+        _write(gone, yes=yes)
+    if stays:
+        raise CommandError("; ".join(f"{path} stays: {why}" for path, why in stays.items()))
 
 
 def _runs(storage: str) -> Iterator[RunRecord]:
+    """Give the run that was named, or those of a storage, but for what links there lead to."""
     if "/" in storage:
         try:
             yield find_run(storage)
             return
         except LookupError:
             pass
-    yield from list_runs(storage)
+    yield from (run for run in list_runs(storage) if not os.path.islink(run.path))
 
 
-def _remove(found: list[Leftover]) -> None:
+def _remove(found: list[Leftover]) -> dict[str, str]:
+    """Delete what was found; gives what stays, by path, and why."""
+    stays = {}
     for each in found:
         try:
             each.remove()
-        except (OSError, JournalLockedError) as error:
-            raise CommandError(f"{each.path} stays: {error}") from error
+        except OSError as error:
+            stays[each.path] = told_of(error)
+        except (JournalLockedError, DamagedRunError) as error:
+            stays[each.path] = str(error)
+    return stays
 
 
 def _write(found: list[Leftover], *, yes: bool) -> None:
     if not found:
         print("nothing to delete")
         return
-    write_table([(decimal(each.nbytes), each.what, each.path) for each in found])
+    write_table([(decimal(each.nbytes), each.what, each.path) for each in found], whole=True)
     total = decimal(sum(each.nbytes for each in found))
     print(f"{total} deleted" if yes else f"{total} would be deleted; --yes deletes it")
