@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from drawbar.cli._output import CommandError, told_of
 from drawbar.train import CheckpointError
 from drawbar.train.runs import RunRecord, find_run
+
+if TYPE_CHECKING:
+    from drawbar.train import RunHandle
 
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Its name in ~/drawbar_results, its path or address.")
@@ -30,6 +33,25 @@ def record_of(run: str) -> RunRecord:
     """
     with refusals_told():
         return find_run(run)
+
+
+def handle_of(run: str) -> RunHandle:
+    """Give a handle on the run that was named: the one that `record_of` reads, if there is one.
+
+    Raises:
+        CommandError: It is not there, was cut off, or does not answer, or its storage refuses.
+    """
+    from drawbar.train import attach
+
+    with refusals_told():
+        try:
+            path = find_run(run).path
+        except LookupError as not_here:
+            try:
+                return attach(run)  # a detached one may lie where this machine does not see it
+            except LookupError:
+                raise not_here from None
+        return attach(path)
 
 
 @contextmanager

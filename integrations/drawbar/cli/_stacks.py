@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from drawbar.cli._arguments import AsJson, RunName, record_of, refusals_told
-from drawbar.cli._output import CommandError, write_json
+from drawbar.cli._arguments import AsJson, RunName, handle_of, record_of, refusals_told
+from drawbar.cli._output import CommandError, visible_lines, write_json
 
 
 def stacks(run: RunName, as_json: AsJson = False) -> None:
@@ -12,18 +12,16 @@ def stacks(run: RunName, as_json: AsJson = False) -> None:
     Of a detached run on the cluster that this machine is part of, or of any run of yours that goes
     on on this machine. What is shown is also written to the run's folder `stacks`.
     """
-    from drawbar.train import attach
-
+    handle = handle_of(run)
     with refusals_told():
-        handle = attach(run)
         try:
             difference = handle.diagnose()
         except RuntimeError as error:  # it is over
             raise CommandError(str(error)) from error
-    found = record_of(handle.path).stacks()
+        found = record_of(handle.path).stacks()
     if as_json:
         write_json({"path": handle.path, "difference": difference, "stacks": found})
         return
-    print(difference)
+    print(visible_lines(difference))
     for rank, text in found.items():
-        print(f"\nrank {rank}\n{text.rstrip()}")
+        print(f"\nrank {rank}\n{visible_lines(text.rstrip())}")

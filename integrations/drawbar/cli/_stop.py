@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from drawbar.cli._arguments import AsJson, RunName, refusals_told
+from drawbar.cli._arguments import AsJson, RunName, handle_of, refusals_told
 from drawbar.cli._output import write_json
 
 
@@ -22,10 +22,8 @@ def stop(
     It can be resumed. Of a detached run on the cluster that this machine is part of, or of any run
     of yours that goes on on this machine.
     """
-    from drawbar import train
-
+    handle = handle_of(run)
     with refusals_told():
-        handle = train.attach(run)
         if not handle.done:
             handle.stop(save=save)
         status = handle.status

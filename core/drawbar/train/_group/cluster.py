@@ -43,7 +43,7 @@ def connect_to_ray() -> None:
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Leave out what Ray logs when it is started as it is here, and nobody can act on."""
+    """Leave out what Ray logs when it is started or found as here, and nobody can act on."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(_ADVICE)
@@ -105,7 +105,8 @@ def join_cluster() -> bool:
         if not ray.is_initialized():
             try:
                 # Not `connect_to_ray()`: who only looks for a run must not start a Ray of his own.
-                ray.init(address="auto", logging_level=logging.WARNING)
+                with _without_advice():
+                    ray.init(address="auto", logging_level=logging.WARNING)
             except ConnectionError:
                 return False
     return True

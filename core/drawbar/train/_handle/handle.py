@@ -18,6 +18,7 @@ from drawbar.train._group.cluster import join_cluster
 from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._handle.hosted_run import attached, hosted_runs
 from drawbar.train._handle.neighbour_run import NeighbourRun
+from drawbar.train._history.journal import events_of
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import Snapshot, Timeline
 from drawbar.train._metrics import Metrics
@@ -265,7 +266,8 @@ def attach(
 
     Raises:
         ValueError: The path or name is empty.
-        LookupError: There is no such run; the message lists the detached runs that go on.
+        LookupError: There is no such run, or it was cut off; the message says which, and where a
+            Ray was asked, the detached runs that go on there.
         TimeoutError: The process that hosts the run does not answer; the message says where it is.
     """
     given = os.fspath(path_or_name)
@@ -281,6 +283,8 @@ def attach(
     neighbour = NeighbourRun.find(directory)
     if neighbour is not None and not neighbour.snapshot().detached:
         return RunHandle(neighbour)
+    if neighbour is None and not is_name and not _may_be_hosted(directory):
+        raise LookupError(_what_is_there(directory))
     on_cluster = join_cluster()
     path = None if is_name else directory.location
     hosted = attached(directory.name, path) if on_cluster else None
@@ -293,14 +297,34 @@ def attach(
     )
 
 
+def _may_be_hosted(directory: RunDirectory) -> bool:
+    """Whether a run may go on in an actor of a Ray, as far as its directory tells."""
+    try:
+        events = events_of(directory)
+    except FileNotFoundError:
+        return True  # its directory may lie on another machine
+    return not events or Snapshot.of(events).detached
+
+
 def _what_is_there(directory: RunDirectory) -> str:
     name, location = directory.name, directory.location
     if directory.files.read_journal() is None:
         return f"no detached run {name!r} goes on, and {location} holds no run that is over"
+    if is_held(directory.journal) and _may_be_hosted(directory):
+        return (
+            f"run {name!r} in {location} goes on, detached, on a cluster that this process is not "
+            "connected to: RAY_ADDRESS or ray.init(address=...) says which"
+        )
     if is_held(directory.journal):
         return (
             f"run {name!r} in {location} goes on in a driver of another user or machine, or with "
             "another TMPDIR: it is reached from there alone, since it is not detached"
+        )
+    if directory.folder is not None:
+        return (
+            f"run {name!r} in {location} has not ended, as far as is told there, and no process of "
+            'this machine hosts it: it goes on elsewhere, or was cut off; fit() with resume="auto" '
+            "then goes on from its newest checkpoint"
         )
     return (
         f"run {name!r} in {location} has not ended, and the process that hosted it is gone; "
