@@ -119,7 +119,7 @@ def freeze() -> None:
     [
         (wait_in_c, "it does not answer: it is frozen, or in one long call"),
         (wait_for_a_child, "in wait_for_a_child, inside "),
-        (freeze, "it does not answer: it is frozen, or in one long call"),
+        (freeze, "it is stopped (state T): kill -CONT "),
     ],
 )
 def test_a_rank_that_others_wait_for_is_said_to_be_quiet(
@@ -168,6 +168,7 @@ def test_a_rank_that_speaks_again_is_quiet_no_more(
 
 HERE = Stack(frames=(Frame("/home/me/train.py", 10, "step"),), text="")
 THERE = Stack(frames=(Frame("/home/me/train.py", 12, "step"),), text="")
+STOPPED = Stack(text="", stopped="stopped (state T): kill -CONT 7 on node")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,7 @@ THERE = Stack(frames=(Frame("/home/me/train.py", 12, "step"),), text="")
         ({0: HERE, 1: HERE}, {0: HERE, 1: HERE}, []),  # both compute, or both wait
         ({0: HERE, 1: HERE}, {0: HERE, 1: THERE}, []),  # one moves
         ({0: HERE, 1: None}, {0: THERE, 1: None}, [1]),
+        ({0: HERE, 1: None}, {0: THERE, 1: STOPPED}, [1]),
         ({0: HERE, 1: THERE, 2: HERE}, {0: HERE, 1: THERE, 2: HERE}, [1]),
         ({0: HERE, 1: THERE}, {0: HERE, 1: THERE}, [0, 1]),
     ],

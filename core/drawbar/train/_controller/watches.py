@@ -22,7 +22,7 @@ from drawbar.train._group.worker_group import WorkerGroup
 from drawbar.train._history.events import Notice, PreemptionAnnounced, RanksQuiet
 from drawbar.train._history.stream import Emit
 from drawbar.train._threads import in_daemon_thread
-from drawbar.train._worker.stack import Stack
+from drawbar.train._worker.stack import Frame, Stack
 
 Stacks = Mapping[int, Stack | None]
 
@@ -83,7 +83,7 @@ def quiet_ranks(
     found = _held_up(signs, patience)
     if not found and _all_silent(signs, patience):
         still = {rank: now[rank] for rank in signs if _is_still(before.get(rank), now.get(rank))}
-        mute = [rank for rank, stack in still.items() if stack is None]
+        mute = [rank for rank, stack in still.items() if _lines(stack) is None]
         moving = len(still) < len(signs)
         # Who gives no answer is surely stuck. Of those that do and stand still, none is blamed
         # while others move: it may just be slower.
@@ -107,7 +107,12 @@ def _all_silent(signs: Mapping[int, Sign], patience: float) -> bool:
 
 
 def _is_still(before: Stack | None, now: Stack | None) -> bool:
-    return (before and before.frames) == (now and now.frames)
+    return _lines(before) == _lines(now)
+
+
+def _lines(stack: Stack | None) -> tuple[Frame, ...] | None:
+    """Give the lines where a rank stands; None if it does not answer."""
+    return None if stack is None or stack.stopped else stack.frames
 
 
 def _quiet(rank: int, signs: Mapping[int, Sign], stack: Stack | None) -> Quiet:
@@ -115,9 +120,12 @@ def _quiet(rank: int, signs: Mapping[int, Sign], stack: Stack | None) -> Quiet:
     others = [f"rank {each} {signs[each].waits}" for each in sign.waiters if signs[each].waits]
     while_others = f" while {others[0]}" if others else ""
     known = f"; it was last heard of at {sign.last}" if sign.last else ""
-    place = f"it stands at {stack.place}" if stack is not None else _NO_ANSWER + known
+    if stack is None:
+        place = _NO_ANSWER + known
+    else:
+        place = f"it is {stack.stopped}{known}" if stack.stopped else f"it stands at {stack.place}"
     text = f"rank {rank} gives no sign of life for {sign.silent:.0f} s{while_others}: {place}"
-    return Quiet(stack is not None, text)
+    return Quiet(_lines(stack) is not None, text)
 
 
 class QuietWatch:

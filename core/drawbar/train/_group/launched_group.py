@@ -36,7 +36,7 @@ from drawbar.train._group.thread_group import ThreadWorkerGroup
 from drawbar.train._group.worker_group import Hear, OnWait
 from drawbar.train._messages import Assignment, Gone, Interrupt, Order, Ranks, WorkerInfo
 from drawbar.train._threads import in_daemon_thread
-from drawbar.train._worker.stack import Stack
+from drawbar.train._worker.stack import Stack, stopped_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -164,9 +164,14 @@ class LaunchedWorkerGroup:
         found = await self._own.stacks()
         for rank, each in zip(ranks, asked, strict=True):
             answer = each.result().value if each.done() else None
-            found[rank] = answer if isinstance(answer, Stack) else None
+            found[rank] = answer if isinstance(answer, Stack) else self._stopped_stack(rank)
             each.cancel()
         return found
+
+    def _stopped_stack(self, rank: int) -> Stack | None:
+        """Look whether a peer is stopped, if it is on this machine."""
+        peer = self._peers.infos[rank]
+        return stopped_stack(peer.pid) if peer.hostname == self._here.hostname else None
 
     def _ask(self, rank: int, question: Callable[[int], StackAsked | Execute]) -> Future[Answer]:
         """Ask a peer something, from any thread."""

@@ -10,10 +10,11 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar.train._carry import Carried, carry
 from drawbar.train._errors import WorkerFailure
@@ -32,13 +33,14 @@ from drawbar.train._messages import (
     WorkerInfo,
 )
 from drawbar.train._threads import in_daemon_thread
-from drawbar.train._worker.stack import Stack
+from drawbar.train._worker.stack import Stack, stopped_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 LEAVE_SECONDS = 2.0
 STACK_SECONDS = 2.0
+STOPPED_SECONDS = 5.0  # Ray may have to start a process for that
 
 
 class RayWorkerGroup:
@@ -226,8 +228,24 @@ async def _stack_of(member: Member) -> Stack | None:
     # In the control group, and not for long: a call that holds the interpreter answers nobody,
     # which is an answer too.
     asked = member.actor.stack.options(concurrency_group="control").remote()
-    with contextlib.suppress(RayError, TimeoutError):
+    try:
         return await asyncio.wait_for(awaited(asked), STACK_SECONDS)
+    except RayError:
+        return None
+    except TimeoutError:
+        return await _stopped_stack_of(member.up.result())
+
+
+async def _stopped_stack_of(worker: WorkerInfo) -> Stack | None:
+    """Have another process of its node look whether a silent one is stopped."""
+    node = NodeAffinitySchedulingStrategy(worker.node_id, soft=False)
+    remote: Any = ray.remote  # its stub takes no options here
+    look = remote(stopped_stack).options(num_cpus=0, max_retries=0, scheduling_strategy=node)
+    with contextlib.suppress(RayError, TimeoutError):
+        found: Stack | None = await asyncio.wait_for(
+            awaited(look.remote(worker.pid)), STOPPED_SECONDS
+        )
+        return found
     return None
 
 

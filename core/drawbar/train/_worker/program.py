@@ -32,7 +32,7 @@ from drawbar.train._worker.output import write_to_log
 from drawbar.train._worker.program_session import RanksEnd
 from drawbar.train._worker.program_signs import Signs
 from drawbar.train._worker.session import Session
-from drawbar.train._worker.stack import Frame, Stack
+from drawbar.train._worker.stack import Frame, Stack, stopped_stack
 from drawbar.train._worker.user_code import users_line
 
 MARKER_VARIABLE = "DRAWBAR_PROGRAM"
@@ -179,18 +179,22 @@ class Program:
             self._wire.obey(order)
 
     def stack(self) -> Stack:
-        """Say where the program stands.
+        """Say where the program stands, or that it is stopped.
 
         Raises:
             TimeoutError: It does not answer.
         """
+        assert self._process is not None  # it is asked where it stands
         while not self._stacks.empty():
             self._stacks.get()  # an answer that came too late
         self._control.sendall(b"stack\n")
         try:
             return self._stacks.get(timeout=_STACK_SECONDS)
         except queue.Empty:
-            raise TimeoutError(f"{self._process} does not answer") from None
+            stopped = stopped_stack(self._process.pid)
+            if stopped is None:
+                raise TimeoutError(f"{self._process} does not answer") from None
+            return stopped
 
     # -- in the thread that waits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import traceback
@@ -24,14 +25,20 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
-    """The training thread's frames, outermost first, and the text of all threads, its own first."""
+    """The training thread's frames, outermost first, and the text of all threads, its own first.
 
-    frames: tuple[Frame, ...]
+    Of a process that is stopped `stopped` says so, and how it goes on, and there is nothing else.
+    """
+
+    frames: tuple[Frame, ...] = ()
     text: str
+    stopped: str = ""
 
     @property
     def place(self) -> str:
         """The user's innermost line, and what it called if it stands in there."""
+        if self.stopped:
+            return self.stopped
         if not self.frames:
             return "not in the training function"
         users = users_lines([frame.file for frame in self.frames])
@@ -55,6 +62,22 @@ def take_stack(thread: threading.Thread | None) -> Stack:
             training = tuple(Frame(f.filename, f.lineno or 0, f.name) for f in summary)
         texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(summary.format()))
     return Stack(frames=training, text="\n".join(texts))
+
+
+def stopped_stack(pid: int) -> Stack | None:
+    """Say that a process of this machine is stopped, and answers nobody; None if it is not.
+
+    It is so by SIGSTOP, Ctrl-Z or a debugger. proc(5) has the states; without /proc it is None.
+    """
+    try:
+        # The program's name is in parentheses, and may have blanks and parentheses itself.
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+    if state not in "Tt":
+        return None
+    told = f"stopped (state {state}): kill -CONT {pid} on {os.uname().nodename}"
+    return Stack(text=f"{told}\n", stopped=told)
 
 
 def _short(file: str) -> str:
