@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from drawbar.train import Result
 from tests.launch.conftest import Launch, Pipe
@@ -172,7 +175,9 @@ def test_ctrl_c_lets_scripts_clean_up_and_a_second_one_kills_them(
 def test_a_script_that_neither_writes_nor_computes_hangs(launch: Launch) -> None:
     done = launch(
         """
-        import threading, time
+        import os, signal, threading, time
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
         began = time.process_time()
         while time.process_time() - began < 2.2:  # longer than it may be silent
             pass
@@ -182,4 +187,83 @@ def test_a_script_that_neither_writes_nor_computes_hangs(launch: Launch) -> None
     )
     assert done.code == 1
     assert "no progress: no rank made progress for 2 s" in done.err
-    assert f"{launch.script}:6 in <module>, inside wait" in done.err
+    assert f"{launch.script}:8 in <module>, inside wait" in done.err
+    assert re.search(r"rank 1: stopped \(state T\): kill -CONT \d+ on \S+$", done.err, re.M)
+
+
+def test_a_killed_rank_is_started_anew_as_often_as_under_torchrun(launch: Launch) -> None:
+    source = """
+        import os, signal, sys
+        count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        meeting = f"{sys.argv[1]}_{count}"
+        if os.environ["RANK"] == "0":
+            print("start", count, flush=True)
+            open(meeting, "w")
+            signal.pause()
+        open(meeting)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    for name in ("here_0", "here_1", "there_0", "there_1"):
+        os.mkfifo(launch.folder / name)
+    process = launch.start(
+        source, *("--nproc_per_node=2", "--max-restarts", "1"), script=("script.py", "here")
+    )
+    theirs = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
+            *("--standalone", "--max-restarts", "1", "script.py", "there"),
+        ],
+        cwd=launch.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    done = launch.ended(process)
+    assert done.out == theirs.stdout == b"start 0\nstart 1\n"
+    assert (done.code, theirs.returncode) == (128 + signal.SIGKILL, 1)
+
+
+def test_an_elastic_script_gets_as_many_ranks_as_there_is_room_for(launch: Launch) -> None:
+    done = launch(
+        "import os; print(os.environ['WORLD_SIZE'])", *("--num-workers", "1:3"), "--no-gpu"
+    )
+    assert (done.code, done.out) == (0, b"3\n"), done.err
+
+
+def test_it_ends_when_nobody_reads_its_output_as_under_torchrun(launch: Launch) -> None:
+    source = """
+        import os, signal, time
+        while os.environ["RANK"] == "0":
+            print("line")
+            time.sleep(0.01)
+        signal.pause()
+        """
+    with launch.start(source) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"line\n"
+        process.stdout.close()
+        told = process.stderr.read()
+    assert process.returncode == 1
+    assert b"stopped, since nobody reads its standard output any more; --name run goes on" in told
+
+
+def test_a_ray_that_is_not_there_or_does_not_start_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "drawbar.cli", "launch", *options, "script.py"],
+                cwd=tmp_path,
+                env={**os.environ, "RAY_TMPDIR": str(tmp_path / ("long" * 30))},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for options in (["--address", nowhere], ["--standalone"])
+        ]
+        told = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    assert f"drawbar: there is no Ray at {nowhere}: " in told[0]
+    assert "AF_UNIX" in told[1]
+    assert [each.count("\n") for each in told] == [1, 1], told

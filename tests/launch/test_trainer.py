@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,36 @@ def test_what_is_no_script_is_refused(tmp_path: Path) -> None:
         ScriptTrainer(tmp_path)
     with pytest.raises(ValueError, match="num_workers=0"):
         ScriptTrainer(__file__, scaling_config=train.ScalingConfig(num_workers=0))
+
+
+def test_modules_are_those_that_python_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place, text in {
+        "regular/__init__.py": "raise ImportError('only a script may')",
+        "regular/module.py": "",
+        "regular/__main__.py": "",
+        "namespace/module.py": "",
+        "elsewhere/__init__.py": "__path__.append(__path__[0] + '/../far')",
+        "far/module.py": "",
+    }.items():
+        path = tmp_path / place
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
+        archive.writestr("packed/__init__.py", "")
+        archive.writestr("packed/__main__.py", "")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "zipped.zip"))
+    monkeypatch.syspath_prepend(tmp_path / "zipped.zip")
+    # `regular.other` may be made by what only a script may import.
+    there = ("regular", "regular.module", "regular.other", "namespace.module", "elsewhere.module")
+    for name in (*there, "packed", "json.tool"):
+        ScriptTrainer(name, is_module=True)
+    nowhere = ("namespace", "elsewhere", "elsewhere.other", "email", "nowhere.at.all", "", "a..b")
+    for name in nowhere:
+        with pytest.raises(ModuleNotFoundError, match=f"there is no module {name} in"):
+            ScriptTrainer(name, is_module=True)
 
 
 @pytest.mark.parametrize(

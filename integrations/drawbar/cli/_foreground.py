@@ -1,16 +1,15 @@
-"""A run that a command has started: the Ray that it is on, and its end, which is the command's."""
+"""A run that a command has started, and its end, which is the command's."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
 from drawbar.cli._output import CommandError
 
@@ -18,6 +17,13 @@ if TYPE_CHECKING:
     from drawbar.train import RunHandle, TrainingFailedError, WorkerFailure
 
 INTERRUPTED, TERMINATED = 130, 143  # what a shell says of SIGINT and SIGTERM
+UNREAD = 1  # torchrun's, whose script fails by the broken pipe
+
+_STOPPED_BY = {
+    INTERRUPTED: "stopped by Ctrl-C",
+    TERMINATED: "stopped by SIGTERM",
+    UNREAD: "stopped, since nobody reads its standard output any more",
+}
 
 
 @contextlib.contextmanager
@@ -38,105 +44,38 @@ def refused() -> Iterator[None]:
         raise CommandError(str(error)) from error
 
 
-def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) -> None:
-    """Join a Ray that runs, or start one that ends with this process.
-
-    Args:
-        address: Of the one to join; if not given, RAY_ADDRESS, or one that runs here.
-        standalone: Start one in any case.
-        cpus: It has so many at least.
-        stays: It must not end with this process.
-
-    Raises:
-        CommandError: These do not go together, or Ray does not start, or is of another version.
-        ConnectionError: There is none at the address.
-    """
-    import ray
-
-    if address and standalone:
-        raise CommandError(f"--standalone is a Ray of its own, found --address {address} too")
-    if ray.is_initialized():
-        return  # a program of the user's has called this
-    # What Ray says of its own would stand between rank 0's lines.
-    settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
-    if not standalone and (address or "RAY_ADDRESS" in os.environ):
-        _join(address, **settings)
-        return
-    if not standalone:
-        with contextlib.suppress(ConnectionError):
-            _join("auto", **settings)
-            return
-    if stays:
-        raise CommandError(
-            "--detach needs a Ray that stays: start one by ray start --head, or give --address"
-        )
-    # Ray has its workers stand back (nice 15), which a user who is not root cannot take back.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    cores = len(os.sched_getaffinity(0))
-    _join("local", num_cpus=max(cpus, cores), include_dashboard=False, **settings)
-
-
-def _join(address: str | None, **settings: Any) -> None:
-    import ray
-
-    try:
-        ray.init(address=address, **settings)
-    except OSError:
-        raise
-    except Exception as error:  # Ray raises bare ones, too
-        where = "start here" if address == "local" else "be joined"
-        raise CommandError(f"Ray cannot {where}: {error}") from error
-
-
-@dataclass(frozen=True)
-class ClusterSize:
-    """What a cluster has: CPUs and GPUs of the node that has most of them, and GPUs of all."""
-
-    most_cpus: int
-    most_gpus: int
-    gpus: int
-
-    @classmethod
-    def now(cls) -> ClusterSize:
-        """Give that of the Ray that this process has joined."""
-        import ray
-
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has none
-        cpus, gpus = (
-            [int(node["Resources"].get(each, 0)) for node in nodes] for each in ("CPU", "GPU")
-        )
-        of_all = ray.cluster_resources()  # type: ignore[no-untyped-call]  # as above
-        return cls(max(cpus, default=0), max(gpus, default=0), int(of_all.get("GPU", 0)))
-
-
-ANY_CLUSTER = ClusterSize(most_cpus=1, most_gpus=1, gpus=1)
-"""To check options on, before there is one."""
-
-
 def exit_code_when_over(handle: RunHandle) -> int:
-    """Wait for the end of a run, say why it has failed if it has, and give the exit code."""
-    from drawbar import train
+    """Wait for the end of a run, say why it has failed if it has, and give the exit code.
+
+    What ends it before: Ctrl-C, SIGTERM, and what rank 0 writes when nobody reads it any more.
+    """
     from drawbar.launch import exit_code_of
+    from drawbar.train import TrainingFailedError
 
     interrupted = INTERRUPTED
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
-        interrupted = TERMINATED
+        if number == signal.SIGPIPE:
+            if not _is_broken(sys.stdout):
+                return  # a socket's
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        interrupted = UNREAD if number == signal.SIGPIPE else TERMINATED
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGPIPE, interrupt)
     code = 0
     try:
         handle.wait()
-    except train.UserAbort:
+    except KeyboardInterrupt:  # a `UserAbort`, or one that came when the run was just over
         code = interrupted
         print(
-            f"drawbar: stopped by {'Ctrl-C' if code == INTERRUPTED else 'SIGTERM'}; --name "
-            f"{handle.name} goes on from the newest checkpoint in {handle.path}, if it has one",
+            f"drawbar: {_STOPPED_BY[code]}; --name {handle.name} goes on from the newest "
+            f"checkpoint in {handle.path}, if it has one",
             file=sys.stderr,
         )
-    except train.TrainingFailedError as error:
+    except TrainingFailedError as error:
         print(_told(error), file=sys.stderr)
         code = exit_code_of(error)
     _leave_stdout()
@@ -157,6 +96,13 @@ def _folded(failures: Sequence[WorkerFailure]) -> list[str]:
     if not failures:
         return []
     return ["failed after it:", *(f"  {each.headline()}" for each in failures)]
+
+
+def _is_broken(stream: TextIO) -> bool:
+    """Whether this is a pipe or a socket that nobody reads any more."""
+    look = select.poll()
+    look.register(stream.fileno(), 0)
+    return bool(look.poll(0))
 
 
 def _leave_stdout() -> None:

@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from drawbar.cli._foreground import (
-    ANY_CLUSTER,
-    ClusterSize,
-    connect,
-    exit_code_when_over,
-    refused,
-)
+from drawbar.cli._cluster import ANY_CLUSTER, ClusterSize, connect, leave
+from drawbar.cli._foreground import exit_code_when_over, refused
 from drawbar.cli._output import CommandError
 from drawbar.cli._torchrun import IGNORED, bounds_of, without_torchruns, workers_of
 
@@ -133,12 +128,15 @@ def launch(
             run_config=run_config,
         )
         trainer_on(scaling_config=wanted.scaling(ANY_CLUSTER))  # before Ray, which takes seconds
-        connect(address, standalone=standalone, cpus=wanted.cpus, stays=detach)
+        joined = connect(address, standalone=standalone, cpus=wanted.cpus, stays=detach)
         handle = trainer_on(scaling_config=wanted.scaling(ClusterSize.now())).start()
     if detach:
         print(handle.name)
-    else:
-        raise typer.Exit(exit_code_when_over(handle))
+        return
+    code = exit_code_when_over(handle)
+    if joined:
+        leave()
+    raise typer.Exit(code)
 
 
 def _accelerates(path: str) -> tuple[int, dict[str, str]]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 
 from drawbar.launch._backend import ScriptConfig
 from drawbar.launch._loop import run_script
+from drawbar.launch._modules import check_module
 from drawbar.train import (
     Checkpoint,
     DataParallelTrainer,
@@ -103,8 +101,7 @@ def _arguments(
     """Give what would follow `python`."""
     path = os.fspath(script)
     if is_module:
-        if not _is_there(path):
-            raise ModuleNotFoundError(f"there is no module {path} in {os.getcwd()} and sys.path")
+        check_module(path)
         return ["-m", path, *arguments]
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder: give the script, or -m and a module")
@@ -112,18 +109,6 @@ def _arguments(
         where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
         raise FileNotFoundError(f"there is no script {path}{where}")
     return [path, *arguments]
-
-
-def _is_there(module: str) -> bool:
-    """Whether Python finds a module from this folder; imports none of its packages."""
-    top, *parts = module.split(".")
-    # Finders besides that of folders: of editable installs, zipped and built-in modules.
-    spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or find_spec(top)
-    for part in parts:
-        if spec is None or spec.submodule_search_locations is None:
-            return False
-        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
-    return spec is not None
 
 
 def _as_python_starts() -> dict[str, str]:

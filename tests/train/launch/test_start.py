@@ -19,6 +19,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from drawbar import train
+from drawbar.cli import main as drawbar_command
 from drawbar.train import (
     Backend,
     BackendConfig,
@@ -219,6 +220,14 @@ def test_each_worker_sees_all_gpus_of_the_run_and_knows_its_own(run_config: RunC
     assert [visible for visible, _ in values] == [",".join([*own[0], *own[1]])] * 2
 
 
+WHERE_SCRIPT = """
+import os, sys
+names = "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"
+with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
+    file.write(" ".join(os.environ[name] for name in names))
+"""
+
+
 def test_ranks_are_contiguous_on_each_node(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers, short_folder: str
 ) -> None:
@@ -234,6 +243,11 @@ def test_ranks_are_contiguous_on_each_node(
         ray.init(address=cluster.address)
         values = fit(where, run_config, scaling_config=ScalingConfig(num_workers=4)).return_values
         (tmp_path / "where.json").write_text(json.dumps(values))
+        (tmp_path / "script.py").write_text(WHERE_SCRIPT)
+        command = ["launch", "--nnodes", "2", "--nproc-per-node", "2", "--storage-path"]
+        with pytest.raises(SystemExit) as ended:
+            drawbar_command([*command, str(tmp_path), str(tmp_path / "script.py"), str(tmp_path)])
+        assert ended.value.code == 0
         ray.shutdown()
         cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
 
@@ -242,3 +256,5 @@ def test_ranks_are_contiguous_on_each_node(
     nodes = [node for node, *_ in found]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     assert [ranks for _, *ranks in found] == [[0, 0, 2], [0, 1, 2], [1, 0, 2], [1, 1, 2]]
+    told = [(tmp_path / str(rank)).read_text() for rank in range(4)]
+    assert told == ["0 0 2 4", "0 1 2 4", "1 0 2 4", "1 1 2 4"]

@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,11 @@ def machines(found: dict[str, Any], storage: str) -> tuple[list[Machine], list[f
 
 def storage_findings(found: dict[str, Any], storage: str) -> Iterator[Finding]:
     """Say whether every node sees what is written to the storage path here."""
+    if "://" in storage:
+        yield Finding("ok", "storage path", f"{storage} is the same place for all nodes")
+        return
     probe_file = Path(storage) / f".drawbar-doctor-{uuid.uuid4().hex}"
+    made = [each for each in probe_file.parents if not each.exists()]
     try:
         probe_file.parent.mkdir(parents=True, exist_ok=True)
         probe_file.touch()
@@ -147,7 +151,10 @@ def storage_findings(found: dict[str, Any], storage: str) -> Iterator[Finding]:
                     name,
                 )
     finally:
-        probe_file.unlink()
+        probe_file.unlink(missing_ok=True)
+        for each in made:
+            with suppress(OSError):  # somebody has put something there meanwhile
+                each.rmdir()
 
 
 def pair_findings(found: dict[str, Any], backend: str) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated
@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from drawbar.cli._arguments import AsJson
+from drawbar.cli._cluster import knock
 from drawbar.cli._doctor.finding import Finding
-from drawbar.cli._output import CommandError, write_json
-
-KNOCK_S = 5.0
+from drawbar.cli._output import CommandError, visible, write_json
 
 
 def doctor(
@@ -35,6 +34,8 @@ def doctor(
     from drawbar.cli._doctor import judge
     from drawbar.cli._doctor.machine import look
 
+    if storage and "://" not in storage:
+        storage = os.path.abspath(os.path.expanduser(storage))  # each node is in another folder
     if address is None:
         found = [*judge.of_requirements(), *judge.of_machine(look(storage))]
     else:
@@ -48,10 +49,12 @@ def doctor(
 
 
 def _of_cluster(address: str, storage: str) -> Iterator[Finding]:
+    from ray.exceptions import RayError
+
     from drawbar.cli._doctor import cluster, judge
 
     try:
-        _knock(address)
+        knock(address)
         with cluster.probes(address) as probes:
             machines, offsets = cluster.machines(probes, storage)
             yield from judge.of_requirements()
@@ -64,26 +67,18 @@ def _of_cluster(address: str, storage: str) -> Iterator[Finding]:
                 yield from cluster.pair_findings(probes, "gloo")
                 if all(machine.torch_gpus for machine in machines):
                     yield from cluster.pair_findings(probes, "nccl")
-    except OSError as error:
+    except ConnectionError as error:
         raise CommandError(f"there is no Ray cluster at {address!r}: {error}") from error
-
-
-def _knock(address: str) -> None:
-    """Look whether somebody listens at `host:port`, since Ray would wait ten minutes for that.
-
-    Raises:
-        OSError: Nobody does.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=KNOCK_S).close()
+    except RayError as error:
+        told = str(error).strip().splitlines() or [repr(error)]
+        raise CommandError(f"a node of {address!r} cannot be looked at: {told[-1]}") from error
 
 
 def _write(found: list[Finding], *, everything: bool) -> None:
     for each in found:
         if everything or each.state != "ok":
             where = f" ({each.node})" if each.node else ""
-            advice = f"\n         {each.advice}" if each.advice else ""
-            print(f"{each.state:8} {each.subject}{where}: {each.found}{advice}")
+            print(visible(f"{each.state:8} {each.subject}{where}: {each.found}"))
+            print(f"         {visible(each.advice)}\n" * bool(each.advice), end="")
     count = Counter(each.state for each in found)
     print(f"{count['ok']} well, {count['warning']} warnings, {count['problem']} problems")

@@ -106,7 +106,13 @@ def of_requirements() -> Iterator[Finding]:
     from packaging.requirements import Requirement  # a dependency of Ray
 
     told = set()
-    for each in map(Requirement, requires("drawbar") or ()):
+    try:
+        needed = requires("drawbar") or ()
+    except PackageNotFoundError:
+        advice = 'pip install "drawbar"'
+        yield Finding("warning", "versions", "drawbar runs, and is not installed", advice)
+        return
+    for each in map(Requirement, needed):
         try:
             found = version(each.name)
         except PackageNotFoundError:

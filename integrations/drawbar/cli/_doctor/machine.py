@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+_PATIENCE_S = 60.0
+
 COMPARED = ("drawbar", "ray", "cloudpickle", "msgspec", "torch", "numpy", "pyarrow")
 """The packages that must be the same on all machines: their objects travel between them."""
 
@@ -85,23 +87,40 @@ def _gpus() -> list[str]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
-    done = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
-    return [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
+    return [line for line in _output_of(command, "-L") if line.startswith("GPU ")]
 
 
 def _torch() -> tuple[str | None, int, list[str]]:
     """Ask torch in a process of its own: here, importing it would take memory and GPUs."""
     if not _version("torch"):
         return None, 0, []
-    done = subprocess.run(
-        [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False
-    )
-    cuda, count, *unsupported = done.stdout.splitlines() or ["", "0"]
+    told = _output_of(sys.executable, "-c", _ASK_TORCH)
+    if _TOLD not in told:
+        return None, 0, []
+    cuda, count, *unsupported = told[told.index(_TOLD) + 1 :]
     return cuda or None, int(count), unsupported
 
 
-_ASK_TORCH = """
+def _output_of(*command: str) -> list[str]:
+    """Give the lines that a program writes; none if it fails, or does not end."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PATIENCE_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs, say
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+_TOLD = "torch tells:"
+_ASK_TORCH = f"""
 import torch
+print("{_TOLD}")
 print(torch.version.cuda or "")
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(count)
@@ -111,14 +130,14 @@ for index in range(count):
     major, minor = torch.cuda.get_device_capability(index)
     known = any(each[:-1] == str(major) and int(each[-1]) <= minor for each in built_for)
     if not known:
-        print(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
+        print(f"{{torch.cuda.get_device_name(index)}} (sm_{{major}}{{minor}})")
 """
 
 
 def _disks(storage: str) -> dict[str, tuple[int, int]]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     places = {"temporary files": Path(tempfile.gettempdir()), "work folders": cache}
-    if storage:
+    if storage and "://" not in storage:
         places["storage path"] = Path(storage)
     found = {name: _space(_existing(path)) for name, path in places.items()}
     return {name: space for name, space in found.items() if space is not None}

@@ -1,0 +1,116 @@
+"""The Ray that a command is about: one that runs is joined, else one of its own is started."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from drawbar.cli._output import CommandError
+
+_KNOCK_S = 5.0
+
+
+def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) -> bool:
+    """Join a Ray that runs, or start one that ends with this process.
+
+    Tells whether that was to be done; `leave` is to follow then.
+
+    Args:
+        address: Of the one to join; if not given, RAY_ADDRESS, or one that runs here.
+        standalone: Start one in any case.
+        cpus: It has so many at least.
+        stays: It must not end with this process.
+
+    Raises:
+        CommandError: These do not go together, or Ray does not start, or is of another version.
+        ConnectionError: There is none at the address.
+    """
+    import ray
+
+    if address and standalone:
+        raise CommandError(f"--standalone is a Ray of its own, found --address {address} too")
+    if ray.is_initialized():
+        return False  # a program of the user's has called this
+    # What Ray says of its own would stand between rank 0's lines.
+    settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
+    named = address or os.environ.get("RAY_ADDRESS")
+    if not standalone and named:
+        knock(named)
+        _join(named, **settings)
+        return True
+    if not standalone:
+        with contextlib.suppress(ConnectionError):
+            _join("auto", **settings)
+            return True
+    if stays:
+        raise CommandError(
+            "--detach needs a Ray that stays: start one by ray start --head, or give --address"
+        )
+    # Ray has its workers stand back (nice 15), which a user who is not root cannot take back.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    cores = len(os.sched_getaffinity(0))
+    _join("local", num_cpus=max(cpus, cores), include_dashboard=False, **settings)
+    return True
+
+
+def leave() -> None:
+    """Leave Ray at once: when Python ends, Ray waits half a second more for lines to show."""
+    import ray
+
+    ray.shutdown()
+
+
+def _join(address: str | None, **settings: Any) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, **settings)
+    except OSError:
+        raise
+    except Exception as error:  # Ray raises bare ones, too
+        where = "start here" if address == "local" else "be joined"
+        raise CommandError(f"Ray cannot {where}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ClusterSize:
+    """What a cluster has: CPUs and GPUs of the node that has most of them, and GPUs of all."""
+
+    most_cpus: int
+    most_gpus: int
+    gpus: int
+
+    @classmethod
+    def now(cls) -> ClusterSize:
+        """Give that of the Ray that this process has joined."""
+        import ray
+
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has none
+        cpus, gpus = (
+            [int(node["Resources"].get(each, 0)) for node in nodes] for each in ("CPU", "GPU")
+        )
+        of_all = ray.cluster_resources()  # type: ignore[no-untyped-call]  # as above
+        return cls(max(cpus, default=0), max(gpus, default=0), int(of_all.get("GPU", 0)))
+
+
+ANY_CLUSTER = ClusterSize(most_cpus=1, most_gpus=1, gpus=1)
+"""To check options on, before there is one."""
+
+
+def knock(address: str) -> None:
+    """Look whether somebody listens at `host:port`, since Ray would wait long for that.
+
+    Raises:
+        ConnectionError: Nobody does.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", say
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+    except OSError as error:
+        raise ConnectionError(f"there is no Ray at {address}: {error}") from error
