@@ -94,6 +94,41 @@ def test_batches_of_tensorflow_are_shared(run_config: RunConfig) -> None:
     assert second == [[1, 3], [5, 7], [8]]
 
 
+def test_batches_of_a_dataset_of_keras_are_shared(run_config: RunConfig) -> None:
+    x = np.arange(9)
+    ranks = shared(lambda: prepare_dataset(batches_of(x, x, 4)), run_config)
+    assert ranks == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [8]]]
+
+
+def test_a_model_may_have_several_inputs(run_config: RunConfig) -> None:
+    def function() -> list[float]:
+        import keras
+
+        inputs = [keras.Input((3,)), keras.Input((3,))]
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.add(inputs)))
+        model.compile("sgd", "mse")
+        x, y = table()
+        data = prepare_dataset([x, x], y, batch_size=BATCH)
+        return list(prepare_model(model).fit(data, verbose=0).history["loss"])
+
+    (losses,) = run_in_threads(function, num_workers=1, run_config=run_config).return_values
+    assert len(losses) == 1
+
+
+def batches_of(x: Any, y: Any, size: int) -> Any:
+    import keras
+
+    class Batches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
+        def __len__(self) -> int:
+            return -(-len(x) // size)
+
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            rows = slice(index * size, (index + 1) * size)
+            return x[rows], y[rows]
+
+    return Batches()
+
+
 def test_what_does_not_fit_together_is_refused(run_config: RunConfig) -> None:
     x = np.arange(8)
     cases = (
@@ -134,6 +169,10 @@ def table() -> tuple[np.ndarray, np.ndarray]:
 
 def of_arrays() -> Any:
     return prepare_dataset(*table(), batch_size=BATCH)
+
+
+def of_keras() -> Any:
+    return prepare_dataset(batches_of(*table(), BATCH))
 
 
 def of_tensorflow() -> Any:
@@ -212,7 +251,9 @@ def losses(prepare: Callable[[], Any], path: Path, fails: bool) -> list[float]:
     return list(result.return_values[0])
 
 
-@pytest.mark.parametrize("prepare", [of_arrays, of_tensorflow, of_torch, of_torch_in_any_order])
+@pytest.mark.parametrize(
+    "prepare", [of_arrays, of_keras, of_tensorflow, of_torch, of_torch_in_any_order]
+)
 def test_an_epoch_goes_on_in_its_middle(prepare: Callable[[], Any], tmp_path: Path) -> None:
     undisturbed = losses(prepare, tmp_path, fails=False)
     assert losses(prepare, tmp_path, fails=True) == pytest.approx(undisturbed[1:], 1e-4)

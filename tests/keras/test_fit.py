@@ -1,12 +1,16 @@
 """One script on every backend of Keras: replicas stay equal, a killed rank changes nothing.
 
-Three workers train, of which one is killed in the middle of an epoch, and one process does.
+Some workers train, of which one is killed in the middle of an epoch, and three go on: with PyTorch
+in the same run, where two of the processes are kept, otherwise in a run that is resumed. One
+process trains too, on the same batches.
 """
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,14 @@ from drawbar.keras import (
     prepare_model,
 )
 from drawbar.keras._backend import KerasBackend
-from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
+from drawbar.train import (
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+    get_context,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept:DeprecationWarning"  # Keras, of TensorFlow
@@ -33,6 +44,7 @@ ROWS = 480
 BATCH = 96  # over all workers, five times in an epoch
 SAVED_EVERY = 3
 FATAL_EPOCH, FATAL_BATCH = 2, 3  # the twelfth batch was saved, which is the second of that epoch
+UNEVEN = 49  # rows, of which batches of 32 leave 17
 TURNS = [3.0, 1.0, 2.0, 4.0]  # the best epoch lies before the kill
 
 
@@ -60,7 +72,7 @@ def with_weights_of_numpy(model: Any) -> Any:
     return prepare_model(model)
 
 
-def train_loop() -> dict[str, Any]:
+def train_loop(config: dict[str, Path]) -> dict[str, Any]:
     import keras
 
     x, y = digits()
@@ -73,28 +85,36 @@ def train_loop() -> dict[str, Any]:
         keras.callbacks.EarlyStopping("turn", patience=9, mode="min", restore_best_weights=True),
         keras.callbacks.ReduceLROnPlateau("turn", patience=1, min_delta=0, mode="min"),
     ]
+    written = [
+        keras.callbacks.CSVLogger(config["folder"] / "log.csv", append=True),
+        keras.callbacks.ModelCheckpoint(config["folder"] / "newest.keras"),
+    ]
     history = model.fit(
         prepare_dataset(x, y, batch_size=BATCH, shuffle=True),
         epochs=EPOCHS,
         initial_epoch=begin,
         verbose=0,
         callbacks=[
-            *(turning(), *others, killer(batches)),
+            *(turning(), *others, *written, killer(batches, begin)),
             ReportCheckpointCallback({"train_batch_end": SAVED_EVERY}, callbacks=others),
         ],
     ).history
+    newest = keras.models.load_model(config["folder"] / "newest.keras")
     return {
         "begin": begin,
         "batches": len(batches),
         "backend": keras.backend.backend(),
+        "has tensorflow": "tensorflow" in sys.modules,
         "losses": history["loss"],
         "accuracies": history["accuracy"],
         "rates": history["learning_rate"],
         "weights": model.get_weights(),
+        "newest": newest.get_weights(),
         "evaluated": model.evaluate(prepare_dataset(x, y, batch_size=BATCH), verbose=0),
         "predicted": model.predict(x, verbose=0),
         "predicted by all": model.predict(prepare_dataset(x, batch_size=BATCH), verbose=0),
         "own statistics": weights_with_own_statistics(x, y),
+        "own step": {} if is_jax() else trained_by_a_step_of_its_own(x, y),
     }
 
 
@@ -108,22 +128,21 @@ def turning() -> Any:
     return keras.callbacks.LambdaCallback(on_epoch_end=end)
 
 
-def killer(batches: list[int]) -> Any:
+def killer(batches: list[int], begin: int) -> Any:
     import keras
 
     current = [0]
 
-    def begin(epoch: int, logs: Any) -> None:
+    def begin_epoch(epoch: int, logs: Any) -> None:
         current[0] = epoch
 
-    def end(batch: int, logs: Any) -> None:
+    def end_batch(batch: int, logs: Any) -> None:
         batches.append(batch)
-        context = get_context()
-        is_fatal = context.get_world_rank() == 1 and context.get_attempt() == 0
+        is_fatal = get_context().get_world_rank() == 1 and begin == 0
         if is_fatal and (current[0], batch) == (FATAL_EPOCH, FATAL_BATCH):
             os.kill(os.getpid(), signal.SIGKILL)  # the others go on into the next collective
 
-    return keras.callbacks.LambdaCallback(on_epoch_begin=begin, on_train_batch_end=end)
+    return keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch, on_train_batch_end=end_batch)
 
 
 def weights_with_own_statistics(x: Any, y: Any) -> list[Any]:
@@ -132,23 +151,71 @@ def weights_with_own_statistics(x: Any, y: Any) -> list[Any]:
 
     layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(10)]
     model = prepare_model(compiled(layers))
+    model.compile(keras.optimizers.Adam(0.01), model.loss)  # anew, with another optimizer
     model.fit(prepare_dataset(x, y, batch_size=BATCH), epochs=1, verbose=0)
     return [each for each in model.get_weights() if each.dtype == np.float32]
+
+
+def trained_by_a_step_of_its_own(x: Any, y: Any) -> dict[str, Any]:
+    """Train with two optimizers, and for an epoch whose batches no number of workers divides."""
+    import keras
+
+    class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.out = keras.layers.Dense(16), keras.layers.Dense(10)
+            adam, sgd = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1)
+            self.optimizers = {"hidden": adam, "out": sgd}
+
+        def call(self, x: Any) -> Any:
+            return self.out(keras.ops.relu(self.hidden(x)))
+
+        def train_step(self, data: Any) -> Any:
+            loss, gradients = value_and_gradients(self, *data)
+            half = len(self.hidden.trainable_weights)
+            self.optimizers["hidden"].apply(gradients[:half], self.hidden.trainable_weights)
+            self.optimizers["out"].apply(gradients[half:], self.out.trainable_weights)
+            return {"no metric": loss}
+
+    model = Model()
+    model(x[:1])  # builds it
+    model.compile()
+    with_weights_of_numpy(model)
+    data = prepare_dataset(x[:UNEVEN], y[:UNEVEN], batch_size=32)
+    history = model.fit(data, epochs=2, verbose=0).history
+    return {"weights": model.get_weights(), "logs": history["no metric"]}
+
+
+def value_and_gradients(model: Any, x: Any, y: Any) -> tuple[Any, list[Any]]:
+    import keras
+
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if keras.backend.backend() == "torch":
+        model.zero_grad()
+        loss = loss_of(y, model(x))
+        loss.backward()
+        return loss.detach(), [each.value.grad for each in model.trainable_weights]
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = loss_of(y, model(x))
+    return loss, tape.gradient(loss, model.trainable_weights)
 
 
 def is_jax() -> bool:
     return os.environ["KERAS_BACKEND"] == "jax"
 
 
-def fit(path: Path, backend: KerasBackend, num_workers: int) -> Result:
+def fit(path: Path, backend: KerasBackend, num_workers: int, max_failures: int = 1) -> Result:
     return KerasTrainer(
         train_loop,
         keras_backend=backend,
+        train_loop_config={"folder": path},
         scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=RunConfig(
-            name=f"{backend}-{num_workers}",
+            name=backend,
             storage_path=path,
-            failure_config=FailureConfig(max_failures=1),
+            failure_config=FailureConfig(max_failures=max_failures),
         ),
     ).fit()
 
@@ -162,13 +229,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
-def test_three_workers_of_which_one_is_killed_train_as_one_process_does(
+def test_workers_of_which_one_is_killed_train_as_one_process_does(
     backend: KerasBackend, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    disturbed = fit(tmp_path, backend, num_workers=3)
+    if backend != "torch":
+        with pytest.raises(WorkerGroupError, match="SIGKILL"):
+            fit(tmp_path, backend, num_workers=2, max_failures=0)
+    disturbed = fit(tmp_path, backend, num_workers=3, max_failures=2)
     assert alone["losses"][-1] < 0.6 * alone["losses"][0]
     for found in disturbed.return_values:
         assert found["backend"] == backend
+        assert found["has tensorflow"] == (backend == "tensorflow")
         assert found["begin"] == FATAL_EPOCH
         assert found["batches"] == 3 + 5  # those that were left of one epoch, and the next
         for name in ("losses", "accuracies", "rates"):
@@ -176,13 +247,22 @@ def test_three_workers_of_which_one_is_killed_train_as_one_process_does(
         assert found["evaluated"] == pytest.approx(alone["evaluated"], 1e-3)
         for name in ("predicted", "predicted by all"):
             np.testing.assert_allclose(found[name], alone["predicted"], atol=1e-3)
-        for one, best in zip(found["weights"], alone["weights"], strict=True):
-            np.testing.assert_allclose(one, best, atol=1e-3)
+        for name in ("weights", "newest"):
+            assert_close(found[name], alone[name], 1e-3)
     first, *others = disturbed.return_values
     for other in others:
         for name in ("weights", "own statistics"):
-            for one, found in zip(first[name], other[name], strict=True):
-                np.testing.assert_allclose(one, found, atol=1e-6)
+            assert_close(first[name], other[name], 1e-6)
+        if backend != "jax":
+            assert first["own step"]["logs"] == other["own step"]["logs"]
+            assert_close(other["own step"]["weights"], alone["own step"]["weights"], 1e-5)
+    with (tmp_path / "log.csv").open() as log:
+        assert [row["epoch"] for row in csv.DictReader(log)] == ["0", "1", "2", "3"]
     assert disturbed.checkpoint is not None
     with disturbed.checkpoint.as_directory() as folder:
         assert Path(folder, "model.keras").exists()
+
+
+def assert_close(found: list[Any], expected: list[Any], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance)

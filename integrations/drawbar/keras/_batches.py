@@ -41,6 +41,8 @@ class SharedBatches(Batches):
     def __init__(self, data: Any, batch_size: int, *, shuffle: bool, rank: int, size: int) -> None:
         super().__init__()
         parts = keras.tree.map_structure(np.asarray, [each for each in data if each is not None])
+        if keras.backend.backend() == "tensorflow":
+            parts = keras.tree.lists_to_tuples(parts)  # tf.data takes a list for one tensor
         lengths = {len(each) for each in keras.tree.flatten(parts)}
         if len(lengths) != 1:
             raise ValueError(f"the arrays have different numbers of rows: {sorted(lengths)}")
@@ -85,6 +87,36 @@ class SharedBatches(Batches):
             order = np.random.default_rng(self._epoch).permutation(self._rows)
             self._drawn = (self._epoch, order)
         return order
+
+
+class SharedDataset(Batches):
+    """This worker's rows of the batches of a `PyDataset`, which every worker has as a whole."""
+
+    def __init__(self, source: Any, rank: int, size: int) -> None:
+        super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
+        self._source = source
+        self._number = source.num_batches or 0
+        self._rank = rank
+        self._size = size
+
+    @property
+    def num_batches(self) -> int | None:
+        """How many there are; None if there is no end to them."""
+        return None if self._source.num_batches is None else len(self)
+
+    def __getitem__(self, index: int) -> Any:
+        def share(part: Any) -> Any:
+            return None if part is None else own_rows(np.asarray(part), self._rank, self._size)
+
+        return keras.tree.map_structure(share, self._source[index + self._left_out])
+
+    def on_epoch_begin(self) -> None:
+        """Begin an epoch of the source; Keras calls it."""
+        self._source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """End an epoch of the source; Keras calls it."""
+        self._source.on_epoch_end()
 
 
 def own_rows(rows: Any, rank: int, size: int) -> Any:

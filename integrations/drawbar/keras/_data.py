@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from drawbar.keras._backend import backend_here
@@ -26,18 +26,18 @@ def prepare_dataset(
 
     Args:
         x: What every worker has as a whole: arrays, or a structure of them, with a row per sample;
-            or batches with their targets and weights, as a `tf.data.Dataset` or a
-            `torch.utils.data.DataLoader`, which must give the same ones on every worker, as all
-            that is seeded by Keras does. Or this worker's shard of a Ray Data dataset, whose
-            columns but for those of `y` and `sample_weight` are the input: an array if it is one,
-            else a dict of them.
+            or batches with their targets and weights, as a `keras.utils.PyDataset`, a
+            `tf.data.Dataset` or a `torch.utils.data.DataLoader`, which must give the same ones on
+            every worker, as all that is seeded by Keras does. Or this worker's shard of a Ray Data
+            dataset, whose columns but for those of `y` and `sample_weight` are the input: an array
+            if it is one, else a dict of them.
         y: The targets, if `x` is arrays; of a shard the name of a column, or several.
         sample_weight: A weight per sample, if `x` is arrays; of a shard the name of a column.
         batch_size: Rows of a batch, over all workers; only if `x` is no batches. Default: 32.
         shuffle: Have arrays in another order in each epoch, the same one on all workers.
 
     Returns:
-        A `keras.utils.PyDataset`; of batches, what they were.
+        A `keras.utils.PyDataset`; of other batches, what they were.
 
     Raises:
         ValueError: The batch size is less than the number of workers, is not one for each of them
@@ -48,14 +48,28 @@ def prepare_dataset(
     rank, size = context.get_world_rank(), context.get_world_size()
     if hasattr(x, "iter_batches"):
         return _of_shard(x, y, sample_weight, batch_size or 32, shuffle)
-    if not hasattr(x, "element_spec") and not hasattr(x, "collate_fn"):
+    share = _sharing_of(x)
+    if share is None:
         return _of_arrays((x, y, sample_weight), batch_size or 32, shuffle, rank, size)
     if y is not None or sample_weight is not None or batch_size is not None or shuffle:
         raise ValueError(
             f"prepare_dataset was given batches, a {type(x).__name__}, which have their targets, "
             "weights, size and order; y, sample_weight, batch_size and shuffle go with arrays"
         )
-    return _of_tf(x, rank, size) if hasattr(x, "element_spec") else _of_torch(x, rank, size)
+    return share(x, rank, size)
+
+
+def _sharing_of(batches: Any) -> Callable[[Any, int, int], Any] | None:
+    """Give how such batches are shared; None if they are no batches."""
+    if hasattr(batches, "element_spec"):
+        return _of_tf
+    if hasattr(batches, "collate_fn"):
+        return _of_torch
+    import keras
+
+    from drawbar.keras._batches import SharedDataset
+
+    return SharedDataset if isinstance(batches, keras.utils.PyDataset) else None
 
 
 def _of_arrays(data: Any, batch_size: int, shuffle: bool, rank: int, size: int) -> PyDataset:
@@ -64,7 +78,8 @@ def _of_arrays(data: Any, batch_size: int, shuffle: bool, rank: int, size: int) 
     if not hasattr(data[0], "__len__") and not isinstance(data[0], Mapping):
         raise TypeError(
             f"prepare_dataset was given a {type(data[0]).__name__}, of which nobody knows how many "
-            "rows it has; give arrays, a tf.data.Dataset, a DataLoader or a Ray Data shard"
+            "rows it has; give arrays, a keras.utils.PyDataset, a tf.data.Dataset, a DataLoader or "
+            "a Ray Data shard"
         )
     if batch_size < size:
         raise ValueError(

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 
 from drawbar.keras._batches import Batches, ReadBatches, SharedBatches
+from drawbar.keras._files import rank_zero_writes
 from drawbar.keras._progress import Progress, add_metrics, training_of
 from drawbar.keras._totals import gather_rows
+from drawbar.train import collective, get_context
 
 Method = Callable[..., Any]
 
@@ -18,22 +21,32 @@ Method = Callable[..., Any]
 def fit_on(model: Any, fit: Method) -> Method:
     """Have a `fit` go on where a loaded checkpoint was, also in the middle of an epoch.
 
-    Keras does not shuffle the batches of `prepare_dataset`, by numbers that each rank draws.
+    Keras does not shuffle the batches of `prepare_dataset`, by numbers that each rank draws. When
+    it is over on one rank, all ranks have trained, and the files are there that rank 0 has written.
     """
 
     def fit_from_there(x: Any = None, *args: Any, **options: Any) -> Any:
+        if isinstance(x, Batches) and options.get("validation_split"):
+            raise ValueError(
+                f"fit has validation_split={options['validation_split']}, and batches of "
+                "prepare_dataset, which it cannot split; split the arrays, and give "
+                "validation_data=prepare_dataset(...) of the rest"
+            )
         if isinstance(x, Batches) or hasattr(x, "element_spec") or hasattr(x, "batch_sampler"):
             options["shuffle"] = False  # of the last two it would only warn
+        given = options.get("callbacks")
+        options["callbacks"] = keras.tree.flatten(getattr(given, "callbacks", given) or [])
         if (set_epoch := getattr(getattr(x, "batch_sampler", None), "set_epoch", None)) is not None:
-            options["callbacks"] = _with(options, lambda epoch, logs: set_epoch(epoch))
-        if options.get("steps_per_epoch") is not None:
-            training_of(model).begun.batches = 0
-            return fit(x, *args, **options)
+            _add_first(options, lambda epoch, logs: set_epoch(epoch))
         rest = _rest(model, x, options)
-        with warnings.catch_warnings():
-            # An epoch without a number of steps ends as its data does.
-            warnings.filterwarnings("ignore", "Your input ran out of data")
-            return fit(x if rest is None else rest, *args, **options)
+        with warnings.catch_warnings(), rank_zero_writes(options["callbacks"]) as callbacks:
+            if options.get("steps_per_epoch") is None:  # an epoch ends as its data does
+                warnings.filterwarnings("ignore", "Your input ran out of data")
+            options["callbacks"] = callbacks
+            history = fit(x if rest is None else rest, *args, **options)
+        if get_context().get_world_size() > 1:
+            collective.barrier()
+        return history
 
     return fit_from_there
 
@@ -41,11 +54,12 @@ def fit_on(model: Any, fit: Method) -> Method:
 def _rest(model: Any, data: Any, options: dict[str, Any]) -> Batches | None:
     """Give the data that the epoch in whose middle the checkpoint was goes on with.
 
-    None if there is no such epoch, or if nobody knows how many batches it has: it begins anew.
+    None if there is no such epoch; or if nobody knows how many batches it has, or they are not its
+    data's: it begins anew.
     """
     begun, first = training_of(model).begun, options.get("initial_epoch", 0)
     batches = begun.batches if first == begun.epochs else 0
-    rest = _readable(data) if batches else None
+    rest = _readable(data) if batches and options.get("steps_per_epoch") is None else None
     if rest is None:
         begun.batches = 0
         return None
@@ -58,21 +72,22 @@ def _rest(model: Any, data: Any, options: dict[str, Any]) -> Batches | None:
             training_of(model).begun = Progress()
             add_metrics(model, begun)  # not before: TensorFlow makes them in the first batch
 
-    options.update(callbacks=_with(options, begin, end), shuffle=False)
+    _add_first(options, begin, end)
+    options["shuffle"] = False
     return rest
 
 
-def _with(options: dict[str, Any], on_epoch_begin: Method, on_batch_end: Any = None) -> list[Any]:
+def _add_first(options: dict[str, Any], on_epoch_begin: Method, on_batch_end: Any = None) -> None:
     own = keras.callbacks.LambdaCallback(
         on_epoch_begin=on_epoch_begin, on_train_batch_end=on_batch_end
     )
-    return [own, *keras.tree.flatten(options.get("callbacks") or [])]
+    options["callbacks"] = [own, *options["callbacks"]]
 
 
 def _readable(data: Any) -> Batches | None:
     """Give data so that its first batches can be left out; None if nobody knows how many it has."""
     if isinstance(data, Batches):
-        return data
+        return data if data.num_batches else None
     if hasattr(data, "element_spec"):
         number = int(data.cardinality())
         return ReadBatches(data, number) if number > 0 else None
@@ -85,7 +100,7 @@ def predict_for_all(model: Any, predict: Method) -> Method:
     Each computes a part of them. Anything else is computed by each rank for what it is given.
     """
     if keras.backend.backend() == "jax":
-        predict = _alone(model)
+        predict = _alone(model, predict)
 
     def predict_all(x: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(x, SharedBatches):
@@ -97,20 +112,26 @@ def predict_for_all(model: Any, predict: Method) -> Method:
     return predict_all
 
 
-def _alone(model: Any) -> Method:
+def _alone(model: Any, predict: Method) -> Method:
     """`predict` on this worker alone.
 
     JAX would take what every worker gives for its part of one batch, and leave the results apart.
+    So the model has its variables on this worker's own devices meanwhile.
     """
 
-    def predict(*args: Any, **options: Any) -> Any:
+    def predict_alone(*args: Any, **options: Any) -> Any:
         distribution = keras.distribution.distribution()
+        shared = [(variable, variable.value) for variable in model.variables]
         keras.distribution.set_distribution(None)
         try:
-            local = keras.models.clone_model(model)
-            local.set_weights(model.get_weights())
-            return local.predict(*args, **options)
+            for variable, value in shared:
+                variable._value = keras.ops.convert_to_tensor(np.asarray(value))
+            model.predict_function = None  # one that was made for another placement
+            return predict(*args, **options)
         finally:
+            for variable, value in shared:
+                variable._value = value
+            model.predict_function = None
             keras.distribution.set_distribution(distribution)
 
-    return predict
+    return predict_alone

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from drawbar.keras._backend import backend_here
 from drawbar.keras._progress import Progress, restore_seeds, training_of
-from drawbar.keras._replicas import keep_equal
 from drawbar.keras._report import MODEL
 from drawbar.keras._totals import totals_of
 from drawbar.train import get_checkpoint, get_context
@@ -18,8 +17,8 @@ Model = TypeVar("Model")
 def prepare_model(model: Model) -> Model:
     """Have a model trained by all workers together: its replicas equal, its metrics global.
 
-    Call it once, on every rank, when the model is compiled. With one worker it only has `fit` go on
-    where the checkpoint was that `load_state` loads.
+    Call it on every rank when the model is compiled; it may be compiled anew afterwards. With one
+    worker it only has `fit` go on where the checkpoint was that `load_state` loads.
 
     Args:
         model: A model of Keras 3, compiled and built: its first layer knows the shape of its input,
@@ -40,18 +39,21 @@ def prepare_model(model: Model) -> Model:
             "keras.Input, or whose build() was called, after its compile()"
         )
     from drawbar.keras._fit import fit_on, predict_for_all
+    from drawbar.keras._replicas import copy_rank_zero, keep_equal
 
+    training, backend, size = training_of(model), backend_here(), get_context().get_world_size()
+    has_replicas = size > 1 and backend != "jax"  # with JAX Keras computes over all workers
+    if has_replicas:
+        copy_rank_zero(model, totals_of(backend))
+    if training.is_prepared:
+        return model
+    training.is_prepared = True
     anything.fit = fit_on(model, anything.fit)
-    if get_context().get_world_size() == 1:
-        return model
-    anything.predict = predict_for_all(model, anything.predict)
-    backend = backend_here()
-    if backend == "jax":  # Keras itself computes over all workers
-        return model
-    if backend == "tensorflow":
-        anything.jit_compile = False  # XLA knows no collectives of TensorFlow's
-    training_of(model).totals = totals_of(backend)
-    keep_equal(model, totals_of(backend))
+    if size > 1:
+        anything.predict = predict_for_all(model, anything.predict)
+    if has_replicas:
+        training.totals = totals_of(backend)
+        keep_equal(model, training.totals)
     return model
 
 

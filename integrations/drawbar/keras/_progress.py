@@ -63,7 +63,7 @@ class Progress:
         return progress
 
 
-def _of_one_rank(tensors: Sequence[Any], divided_by: int = 1) -> list[Any]:
+def _of_one_rank(tensors: Sequence[Any], weight: Any = None) -> list[Any]:
     return list(tensors)
 
 
@@ -75,10 +75,14 @@ class Training:
         totals: Sums over the ranks; of one that JAX computes on all ranks, or of one rank, nothing
             is left to sum up.
         begun: The progress that was loaded, until a `fit` has gone on with it.
+        rows: How many rows this worker has of the batch, while a step trains on it.
+        is_prepared: Whether all workers train it together.
     """
 
     totals: Totals = _of_one_rank
     begun: Progress = field(default_factory=Progress)
+    rows: Any = None
+    is_prepared: bool = False
 
 
 _trainings: WeakKeyDictionary[Any, Training] = WeakKeyDictionary()

@@ -1,29 +1,31 @@
 """How replicas stay equal, with PyTorch and TensorFlow, where each worker has one.
 
 After rank 0's weights were copied to all, every step begins and ends with equal ones: the gradients
-are averaged before the optimizer gets them, and so is, in the same collective, what layers such as
-BatchNormalization have gathered. Metrics are added up when they are read: at the end of an epoch
-and of `evaluate`.
+are averaged before an optimizer gets them, by how many rows each rank had of the batch, and so is,
+in the same collective, what layers such as BatchNormalization have gathered. Metrics are added up
+when they are read: at the end of an epoch and of `evaluate`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
+import keras
+
+from drawbar.keras._progress import training_of
 from drawbar.keras._totals import Totals
 from drawbar.train import collective, get_context
 
-
-def keep_equal(model: Any, totals: Totals) -> None:
-    """Give all ranks rank 0's weights, and have every step leave equal ones."""
-    model.optimizer.build(model.trainable_variables)
-    _copy_rank_zero([*model.variables, *model.optimizer.variables], totals)
-    _average_steps(model, totals)
-    _add_metrics_up(model, totals)
+_averaging: WeakSet[Any] = WeakSet()
+"""The optimizers that are given averages."""
 
 
-def _copy_rank_zero(variables: list[Any], totals: Totals) -> None:
-    leads = get_context().get_world_rank() == 0
+def copy_rank_zero(model: Any, totals: Totals) -> None:
+    """Give all ranks rank 0's weights, and its state of the optimizers."""
+    states = [variable for each in _optimizers_of(model) for variable in each.variables]
+    variables, leads = [*model.variables, *states], get_context().get_world_rank() == 0
     floats = [each for each in variables if "float" in each.dtype]
     for variable, value in zip(
         floats, totals([each.value * float(leads) for each in floats]), strict=True
@@ -35,19 +37,70 @@ def _copy_rank_zero(variables: list[Any], totals: Totals) -> None:
         variable.assign(value)
 
 
-def _average_steps(model: Any, totals: Totals) -> None:
-    apply, size = model.optimizer.apply, get_context().get_world_size()
+def keep_equal(model: Any, totals: Totals) -> None:
+    """Have every step leave equal weights, also those with an optimizer of a later `compile`."""
+    compile = model.compile
 
+    def compile_and_average(*args: Any, **options: Any) -> None:
+        compile(*args, **options)
+        _average_steps(model, totals)
+
+    model.compile = compile_and_average
+    _note_rows(model)
+    _average_steps(model, totals)
+    _add_metrics_up(model, totals)
+
+
+def _optimizers_of(model: Any) -> list[Any]:
+    """Give those that a model trains with: its own, and others that a subclass has beside it."""
+    found = {}
+    for held in vars(model).values():
+        parts = held.values() if isinstance(held, Mapping) else held
+        for each in parts if isinstance(held, Mapping | list | tuple) else [held]:
+            if isinstance(each, keras.optimizers.Optimizer):
+                found[id(each)] = each
+    return list(found.values())
+
+
+def _note_rows(model: Any) -> None:
+    """Have a step know how many rows this worker has of the batch."""
+    train_step, training = model.train_step, training_of(model)
+
+    def step(data: Any) -> Any:
+        parts = (each for each in keras.tree.flatten(data) if each is not None)
+        training.rows = keras.ops.shape(next(parts))[0]
+        try:
+            return train_step(data)
+        finally:
+            training.rows = None
+
+    model.train_step = step
+
+
+def _average_steps(model: Any, totals: Totals) -> None:
+    if keras.backend.backend() == "tensorflow":
+        model.jit_compile = False  # XLA knows no collectives of TensorFlow's
+    model.train_function = None  # one that was made before averages nothing
+    for optimizer in _optimizers_of(model):
+        if optimizer not in _averaging:
+            _averaging.add(optimizer)
+            optimizer.apply = _averaged(optimizer.apply, model, totals)
+
+
+def _averaged(apply: Any, model: Any, totals: Totals) -> Any:
     def apply_averaged(grads: Any, trainable_variables: Any = None) -> None:
         gathered = _gathered_by_layers(model)
         given = [gradient for gradient in grads if gradient is not None]
-        means = iter(totals([*given, *(each.value for each in gathered)], divided_by=size))
+        rows = training_of(model).rows
+        means = iter(
+            totals([*given, *(each.value for each in gathered)], weight=1 if rows is None else rows)
+        )
         averaged = [None if gradient is None else next(means) for gradient in grads]
         apply(averaged, trainable_variables)
         for variable, value in zip(gathered, means, strict=True):
             variable.assign(value)
 
-    model.optimizer.apply = apply_averaged
+    return apply_averaged
 
 
 def _gathered_by_layers(model: Any) -> list[Any]:
@@ -72,9 +125,16 @@ def _add_metrics_up(model: Any, totals: Totals) -> None:
         ):
             variable.assign(value)
         try:
-            return result(logs)
+            found = result(logs)
         finally:
             for variable, value in zip(variables, own, strict=True):
                 variable.assign(value)
+        return _means_of(logs, totals) if found is logs else found
 
     model._get_metrics_result_or_logs = result_of_all
+
+
+def _means_of(logs: Any, totals: Totals) -> Any:
+    """Average what a step of the user's own gave for logs, which may be no metrics."""
+    own = [keras.ops.convert_to_tensor(each, "float32") for each in keras.tree.flatten(logs)]
+    return keras.tree.pack_sequence_as(logs, totals(own, weight=1))

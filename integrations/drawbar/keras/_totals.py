@@ -12,9 +12,12 @@ from drawbar.train import collective, get_context
 
 
 class Totals(Protocol):
-    """Takes one rank's tensors and gives, in their order, the sums over all ranks."""
+    """Takes one rank's tensors and gives, in their order, the sums over all ranks.
 
-    def __call__(self, tensors: Sequence[Any], divided_by: int = 1) -> list[Any]: ...
+    If they are given a weight of this rank's, the means by those weights.
+    """
+
+    def __call__(self, tensors: Sequence[Any], weight: Any = None) -> list[Any]: ...
 
 
 _GROUP_KEY = 20_000  # of TensorFlow's strategies, which count from 1, none comes so far
@@ -55,26 +58,31 @@ def gather_rows(own: Any) -> Any:
     return to_numpy(total)
 
 
-def _torch(tensors: Sequence[Any], divided_by: int = 1) -> list[Any]:
+def _torch(tensors: Sequence[Any], weight: Any = None) -> list[Any]:
     import torch
     import torch.distributed as dist
 
     def total(flat: Any) -> Any:
+        if weight is None:
+            dist.all_reduce(flat)
+            return flat
+        flat.mul_(weight)
         dist.all_reduce(flat)
-        return flat if divided_by == 1 else flat.div_(divided_by)
+        return flat.div_(flat[-1].clone())
 
     def concatenate(parts: list[Any]) -> Any:
-        return torch.cat([part.detach().reshape(-1) for part in parts])
+        flat = [part.detach().reshape(-1) for part in parts]
+        return torch.cat(flat if weight is None else [*flat, flat[0].new_ones(1)])
 
     return _by_type(tensors, concatenate, total, torch.reshape)
 
 
-def _tensorflow(tensors: Sequence[Any], divided_by: int = 1) -> list[Any]:
+def _tensorflow(tensors: Sequence[Any], weight: Any = None) -> list[Any]:
     import tensorflow as tf
 
     def total(flat: Any) -> Any:
         summed = tf.raw_ops.CollectiveReduceV2(
-            input=flat,
+            input=flat if weight is None else flat * tf.cast(weight, flat.dtype),
             group_size=get_context().get_world_size(),
             group_key=_GROUP_KEY,
             instance_key=next(_instances),
@@ -83,10 +91,11 @@ def _tensorflow(tensors: Sequence[Any], divided_by: int = 1) -> list[Any]:
             final_op="Id",
             communication_hint="NCCL" if tf.config.list_logical_devices("GPU") else "RING",
         )
-        return summed if divided_by == 1 else summed / divided_by
+        return summed if weight is None else summed / summed[-1]
 
     def concatenate(parts: list[Any]) -> Any:
-        return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
+        flat = [tf.reshape(part, [-1]) for part in parts]
+        return tf.concat(flat if weight is None else [*flat, tf.ones([1], flat[0].dtype)], 0)
 
     return _by_type(
         [tf.convert_to_tensor(each) for each in tensors], concatenate, total, tf.reshape
