@@ -217,8 +217,8 @@ class PassEnded(msgspec.Struct, frozen=True, kw_only=True):
     `before`: what all ranks had read of the epoch when the attempt began, as `_rows.Read` encodes
     it. `part`, `parts`: which part it was, of how many. `rows`: that this pass has given; None if
     that cannot be told. `batches`: 0 if it gave rows one by one. `in_all`, `equalize`: the rows of
-    the dataset, and how they are shared, if its parts are made by row numbers. `index`: of the
-    rank's next report.
+    the dataset, if its parts are made by row numbers, and how they are shared. `empty`: "row" or
+    "batch" if a whole pass has given none. `index`: of the rank's next report.
     """
 
     dataset: str
@@ -232,6 +232,7 @@ class PassEnded(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool
     in_all: int | None
     equalize: Equalize
+    empty: str = ""
     index: int = 0
 
 

@@ -18,6 +18,7 @@ from drawbar.train._carry import carry
 from drawbar.train._controller.attempt_failed import AttemptFailed
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.failures import describe_divergence, describe_interruption
+from drawbar.train._controller.passes import Passes
 from drawbar.train._controller.progress import Progress, Sign
 from drawbar.train._controller.questions import Questions
 from drawbar.train._controller.validations import Validations
@@ -106,6 +107,7 @@ class Attempt:
         # The patience of `over` counts from here on: the start before it has had its own time.
         self._heard = dict.fromkeys(range(len(workers)), time.monotonic())
         self._lines: dict[int, str] = {}  # of each rank's last report or collective
+        self.passes = Passes(len(workers))
         self._is_over = asyncio.Event()
         self._error: Exception | None = None
         self._raised: dict[int, float] = {}  # by rank: when its function did
@@ -206,11 +208,7 @@ class Attempt:
             case Discarded():
                 self._commits.kept.discard(message.name)
             case PassEnded():
-                self._emit(
-                    DatasetPassEnded(
-                        time=time.time(), attempt=self.number, rank=rank, passed=message
-                    )
-                )
+                self._passed(rank, message)
             case DiagnosisAsked():
                 self._diagnose(rank, message)
             case FunctionRaised():
@@ -331,6 +329,16 @@ class Attempt:
         self.questions.answer()
         if report.offer is not None:
             self._check_divergence()
+
+    def _passed(self, rank: int, passed: PassEnded) -> None:
+        self._emit(
+            DatasetPassEnded(time=time.time(), attempt=self.number, rank=rank, passed=passed)
+        )
+        try:
+            if text := self.passes.note(rank, passed):
+                self._emit(Notice(text))
+        except ValueError as error:
+            raise AttemptFailed("configuration", cause=error) from error
 
     def _called(self, rank: int, call: CollectiveCalled) -> None:
         self._lines[rank] = call.where

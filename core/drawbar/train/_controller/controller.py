@@ -227,7 +227,7 @@ class Controller:
         if not await attempt.over(patience):
             assert patience is not None  # nobody is impatient without
             folder, difference = await self._diagnoses.write(f"hang_{attempt.number}")
-            hang = describe_hang(patience, difference, folder)
+            hang = describe_hang(patience, difference + attempt.passes.apart(), folder)
             # Asking for the stacks took seconds in which it may have ended by itself: then this
             # does nothing, and what comes next is how it really ended.
             attempt.fail(AttemptFailed("hang", [hang]))

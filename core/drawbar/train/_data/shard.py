@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ class Part:
         in_all: Rows of the dataset, where the part has them by number; else None.
         equalize: How the parts are made then.
         ordered: Whether the order of the rows is always the same. Otherwise only epochs count.
+        alike: Whether all parts have equally many rows, so that none has one if this has none.
     """
 
     dataset: str
@@ -41,6 +42,7 @@ class Part:
     in_all: int | None = None
     equalize: Equalize = "drop"
     ordered: bool = True
+    alike: bool = False
 
 
 class DatasetShard:
@@ -131,8 +133,9 @@ class DatasetShard:
     def arrow_tables(self) -> Iterable[pa.Table]:
         """Give the rows as Arrow tables of any size: the cheapest way to read each of them once."""
         if hasattr(self._source, "arrow_tables"):
-            return self._passes("arrow_tables", {})
-        return self.iter_batches(batch_size=None, batch_format="pyarrow")
+            return self._passes("arrow_tables", {}, tables=True)
+        options = {"batch_size": None, "batch_format": "pyarrow"}
+        return self._passes("iter_batches", options, tables=True)
 
     def count(self) -> int:
         """Count the rows of the part; Ray Data computes them for that, if it has to."""
@@ -149,8 +152,10 @@ class DatasetShard:
         """
         return getattr(self._source, "in_object_store", False)
 
-    def _passes(self, method: str, options: dict[str, Any]) -> Iterable[Any]:
-        reading = _Reading.of(getattr(self._source, method), options)
+    def _passes(
+        self, method: str, options: dict[str, Any], *, tables: bool = False
+    ) -> Iterable[Any]:
+        reading = replace(_Reading.of(getattr(self._source, method), options), tables=tables)
         return _Passes(partial(self._read, method, reading), self._items(reading))
 
     def _items(self, reading: _Reading) -> int | None:
@@ -164,7 +169,7 @@ class DatasetShard:
 
     def _read(self, method: str, reading: _Reading) -> Iterator[Any]:
         source, options = self._begin_pass(reading)
-        this, items, ended = self._pass, 0, False
+        this, items, ended, fails = self._pass, 0, False, False
         counts = self.part.ordered and reading.counts
         try:
             for batch in getattr(source, method)(**options):
@@ -175,7 +180,13 @@ class DatasetShard:
             ended = True
         finally:
             if this == self._pass:
-                self._end_pass(items if reading.in_batches else 0, ended=ended, counts=counts)
+                # What is left of an epoch may be nothing.
+                empty = reading.lacks if ended and not items and not self._is_rest else ""
+                fails = empty == "row" and self.part.alike
+                batches = items if reading.in_batches and not reading.tables else 0
+                self._end_pass(batches, ended=ended, counts=counts, empty="" if fails else empty)
+        if fails:
+            raise ValueError(_no_rows(self.part))
 
     def _begin_pass(self, reading: _Reading) -> tuple[Any, dict[str, Any]]:
         """Give what this pass reads, and how."""
@@ -192,7 +203,7 @@ class DatasetShard:
                 del options["local_shuffle_seed"], options["local_shuffle_buffer_size"]
         return source, options
 
-    def _end_pass(self, batches: int, *, ended: bool, counts: bool) -> None:
+    def _end_pass(self, batches: int, *, ended: bool, counts: bool, empty: str) -> None:
         epoch, read = self._begin.epoch, self._begin.encode()["read"]
         if self.tell is not None:
             self.tell(
@@ -208,6 +219,7 @@ class DatasetShard:
                     ended=ended,
                     in_all=self.part.in_all,
                     equalize=self.part.equalize,
+                    empty=empty,
                 )
             )
         self._begin = self._begin.passed(cut_short=not ended and not self._is_rest)
@@ -240,6 +252,15 @@ class _Passes:
         return True
 
 
+def _no_rows(part: Part) -> str:
+    if part.of == 1:
+        return f"datasets[{part.dataset!r}] has no rows"
+    return (
+        f"datasets[{part.dataset!r}] has fewer rows than there are workers, {part.of}: none gets "
+        "one, since all get equally many; start fewer workers, or set DataConfig.equalize"
+    )
+
+
 def _known(length: int | None) -> int:
     if length is None:
         raise TypeError(
@@ -256,6 +277,7 @@ class _Reading:
     Attributes:
         counts: Whether it is known which rows an item stands for.
         shuffle: The local shuffle, if it can be had again.
+        tables: Whether the items are tables of any size, which are nobody's batches.
     """
 
     options: dict[str, Any]
@@ -263,6 +285,7 @@ class _Reading:
     batch_size: int | None
     counts: bool
     shuffle: Shuffle | None
+    tables: bool = False
 
     @staticmethod
     def of(method: Callable[..., Any], given: Mapping[str, Any]) -> _Reading:
@@ -279,6 +302,11 @@ class _Reading:
             options["local_shuffle_buffer_size"] = buffer = max(buffer, 2 * batch_size)
             shuffle = None if seed is None else Shuffle(buffer, batch_size, seed)
         return _Reading(options, True, batch_size, not buffer or shuffle is not None, shuffle)
+
+    @property
+    def lacks(self) -> str:
+        """What there is none of where a pass gives nothing: "row", or only "batch"."""
+        return "batch" if self.options.get("drop_last") else "row"
 
     def rows_of(self, item: Any) -> int:
         """Count the rows of one item of the pass."""
