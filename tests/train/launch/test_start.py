@@ -228,7 +228,23 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
 """
 
 
-def test_ranks_are_contiguous_on_each_node(
+def trial_on_the_far_node(folder: Path) -> dict[str, Any]:
+    """Give what the worker of a trial of Ray Tune finds there, by the metrics of the trial."""
+    from ray import tune
+
+    def function() -> None:
+        node = ray.get_runtime_context().get_node_id()
+        train.report({"argv": sys.argv[1:], "set": os.environ.get("HF_SET_LATE"), "node": node})
+
+    sys.argv = ["sweep.py", "--fast"]
+    os.environ["HF_SET_LATE"] = "1"  # later than Ray's start
+    scaling = ScalingConfig(num_workers=1, resources_per_worker={"far": 1})
+    trainable = DataParallelTrainer(function, scaling_config=scaling).as_trainable()
+    place = tune.RunConfig(storage_path=str(folder), verbose=0)
+    return dict(tune.Tuner(trainable, run_config=place).fit()[0].metrics or {})
+
+
+def test_ranks_are_contiguous_on_each_node_and_trials_find_what_the_driver_has(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers, short_folder: str
 ) -> None:
     def where() -> tuple[str, int, int, int]:
@@ -239,22 +255,25 @@ def test_ranks_are_contiguous_on_each_node(
 
     def main() -> None:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-        cluster.add_node(num_cpus=2)
+        far = cluster.add_node(num_cpus=2, resources={"far": 1})
         ray.init(address=cluster.address)
         values = fit(where, run_config, scaling_config=ScalingConfig(num_workers=4)).return_values
-        (tmp_path / "where.json").write_text(json.dumps(values))
         (tmp_path / "script.py").write_text(WHERE_SCRIPT)
         command = ["launch", "--nnodes", "2", "--nproc-per-node", "2", "--storage-path"]
         with pytest.raises(SystemExit) as ended:
             drawbar_command([*command, str(tmp_path), str(tmp_path / "script.py"), str(tmp_path)])
         assert ended.value.code == 0
+        metrics = trial_on_the_far_node(tmp_path)
+        trial = metrics["node"] == far.node_id, metrics["argv"], metrics["set"]
+        (tmp_path / "where.json").write_text(json.dumps([values, trial]))
         ray.shutdown()
         cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
 
     drivers.run(main, RAY_ADDRESS=None, RAY_TMPDIR=short_folder)
-    found = json.loads((tmp_path / "where.json").read_text())
+    found, trial = json.loads((tmp_path / "where.json").read_text())
     nodes = [node for node, *_ in found]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     assert [ranks for _, *ranks in found] == [[0, 0, 2], [0, 1, 2], [1, 0, 2], [1, 1, 2]]
     told = [(tmp_path / str(rank)).read_text() for rank in range(4)]
     assert told == ["0 0 2 4", "0 1 2 4", "1 0 2 4", "1 1 2 4"]
+    assert trial == [True, ["--fast"], "1"]
