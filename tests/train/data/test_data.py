@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ import cloudpickle
 import pytest
 import ray
 import ray.data
+from ray.data.expressions import col
+from ray.data.preprocessors import MaxAbsScaler
 
 from drawbar import train
 from drawbar.train import (
@@ -25,8 +28,16 @@ from drawbar.train import (
     Result,
     RunConfig,
     ScalingConfig,
+    TrainingFailedError,
     collective,
 )
+from drawbar.train._data import split
+from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.shard import DatasetShard
+from drawbar.train._group import cluster
+from drawbar.train._rows import Equalize
+from drawbar.train.backend import enter_trial
+from tests.train.seen import save
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -87,14 +98,17 @@ def assert_split(shards: list[list[int]], rows: int) -> None:
 def test_train_is_split_and_streamed_and_others_are_whole(run_config: RunConfig) -> None:
     def function() -> tuple[list[int], list[int], float]:
         shard: Any = train.get_dataset_shard("train")
-        held = shard.get_context().execution_options.exclude_resources.cpu
-        return ids_of("train"), ids_of("valid"), held
+        left = shard.get_context().execution_options.resource_limits.cpu
+        found = iter(shard.iter_rows())
+        first = next(found)["id"]
+        valid = ids_of("valid")  # in the middle of another one: they share what the workers leave
+        return [first, *(row["id"] for row in found)], valid, left
 
     datasets = {"train": lazy(100), "valid": lazy(10)}
     values = fit(function, run_config, datasets).return_values
     assert_split([shard for shard, _, _ in values], 100)
     assert [sorted(whole) for _, whole, _ in values] == [list(range(10))] * 2
-    assert [held for _, _, held in values] == [2, 2]  # the workers' CPUs, which it cannot have
+    assert [left for _, _, left in values] == [6, 6]  # of 8 CPUs
 
 
 def test_a_shard_can_be_asked_for_and_read_again(run_config: RunConfig) -> None:
@@ -181,6 +195,42 @@ def test_a_subclass_of_the_config_splits_in_its_own_way(run_config: RunConfig) -
     assert_split([valid for _, valid in values], 4)
 
 
+def test_a_subclass_that_gives_uneven_parts_must_say_so() -> None:
+    def shards(equalize: Equalize) -> list[dict[str, DatasetShard]]:
+        config, nodes = OddAndEven(equalize=equalize), ["node"] * 2
+        return split.shard({"train": in_memory(5)}, config, nodes, {}, ExactSplits())
+
+    with pytest.raises(
+        ValueError, match=r"OddAndEven.configure\(\) gives \[3, 2\] rows of .*'train"
+    ):
+        shards("drop")
+    uneven = shards("join")
+    assert [each["train"].materialize().count() for each in uneven] == [3, 2]
+    assert split.lazily_read(uneven) == []
+    computed_while_read = DatasetShard(lazy(1).iterator(), uneven[0]["train"].part)
+    assert split.lazily_read([{"train": computed_while_read}]) == ["train"]
+
+
+def test_a_stream_that_gives_nobody_a_row_is_an_error(run_config: RunConfig) -> None:
+    """That it would is not known before; a rank that is given nothing would wait for the others."""
+    nobodys = lazy(3).filter(expr=col("id") == 0)
+    shards = split.shard({"train": nobodys}, DataConfig(), ["node"] * 2, {}, ExactSplits())
+
+    def read(by_name: dict[str, DatasetShard]) -> None:
+        with pytest.raises(ValueError, match="fewer rows than there are workers, 2: none gets"):
+            list(by_name["train"].iter_rows())
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(read, shards))
+    with pytest.raises(TrainingFailedError, match=r"datasets\['valid'\] has no rows"):
+        fit(
+            lambda: ids_of("valid"),
+            run_config,
+            {"valid": lazy(3).filter(expr=col("id") > 3)},
+            num_workers=0,
+        )
+
+
 def test_a_subclass_that_gives_something_else_is_told(run_config: RunConfig) -> None:
     class Wrong(DataConfig):
         def configure(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,15 +263,53 @@ def test_what_is_no_dataset_is_refused_before_the_start(run_config: RunConfig) -
         fit(ids, run_config, {"train": [1, 2, 3]})
 
 
+def rest_of_ids() -> list[int]:
+    """Give what this worker gets of a dataset of which two rows were read before rank 1 died."""
+    if train.get_context().get_attempt() == 0:
+        batches = iter(train.get_dataset_shard("train").iter_batches(batch_size=2))
+        next(batches)
+        save()
+        if train.get_context().get_world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        collective.barrier()
+    return ids()
+
+
+def hold_cpu() -> None:
+    """Hold a CPU as another run does."""
+    ray.get(ray.util.placement_group([{"CPU": 1}]).ready())
+
+
 def test_workers_that_leave_no_cpu_to_the_data_are_refused(
     run_config: RunConfig, drivers: Drivers
 ) -> None:
+    """What lies in memory needs none, in a restart inside an epoch neither."""
+
     def main() -> None:
         ray.init(address="local", num_cpus=2, include_dashboard=False)
-        for dataset in (lazy(10), lambda: lazy(10)):
+        scaled = DataConfig(preprocessor=MaxAbsScaler(["id"]))
+        for dataset, config in (
+            (lazy(10), None),
+            (lambda: lazy(10), None),
+            (in_memory(10), scaled),
+        ):
             with pytest.raises(InsufficientResourcesError, match="Leave at least one CPU"):
-                fit(ids, run_config, {"train": dataset})
-        assert_split(fit(ids, run_config, {"train": in_memory(10)}).return_values, 10)
+                fit(ids, run_config, {"train": dataset}, dataset_config=config)
+        restarts = dataclasses.replace(
+            run_config, name="restarts", failure_config=FailureConfig(max_failures=1)
+        )
+        values = fit(rest_of_ids, restarts, {"train": in_memory(10)}).return_values
+        assert [len(each) for each in values] == [3, 3]
+        cluster._LEAVING_SECONDS = 0.1
+        beside = dataclasses.replace(run_config, name="beside others")
+        hold_cpu()
+        with pytest.raises(InsufficientResourcesError, match="hold CPU=2 of the cluster's CPU=2"):
+            fit(ids, beside, {"train": lazy(10)}, num_workers=1)
+        hold_cpu()
+        enter_trial(name="trial", id="1", directory="", resources=None)
+        for config in (DataConfig(), DataConfig(equalize="join"), scaled):
+            with pytest.raises(InsufficientResourcesError, match="max_concurrent_trials"):
+                fit(ids, beside, {"train": lazy(10)}, num_workers=0, dataset_config=config)
 
     drivers.run(main)
 

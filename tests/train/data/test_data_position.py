@@ -157,12 +157,14 @@ class TestShards:
         assert orders == [rank[-1] for rank in whole.return_values]
         assert everything(result) == list(range(ROWS))
 
-    def test_each_row_is_read_once_over_several_world_sizes(self) -> None:
+    @pytest.mark.parametrize("in_memory", [False, True])
+    def test_each_row_is_read_once_over_several_world_sizes(self, in_memory: bool) -> None:
+        data = {"train": lazy().materialize() if in_memory else lazy()}
         positions: dict[str, Any] = {}
         seen: list[int] = []
         for workers, rows in ((2, 10), (3, 20), (3, 10), (2, ROWS)):
             nodes = [ray.get_runtime_context().get_node_id()] * workers
-            shards = split.shard({"train": lazy()}, DataConfig(), nodes, positions, ExactSplits())
+            shards = split.shard(data, DataConfig(), nodes, positions, ExactSplits())
             with ThreadPoolExecutor(workers) as pool:  # one thread for each rank
                 ranks = list(pool.map(lambda each, n=rows: take(each["train"], n), shards))
             positions = {"dataset:train": ranks[0][1]}

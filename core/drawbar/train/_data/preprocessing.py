@@ -17,16 +17,21 @@ if TYPE_CHECKING:
     from ray.data.preprocessor import Preprocessor
 
 
+def is_fitted(preprocessor: Preprocessor) -> bool:
+    """Whether a preprocessor is fitted, or needs not be."""
+    from ray.data.preprocessor import Preprocessor
+
+    statuses = Preprocessor.FitStatus
+    return preprocessor.fit_status() in (statuses.FITTED, statuses.NOT_FITTABLE)
+
+
 def fitted(preprocessor: Preprocessor, datasets: Mapping[str, Any]) -> Preprocessor:
     """Give a preprocessor that is fitted on the training data; one that is fitted already as it is.
 
     Raises:
         ValueError: It is to be fitted, and there is no dataset to train on.
     """
-    from ray.data.preprocessor import Preprocessor
-
-    statuses = Preprocessor.FitStatus
-    if preprocessor.fit_status() in (statuses.FITTED, statuses.NOT_FITTABLE):
+    if is_fitted(preprocessor):
         return preprocessor
     if TRAIN_DATASET_KEY not in datasets:
         raise ValueError(

@@ -91,21 +91,32 @@ def _opened(name: str, given: Any) -> Any:
     if _is_ray_dataset(given) or is_map_style(given):
         return given
     _check_kind(name, given)
-    return as_table(given) if is_table(given) else read_parquet(given)
+    try:
+        return as_table(given) if is_table(given) else read_parquet(given)
+    except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"datasets[{name!r}], {_kind(given)}, gives no table: {type(error).__name__}: {error}"
+        ) from error
 
 
 def lazy(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
     """Name the datasets that Ray Data computes as they are read; of those that are made already."""
-    found = {
-        name: each
-        for name, each in datasets.items()
-        if _is_ray_dataset(each) and not config.splits_exactly(name)
-    }
-    if not found:
-        return []
-    from ray.data.dataset import MaterializedDataset
+    return [name for name in computed(datasets, config) if not config.splits_exactly(name)]
 
-    return [name for name, each in found.items() if not isinstance(each, MaterializedDataset)]
+
+def computed(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
+    """Name the datasets that Ray Data computes at all; of those that are made already."""
+    transforms = config.preprocessor is not None  # also what lies in memory
+    return [
+        name
+        for name, each in datasets.items()
+        if _is_ray_dataset(each) and (transforms or rows_of(each) is None)
+    ]
+
+
+def exactly_split(datasets: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
+    """Give the datasets that are split exactly."""
+    return {name: each for name, each in datasets.items() if config.splits_exactly(name)}
 
 
 def check_rows(datasets: Mapping[str, Any], config: DataConfig, world_size: int) -> None:
@@ -145,7 +156,7 @@ def shard(
     node_ids: Sequence[str],
     positions: Mapping[str, Any],
     exact: ExactSplits,
-    held: Mapping[str, float] | None = None,
+    left: Mapping[str, float] | None = None,
 ) -> list[dict[str, DatasetShard]]:
     """Give each rank its shards, by name: an even part of a stream, rows by number, or the whole.
 
@@ -155,7 +166,7 @@ def shard(
         node_ids: The node of each rank; its length is the world size.
         positions: The data positions that the attempt goes on from.
         exact: The run's exact splits.
-        held: The resources of all workers together.
+        left: The resources that the workers leave, as far as they are counted.
     """
     if config.is_configured:
         return _configured(datasets, config, node_ids, positions)
@@ -171,7 +182,7 @@ def shard(
         elif config.splits_exactly(name):
             of_ranks = _exact_shards(name, given, config, len(node_ids), position, exact)
         else:
-            of_ranks = shard_stream(name, given, config, node_ids, position, held or {})
+            of_ranks = shard_stream(name, given, config, node_ids, position, left or {})
         for by_name, each in zip(shards, of_ranks, strict=True):
             by_name[name] = each
     return shards
@@ -224,6 +235,8 @@ def _configured(
             f"{type(config).__name__}.configure() must return a dict of name to DataIterator for "
             f"each of {world_size} workers, found {_kind(given)}"
         )
+    for name in {name: None for by_name in given for name in by_name}:
+        _check_configured(name, config, [_rows_of_iterator(each.get(name)) for each in given])
     return [
         {
             name: DatasetShard(
@@ -232,6 +245,7 @@ def _configured(
                     dataset=name,
                     number=rank if config.splits(name) else 0,
                     of=world_size if config.splits(name) else 1,
+                    equalize=config.equalize,
                     ordered=False,
                 ),
                 position=RowPosition.decode(positions.get(position_name(name))).begun(),
@@ -240,6 +254,42 @@ def _configured(
         }
         for rank, by_name in enumerate(given)
     ]
+
+
+def _check_configured(name: str, config: DataConfig, rows: Sequence[int | None]) -> None:
+    """Refuse what a subclass gives of a dataset, as far as its rows are known: none, or uneven.
+
+    Raises:
+        ValueError: No rank gets a row, or some get more than others and `equalize` is not "join".
+    """
+    known = [each for each in rows if each is not None]
+    if len(known) < len(rows):
+        return
+    require_rows(name, sum(known), 1)
+    if config.splits(name) and config.equalize != "join" and len(set(known)) > 1:
+        raise ValueError(
+            f"{type(config).__name__}.configure() gives {known} rows of datasets[{name!r}] to "
+            f"ranks 0 to {len(known) - 1}: workers that wait for each other at each batch could "
+            'hang. Give them equally many, or set equalize="join" for a function that takes uneven '
+            "parts"
+        )
+
+
+def _rows_of_iterator(iterator: object) -> int | None:
+    """Count the rows of an iterator over a computed dataset; None where they are unknown."""
+    dataset = getattr(iterator, "_base_dataset", None)
+    return None if dataset is None else rows_of(dataset)
+
+
+def lazily_read(shards: Sequence[Mapping[str, DatasetShard]]) -> list[str]:
+    """Name the datasets that ranks read while they are computed, as far as iterators tell."""
+    found = {
+        name
+        for by_name in shards
+        for name, each in by_name.items()
+        if hasattr(each, "_base_dataset") and _rows_of_iterator(each) is None
+    }
+    return sorted(found)
 
 
 def as_ray_datasets(datasets: Mapping[str, Any]) -> dict[str, Dataset]:
@@ -267,11 +317,16 @@ def split_exactly(
 ) -> None:
     """Compute what is split exactly, for each size that the group of workers may have.
 
+    Args:
+        datasets: Those that `exactly_split` gives, made.
+        config: How they are split.
+        sizes: Numbers of workers.
+        exact: What they become part of.
+
     Raises:
         ValueError: There is no equal split, and `DataConfig` asks for one.
     """
-    chosen = {name: each for name, each in datasets.items() if config.splits_exactly(name)}
-    for name, given in made(chosen).items():
+    for name, given in datasets.items():
         if not _is_ray_dataset(given):
             for size in sizes:
                 require_equal(name, len(given), size, config.equalize)

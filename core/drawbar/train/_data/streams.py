@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ def shard_stream(
     config: DataConfig,
     node_ids: Sequence[str],
     position: RowPosition,
-    held: Mapping[str, float],
+    left: Mapping[str, float],
 ) -> list[DatasetShard]:
     """Give each rank its shard of a dataset: an even part of its stream, or a stream of the whole.
 
@@ -37,24 +36,33 @@ def shard_stream(
         config: Whether to split it, and how Ray Data runs it.
         node_ids: The node of each rank.
         position: Where it is to go on.
-        held: The resources of all workers together, which the dataset cannot have.
+        left: The resources that the workers leave, as far as they are counted.
     """
-    dataset = _beside(config.with_options(name, given), held)
+    dataset = _within(config.with_options(name, given), left)
     ordered = dataset.context.execution_options.preserve_order
     world_size = len(node_ids) if config.splits(name) else 1
     hints = list(node_ids) if config.enable_shard_locality else None
     if not ordered:
         position = position.begun()
     executed = position.epoch - position.cut_short
-    first, owners = _rest(_executed(dataset, executed), position, world_size)
+    rows = rows_of(given)
+    first, owners = _rest(
+        _executed(dataset, executed), position, world_size, in_memory=rows is not None
+    )
     parts = _split(_executed(dataset, executed + bool(first)), world_size, hints)
     numbers = range(world_size) if config.splits(name) else [0] * len(node_ids)
-    rows = rows_of(given)
     each = None if rows is None else rows // world_size
     return [
         DatasetShard(
             parts[number],
-            Part(dataset=name, number=number, of=world_size, rows=each, ordered=ordered),
+            Part(
+                dataset=name,
+                number=number,
+                of=world_size,
+                rows=each,
+                ordered=ordered,
+                alike=True,
+            ),
             position=position,
             rest=first[number] if first else None,
             owners=owners,
@@ -63,25 +71,20 @@ def shard_stream(
     ]
 
 
-def _beside(dataset: Dataset, held: Mapping[str, float]) -> Dataset:
+def _within(dataset: Dataset, left: Mapping[str, float]) -> Dataset:
     """Have a dataset use what the workers leave, unless the user has set its limits.
 
-    Ray Data counts on the whole cluster otherwise, and plans with CPUs that it never gets.
+    Ray Data counts on the whole cluster otherwise, and plans with CPUs that it never gets. These
+    are limits and not `exclude_resources`: Ray Data shares the cluster among all that is read at
+    the same time, and takes those off each share. Two datasets beside workers that hold half of the
+    CPUs would have none, and wait for ever.
     """
-    from ray.data import ExecutionResources
-
     options = dataset.context.execution_options
     limits = options.resource_limits
-    taken = ExecutionResources(
-        **{
-            name.lower(): held.get(name, 0.0)
-            for name in ("CPU", "GPU")
-            if math.isinf(getattr(limits, name.lower()))
-        }
+    options.resource_limits = limits.copy(
+        cpu=min(limits.cpu, left.get("CPU", math.inf)),
+        gpu=min(limits.gpu, left.get("GPU", math.inf)),
     )
-    with warnings.catch_warnings():  # Ray 2.60 would have labels used, which not every cluster has
-        warnings.simplefilter("ignore", DeprecationWarning)
-        options.exclude_resources = options.exclude_resources.add(taken)
     return dataset
 
 
@@ -112,9 +115,12 @@ def _split(dataset: Dataset, world_size: int, hints: list[str] | None = None) ->
 
 
 def _rest(
-    dataset: Dataset, position: RowPosition, world_size: int
+    dataset: Dataset, position: RowPosition, world_size: int, *, in_memory: bool
 ) -> tuple[list[DataIterator], list[object]]:
-    """Give the parts of what has not been read of a dataset, and what must live meanwhile."""
+    """Give the parts of what has not been read of a dataset, and what must live meanwhile.
+
+    A dataset that lies in memory is gone through here, without a task: workers may hold every CPU.
+    """
     if not position.read:
         return [], []
     owners: list[object] = []
@@ -123,7 +129,7 @@ def _rest(
         position.read,
         world_size,
         split=partial(_split_owned, owners=owners),
-        leave_out=partial(_leave_out, epoch=position.epoch),
+        leave_out=partial(_leave_out, epoch=position.epoch, in_memory=in_memory),
         join=_join,
     )
     return [each.iterator() if hasattr(each, "iterator") else each for each in left], owners
@@ -135,26 +141,28 @@ def _split_owned(dataset: Dataset, world_size: int, owners: list[object]) -> lis
     return parts
 
 
-def _leave_out(parts: list[Any], read: Read, epoch: int) -> list[Any]:
+def _leave_out(parts: list[Any], read: Read, epoch: int, *, in_memory: bool) -> list[Any]:
     """Compute what is left of each part; all are read at the same time."""
     with DaemonThreads(len(parts), "drawbar-split") as pool:
-        return list(pool.map(partial(_left, read=read, epoch=epoch), range(len(parts)), parts))
+        left = partial(_left, read=read, epoch=epoch, in_memory=in_memory)
+        return list(pool.map(left, range(len(parts)), parts))
 
 
-def _left(number: int, part: Any, *, read: Read, epoch: int) -> Dataset:
+def _left(number: int, part: Any, *, read: Read, epoch: int, in_memory: bool) -> Dataset:
     import ray.data
 
-    if read.shuffle is None:
+    if read.shuffle is None and not in_memory:
         left: Dataset = part.materialize().split_at_indices([read.rows])[1]
         return left
-    options = read.shuffle.options(epoch, number)
+    shuffle = read.shuffle
+    options = {"batch_size": None} if shuffle is None else shuffle.options(epoch, number)
     tables, seen = [], 0
     source = part.iterator() if hasattr(part, "iterator") else part
     for table in source.iter_batches(**options, batch_format="pyarrow"):
         tables.append(table.slice(max(read.rows - seen, 0)))
         seen += table.num_rows
-    shuffled: Dataset = ray.data.from_blocks(tables)
-    return shuffled
+    rest_of_tables: Dataset = ray.data.from_blocks(tables)
+    return rest_of_tables
 
 
 def _join(parts: list[Any]) -> Dataset:

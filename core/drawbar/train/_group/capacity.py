@@ -107,6 +107,37 @@ def check_cpus_left(
     )
 
 
+def check_cpus_unreserved(
+    nodes: Sequence[NodeShape], reserved: float, lazy: Sequence[str], *, autoscaling: bool
+) -> None:
+    """Refuse workers beside whom placement groups of others leave no CPU for their datasets.
+
+    Each run may leave a CPU of the cluster, and all of them together none: then their workers wait
+    for data, and the data for a CPU that nobody gives back.
+
+    Args:
+        nodes: The live nodes.
+        reserved: The CPUs that placement groups hold, those of these workers included.
+        lazy: Names of the datasets that are computed as they are read.
+        autoscaling: The cluster can add nodes by itself: nothing is refused.
+
+    Raises:
+        InsufficientResourcesError: Less than one CPU is outside them.
+    """
+    total = sum(node.total.get("CPU", 0) for node in nodes)
+    if autoscaling or total - reserved >= 1:
+        return
+    names = ", ".join(f"datasets[{name!r}]" for name in lazy)
+    raise InsufficientResourcesError(
+        f"placement groups hold CPU={reserved:g} of the cluster's CPU={total:g}, those of these "
+        f"workers and of other runs or trials, but Ray Data needs a CPU of its own to compute "
+        f"{names}: workers and data would wait for each other for ever. Leave at least one CPU: "
+        "run fewer at a time (a sweep by tune.TuneConfig(max_concurrent_trials=...)), lower "
+        "ScalingConfig.num_workers or resources_per_worker, or add CPUs. A dataset that fits into "
+        "memory needs none if it is materialized before fit()"
+    )
+
+
 def missing(nodes: Sequence[NodeShape], bundles: Sequence[Mapping[str, float]]) -> str:
     """Say in one line what is lacking now.
 

@@ -12,16 +12,26 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 from drawbar.train._errors import InsufficientResourcesError
-from drawbar.train._group.capacity import NodeShape, check_cpus_left, check_fits, room_for, shown
+from drawbar.train._group.capacity import (
+    NodeShape,
+    check_cpus_left,
+    check_cpus_unreserved,
+    check_fits,
+    room_for,
+    shown,
+)
 from drawbar.train._settings.scaling_config import ScalingConfig
 
 _ADVICE = ("Token authentication is ", "SIGTERM handler is not set because current thread")
 _ADVISERS = ("authentication.authentication_token_setup", "worker")
+
+_LEAVING_SECONDS = 3.0  # that a trial which has ended may hold its placement group yet
 
 _connecting = threading.Lock()  # ray.init() is not safe from several threads
 
@@ -131,6 +141,41 @@ def check_data(scaling: ScalingConfig, lazy: Sequence[str]) -> None:
     if lazy and scaling.max_workers:
         bundles = [scaling.bundle] * scaling.max_workers
         check_cpus_left(node_shapes(), bundles, lazy, autoscaling=autoscaling())
+
+
+def check_data_beside_others(lazy: Sequence[str]) -> None:
+    """Refuse datasets for which placement groups leave no CPU; see `check_cpus_unreserved`."""
+    until = time.monotonic() + _LEAVING_SECONDS
+    while lazy:
+        try:
+            nodes = node_shapes()
+            check_cpus_unreserved(nodes, _reserved_cpus(), lazy, autoscaling=autoscaling())
+        except InsufficientResourcesError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_LEAVING_SECONDS / 10)
+        else:
+            return
+
+
+def _reserved_cpus() -> float:
+    from ray.util import placement_group_table
+
+    groups = [each for each in placement_group_table().values() if each["state"] == "CREATED"]
+    bundles = [bundle for group in groups for bundle in group["bundles"].values()]
+    return float(sum(bundle.get("CPU", 0.0) for bundle in bundles))
+
+
+def left_beside(held: Mapping[str, float]) -> dict[str, float]:
+    """Say what is left of the cluster beside workers that hold so much.
+
+    Nothing is said without workers, and of a cluster that grows by itself.
+    """
+    if not held or autoscaling():
+        return {}
+    nodes = node_shapes()
+    total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+    return {name: max(amount - held.get(name, 0.0), 0.0) for name, amount in total.items()}
 
 
 def check_validation(resources: Mapping[str, float]) -> None:

@@ -12,7 +12,7 @@ from drawbar.train._data import preprocessing, split
 from drawbar.train._data.exact_split import ExactSplits
 from drawbar.train._data.shard import DatasetShard
 from drawbar.train._data.streams import end_streams
-from drawbar.train._group.cluster import check_data
+from drawbar.train._group.cluster import check_data, check_data_beside_others, left_beside
 
 if TYPE_CHECKING:
     from ray.data.preprocessor import Preprocessor
@@ -35,15 +35,23 @@ class RunDatasets:
         self._config, self._scaling = spec.dataset_config, spec.scaling_config
         self._datasets = split.opened(spec.datasets)
         split.check_rows(self._datasets, self._config, self._most_workers)
+        surroundings = spec.worker.surroundings
+        self._in_trial = surroundings is not None and surroundings.trial is not None
+        self._check_trial(split.computed(self._datasets, self._config))
         self.fitted: Preprocessor | None = None
         if self._config.preprocessor is not None:
+            if not preprocessing.is_fitted(self._config.preprocessor):
+                self._check_trial(list(self._datasets))
             self.fitted = preprocessing.fitted(self._config.preprocessor, self._datasets)
             self._datasets = preprocessing.applied(self.fitted, self._datasets)
         sizes = range(max(self._scaling.min_workers, 1), self._most_workers + 1)
         check_data(self._scaling, split.lazy(self._datasets, self._config))
         self._exact = ExactSplits()
-        split.split_exactly(self._datasets, self._config, sizes, self._exact)
+        chosen = split.made(split.exactly_split(self._datasets, self._config))
+        self._check_trial(split.computed(chosen, self._config))
+        split.split_exactly(chosen, self._config, sizes, self._exact)
         self._in_use: list[dict[str, DatasetShard]] = []
+        self._begun = False
 
     @property
     def _most_workers(self) -> int:
@@ -60,15 +68,31 @@ class RunDatasets:
         made = split.made(self._datasets)
         split.check_rows(made, self._config, len(node_ids))
         # Once more: what functions have made is known only now.
-        check_data(self._scaling, split.lazy(made, self._config))
+        lazy = split.lazy(made, self._config)
+        self._check_cpus(lazy)
         # What hands out the rows of the attempt before would compute on, for nobody.
         self.close()
         local = self._scaling.max_workers == 0
         each = {} if local else self._scaling.bundle
         held = {name: amount * len(node_ids) for name, amount in each.items()}
-        self._in_use = split.shard(made, self._config, node_ids, positions, self._exact, held)
+        left = left_beside(held) if lazy else {}
+        self._in_use = split.shard(made, self._config, node_ids, positions, self._exact, left)
+        if self._config.is_configured:  # it may have made other ones
+            self._check_cpus(split.lazily_read(self._in_use))
+        self._begun = True
         # One object per rank, so that a node fetches no other ranks' shards.
         return self._in_use if local else [ray.put(each) for each in self._in_use]
+
+    def _check_trial(self, computed: Sequence[str]) -> None:
+        """Refuse what is computed before the start if the sweep's trials hold every CPU already."""
+        if self._in_trial:
+            check_data_beside_others(computed)
+
+    def _check_cpus(self, lazy: Sequence[str]) -> None:
+        check_data(self._scaling, lazy)
+        # A run that goes on rather waits: whoever has come since may go again.
+        if not self._begun and (self._in_trial or self._scaling.max_workers):
+            check_data_beside_others(lazy)
 
     def close(self) -> None:
         """End what hands out the rows of the newest attempt's shards."""
