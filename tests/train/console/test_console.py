@@ -7,6 +7,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 from typing import Any
 
 import nbclient
@@ -175,7 +176,9 @@ def test_nothing_is_raised_when_nothing_can_be_shown() -> None:
 def run_on_a_terminal(code: str, *, columns: int = 80) -> str:
     """Run Python code with stdout and stderr on a terminal; give all that was written to it."""
     ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": str(columns)}
+    termios.tcsetwinsize(theirs, (24, columns))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    environment["TERM"] = "xterm"
     written = b""
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
@@ -189,19 +192,36 @@ def run_on_a_terminal(code: str, *, columns: int = 80) -> str:
     return written.decode()
 
 
-def screen(written: str) -> list[str]:
-    """Give what a terminal shows in the end: it knows newline, return, cursor up and erase line."""
-    lines, row = [""], 0
+def screen(written: str, *, columns: int = 80) -> list[str]:
+    """Give what a terminal shows in the end, a line that it breaks as one.
+
+    It knows newline, return, cursor up and right, erase line, erase all below, and being resized.
+    Narrowed, it breaks lines anew, and the cursor stays at its character, as in tmux and kitty.
+    """
+    lines, row, at, full = [""], 0, 0, False  # full: the cursor waits behind the last column
     for token in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
-        if token == "\n":
-            row += 1
+        begin, line = at - at % columns, lines[row]
+        if token == "\r":
+            at, full = begin, False
+        elif token == "\n":
+            row, at = row + 1, at % columns
             lines += [""] * (row == len(lines))
         elif token == "\x1b[1A":
-            row -= 1
+            row, at = (row, at - columns) if begin else (row - 1, at)
+        elif token == "\x1b[C":
+            at += 1
         elif token == "\x1b[2K":
-            lines[row] = ""
-        elif token[0] not in "\x1b\r":
-            lines[row] = token
+            lines[row] = (line[:begin] + " " * columns + line[begin + columns :]).rstrip()
+        elif token == "\x1b[J":
+            lines[row:] = [line[:at]]
+        elif token.startswith("\x1b[8;"):
+            columns = int(token[:-1].split(";")[-1])
+        elif token[0] != "\x1b":
+            at += full
+            lines[row] = line[:at].ljust(at) + token + line[at + len(token) :]
+            at += len(token)
+            full = at % columns == 0
+            at -= full
     return lines
 
 
@@ -221,6 +241,42 @@ def test_on_a_terminal_one_live_line_stays_below_the_users_lines() -> None:
         "",
     ]
     assert written.count("running on 2 workers") < 20
+
+
+NARROWED = """
+import os, termios, threading
+from drawbar.train._console.console import Console
+from tests.train.told import *
+
+drawn = threading.Semaphore(0)
+
+class Loss:
+    def __float__(self):
+        drawn.release()
+        return 0.5
+
+console = Console(20, "/runs/mnist")
+console.note(workers_started(2))
+console.note(reported(0, 7, {"loss": Loss()}))
+for _ in range(2):  # when the second is being made, the first is there
+    drawn.acquire()
+termios.tcsetwinsize(1, (24, 30))
+os.write(1, b"\\x1b[8;24;30t")
+print("the driver prints")
+console.note(RunEnded(time=0, outcome="finished"))
+console.close()
+"""
+
+
+def test_nothing_is_left_of_the_live_line_on_a_terminal_that_is_made_narrower() -> None:
+    written = run_on_a_terminal(NARROWED)
+    assert "running on 2 workers | report 7: loss 0.5" in written
+    assert screen(unstamped(written)) == [
+        "[drawbar] run directory /runs/mnist",
+        "the driver prints",
+        "[drawbar] finished | report 7: loss 0.5",
+        "",
+    ]
 
 
 def test_what_a_program_writes_passes_as_it_is(capsysbinary: pytest.CaptureFixture[bytes]) -> None:

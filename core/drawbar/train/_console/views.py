@@ -11,7 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderHook
 
 _PLAIN_PERIOD_S = 10.0
 _MAX_METRICS = 6
@@ -224,6 +227,31 @@ class PlainView:
             self._line_of_checkpoint()
 
 
+def _at_its_beginning() -> RenderHook:
+    """Give what leaves the cursor at the live line's beginning, and erases from there.
+
+    rich leaves it at the end. A terminal that is made narrower breaks the line, and rich would
+    erase the last piece alone. How many there are cannot be told from here, since some terminals
+    cut the line off instead; but all of them keep the cursor at the character that it stands on.
+    What is below is erased from the second column on, since tmux keeps what is erased from the
+    first of the screen: it takes that for `clear`.
+    """
+    from rich.console import ConsoleRenderable, RenderHook
+    from rich.control import Control
+    from rich.segment import ControlType, Segment, Segments
+
+    to_the_beginning = Control(ControlType.CARRIAGE_RETURN)
+    erase = Segment("\r\x1b[2K\x1b[C\x1b[J\r", None, [(ControlType.CARRIAGE_RETURN,)])
+
+    class Hook(RenderHook):
+        def process_renderables(
+            self, renderables: list[ConsoleRenderable]
+        ) -> list[ConsoleRenderable]:
+            return [Segments([erase]), *renderables, to_the_beginning]
+
+    return Hook()
+
+
 class TerminalView:
     """One live line at the bottom of the terminal, redrawn by rich four times per second.
 
@@ -249,6 +277,7 @@ class TerminalView:
             redirect_stderr=file is None,
         )
         self._live.start()
+        self._live.console.push_render_hook(_at_its_beginning())
 
     def line(self, text: str) -> None:
         self._above(f"[drawbar {self._status.elapsed()}] {text}")
@@ -281,5 +310,7 @@ class TerminalView:
     def close(self) -> None:
         if self._unfinished:
             self.user_bytes(b"\n")
+        self._live.refresh()
+        self._live.console.pop_render_hook()  # ours: `stop()` takes the last away, to be rich's own
         self._live.stop()
         self._streams.write_line("stderr", self._status.one_line())
