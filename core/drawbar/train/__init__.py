@@ -42,6 +42,7 @@ from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import AttemptTimes, Timeline
 from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
 from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar.train._settings.packages import hidden_by as _hidden_by
 from drawbar.train._settings.run_config import (
     CheckpointConfig,
     FailureConfig,
@@ -177,8 +178,13 @@ if not TYPE_CHECKING:  # else type checkers would take any name
     def __getattr__(name: str) -> Any:
         """Import what needs Ray, or an integration as `train.torch`, where it is used first."""
         if name in _ON_RAY:
-            for each, home in _ON_RAY.items():
-                globals()[each] = getattr(importlib.import_module(home), each)
+            try:
+                for each, home in _ON_RAY.items():
+                    globals()[each] = getattr(importlib.import_module(home), each)
+            except (ImportError, AttributeError) as error:
+                if _hidden_by("ray"):
+                    raise backend.import_failed("ray", extra="all") from error
+                raise
             backend.as_public(globals())
             return globals()[name]
         if name in _INTEGRATIONS:

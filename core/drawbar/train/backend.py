@@ -16,11 +16,10 @@ from drawbar.train._settings.backend import (
     LauncherStore,
     TrainFunction,
     WorkerGroupView,
-    require_package,
-    require_version,
 )
 from drawbar.train._settings.checks import config_or_default, require_duration
 from drawbar.train._settings.driver import Driver
+from drawbar.train._settings.packages import import_failed, require_package, require_version
 from drawbar.train._surroundings import enter_trial
 from drawbar.train._worker.addresses import node_address, worker_address
 from drawbar.train._worker.integration import (
@@ -47,6 +46,7 @@ __all__ = [
     "config_or_default",
     "discard_checkpoint",
     "enter_trial",
+    "import_failed",
     "keep_data_position",
     "node_address",
     "remark",

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from drawbar.train.backend import import_failed, require_package
+
 try:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
-except ImportError as missing:
-    raise ImportError(
-        'drawbar.accelerate needs Accelerate; run: pip install --upgrade "drawbar[accelerate]"'
-    ) from missing
+except ImportError as error:
+    raise import_failed("accelerate", extra="accelerate") from error
 
 from drawbar.train import get_checkpoint, get_context
-from drawbar.train.backend import require_package
 
 require_package("accelerate", extra="accelerate", at_least="1.0")
 

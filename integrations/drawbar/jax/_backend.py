@@ -18,12 +18,13 @@ from typing import Any
 from drawbar._rendezvous import held_port
 from drawbar.jax._slices import PORT, multislice_variables, slice_name
 from drawbar.train import ScalingConfig, collective, get_context
-from drawbar.train.backend import Backend, BackendConfig, worker_address
+from drawbar.train.backend import Backend, BackendConfig, import_failed, worker_address
 
 try:
     import jax
-except ImportError as missing:
-    raise ImportError('drawbar.jax needs JAX; run: pip install "drawbar[jax]"') from missing
+    import jax.distributed
+except ImportError as error:
+    raise import_failed("jax", extra="jax") from error
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,12 @@ from typing import Any, ClassVar
 from drawbar._boosting import BoostingConfig, worker_threads
 from drawbar._rendezvous import reserved_port
 from drawbar.train import collective, get_context
-from drawbar.train.backend import Backend, require_duration, worker_address
+from drawbar.train.backend import Backend, import_failed, require_duration, worker_address
 
 try:
-    import lightgbm  # noqa: F401  # here first, for what the error says
-except ImportError as missing:
-    raise ImportError(
-        'drawbar.lightgbm needs LightGBM; run: pip install "drawbar[lightgbm]"'
-    ) from missing
+    from lightgbm import Booster  # noqa: F401  # here first, for what the error says
+except ImportError as error:
+    raise import_failed("lightgbm", extra="lightgbm") from error
 
 from drawbar.lightgbm import _native
 from drawbar.lightgbm._network.sockets import reset_unless_it_returns

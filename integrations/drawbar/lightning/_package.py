@@ -16,7 +16,7 @@ import sys
 import types
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from drawbar.train.backend import require_version
+from drawbar.train.backend import import_failed, require_version
 
 T = TypeVar("T")
 
@@ -74,9 +74,12 @@ def installed() -> list[Package]:
 
 def lightning_class(path: str, package: Package) -> Any:
     """Give a class of a package by its path below the root, such as "strategies.DDPStrategy"."""
-    found: str = importlib.import_module(package).__version__
-    require_version(package, found, MINIMUM, install=f"{package.replace('_', '-')}>={MINIMUM}")
     module, _, name = f"{_ROOTS[package]}.{path}".rpartition(".")
+    try:
+        found: str = importlib.import_module(package).__version__
+    except (ImportError, AttributeError) as error:
+        raise import_failed(package, extra="lightning") from error
+    require_version(package, found, MINIMUM, install=f"{package.replace('_', '-')}>={MINIMUM}")
     return getattr(importlib.import_module(module), name)
 
 

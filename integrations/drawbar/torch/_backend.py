@@ -13,12 +13,19 @@ from datetime import timedelta
 from typing import Literal, get_args
 
 from drawbar.train import ScalingConfig, get_context
-from drawbar.train.backend import Backend, BackendConfig, LauncherStore, require_duration
+from drawbar.train.backend import (
+    Backend,
+    BackendConfig,
+    LauncherStore,
+    import_failed,
+    require_duration,
+)
 
 try:
     import torch
-except ImportError as missing:
-    raise ImportError('drawbar.torch needs PyTorch; run: pip install "drawbar[torch]"') from missing
+    import torch.distributed
+except ImportError as error:
+    raise import_failed("torch", extra="torch") from error
 
 from drawbar.torch._accelerate_state import accelerate_anew
 from drawbar.torch._apart import said_if_apart

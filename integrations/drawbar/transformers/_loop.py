@@ -7,20 +7,18 @@ import warnings
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
+from drawbar.train.backend import import_failed, require_package
+
 try:
     import torch
     from accelerate.data_loader import DataLoaderDispatcher
     from transformers import Trainer
     from transformers.trainer import TRAINER_STATE_NAME
-except ImportError as missing:
-    raise ImportError(
-        "drawbar.transformers needs Transformers and what its Trainer needs; run: "
-        'pip install --upgrade "drawbar[transformers]"'
-    ) from missing
+except ImportError as error:
+    raise import_failed("transformers", extra="transformers") from error
 
 from drawbar.accelerate.integration import check_ranks, plugins_kept_on_cpus
 from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_checkpoint, get_context
-from drawbar.train.backend import require_package
 from drawbar.transformers._data import EpochOfSteps, ShardDataset, is_batches, is_shard
 from drawbar.transformers._report import RayTrainReportCallback
 

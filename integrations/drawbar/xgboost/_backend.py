@@ -20,14 +20,18 @@ from typing import Any, ClassVar
 
 from drawbar._boosting import BoostingConfig
 from drawbar.train import get_context
-from drawbar.train.backend import Backend, WorkerGroupView, node_address, require_duration
+from drawbar.train.backend import (
+    Backend,
+    WorkerGroupView,
+    import_failed,
+    node_address,
+    require_duration,
+)
 
 try:
     from xgboost import collective
-except ImportError as missing:
-    raise ImportError(
-        'drawbar.xgboost needs XGBoost; run: pip install "drawbar[xgboost]"'
-    ) from missing
+except ImportError as error:
+    raise import_failed("xgboost", extra="xgboost") from error
 
 from xgboost.core import XGBoostError
 from xgboost.tracker import RabitTracker

@@ -1,6 +1,8 @@
 """Mistakes that are found before a process starts, with the names and values in the message."""
 
 import functools
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from drawbar.train._launch.preflight import (
     check_function_pickles,
     check_storage_path,
 )
-from drawbar.train._settings.backend import release_of, require_package, require_version
+from drawbar.train._settings.packages import release_of, require_package, require_version
 
 LOCK = threading.Lock()
 
@@ -187,6 +189,34 @@ def test_a_version_too_old_is_refused() -> None:
     message = r'xgboost 2.1.4 is installed here, but 3.1 or newer .* --upgrade "drawbar\[xgboost\]"'
     with pytest.raises(ImportError, match=message):
         require_version("xgboost", "2.1.4", "3.1", install="drawbar[xgboost]")
+
+
+NAMED_LIKE_A_FRAMEWORK = {
+    "torch.py": "import torch; from drawbar.torch import TorchTrainer",
+    "xgboost.py": "from drawbar.xgboost import XGBoostTrainer",
+    "ray.py": "import ray; from drawbar.train import DataParallelTrainer",
+    "keras/__init__.py": "layers = 3",
+}
+USES_KERAS = """
+from drawbar.keras import KerasConfig
+from drawbar.train import ScalingConfig
+KerasConfig(keras_backend="torch").preflight(ScalingConfig())
+"""
+
+
+@pytest.mark.parametrize("file", NAMED_LIKE_A_FRAMEWORK)
+def test_a_file_of_the_users_that_hides_a_framework_is_named(file: str, tmp_path: Path) -> None:
+    hides = tmp_path / file
+    hides.parent.mkdir(exist_ok=True)
+    hides.write_text(NAMED_LIKE_A_FRAMEWORK[file])
+    script = hides
+    if hides.parent != tmp_path:
+        script = tmp_path / "script.py"
+        script.write_text(USES_KERAS)
+    shown = subprocess.run([sys.executable, script], capture_output=True, text=True).stderr
+    name = Path(file).parts[0].removesuffix(".py")
+    told = f"ImportError: `import {name}` finds {hides}, which hides the package {name}; rename it"
+    assert shown.splitlines()[-1] == told
 
 
 def test_require_package_of_a_version() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -130,51 +128,3 @@ class _PlainBackend(Backend):
     """No framework: the function alone."""
 
     reentrant = True
-
-
-def require_package(module: str, extra: str, at_least: str | None = None) -> None:
-    """Check that a framework is installed, and not too old, without importing it.
-
-    Args:
-        module: Top-level module, such as "torch". If `at_least` is given, the package has this name
-            too.
-        extra: The extra of Drawbar that installs it.
-        at_least: The oldest version that works. Default: any.
-
-    Raises:
-        ModuleNotFoundError: It is not installed; the message has the command that installs it.
-        ImportError: It is too old.
-    """
-    if importlib.util.find_spec(module) is None:
-        raise ModuleNotFoundError(
-            f'{module} is not installed here; run: pip install "drawbar[{extra}]"', name=module
-        )
-    if at_least is not None:
-        found = importlib.metadata.version(module)
-        require_version(module, found, at_least, install=f"drawbar[{extra}]")
-
-
-def require_version(module: str, found: str, at_least: str, *, install: str) -> None:
-    """Check that a framework is not too old, where its package need not have the module's name.
-
-    Args:
-        module: Its module, such as "xgboost".
-        found: The version, such as `module.__version__`.
-        at_least: The oldest version that works.
-        install: What `pip install` is to be told.
-
-    Raises:
-        ImportError: It is too old; the message has both versions and the command.
-    """
-    if release_of(found) < release_of(at_least):
-        raise ImportError(
-            f"{module} {found} is installed here, but {at_least} or newer is needed; "
-            f'run: pip install --upgrade "{install}"',
-            name=module,
-        )
-
-
-def release_of(version: str) -> tuple[int, ...]:
-    """Give the numbers of a version: those before anything like "rc1", ".dev0" or "+cpu"."""
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, numbers[0].split("."))) if numbers else ()
