@@ -277,6 +277,46 @@ def test_columns_of_rows_to_evaluate_are_found_by_name(classifier: Any, rows: An
         clone(model).fit(x, y, eval_set=[(x[:, :3], y)])
 
 
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [(RayXGBRegressor, xgboost.XGBRegressor), (RayXGBClassifier, xgboost.XGBClassifier)],
+)
+def test_xgboost_several_outputs_and_weights_of_features(ours: Any, plain: Any, rows: Any) -> None:
+    x, y = rows
+    frame = pd.DataFrame(x, columns=list("abcd"))
+    both = pd.DataFrame({"y": y, "z": (x[:, 2] > 0).astype(int)})
+    options: dict[str, Any] = {
+        "feature_weights": [0.0, 1.0, 2.0, 3.0],
+        "colsample_bynode": 0.5,
+        "seed_per_iteration": True,  # as a run has it, so that it goes on with the same draws
+    }
+    fit: dict[str, Any] = {"base_margin": np.ones((600, 2)), "eval_set": [(frame, both)]}
+    model = ours(**HERE, **options).fit(frame, both, **fit)
+    alone = plain(**PLAIN, **options).fit(frame, both, **fit)
+    assert close(model.predict(frame), alone.predict(frame))
+    (found,), (expected,) = (
+        each.evals_result()["validation_0"].values() for each in (model, alone)
+    )
+    assert close(found, expected)
+    assert model.feature_importances_[0] == 0
+    dataset = ray.data.from_pandas(frame.assign(**both, k=1.0, l=1.0))
+    named = clone(model).fit(dataset, ["y", "z"], base_margin=["k", "l"])
+    assert close(predictions(named.predict(dataset)), model.predict(frame))
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (RayXGBRegressor, "y has 2 columns in the rows to train on, and 1 in those to evaluate"),
+        (RayLGBMRegressor, "y must have one column, found 2"),
+    ],
+)
+def test_outputs_that_do_not_fit(model: Any, told: str, rows: Any) -> None:
+    frame, y = pd.DataFrame(rows[0]), rows[1]
+    with pytest.raises(ValueError, match=told):
+        model(**HERE).fit(frame, np.stack([y, y], axis=1), eval_set=[(frame, y)])
+
+
 def test_xgboost_queries() -> None:
     random = np.random.default_rng(0)
     x, qid = random.normal(size=(400, 3)), np.repeat(np.arange(40), 10)

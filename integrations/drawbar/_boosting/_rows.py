@@ -11,15 +11,19 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-LABEL, WEIGHT, GROUP, MARGIN = ("__label__", "__weight__", "__group__", "__margin_{}__")
-"""Columns beside the features."""
+LABEL, WEIGHT, GROUP = ("__label__", "__weight__", "__group__")
+OUTPUT, MARGIN = ("__label_{}__", "__margin_{}__")
+"""Columns beside the features; of the last two there are several."""
 
 
 Features: TypeAlias = Any
 """A NumPy or SciPy array, a pandas or Arrow table, or a Ray Dataset."""
 
 Values: TypeAlias = Any
-"""One value per row, array-like, or None. With a Ray Dataset, the name of its column."""
+"""One value per row, array-like, or None. With a Ray Dataset, the name of its column.
+
+Where a row has several, they are columns, or the names of columns.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,7 @@ class Rows:
     Args:
         features: A NumPy or SciPy array, a pandas or Arrow table; or a Ray Dataset. With that, the
             others are names of its columns.
-        label: One value per row.
+        label: One value per row, or one for each output.
         weight: One value per row.
         group: The number of rows of each query, in order. For a Ray Dataset, the column with the
             query.
@@ -49,34 +53,38 @@ class Rows:
     absent: float = 0.0
 
     @property
+    def labels(self) -> list[str]:
+        """The columns of the label: one, or one for each output."""
+        count = self._width(self.label)
+        return [LABEL] if count == 1 else [OUTPUT.format(number) for number in range(count)]
+
+    @property
     def margins(self) -> list[str]:
         """The columns of the margin."""
         if self.margin is None:
             return []
-        if is_ray_dataset(self.features):
-            count = len(self._margin_columns)
-        else:
-            shape = np.asarray(self.margin).shape
-            count = shape[1] if len(shape) > 1 else 1
-        return [MARGIN.format(number) for number in range(count)]
+        return [MARGIN.format(number) for number in range(self._width(self.margin))]
 
-    @property
-    def _margin_columns(self) -> list[str]:
-        """The columns of a Ray Dataset that its margin is."""
-        return [self.margin] if isinstance(self.margin, str) else list(self.margin or ())
+    def _width(self, values: Values) -> int:
+        """Give how many columns they are."""
+        if is_ray_dataset(self.features):
+            return len(_names(values))
+        shape = getattr(values, "shape", None) or np.asarray(values).shape
+        return shape[1] if len(shape) > 1 else 1
 
     def feature_names(self, prefix: str) -> list[str]:
         """Give the names of the features: their own, else the prefix and their numbers."""
         names = feature_names(self.features, prefix)
         if not is_ray_dataset(self.features):
             return names
-        taken = {self.label, self.weight, self.group, *self._margin_columns}
+        taken = {self.weight, self.group, *_names(self.label), *_names(self.margin)}
         return [name for name in names if name not in taken]
 
     def columns(self) -> dict[str, Any]:
         """Give a trainer's arguments that say which column is what."""
+        labels = self.labels
         return {
-            "label_column": LABEL,
+            "label_column": labels[0] if len(labels) == 1 else labels,
             "weight_column": None if self.weight is None else WEIGHT,
             "group_column": None if self.group is None else GROUP,
             "base_margin_column": self.margins or None,
@@ -112,10 +120,8 @@ class Rows:
         return table
 
     def _values(self, rows: int) -> Iterator[tuple[str, Any]]:
-        label = np.asarray(self.label)
-        if label.ndim > 1 and label.shape[1] > 1:
-            raise ValueError(f"y must have one column, found {label.shape[1]}")
-        yield LABEL, label.reshape(-1)
+        label = np.atleast_1d(np.asarray(self.label))
+        yield from zip(self.labels, label.T if label.ndim > 1 else [label], strict=True)
         if self.weight is not None:
             yield WEIGHT, np.asarray(self.weight, dtype=np.float64).reshape(-1)
         if self.group is not None:
@@ -128,8 +134,9 @@ class Rows:
 
     def _renamed(self) -> object:
         """Give the user's dataset with our names for the columns that are no features."""
-        names = {self.label: LABEL, self.weight: WEIGHT, self.group: GROUP}
-        names |= {name: MARGIN.format(number) for number, name in enumerate(self._margin_columns)}
+        names = {self.weight: WEIGHT, self.group: GROUP}
+        names |= dict(zip(_names(self.label), self.labels, strict=True))
+        names |= dict(zip(_names(self.margin), self.margins, strict=True))
         names.pop(None, None)
         dataset = self.features.rename_columns(names)
         if self.classes is None:
@@ -152,23 +159,29 @@ class Labelled:
     classes: Any
 
 
-def alike(rows: Sequence[Rows]) -> list[Rows]:
-    """Give all rows weights and margins if some have: ones, and zeros.
+def alike(rows: Sequence[Rows], *, no_margin: float = 0.0) -> list[Rows]:
+    """Give all rows weights and margins if some have: ones, and what means no margin.
 
     Raises:
-        ValueError: A Ray Dataset lacks what others have.
+        ValueError: A Ray Dataset lacks what others have, or the numbers of their outputs differ.
     """
+    outputs = [len(each.labels) for each in rows]
+    if len(set(outputs)) > 1:
+        found = ", ".join(map(str, outputs[1:]))
+        raise ValueError(
+            f"y has {outputs[0]} columns in the rows to train on, and {found} in those to evaluate"
+        )
     weighted = any(each.weight is not None for each in rows)
     margins = max(len(each.margins) for each in rows)
-    return [_completed(each, weighted=weighted, margins=margins) for each in rows]
+    return [_completed(each, weighted, np.full(margins, no_margin)) for each in rows]
 
 
-def _completed(rows: Rows, *, weighted: bool, margins: int) -> Rows:
+def _completed(rows: Rows, weighted: bool, margin: Any) -> Rows:
     lacking = [
         name
         for name, lacks in (
             ("weight", weighted and rows.weight is None),
-            ("margin", margins > 0 and rows.margin is None),
+            ("margin", len(margin) > 0 and rows.margin is None),
         )
         if lacks
     ]
@@ -180,16 +193,28 @@ def _completed(rows: Rows, *, weighted: bool, margins: int) -> Rows:
             "has; give all of them one, or none"
         )
     count = len(np.asarray(rows.label))
-    given: dict[str, Any] = {"weight": np.ones(count), "margin": np.zeros((count, margins))}
+    given: dict[str, Any] = {"weight": np.ones(count), "margin": np.tile(margin, (count, 1))}
     return replace(rows, **{name: given[name] for name in lacking})
 
 
 def rows_of(features: Features, label: Values, **others: Any) -> Rows:
-    """Give rows as a plain estimator's `fit` passes them on."""
+    """Give rows of one output as a plain estimator's `fit` passes them on.
+
+    Raises:
+        ValueError: There are several.
+    """
     if isinstance(features, Labelled):
         dataset, label, classes = features.dataset, features.label, features.classes
         return Rows(features=dataset, label=label, classes=list(classes), **others)
-    return Rows(features=features, label=label, **others)
+    rows = Rows(features=features, label=label, **others)
+    if len(rows.labels) > 1:
+        raise ValueError(f"y must have one column, found {len(rows.labels)}")
+    return rows
+
+
+def _names(columns: Values) -> list[str]:
+    """Give the columns of a Ray Dataset that the user has named: one, several or none."""
+    return [columns] if isinstance(columns, str) else list(columns or ())
 
 
 def is_ray_dataset(value: object) -> bool:
@@ -265,9 +290,9 @@ def _without(missing: float, table: pa.Table) -> pa.Table:
     return table
 
 
-def classes_of(dataset: Features, label: str) -> Any:
+def classes_of(dataset: Features, label: Values) -> Any:
     """Give the distinct labels of a Ray Dataset, ascending."""
-    return np.array(sorted(dataset.unique(label)))
+    return np.array(sorted({value for name in _names(label) for value in dataset.unique(name)}))
 
 
 def _encode(classes: Sequence[object], batch: pa.Table) -> pa.Table:

@@ -111,7 +111,9 @@ def _rest(block: Block) -> dict[str, object]:
     weight, group, margin = block.weight, block.group, block.base_margin
     if weight is not None and group is not None:
         weight = weight[np.append(True, group[1:] != group[:-1])]  # XGBoost weighs whole queries
-    if margin is not None and margin.shape[1] == 1:
+    if margin is not None and np.isnan(margin).all():
+        margin = None  # of a data set without, beside one with: XGBoost begins where it likes
+    elif margin is not None and margin.shape[1] == 1:
         margin = margin[:, 0]
     return {"label": block.label, "weight": weight, "qid": group, "base_margin": margin}
 

@@ -83,13 +83,13 @@ class _RayXGBModel(RayEstimator):
             model, self._params(), feature_weights
         )
         if weights is not None:
-            raise ValueError("feature_weights are not passed on to workers; leave them out")
+            params["feature_weights"] = np.asarray(weights, dtype=np.float32).tolist()
         training = rows[0].features
         named = is_ray_dataset(training) or has_names(training)
         typed = isinstance(self.feature_types, Sequence)
         names = rows[0].feature_names("f") if typed or not is_ray_dataset(training) else []
         categorical = _categorical(names, self.feature_types) if typed else []
-        rows = alike([self._checked(each) for each in rows])
+        rows = alike([self._checked(each) for each in rows], no_margin=math.nan)
         validation = {f"validation_{number}": each for number, each in enumerate(rows[1:])}
         datasets = {"train": rows[0], **validation}
         objective = self.objective
@@ -139,14 +139,6 @@ class _RayXGBModel(RayEstimator):
         if not np.isfinite(label).all():
             raise ValueError("Label contains NaN, infinity or a value too large.")
         return rows
-
-    def __sklearn_tags__(self) -> Any:
-        """Say what the estimator can: one output, where the plain one may have several."""
-        tags = super().__sklearn_tags__()  # type: ignore[misc]  # XGBModel's
-        tags.target_tags.multi_output = False
-        if tags.classifier_tags is not None:
-            tags.classifier_tags.multi_label = False
-        return tags
 
     def predict(self, X: Features, **options: object) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
