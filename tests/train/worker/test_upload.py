@@ -158,6 +158,24 @@ def test_every_rank_fills_its_part_of_such_a_place(tmp_path: Path) -> None:
     assert content(result.checkpoint) == {"part_0": "0", "part_1": "1", "part_2": "2"}
 
 
+def test_a_function_is_called_on_every_rank_and_the_lowest_gives_a_file(
+    storage_path: str, tmp_path: Path
+) -> None:
+    def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        train.collective.barrier()
+        return checkpoint
+
+    def function() -> None:
+        rank = train.get_context().get_world_rank()
+        own = tmp_path / f"rank_{rank}"
+        own.mkdir()
+        (own / "model").write_text(str(rank))
+        train.report({}, checkpoint=own, checkpoint_upload_fn=upload)
+
+    config = RunConfig(name="run", storage_path=storage_path)
+    assert content(run_in_threads(function, run_config=config).checkpoint) == {"model": "0"}
+
+
 def test_a_function_may_leave_the_upload_to_the_run(storage_path: str) -> None:
     def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
         return train.get_context().get_storage().persist_current_checkpoint(checkpoint, name)

@@ -133,9 +133,9 @@ class Committer:
             share = complete.shares[rank]
             if offer.staged:
                 pending.parts[rank] = Part(Path(offer.directory), share)
-            # What an upload function will put there nobody knows yet, so its rank is asked in any
-            # case.
-            elif share or (offer.in_place and not offer.files):
+            # What an upload function puts there nobody knows, and ranks may meet in it; so each
+            # of them is asked, also one all of whose files lower ranks give.
+            elif share or offer.in_place:
                 pending.awaited[rank] = share
                 order(rank, Persist(index=complete.index, files=share, name=name))
         self._pending[complete.index] = pending

@@ -233,8 +233,9 @@ def report(
         delete_local_checkpoint_after_upload: Hand the local directory over: it is moved, not
             copied. Default: False for SYNC, True for ASYNC.
         checkpoint_upload_fn: Called as `function(checkpoint, name)` instead of Drawbar's own
-            upload, on each rank that has files of its own; puts them into the run's storage under
-            that name and returns the `Checkpoint` there.
+            upload, on every rank that reports a checkpoint, and with all of that rank's files, also
+            those that other ranks have too; puts them into the run's storage under that name and
+            returns the `Checkpoint` there.
         validation: Have the checkpoint validated by the trainer's `validation_config` once it is
             committed; a `ValidationTaskConfig` adds to what that says. This does not wait for it.
             Of several ranks that give files the lowest that asks for it counts.

@@ -29,13 +29,12 @@ from drawbar.train._messages import (
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink
 from drawbar.train._storage.contents import FileEntry, is_outside, list_files, look_into
-from drawbar.train._storage.files import SeenFiles, remove_tree
+from drawbar.train._storage.files import SeenFiles, copy_files, remove_tree
 from drawbar.train._storage.manifest import user_files
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.retries import is_transient, told_when_slow
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Share
-from drawbar.train._storage.storage_context import StorageContext
 from drawbar.train._worker.acceptable import (
     Grounds,
     check_files,
@@ -320,14 +319,21 @@ class Uploads:
     def _persist(self, index: int, offer: Offer, order: Persist) -> Persisted:
         function = self._functions.pop(order.name, None)
         if function is not None:
-            return Persisted(index=index, directory="", name=self._uploaded(order.name, *function))
+            others = {file.path for file in offer.files} - {file.path for file in order.files}
+            name = self._uploaded(order.name, *function, others)
+            return Persisted(index=index, directory="", name=name)
         with _told_as_storage_error():
             part = self._sink.persist(self._share(offer, order.files, order.name))
         directory = "" if part.directory is None else str(part.directory)
         return Persisted(index=index, directory=directory, checksums=part.checksums)
 
-    def _uploaded(self, name: str, upload_fn: CheckpointUploadFn, given: Checkpoint) -> str:
-        """Have a function of the user's put a checkpoint somewhere; gives its name by that."""
+    def _uploaded(
+        self, name: str, upload_fn: CheckpointUploadFn, given: Checkpoint, others: set[str]
+    ) -> str:
+        """Have a function of the user's put a checkpoint somewhere; gives its name by that.
+
+        `others`: the files that lower ranks give.
+        """
         with told_when_slow(f"checkpoint_upload_fn for checkpoint {name} of {self._label}"):
             uploaded = upload_fn(given, name)
         if not isinstance(uploaded, Checkpoint):
@@ -335,8 +341,18 @@ class Uploads:
         place = self._checkpoints.name_by_place(uploaded)
         if uploaded == given and given.is_local and (place is None or is_outside(place)):
             # It may be gone in the next moment, such as the folder of a `with` statement.
-            StorageContext(self._directory).persist_current_checkpoint(given, name)
+            self._put(Path(given.path), name, others)
             return name
         if place == name:
             return name
         return self._offer_in_place(uploaded, "checkpoint_upload_fn").name or name
+
+    def _put(self, source: Path, name: str, others: set[str]) -> None:
+        """Copy what lower ranks do not give to where a checkpoint of this name lies."""
+        place = self._checkpoints.place(name)
+        files = [file for file in list_files(source) if file.path not in others]
+        if isinstance(place, Folder):
+            place.upload(source, files)
+        else:
+            place.mkdir(parents=True, exist_ok=True)
+            copy_files(source, place, files)
