@@ -90,6 +90,15 @@ GIVEN = {
         def update(state, batch):
             return {"sum": state["sum"] + batch}, batch.sum()
         """,
+    "docs/keras.md": """
+        import numpy as np
+        x = y = np.linspace(0, 1, 128).reshape(-1, 1)
+        def make_model():
+            import keras
+            model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+        """,
     "docs/lightgbm.md": CLICKS,
     "docs/lightning.md": "Model = DataModule = None",
     "docs/output.md": "from drawbar import train; log = print",
@@ -105,12 +114,25 @@ GIVEN = {
             loop, scaling_config=train.ScalingConfig(num_workers=2)
         )
         """,
+    "docs/tensorflow.md": """
+        import numpy, ray.data
+        dataset = ray.data.from_items([{"x": numpy.ones(1, "float32"), "y": 1.0}] * 64)
+        """,
     "docs/testing.md": """
         from drawbar import train
         def train_func():
             train.report({"loss": 0.05})
         """,
     "docs/torch.md": "",
+    "docs/transformers.md": """
+        import ray.data
+        def make_model():
+            from transformers import GPT2Config, GPT2LMHeadModel
+            sizes = {"vocab_size": 8, "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 1}
+            return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes))
+        rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
+        tokenized = test = ray.data.from_items(rows)
+        """,
     "docs/xgboost.md": CLICKS,
 }
 """By page: what its blocks use and do not make, as a reader has a model and data."""
@@ -118,18 +140,22 @@ GIVEN = {
 FEW_ROUNDS = {"num_boost_round=500": "num_boost_round=3", "num_workers=2": "num_workers=1"}
 SMALLER = {
     "docs/jax.md": {"num_workers=4": "num_workers=0", '"steps": 1000': '"steps": 200'},
+    "docs/keras.md": {
+        "num_workers=4": "num_workers=0",
+        '"jax"': '"tensorflow"',  # what other tests have in this process
+        "epochs=10": "epochs=2",
+    },
     "docs/lightgbm.md": FEW_ROUNDS,
+    "docs/tensorflow.md": {"num_workers=4": "num_workers=1", '"epochs": 5': '"epochs": 2'},
+    "docs/transformers.md": {"num_workers=4, use_gpu=True": "num_workers=0"},
     "docs/xgboost.md": FEW_ROUNDS,
 }
 """By page: what is run with less."""
 
 OTHER_TESTS = {
     "docs/cli.md": "tests/cli",
-    "docs/keras.md": "tests/keras",
     "docs/launch.md": "tests/launch",
     "docs/quickstart.md": "tests/test_examples.py",
-    "docs/tensorflow.md": "tests/tensorflow",
-    "docs/transformers.md": "tests/transformers",
     "docs/tune.md": "tests/tune",
     "docs/writing-an-integration.md": "tests/train/test_writing_an_integration.py",
 }
