@@ -21,7 +21,22 @@ def test_what_ray_trains_documentation_teaches_is_rewritten(script: Path) -> Non
     here = script.read_text()
     there = re.sub(r"\bdrawbar\.train\b", "ray.train", here)
     there = re.sub(r"\bfrom drawbar import train\b", "from ray import train", there)
-    assert rewrite(there).text == here
+    done = rewrite(there)
+    assert done.text == here
+    assert [note for note in done.notes if "text names ray.train" not in note.text] == []
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "from ray.train.v2.jax import JaxTrainer",
+        "from ray.train.tensorflow.keras import ReportCheckpointCallback",
+        "from ray.train.huggingface.transformers import prepare_trainer",
+        "from ray.train import torch",
+    ],
+)
+def test_what_is_there_is_not_listed(script: str) -> None:
+    assert rewrite(script).notes == []
 
 
 @pytest.mark.parametrize(

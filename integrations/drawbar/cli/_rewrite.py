@@ -7,7 +7,7 @@ what it means; the rest is listed with line numbers, for people to decide.
 from __future__ import annotations
 
 import ast
-import dataclasses
+import inspect
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -263,10 +263,9 @@ def _calls(tree: ast.AST, found: _Found) -> None:
             found.notes.append(Note(node.lineno, text))
         if name not in _CONFIGS:
             continue
-        config = getattr(train, name)
-        known = {each.name for each in dataclasses.fields(config) if each.init}
+        taken = inspect.signature(getattr(train, name)).parameters
         for keyword in node.keywords:
-            if keyword.arg is not None and keyword.arg not in known:
+            if keyword.arg is not None and keyword.arg not in taken:
                 text = f"{name} takes no {keyword.arg}; it says at the call what to write instead"
                 found.notes.append(Note(keyword.value.lineno, text))
 

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from drawbar import train
+from drawbar.train import v2
 
 
 def public_names(module: str) -> set[str] | None:
     """Give the names that `drawbar.train`, or a module below it, shows; None if it is not there."""
     if module == train.__name__:
         return {*dir(train), "train"}
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
+    path = module.removeprefix(f"{v2.__name__}.")
+    if path in v2.PATHS:
+        return public_names(f"{train.__name__}.{v2.PATHS[path]}".rstrip("."))
+    file = _file_of(module)
+    if file is None or any(part.startswith("_") for part in module.split(".")):
         return None
-    except ValueError:  # it has no file: the package that it lies in has made it
-        return set(dir(sys.modules[module]))
-    if spec is None or spec.origin is None or any(p.startswith("_") for p in module.split(".")):
-        return None
-    return _shown(Path(spec.origin))
+    return _shown(file)
+
+
+def _file_of(module: str) -> Path | None:
+    """Find a module's file; none of the packages that it lies in is imported."""
+    name, *inner = module.split(".")
+    spec = PathFinder.find_spec(name)
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def _shown(path: Path) -> set[str]:
-    """Read `__all__`, and that of each module that all is imported from."""
+    """Read `__all__`, that of each module that all is imported from, and what is imported as."""
     names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         match node:
@@ -34,6 +44,8 @@ def _shown(path: Path) -> set[str]:
                 names |= {each.value for each in shown if isinstance(each, ast.Constant)}  # type: ignore[misc]  # they are texts
             case ast.ImportFrom(module=str(other), names=[ast.alias(name="*")]):
                 names |= public_names(other) or set()
+            case ast.ImportFrom(names=aliases):
+                names |= {each.name for each in aliases if each.name == each.asname}
             case _:
                 pass
     return names
