@@ -85,11 +85,14 @@ def own_loop(strategy: Any) -> list[float]:
 def keras_2_fit(strategy: Any) -> list[float]:
     import tensorflow as tf
 
+    from drawbar.train.tensorflow.keras import ReportCheckpointCallback
+
     with strategy.scope():
         model = tf.keras.Sequential([tf.keras.layers.Dense(1, kernel_initializer="zeros")])
         model.compile("sgd", "mse")
     shard = tf.data.Dataset.from_tensor_slices(own_rows()).batch(ROWS)
-    model.fit(prepare_dataset_shard(shard), epochs=3, verbose=0)
+    data = prepare_dataset_shard(shard)
+    model.fit(data, epochs=3, verbose=0, callbacks=[ReportCheckpointCallback()])
     assert model.__module__.startswith("tf_keras")
     return [float(each) for each in model.get_weights()[0].ravel()]
 
@@ -144,4 +147,6 @@ def test_two_workers_of_which_one_is_killed_train_as_one_process_does(tmp_path: 
     first, second = (found["address"] for found in disturbed.return_values)
     assert first != second
     rows = disturbed.metrics_dataframe.query("rank == 0")
-    assert list(rows["step"]) == list(range(STEPS))
+    assert list(rows["step"].dropna()) == list(range(STEPS))
+    saved = [checkpoint for checkpoint, _ in disturbed.best_checkpoints]
+    assert [Path(each, "model.keras").exists() for each in saved] == [False, True, True, True]
