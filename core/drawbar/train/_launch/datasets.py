@@ -12,7 +12,12 @@ from drawbar.train._data import preprocessing, split
 from drawbar.train._data.exact_split import ExactSplits
 from drawbar.train._data.shard import DatasetShard
 from drawbar.train._data.streams import end_streams
-from drawbar.train._group.cluster import check_data, check_data_beside_others, left_beside
+from drawbar.train._group.cluster import (
+    check_data,
+    check_data_beside_others,
+    connect_to_ray,
+    left_beside,
+)
 
 if TYPE_CHECKING:
     from ray.data.preprocessor import Preprocessor
@@ -32,6 +37,7 @@ class RunDatasets:
     """
 
     def __init__(self, spec: RunSpec) -> None:
+        connect_to_ray()  # with num_workers=0 nobody has, and Ray would start itself and end soon
         self._config, self._scaling = spec.dataset_config, spec.scaling_config
         self._datasets = split.opened(spec.datasets)
         split.check_rows(self._datasets, self._config, self._most_workers)
