@@ -152,7 +152,7 @@ def weights_with_own_statistics(x: Any, y: Any) -> list[Any]:
     layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(10)]
     model = prepare_model(compiled(layers))
     model.compile(keras.optimizers.Adam(0.01), model.loss)  # anew, with another optimizer
-    model.fit(prepare_dataset(x, y, batch_size=BATCH), epochs=1, verbose=0)
+    model.fit(prepare_dataset(x, y, batch_size=BATCH + 2), epochs=1, verbose=0)
     return [each for each in model.get_weights() if each.dtype == np.float32]
 
 
@@ -230,7 +230,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
 def test_workers_of_which_one_is_killed_train_as_one_process_does(
-    backend: KerasBackend, alone: dict[str, Any], tmp_path: Path
+    backend: KerasBackend,
+    alone: dict[str, Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     if backend != "torch":
         with pytest.raises(WorkerGroupError, match="SIGKILL"):
@@ -256,6 +259,8 @@ def test_workers_of_which_one_is_killed_train_as_one_process_does(
         if backend != "jax":
             assert first["own step"]["logs"] == other["own step"]["logs"]
             assert_close(other["own step"]["weights"], alone["own step"]["weights"], 1e-5)
+    told = "2 of every batch are left out" in capfd.readouterr().err
+    assert told == (backend == "jax")
     with (tmp_path / "log.csv").open() as log:
         assert [row["epoch"] for row in csv.DictReader(log)] == ["0", "1", "2", "3"]
     assert disturbed.checkpoint is not None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.keras._backend import backend_here
 from drawbar.train import get_context
+from drawbar.train.backend import remark
 
 if TYPE_CHECKING:
     from keras.utils import PyDataset
@@ -85,6 +86,11 @@ def _of_arrays(data: Any, batch_size: int, shuffle: bool, rank: int, size: int) 
         raise ValueError(
             f"prepare_dataset has batch_size={batch_size}, which is less than a row for each of "
             f"{size} workers"
+        )
+    if backend_here() == "jax" and (left := batch_size % size):
+        remark(
+            f"prepare_dataset has batch_size={batch_size}, of which {size} workers take as many "
+            f"rows each with JAX: {left} of every batch are left out; set a multiple of {size}"
         )
     return SharedBatches(data, batch_size, shuffle=shuffle, rank=rank, size=size)
 
