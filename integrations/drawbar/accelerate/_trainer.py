@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from drawbar.torch import TorchTrainer
 from drawbar.train import Result, RunConfig, ScalingConfig
@@ -37,7 +36,7 @@ def launch(
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise TypeError(f"args must be a tuple or list of arguments, found {args!r}")
 
-    def train_loop() -> Any:
+    def train_loop() -> object:
         return function(*args)
 
     return TorchTrainer(train_loop, scaling_config=scaling_config, run_config=run_config).fit()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drawbar._boosting import BoostingConfig, worker_threads
 from drawbar._rendezvous import reserved_port
@@ -138,7 +138,7 @@ def _head_start() -> float:
     return HEAD_START_SECONDS * (1 - context.get_world_rank() / (context.get_world_size() - 1))
 
 
-def get_network_params(tree_learner: str = "data") -> dict[str, Any]:
+def get_network_params(tree_learner: str = "data") -> dict[str, object]:
     """Give the parameters that make `lightgbm.train` use this run's network and CPUs.
 
     The network is up already, so there are no addresses and ports among them.
@@ -162,14 +162,14 @@ def get_network_params(tree_learner: str = "data") -> dict[str, Any]:
             "package has no 'feature', and one worker alone has 'serial' by itself"
         )
     workers = get_context().get_world_size()
-    threads = {"num_threads": worker_threads()}
+    threads: dict[str, object] = {"num_threads": worker_threads()}
     if workers == 1:
         return threads
     network = {"num_machines": workers, "tree_learner": tree_learner, "pre_partition": True}
     return {**threads, **network}
 
 
-def with_own_network(params: Mapping[str, object]) -> dict[str, Any]:
+def with_own_network(params: Mapping[str, object]) -> dict[str, object]:
     """Give the parameters with the run's network and this worker's threads where none are set.
 
     Raises:

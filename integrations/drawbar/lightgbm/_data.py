@@ -63,7 +63,7 @@ def _threads_of_this_node(params: Mapping[str, object]) -> dict[str, int]:
     return {str(name_of(params, "num_threads") or "num_threads"): threads}
 
 
-def dataset_params(shard: Shard, params: Mapping[str, object]) -> dict[str, Any]:
+def dataset_params(shard: Shard, params: Mapping[str, object]) -> dict[str, object]:
     """Give a booster's parameters with the numbers of the features that are categorical."""
     categorical = [
         number for number, feature in enumerate(shard.schema.features) if feature.categories
@@ -192,7 +192,7 @@ def _fill(part: Columns, pieces: Iterator[Floats]) -> None:
         start += piece.shape[1]
 
 
-def _received(connection: Connection[Any, Any], features: int) -> Iterator[Floats]:
+def _received(connection: Connection[str, str], features: int) -> Iterator[Floats]:
     while True:
         kind = np.dtype(connection.recv())
         yield np.frombuffer(connection.recv_bytes(), dtype=kind).reshape(features, -1)

@@ -195,7 +195,9 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             )
         return _with_class_weights(weight, self._class_weight, y)
 
-    def _weight_of(self, weights: Any, class_weights: Any, label: Values, number: int) -> Values:
+    def _weight_of(
+        self, weights: object, class_weights: object, label: Values, number: int
+    ) -> Values:
         weight, by_class = _each(weights, number), _each(class_weights, number)
         if by_class is None:
             return weight

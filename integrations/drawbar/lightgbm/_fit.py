@@ -92,7 +92,7 @@ class LightGBMFit(Fit):
         return {**histogram_layout(params, features), **params}
 
     def _booster(
-        self, shards: dict[str, Shard], params: dict[str, Any], earlier: Booster | None
+        self, shards: dict[str, Shard], params: dict[str, object], earlier: Booster | None
     ) -> Booster:
         """Make the booster that will be trained, with its data."""
         training, *validation = shards.values()
@@ -110,7 +110,7 @@ class LightGBMFit(Fit):
     def _boost(
         self,
         booster: Booster,
-        params: dict[str, Any],
+        params: dict[str, object],
         report: RayTrainReportCallback,
         progress: Progress,
     ) -> None:

@@ -66,7 +66,7 @@ def value_of(params: Mapping[str, object], name: str, default: object = None) ->
     return default if found is None else params[found]
 
 
-def without(params: Mapping[str, object], *names: str) -> dict[str, Any]:
+def without(params: Mapping[str, object], *names: str) -> dict[str, object]:
     """Give the parameters without some, by whichever of their names they are set."""
     left_out = {alias for name in names for alias in _ConfigAliases.get(name)}
     return {name: value for name, value in params.items() if name not in left_out}

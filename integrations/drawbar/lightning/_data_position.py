@@ -63,9 +63,9 @@ class TrainingLoaders:
         return f"lightning.train_dataloader-{self._numbers[epoch]}"
 
 
-def _same_order(given: DistributedSampler[Any]) -> EpochSampler[int]:
+def _same_order(given: DistributedSampler[int]) -> EpochSampler[int]:
     """Give a sampler with the same items in the same order, that can begin anywhere in it."""
-    whole: DistributedSampler[Any] = DistributedSampler(
+    whole: DistributedSampler[int] = DistributedSampler(
         given.dataset, num_replicas=1, rank=0, shuffle=given.shuffle, seed=given.seed
     )
     return EpochSampler(
@@ -109,7 +109,7 @@ class _Progress:
         )
         return share_length(items, batches.batch_size, drop_last=batches.drop_last)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Give the position as plain values."""
         begun = self._sampler.current
         if begun.length is None:

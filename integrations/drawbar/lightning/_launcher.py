@@ -12,9 +12,9 @@ import dataclasses
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import cloudpickle
 import numpy as np
@@ -76,12 +76,19 @@ class Launch:
         return dataclasses.replace(self.run_config, name=None, resume="auto")
 
 
+class GroupSettings(TypedDict, total=False):
+    """What the user said about the process group, as arguments of `TorchConfig`."""
+
+    backend: str
+    timeout_s: float
+
+
 class RayLauncher:
     """Does on workers what a Trainer in the driver is asked for. Lightning calls it."""
 
     is_interactive_compatible = True
 
-    def __init__(self, launch: Launch, torch_config: dict[str, Any]) -> None:
+    def __init__(self, launch: Launch, torch_config: GroupSettings) -> None:
         self._launch = launch
         self._torch_config = torch_config
 
@@ -126,7 +133,7 @@ class RayLauncher:
         """Do nothing: workers end with their run."""
 
 
-def _run(trainer: Trainer, args: Any, kwargs: Any) -> Outcome:
+def _run(trainer: Trainer, args: Sequence[object], kwargs: Mapping[str, object]) -> Outcome:
     """Take a place in this worker and do what the driver's Trainer was called for."""
     strategy: Any = trainer.strategy
     strategy.arrive(trainer)
@@ -140,7 +147,7 @@ def _run(trainer: Trainer, args: Any, kwargs: Any) -> Outcome:
 class ProcessState:
     """What a process has set beside its variables: random generators, and torch's flags."""
 
-    python: Any
+    python: tuple[object, ...]
     numpy: Any
     torch: torch.Tensor
     deterministic: tuple[bool, bool]
@@ -177,11 +184,11 @@ class Outcome:
     result: object
     dataloaders: int
     state: object
-    metrics: dict[str, dict[str, Any]]
-    callbacks: dict[str, Any]
+    metrics: dict[str, dict[str, object]]
+    callbacks: dict[str, dict[str, object]]
     loggers: list[bytes | None]
-    progress: dict[str, Any]
-    weights: dict[str, Any] | None
+    progress: dict[str, object]
+    weights: dict[str, object] | None
 
     @classmethod
     def of(cls, trainer: Any, result: Any) -> Self:
@@ -232,7 +239,7 @@ def _pickled(logger: object) -> bytes | None:
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
-def give_weights(weights: dict[str, Any], module: torch.nn.Module) -> None:
+def give_weights(weights: Mapping[str, object], module: torch.nn.Module) -> None:
     """Load trained weights into the driver's module; warns if it has other ones."""
     missing, unexpected = module.load_state_dict(weights, strict=False)
     if missing or unexpected:

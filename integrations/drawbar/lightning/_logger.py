@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drawbar import train
 from drawbar.lightning._package import OfUsersPackage
@@ -46,6 +46,6 @@ class JournalLogger(OfUsersPackage, Logger, base="loggers.Logger"):
         train.report({**metrics, "step": step})
 
     def log_hyperparams(
-        self, params: dict[str, Any] | Namespace, *args: object, **kwargs: object
+        self, params: dict[str, object] | Namespace, *args: object, **kwargs: object
     ) -> None:
         """Do nothing."""

@@ -14,11 +14,11 @@ import importlib
 import importlib.util
 import sys
 import types
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_args
 
 from drawbar.train.backend import import_failed, require_version
 
-T = TypeVar("T")
+T = TypeVar("T", bound="OfUsersPackage")
 
 Package = Literal["lightning", "pytorch_lightning"]
 
@@ -114,17 +114,17 @@ class OfUsersPackage:
         return f"<{type(self).__name__} for {self.package}>"
 
 
-_made: dict[tuple[type[Any], Package], type[Any]] = {}
+_made: dict[tuple[type[OfUsersPackage], Package], type[OfUsersPackage]] = {}
 
 
 def with_base(cls: type[T], package: Package) -> type[T]:
     """Give the subclass of a class of `OfUsersPackage` that has its base, of a given package."""
     if (cls, package) not in _made:
         _made[cls, package] = _make(cls, package)
-    return _made[cls, package]
+    return cast("type[T]", _made[cls, package])
 
 
-def _make(cls: Any, package: Package) -> type[Any]:
+def _make(cls: type[OfUsersPackage], package: Package) -> type[OfUsersPackage]:
     base = lightning_class(cls._base, package)
     namespace = {
         "__module__": cls.__module__,
@@ -135,5 +135,5 @@ def _make(cls: Any, package: Package) -> type[Any]:
     return types.new_class(cls.__name__, (cls, base), exec_body=lambda body: body.update(namespace))
 
 
-def _restore(cls: type[object], package: Package) -> object:
+def _restore(cls: type[OfUsersPackage], package: Package) -> object:
     return object.__new__(with_base(cls, package))

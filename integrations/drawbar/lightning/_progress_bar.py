@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drawbar.lightning._package import Package, lightning_class
+
+if TYPE_CHECKING:
+    pass
 
 
 def draw_as_text(trainer: Any, package: Package) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drawbar import train
 from drawbar.lightning._checkpoints.commits import (
@@ -77,7 +77,12 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
         self._reported_step = 0
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         """Report, if it is time by steps."""
         step = trainer.global_step

@@ -9,14 +9,14 @@ kept.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from drawbar.torch._apart import meeting_of_our_own
-from drawbar.torch._data_position import BatchCounter, Counter, StateCounter, keep
+from drawbar.torch._data_position import BatchCounter, Counter, StateCounter, Stateful, keep
 from drawbar.torch._devices import get_device
 from drawbar.torch._reproducibility import chosen_seed, derive_seed
 from drawbar.torch._sampler import EpochSampler, Position
@@ -141,7 +141,7 @@ class PreparedDataLoader(DataLoader[T]):
         return getattr(self._loader, name)
 
 
-def _split(loader: DataLoader[Any]) -> EpochSampler[object] | None:
+def _split(loader: DataLoader[object]) -> EpochSampler[object] | None:
     """Exchange the sampler of a loader, unless it is a distributed one."""
     if _is_distributed(loader.sampler) or _is_distributed(loader.batch_sampler):
         return None
@@ -152,20 +152,21 @@ def _split(loader: DataLoader[Any]) -> EpochSampler[object] | None:
         with meeting_of_our_own():
             seed = collective.broadcast_from_rank_zero(seed)
 
-    def split(source: Any, drop_last: bool) -> EpochSampler[Any]:
+    def split(source: Iterable[T], drop_last: bool) -> EpochSampler[T]:
         rank, size = context.get_world_rank(), context.get_world_size()
         return EpochSampler(source, rank=rank, world_size=size, seed=seed, drop_last=drop_last)
 
-    exchanged: dict[str, Any]
+    exchanged: dict[str, object]
+    sampler: EpochSampler[object]
     batches = loader.batch_sampler
     if batches is not None and loader.batch_size is None:  # the user's own: split by whole batches
         sampler = split(batches, bool(getattr(batches, "drop_last", False)))
         exchanged = {"batch_sampler": sampler}
     else:
-        sampler = split(loader.sampler, loader.drop_last)
-        exchanged = {"sampler": sampler}
+        sampler = items = split(loader.sampler, loader.drop_last)
+        exchanged = {"sampler": items}
         if loader.batch_size is not None:
-            exchanged["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+            exchanged["batch_sampler"] = BatchSampler(items, loader.batch_size, loader.drop_last)
     # DataLoader refuses to have these set, since an iterator may be running; this copy has none
     # yet.
     vars(loader).update(exchanged, _iterator=None)
@@ -173,7 +174,7 @@ def _split(loader: DataLoader[Any]) -> EpochSampler[object] | None:
 
 
 def _resume(
-    loader: DataLoader[Any], sampler: EpochSampler[Any] | None, name: str | None
+    loader: DataLoader[object], sampler: EpochSampler[object] | None, name: str | None
 ) -> Counter | None:
     """Keep the loader's position, if it has one, and go on from the recorded one."""
     if sampler is not None:
@@ -187,7 +188,7 @@ def _resume(
     # In worker processes lie copies of the dataset, whose state nobody here can ask for.
     if loader.num_workers or not isinstance(dataset, IterableDataset):
         return None
-    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+    if not isinstance(dataset, Stateful):
         return None
     states = StateCounter(dataset)
     if recorded := keep(states, name):
@@ -195,7 +196,9 @@ def _resume(
     return states
 
 
-def _seeding(loader: DataLoader[Any], sampler: EpochSampler[Any] | None) -> Callable[[], object]:
+def _seeding(
+    loader: DataLoader[object], sampler: EpochSampler[object] | None
+) -> Callable[[], object]:
     """Give what seeds the loader's processes, by rank and place in the data, before each pass.
 
     A loader without a generator of its own draws this seed from PyTorch's at the beginning of each

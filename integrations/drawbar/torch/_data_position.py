@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from drawbar.torch._sampler import EpochSampler, Position
 from drawbar.train.backend import keep_data_position
@@ -30,7 +30,7 @@ class Counter(Protocol):
         """Hand the batches of that iteration out."""
         ...
 
-    def record(self) -> dict[str, Any] | None:
+    def record(self) -> dict[str, object] | None:
         """Say what goes into a checkpoint made now."""
         ...
 
@@ -47,7 +47,7 @@ class BatchCounter:
             whole epochs count.
     """
 
-    def __init__(self, sampler: EpochSampler[Any], items: int) -> None:
+    def __init__(self, sampler: EpochSampler[object], items: int) -> None:
         self._sampler = sampler
         self._items_of_all = items * sampler.num_replicas
         self._iteration = 0
@@ -74,7 +74,7 @@ class BatchCounter:
             if iteration == self._iteration:
                 self._begin = None
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Give the position as plain values."""
         if self._begin is None:
             return asdict(self._sampler.upcoming)
@@ -83,15 +83,28 @@ class BatchCounter:
         return asdict(self._sampler.current.after(self._received * self._items_of_all))
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """A dataset that knows how far it has been read, as plain values."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Give the position."""
+        ...
+
+    def load_state_dict(self, state: dict[str, object], /) -> object:
+        """Go on from a position."""
+        ...
+
+
 class StateCounter:
     """The position of a dataset that knows it: its own `state_dict`, while it is iterated."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Stateful) -> None:
         self._dataset = dataset
         self._running = False
-        self._recorded: dict[str, Any] | None = None
+        self._recorded: dict[str, object] | None = None
 
-    def go_on_from(self, state: dict[str, Any]) -> None:
+    def go_on_from(self, state: dict[str, object]) -> None:
         """Have the dataset begin there."""
         self._recorded = state
         self._dataset.load_state_dict(state)
@@ -107,12 +120,11 @@ class StateCounter:
         finally:
             self._running = False
 
-    def record(self) -> dict[str, Any] | None:
+    def record(self) -> dict[str, object] | None:
         """Give the dataset's state; nothing after an iteration, since the next begins anew."""
         if not self._running:
             return self._recorded
-        state: dict[str, Any] = self._dataset.state_dict()
-        return state
+        return self._dataset.state_dict()
 
 
 def keep(counter: Counter, name: str | None) -> Any:
@@ -127,7 +139,7 @@ def keep(counter: Counter, name: str | None) -> Any:
     """
     alive = weakref.ref(counter)
 
-    def record() -> dict[str, Any] | None:
+    def record() -> dict[str, object] | None:
         counter = alive()
         return None if counter is None else counter.record()
 

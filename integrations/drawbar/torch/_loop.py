@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch import nn
 from drawbar.torch._devices import get_device
 from drawbar.torch._mixed_precision import autocast_forward
 from drawbar.train import get_context
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ParallelStrategy = Literal["ddp", "fsdp", "fsdp2"]
 
@@ -74,7 +77,7 @@ def prepare_model(
     return model
 
 
-def _check_strategy(strategy: object, kwargs: Mapping[str, Any] | None) -> None:
+def _check_strategy(strategy: object, kwargs: Mapping[str, object] | None) -> None:
     names = get_args(ParallelStrategy)
     if strategy is not None and strategy not in names:
         raise ValueError(
@@ -106,7 +109,7 @@ def _fsdp2(
     device: torch.device,
     *,
     modules: Iterable[type[nn.Module]] | Callable[[nn.Module], bool] = (),
-    mesh: Any | None = None,
+    mesh: DeviceMesh | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh

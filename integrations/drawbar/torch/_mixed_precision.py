@@ -126,15 +126,15 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """Do what the optimizer does."""
         self.optimizer.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Give the optimizer's state."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load the optimizer's state."""
         self.optimizer.load_state_dict(state_dict)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Do what the optimizer does."""
         self.optimizer.add_param_group(param_group)
 
@@ -160,7 +160,7 @@ class _AutocastHooks:
         autocast.__enter__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self._open.append(autocast)
 
-    def leave(self, module: nn.Module, inputs: object, output: object) -> Any:
+    def leave(self, module: nn.Module, inputs: object, output: object) -> object:
         if self._open:
             self._open.pop().__exit__(None, None, None)
         return tree_map_only(torch.Tensor, self._to_float, output)

@@ -24,6 +24,7 @@ from torch.utils.data import Sampler
 from drawbar.torch._reproducibility import derive_seed, seeded
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _drawing = threading.Lock()  # random generators belong to the process, ranks may be its threads
 
@@ -52,7 +53,7 @@ class Position:
         return replace(self, consumed=min(consumed, self.length or consumed))
 
 
-class EpochSampler(Sampler[T]):
+class EpochSampler(Sampler[T_co]):
     """Split a sampler, or a batch sampler, between the ranks; a new order each time it is iterated.
 
     Whatever randomness the source has (that of PyTorch, NumPy, Python or its own generator), all
@@ -73,7 +74,13 @@ class EpochSampler(Sampler[T]):
     """
 
     def __init__(
-        self, source: Iterable[T], *, rank: int, world_size: int, seed: int, drop_last: bool = False
+        self,
+        source: Iterable[T_co],
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        drop_last: bool = False,
     ) -> None:
         self.source = source
         self.rank = rank
@@ -94,7 +101,7 @@ class EpochSampler(Sampler[T]):
         if epoch != self.upcoming.epoch:
             self.upcoming = Position(seed=self.upcoming.seed, epoch=epoch)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[T_co]:
         begin = self.upcoming
         # Now and not at the end, which a loop that is left by `break` never comes to.
         self.upcoming = Position(seed=begin.seed, epoch=begin.epoch + 1)
@@ -117,7 +124,7 @@ class EpochSampler(Sampler[T]):
             )
         )
 
-    def _in_order(self, begin: Position, order: Sequence[T]) -> Position:
+    def _in_order(self, begin: Position, order: Sequence[object]) -> Position:
         """Give where to begin in an order: at its beginning, if it is not the recorded one."""
         found = replace(begin, length=len(order), check=checksum(order))
         if begin.length is None or begin == found:

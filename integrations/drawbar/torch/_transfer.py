@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+K = TypeVar("K")
 
 
 def move(batch: object, device: torch.device) -> Any:
@@ -33,7 +35,7 @@ def move(batch: object, device: torch.device) -> Any:
     return batch
 
 
-def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> object:
+def _like(batch: Mapping[K, object], values: dict[K, object]) -> object:
     """Give the same kind of mapping where it can be made from a dict, otherwise a dict."""
     try:
         return type(batch)(values)  # type: ignore[call-arg]  # as each user's own type takes it
@@ -48,7 +50,7 @@ def moved(batches: Iterable[object], device: torch.device, *, ahead: bool) -> It
     return (move(batch, device) for batch in batches)
 
 
-def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[object]:
+def _copied_ahead(batches: Iterator[object], device: torch.device) -> Iterator[object]:
     """Copy each batch on a stream of its own, one batch ahead.
 
     The copying stream first waits for the work that is queued so far, that is, on the batches
@@ -59,7 +61,7 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[obje
     copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's is untyped
     end = object()
 
-    def fetch() -> Any:
+    def fetch() -> object:
         batch = next(batches, end)
         if batch is end:
             return end

@@ -22,7 +22,7 @@ def is_batches(data: object) -> bool:
     return plain and not hasattr(data, "__getitem__")
 
 
-class ShardDataset(IterableDataset[Any]):
+class ShardDataset(IterableDataset[object]):
     """The rows of a shard, or its batches as they are; each iteration is an epoch.
 
     A shard begins, after a restart, with the rest of the epoch. When the checkpoint was made

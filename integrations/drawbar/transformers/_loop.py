@@ -101,7 +101,7 @@ class PreparedTrainer(Trainer):
         with checkpoint.as_directory() if checkpoint else nullcontext() as path:
             return super().train(path or resume_from_checkpoint, *args, **kwargs)
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader[object]:
         """Give the loader of the training data."""
         data = self.train_dataset
         if is_shard(data) or is_batches(data):

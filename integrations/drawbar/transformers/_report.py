@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
@@ -67,7 +66,7 @@ class RayTrainReportCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, Any] | None = None,
+        logs: dict[str, object] | None = None,
         **kwargs: object,
     ) -> None:
         """Report the log."""
@@ -104,7 +103,7 @@ class RayTrainReportCallback(TrainerCallback):
         report(newest_metrics(state))
 
 
-def newest_metrics(state: TrainerState) -> dict[str, Any]:
+def newest_metrics(state: TrainerState) -> dict[str, object]:
     """Give the newest value of each metric that was logged, and where the training is."""
     newest = {name: value for logs in state.log_history for name, value in logs.items()}
     return {**newest, "epoch": state.epoch, "step": state.global_step}

@@ -41,7 +41,7 @@ class CommitsCheckpoints(ParallelStrategy):
         return TrainingLoaders()
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
+        self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object = None
     ) -> None:
         """Save where Lightning says. In the run's directory, that is a report with a checkpoint."""
         name = name_in_run(filepath)
@@ -55,13 +55,13 @@ class CommitsCheckpoints(ParallelStrategy):
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Load from where Lightning says; what is in remote storage is fetched."""
         with local(Path(checkpoint_path)) as path, self.loadable(path) as on_these_workers:
             # Validation and test go through all of their data, however far training has come.
             if _trainer_of(self).state.fn == "fit":
                 self._loaders.go_on_from(Checkpoint(path.parent))
-            loaded: dict[str, Any] = super().load_checkpoint(on_these_workers, *args, **kwargs)
+            loaded: dict[str, object] = super().load_checkpoint(on_these_workers, *args, **kwargs)
         return loaded
 
     def loadable(self, path: Path) -> AbstractContextManager[Path]:
@@ -118,7 +118,7 @@ def common_checkpoint_dir() -> Iterator[Path]:
         yield collective.broadcast_from_rank_zero(Path())
 
 
-def report_together(metrics: Mapping[str, Any], path: Path, **options: Any) -> None:
+def report_together(metrics: Mapping[str, object], path: Path, **options: Any) -> None:
     """Report, on all ranks, the checkpoint that they have written into one directory.
 
     One rank of each node offers what lies there. On a shared filesystem that is the same again,
@@ -131,7 +131,7 @@ def report_together(metrics: Mapping[str, Any], path: Path, **options: Any) -> N
         train.report(metrics)
 
 
-def metrics_of(trainer: Trainer) -> dict[str, Any]:
+def metrics_of(trainer: Trainer) -> dict[str, object]:
     """Give what the model has logged, and the epoch and step at which it is reported."""
     where = {"epoch": trainer.current_epoch, "step": trainer.global_step}
     return {**trainer.callback_metrics, **where}

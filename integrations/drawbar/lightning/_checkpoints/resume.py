@@ -44,7 +44,7 @@ class _LoadOnce(OfUsersPackage, Callback, base="callbacks.Callback"):
     """Has a Trainer forget its `ckpt_path` once `fit` has loaded it, so that `test` does not."""
 
     def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: object, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: object, checkpoint: dict[str, object]
     ) -> None:
         if trainer.state.fn == "fit":
             trainer.ckpt_path = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drawbar.lightning._package import lightning_class
-from drawbar.lightning._strategies.strategy import RayStrategy, Weights, on_cpu
+from drawbar.lightning._strategies.strategy import RayStrategy, Weights
 from drawbar.lightning._strategies.universal_checkpoint import for_any_number_of_workers
 from drawbar.torch import at_end, get_device
 from drawbar.train.backend import require_package
@@ -70,7 +70,7 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
         weights = {}
         for name, value in self.lightning_module.state_dict(keep_vars=True).items():
             with deepspeed.zero.GatheredParameters([value], enabled=hasattr(value, "ds_id")):
-                weights[name] = on_cpu(value).clone() if self.is_global_zero else None
+                weights[name] = value.detach().cpu().clone() if self.is_global_zero else None
         return weights
 
 

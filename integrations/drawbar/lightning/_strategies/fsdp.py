@@ -13,6 +13,8 @@ from drawbar.lightning._strategies.strategy import RayStrategy, Weights
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import FSDPStrategy
+    from torch import Tensor
+    from torch.optim import Optimizer
 else:
     FSDPStrategy = object
 
@@ -66,7 +68,7 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
             **self.kwargs,
         }
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> Weights:
         """Give the module's weights as `state_dict_type` says: this rank's, or all on rank 0."""
         return self.full_state_dict() if self._is_full else super().lightning_module_state_dict()
 
@@ -76,7 +78,7 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
         with _full_state(self.model):
             return self.model.state_dict()
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Give an optimizer's state as `state_dict_type` says: this rank's, or all on rank 0."""
         if not self._is_full:
             return super().optimizer_state(optimizer)

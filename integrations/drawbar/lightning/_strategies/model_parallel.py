@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drawbar.lightning._strategies.strategy import RayStrategy, Weights
 from drawbar.train import get_context
@@ -35,7 +35,7 @@ class RayModelParallelStrategy(
         super().setup_environment()
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
         """How the data is divided: among the workers that differ in the mesh's data dimension."""
         mesh = self.device_mesh["data_parallel"]
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}

@@ -9,7 +9,7 @@ and with its way cleared where Lightning or torch take it for granted that there
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from drawbar.lightning._checkpoints.commits import CommitsCheckpoints
 from drawbar.lightning._environment import RayLightningEnvironment, in_training_function
-from drawbar.lightning._launcher import Launch, RayLauncher
+from drawbar.lightning._launcher import GroupSettings, Launch, RayLauncher
 from drawbar.lightning._package import OfUsersPackage, lightning_class, with_base
 from drawbar.lightning._strategies.accelerator import set_for_workers
 from drawbar.torch import get_device
@@ -27,6 +27,7 @@ from drawbar.train import RunConfig, ScalingConfig, get_context
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies.launchers.launcher import _Launcher
     from lightning.pytorch.strategies.parallel import ParallelStrategy
 else:
     DDPStrategy = ParallelStrategy = object
@@ -83,7 +84,7 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
         return get_device()
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
         """How the data is divided: among all workers of the run."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
@@ -114,8 +115,9 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
         if self.launch is None:
             self._check_process_group()
         else:
-            launcher: Any = RayLauncher(self.launch, self.torch_config_arguments())
-            self._launcher = launcher
+            self._launcher = cast(
+                "_Launcher", RayLauncher(self.launch, self.torch_config_arguments())
+            )
 
     def arrive(self, trainer: Trainer) -> None:
         """Take a place in the worker that the Trainer was sent to from the driver."""
@@ -127,11 +129,11 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
 
     # -- the process group
 
-    def torch_config_arguments(self) -> dict[str, Any]:
+    def torch_config_arguments(self) -> GroupSettings:
         """Give what the user said about the process group, as arguments of `TorchConfig`."""
         backend: str | None = getattr(self, "_process_group_backend", None)
         timeout = getattr(self, "_timeout", None) or default_pg_timeout
-        asked: dict[str, Any] = {}
+        asked: GroupSettings = {}
         if backend is not None:
             asked["backend"] = backend
         if timeout != default_pg_timeout:
@@ -179,7 +181,7 @@ def _ends_a_fit(trainer: Trainer) -> bool:
     return (trainer.state.fn, trainer.state.status) == ("fit", "running")
 
 
-def on_cpu(value: object) -> Any:
+def on_cpu(value: object) -> object:
     """Give a tensor's values on the CPU, without its history; anything else as it is."""
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
