@@ -56,6 +56,8 @@ def reserved_port(candidates: range | None = None) -> Iterator[int]:
     """
     for port in _shuffled(candidates):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
+            # The name first: it decides among Drawbar's own workers, and the look at the port among
+            # all.
             if _bind(name, f"\0drawbar-port-{port}") and _is_free(port):
                 yield port
                 return
@@ -67,6 +69,7 @@ def _shuffled(candidates: range | None) -> Iterator[int]:
     if candidates is not None:
         yield from random.SystemRandom().sample(candidates, len(candidates))
         return
+    # Not by `random`, which a training function may have seeded alike on all ranks.
     ephemeral = _ephemeral()
     for ports in (_PREFERRED, _ALL):
         chosen = [port for port in ports if port not in ephemeral] or list(ports)

@@ -103,6 +103,7 @@ def _set_up(config: LightGBMConfig) -> Iterator[None]:
             call()
 
 
+# By thread: in the worlds of `drawbar.train.testing` the ranks are threads.
 _endings = threading.local()
 
 

@@ -146,7 +146,10 @@ def _use_device(*, required: bool) -> torch.device:
         return torch.device("cpu")
     device = get_device()
     if device.type == "cuda":
+        # For what never asks which one: NCCL and CUDA work on the current one.
         torch.cuda.set_device(device)
+    # Accelerate by itself takes the device whose number is the local rank, which Ray need not have
+    # given.
     set_variable("ACCELERATE_TORCH_DEVICE", str(device))
     if device.type == "cpu":
         set_variable("ACCELERATE_USE_CPU", "true")

@@ -32,6 +32,7 @@ def get_devices() -> list[torch.device]:
         _require_cuda(gpu_ids)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return [torch.device("cuda", index) for index in visible_indices(gpu_ids, visible)]
+    # `torch.distributed` has no backend for MPS.
     if context.get_world_size() == 1 and torch.backends.mps.is_available():
         return [torch.device("mps")]
     return [torch.device("cpu")]

@@ -125,6 +125,7 @@ def _meet(context: TrainContext, timeout: timedelta) -> TCPStore:
     if context.get_world_rank() > 0:
         host, port = collective.broadcast_from_rank_zero(("", 0))
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
+    # It must not wait for the others here, who do not know yet where it is.
     store = TCPStore(
         worker_address(),
         0,
@@ -179,6 +180,7 @@ def _leave() -> None:
     global _ours
     gc.collect()  # before the connections close: the others' errors then come after this rank's own
     if dist.is_initialized():
+        # Destroying would wait for collectives of NCCL that can never end.
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         abort()
     _ours = False

@@ -52,6 +52,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic = True
     cudnn.benchmark = False
+    # Without it torch raises at the first matrix product on CUDA.
     if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -76,6 +77,7 @@ def seeded(seed: int, generators: Iterable[torch.Generator] = ()) -> Iterator[No
     for generator in every:
         generator.manual_seed(seed)
     random.seed(seed)
+    # NumPy takes no more than 32 bits.
     np.random.seed(seed % 2**32)
     try:
         yield

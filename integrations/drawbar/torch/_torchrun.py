@@ -21,6 +21,8 @@ def launched_together() -> bool:
 def torchrun_store() -> LauncherStore:
     """Give the store that torchrun has made for this start of its processes."""
     store, _, _ = next(rendezvous("env://"))
+    # The store is the agent's and outlives its workers: what those before a restart have put there
+    # must not be found again.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     found: LauncherStore = PrefixStore(f"drawbar/{restart}", store)
     return found

@@ -75,6 +75,7 @@ def prepare_trainer(trainer: T) -> T:
             f"{args.save_total_limit})) instead",
             stacklevel=2,
         )
+    # The class and not the object: callbacks and the user hold on to that.
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (PreparedTrainer, kind), {"__module__": __name__})
     return trainer
