@@ -16,11 +16,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from drawbar._boosting._predict import Predictor
 from drawbar.train import LoggingConfig, RunConfig, ScalingConfig
 
 OWN_ARGUMENTS = ("scaling_config", "run_config")
 
 T = TypeVar("T", bound=type)
+
+Prepare = Callable[[Any, Any], object]
+"""Gives the table to predict from, of an estimator and a batch of a Ray Dataset."""
 
 
 class RayEstimator:
@@ -81,14 +85,14 @@ def takes_plain_arguments(estimator: T) -> T:
     return estimator
 
 
-def without_own(params: Mapping[str, object]) -> dict[str, Any]:
+def without_own(params: Mapping[str, object]) -> dict[str, object]:
     """Give an estimator's parameters without those that the library does not know."""
     return {name: value for name, value in params.items() if name not in OWN_ARGUMENTS}
 
 
 def predicting(
-    estimator: Any, method: str, prepare: Callable[[Any, Any], Any], options: Mapping[str, object]
-) -> Callable[[], Callable[[Any], Any]]:
+    estimator: Any, method: str, prepare: Prepare, options: Mapping[str, object]
+) -> Callable[[], Predictor]:
     """Give what makes, in a process that predicts, a function from features to predictions.
 
     Args:
@@ -106,6 +110,6 @@ def predicting(
 
 
 def _predictor(
-    estimator: Any, method: str, prepare: Callable[[Any, Any], Any], options: Mapping[str, object]
-) -> Callable[[Any], Any]:
+    estimator: object, method: str, prepare: Prepare, options: Mapping[str, object]
+) -> Predictor:
     return lambda batch: getattr(estimator, method)(prepare(estimator, batch), **options)

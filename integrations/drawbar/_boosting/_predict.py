@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    import pandas as pd
     from ray.data import Dataset
 
 Predictor = Callable[[object], Any]
@@ -65,7 +66,7 @@ class _Worker:
         self._keep = keep_columns
         self._output = output_column
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: pd.DataFrame) -> pd.DataFrame:
         predicted = np.asarray(self._predict(batch[self._features]))
         kept = batch if self._keep is None else batch[list(self._keep)]
         values = predicted if predicted.ndim == 1 else list(predicted)

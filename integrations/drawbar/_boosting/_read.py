@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -145,10 +144,10 @@ class _Reader:
         self._dataset = dataset
         self._columns = columns
         self._store = store
-        self._codes: dict[str, dict[Any, int]] = {}
+        self._codes: dict[str, dict[object, int]] = {}
         self._pending: list[Block] = []
         self._last_group: object = None
-        self._ended_groups: set[Any] = set()
+        self._ended_groups: set[object] = set()
 
     def add(self, table: pa.Table) -> None:
         self._check_columns(table)

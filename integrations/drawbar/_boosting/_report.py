@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from drawbar._boosting._progress import History
 from drawbar.train import ValidationTaskConfig, checkpoint_dir, get_context, report
@@ -39,7 +38,7 @@ class RoundReports:
         metrics: Metrics | None,
         frequency: int,
         checkpoint_at_end: bool,
-        results_postprocessing_fn: Callable[[dict[str, list[float]]], dict[str, Any]] | None,
+        results_postprocessing_fn: Callable[[dict[str, list[float]]], Mapping[str, object]] | None,
         validation: bool | ValidationTaskConfig,
     ) -> None:
         if isinstance(frequency, bool) or not isinstance(frequency, int):
@@ -98,7 +97,7 @@ class RoundReports:
             for metric, scores in by_metric.items()
         }
         if self._postprocess is not None:
-            return self._postprocess(values)
+            return dict(self._postprocess(values))
         if self._names is None:
             return {name: scores[-1] for name, scores in values.items()}
         unknown = set(self._names.values()) - set(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,7 +21,7 @@ def is_table(given: object) -> TypeGuard[Table]:
     return any(isinstance(kind, type) and isinstance(given, kind) for kind in kinds)
 
 
-def types_of_table(table: Table) -> dict[str, Any]:
+def types_of_table(table: Table) -> dict[str, pa.DataType]:
     """Give Arrow's type of each column."""
     import pyarrow as pa
 

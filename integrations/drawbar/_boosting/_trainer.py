@@ -60,7 +60,7 @@ class BoostingTrainer(DataParallelTrainer):
         train_loop_config: dict[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Any] | None = None,
+        datasets: Mapping[str, object] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
@@ -113,7 +113,7 @@ def _the_function(function: TrainFunction, given: Mapping[str, object]) -> Train
 def _declared(
     fit_class: type[Fit],
     given: dict[str, Any],
-    datasets: Mapping[str, Any] | None,
+    datasets: Mapping[str, object] | None,
     *,
     keep_data: bool,
 ) -> Fit:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import typer
 
@@ -36,7 +37,7 @@ def compare(
         _write(records, settings, metrics)
 
 
-def _beside(all_values: list[dict[str, Any]]) -> dict[str, list[object]]:
+def _beside(all_values: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
     names = dict.fromkeys(name for values in all_values for name in values)
     return {name: [values.get(name) for values in all_values] for name in names}
 

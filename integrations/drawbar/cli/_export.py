@@ -6,7 +6,7 @@ import csv
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -48,11 +48,11 @@ def export(
     sys.stdout.buffer.flush()
 
 
-def _columns(rows: list[dict[str, Any]]) -> list[str]:
+def _columns(rows: list[dict[str, object]]) -> list[str]:
     return list(dict.fromkeys((*_ALWAYS, *(name for row in rows for name in row))))
 
 
-def _csv(rows: list[dict[str, Any]]) -> bytes:
+def _csv(rows: list[dict[str, object]]) -> bytes:
     text = io.StringIO()
     writer = csv.DictWriter(text, _columns(rows), lineterminator="\n")
     writer.writeheader()
@@ -60,7 +60,7 @@ def _csv(rows: list[dict[str, Any]]) -> bytes:
     return text.getvalue().encode(errors="backslashreplace")
 
 
-def _parquet(rows: list[dict[str, Any]]) -> bytes:
+def _parquet(rows: list[dict[str, object]]) -> bytes:
     try:
         import pyarrow
         from pyarrow import parquet

@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 from rich.cells import cell_len, set_cell_size
@@ -33,7 +32,7 @@ def told_of(error: OSError) -> str:
     return f"{os.fspath(error.filename)}: {error.strerror}"
 
 
-def write_json(value: Any) -> None:
+def write_json(value: object) -> None:
     """Write plain data, or structs and dataclasses of it, to stdout as indented JSON.
 
     What is no number, NaN and the infinities, is null, as in any JSON. Bytes of a name that are not
@@ -46,7 +45,7 @@ def write_json(value: Any) -> None:
     sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
 
 
-def _as_text(value: Any) -> Any:
+def _as_text(value: object) -> object:
     """Give plain data with strings that JSON can hold."""
     match value:
         case str():
@@ -153,9 +152,9 @@ def number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def flat(nested: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
+def flat(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Join nested keys with "/", as in a run's table of reports."""
-    joined: dict[str, Any] = {}
+    joined: dict[str, object] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:
             joined |= flat(value, f"{prefix}{key}/")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from lightgbm import Booster
 from lightgbm.callback import CallbackEnv
@@ -50,7 +49,8 @@ class RayTrainReportCallback:
         filename: str = CHECKPOINT_NAME,
         frequency: int = 0,
         checkpoint_at_end: bool = True,
-        results_postprocessing_fn: Callable[[dict[str, list[float]]], dict[str, Any]] | None = None,
+        results_postprocessing_fn: Callable[[dict[str, list[float]]], Mapping[str, object]]
+        | None = None,
         validation: bool | ValidationTaskConfig = False,
     ) -> None:
         self.filename = filename

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import NoReturn
 
 from ray import tune
 
@@ -53,7 +53,7 @@ class TuneReportCallback(UserCallback):
             resources=context.get_trial_resources(),
         )
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "TuneReportCallback reports from the trial's own process, and RunConfig(detached=True) "
             "runs callbacks in another one; set detached=False"
@@ -62,13 +62,13 @@ class TuneReportCallback(UserCallback):
     def after_report(
         self,
         run_context: RunContext,
-        metrics: list[dict[str, Any]],
+        metrics: list[dict[str, object]],
         checkpoint: Checkpoint | None,
     ) -> None:
         """Report rank 0's metrics to Tune, with the checkpoint's path if there is one."""
         tune.report(told(metrics, checkpoint))
 
 
-def told(metrics: list[dict[str, Any]], checkpoint: Checkpoint | None) -> dict[str, Any]:
+def told(metrics: list[dict[str, object]], checkpoint: Checkpoint | None) -> dict[str, object]:
     """Give what Tune gets of one round of reports."""
     return metrics[0] | ({CHECKPOINT_PATH: checkpoint.path} if checkpoint else {})

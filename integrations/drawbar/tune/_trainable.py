@@ -8,7 +8,7 @@ import queue
 import threading
 from typing import Any
 
-from pyarrow.fs import FileSelector, FileType, LocalFileSystem
+from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 from ray import tune
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 from ray.tune.trainable import FunctionTrainable
@@ -71,7 +71,7 @@ def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
         _name = kind.__name__
 
         @classmethod
-        def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        def default_resource_request(cls, config: dict[str, object]) -> tune.PlacementGroupFactory:
             check_names(kind, config)
             wanted = merged(scaling, config.get("scaling_config", scaling))
             return placement_group_factory(wanted, validation)
@@ -92,7 +92,7 @@ class RunTrainable(FunctionTrainable):
     """
 
     def setup(  # type: ignore[override]  # tune.with_parameters gives the trainer
-        self, config: dict[str, Any], trainer: DataParallelTrainer, driver: Driver
+        self, config: dict[str, object], trainer: DataParallelTrainer, driver: Driver
     ) -> None:
         """Take the trainer; the run starts with the first step, when Tune has said from where."""
         self._trainer = trainer
@@ -105,7 +105,7 @@ class RunTrainable(FunctionTrainable):
         self._start_from: str | None = None
         self._saved = Saved(None, {})
 
-    def step(self) -> dict[str, Any]:
+    def step(self) -> dict[str, object]:
         """Wait for the next round of reports, or for the end of the run."""
         if self._run is None:
             self._run = self._started()
@@ -128,7 +128,7 @@ class RunTrainable(FunctionTrainable):
         """Take the checkpoint that the run is to start from."""
         self._start_from = checkpoint_result.checkpoint.path
 
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
+    def reset_config(self, new_config: dict[str, object]) -> bool:
         """Be another trial, in the same process."""
         self.cleanup()
         self._forget()
@@ -149,12 +149,12 @@ class RunTrainable(FunctionTrainable):
         return self._storage.trial_fs_path
 
     @property
-    def _filesystem(self) -> Any:
+    def _filesystem(self) -> FileSystem:
         assert self._storage is not None
         return self._storage.storage_filesystem
 
     @property
-    def _own_filesystem(self) -> Any | None:
+    def _own_filesystem(self) -> FileSystem | None:
         """The filesystem as Drawbar takes it: None for local paths."""
         return None if isinstance(self._filesystem, LocalFileSystem) else self._filesystem
 
@@ -233,7 +233,7 @@ class Rounds(UserCallback):
     def after_report(
         self,
         run_context: RunContext,
-        metrics: list[dict[str, Any]],
+        metrics: list[dict[str, object]],
         checkpoint: Checkpoint | None,
     ) -> None:
         """Keep a round until it is asked for."""
@@ -248,7 +248,7 @@ class Rounds(UserCallback):
         else:
             self._said.put((None, None))
 
-    def next(self) -> tuple[list[dict[str, Any]] | None, Checkpoint | None]:
+    def next(self) -> tuple[list[dict[str, object]] | None, Checkpoint | None]:
         """Wait for the next round; there are no metrics when the run is over.
 
         Raises:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,7 +112,7 @@ class XGBoostBackend(Backend):
                 tracker.free()
 
 
-def _remember(arguments: dict[str, Any]) -> None:
+def _remember(arguments: Mapping[str, object]) -> None:
     _tracker_args.clear()
     _tracker_args.update(arguments)
 

@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 from xgboost import Booster, XGBClassifier, XGBModel, XGBRanker, XGBRegressor
@@ -30,6 +30,9 @@ from drawbar.xgboost._predict import predict_rows
 from drawbar.xgboost._report import RayTrainReportCallback
 from drawbar.xgboost._trainer import XGBoostTrainer
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 Model: TypeAlias = Booster | XGBModel | str
 """What to go on from; a str is a path."""
 
@@ -46,7 +49,7 @@ class _RayXGBModel(RayEstimator):
     _own_objective = "reg:squarederror"
     """What XGBoost is told beside an objective of the user: how predictions come from scores."""
 
-    def get_xgb_params(self) -> dict[str, Any]:
+    def get_xgb_params(self) -> dict[str, object]:
         """Give what goes to XGBoost."""
         return without_own(super().get_xgb_params())  # type: ignore[misc]  # XGBModel's
 
@@ -244,7 +247,7 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         return self._rows(X, y, weight=weight, group=sizes, margin=margin)
 
 
-def _sizes(qid: Values) -> Any:
+def _sizes(qid: Values) -> npt.NDArray[np.int64]:
     values = np.asarray(qid)
     if (values[1:] < values[:-1]).any():
         raise ValueError("qid must be sorted in ascending order, along with the rows")

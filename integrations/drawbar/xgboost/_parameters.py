@@ -33,7 +33,7 @@ _THREADS = ("nthread", "n_jobs")
 """XGBoost's names for the number of threads."""
 
 
-def with_own_threads(params: Mapping[str, Any]) -> dict[str, Any]:
+def with_own_threads(params: Mapping[str, object]) -> dict[str, object]:
     """Give the parameters with a number of threads: this worker's share unless one is set."""
     given = {name: each for name, each in params.items() if name not in _THREADS}
     return {**given, "nthread": max(_threads(params), 0) or worker_threads()}
@@ -74,7 +74,7 @@ def check_parameters(
     _check_objective(params, grouped)
 
 
-def _check_objective(params: Mapping[str, Any], grouped: bool) -> None:
+def _check_objective(params: Mapping[str, object], grouped: bool) -> None:
     objective = str(params.get("objective"))
     if objective.startswith("rank:") and not grouped:
         raise ValueError(f"objective {objective!r} needs group_column, the query of each row")

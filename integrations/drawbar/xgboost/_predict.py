@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ def predict(
     *,
     keep_columns: Sequence[str] | None = None,
     output_column: str = "prediction",
-    predict_options: dict[str, Any] | None = None,
+    predict_options: Mapping[str, object] | None = None,
     **options: object,
 ) -> Dataset:
     """Predict the rows of a Ray Dataset, on as many CPUs as are free.

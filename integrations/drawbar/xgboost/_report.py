@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ class RayTrainReportCallback(TrainingCallback):
         filename: str = CHECKPOINT_NAME,
         frequency: int = 0,
         checkpoint_at_end: bool = True,
-        results_postprocessing_fn: Callable[[dict[str, list[float]]], dict[str, Any]] | None = None,
+        results_postprocessing_fn: Callable[[dict[str, list[float]]], Mapping[str, object]]
+        | None = None,
         validation: bool | ValidationTaskConfig = False,
     ) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class RayTrainReportCallback(TrainingCallback):
         self._reports.after_round(epoch + 1, evals_log, lambda path: self._save(model, path))
         return False
 
-    def after_training(self, model: object) -> Any:
+    def after_training(self, model: object) -> object:
         """Save the model, unless the last round has."""
         done, history = self._progress.rounds, self._progress.history
         self._reports.at_end(done, history, lambda path: self._save(model, path))
