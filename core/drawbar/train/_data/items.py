@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from drawbar.train._data.shard import DatasetShard, Part
 from drawbar.train._rows import Equalize, Read, RowPosition, Shuffle, rest, shares
@@ -17,6 +17,7 @@ from drawbar.train._settings.data_config import DataConfig
 
 if TYPE_CHECKING:
     import numpy as np
+    import ray
     from numpy.typing import NDArray
 
     Numbers = NDArray[np.int64]
@@ -29,6 +30,14 @@ def is_map_style(given: object) -> bool:
     return has_items and "torch.utils.data.dataset.Dataset" in kinds
 
 
+class MapStyle(Protocol):
+    """A dataset of PyTorch's whose items have numbers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> object: ...
+
+
 class ItemsPart:
     """One rank's items of a dataset.
 
@@ -37,12 +46,12 @@ class ItemsPart:
         numbers: Those of the items, in order.
     """
 
-    def __init__(self, kept: Any, numbers: Numbers) -> None:
+    def __init__(self, kept: MapStyle | ray.ObjectRef[MapStyle], numbers: Numbers) -> None:
         self._kept = kept
         self._numbers = numbers
 
     @cached_property
-    def _dataset(self) -> Any:
+    def _dataset(self) -> MapStyle:
         import ray
 
         return ray.get(self._kept) if isinstance(self._kept, ray.ObjectRef) else self._kept
@@ -51,7 +60,7 @@ class ItemsPart:
         """Count the items."""
         return len(self._numbers)
 
-    def iter_rows(self) -> Iterator[Any]:
+    def iter_rows(self) -> Iterator[object]:
         """Give the items as the dataset has them."""
         return (self._dataset[int(number)] for number in self._numbers)
 
@@ -60,7 +69,7 @@ class ItemsPart:
         *,
         batch_size: int = 256,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        device: Any = None,
+        device: object = None,
         drop_last: bool = False,
         local_shuffle_buffer_size: int | None = None,
         local_shuffle_seed: int | None = None,
@@ -102,15 +111,15 @@ def shuffled(numbers: Numbers, seed: int | None) -> Numbers:
     return np.random.default_rng(seed).permutation(numbers)
 
 
-def _moved(batch: Any, device: Any) -> Any:
+def _moved(batch: object, device: object) -> object:
     return _mapped(batch, lambda value: value.to(device) if hasattr(value, "to") else value)
 
 
-def _as_numpy(batch: Any) -> Any:
+def _as_numpy(batch: object) -> object:
     return _mapped(batch, lambda value: value.numpy() if hasattr(value, "numpy") else value)
 
 
-def _mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
+def _mapped(batch: object, change: Callable[[Any], object]) -> object:
     if isinstance(batch, Mapping):
         return {name: _mapped(value, change) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -119,7 +128,7 @@ def _mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def shard_items(
-    name: str, dataset: Any, config: DataConfig, world_size: int, position: RowPosition
+    name: str, dataset: MapStyle, config: DataConfig, world_size: int, position: RowPosition
 ) -> list[DatasetShard]:
     """Give each rank its shard of a dataset: items side by side, or all if it is not split.
 

@@ -25,7 +25,7 @@ def is_fitted(preprocessor: Preprocessor) -> bool:
     return preprocessor.fit_status() in (statuses.FITTED, statuses.NOT_FITTABLE)
 
 
-def fitted(preprocessor: Preprocessor, datasets: Mapping[str, Any]) -> Preprocessor:
+def fitted(preprocessor: Preprocessor, datasets: Mapping[str, object]) -> Preprocessor:
     """Give a preprocessor that is fitted on the training data; one that is fitted already as it is.
 
     Raises:
@@ -43,7 +43,7 @@ def fitted(preprocessor: Preprocessor, datasets: Mapping[str, Any]) -> Preproces
     return copy.deepcopy(preprocessor).fit(dataset)
 
 
-def applied(preprocessor: Preprocessor, datasets: Mapping[str, Any]) -> dict[str, Any]:
+def applied(preprocessor: Preprocessor, datasets: Mapping[str, object]) -> dict[str, object]:
     """Give the datasets as the preprocessor leaves them; functions, when they are called."""
     return {
         name: partial(_made, preprocessor, name, each)
@@ -53,7 +53,7 @@ def applied(preprocessor: Preprocessor, datasets: Mapping[str, Any]) -> dict[str
     }
 
 
-def _made(preprocessor: Preprocessor, name: str, make: Any) -> Dataset | pa.Table:
+def _made(preprocessor: Preprocessor, name: str, make: object) -> Dataset | pa.Table:
     return _transformed(preprocessor, split.made({name: make})[name])
 
 

@@ -69,14 +69,14 @@ def _kind(value: object) -> str:
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
-def opened(datasets: Mapping[str, Any]) -> dict[str, Any]:
+def opened(datasets: Mapping[str, object]) -> dict[str, object]:
     """Read tables and files; leave the functions that make datasets for later."""
     return {
         name: each if callable(each) else _opened(name, each) for name, each in datasets.items()
     }
 
 
-def made(datasets: Mapping[str, Any]) -> dict[str, Any]:
+def made(datasets: Mapping[str, object]) -> dict[str, Any]:
     """Call the functions that make datasets.
 
     Raises:
@@ -87,7 +87,7 @@ def made(datasets: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _opened(name: str, given: Any) -> Any:
+def _opened(name: str, given: object) -> object:
     if _is_ray_dataset(given) or is_map_style(given):
         return given
     _check_kind(name, given)
@@ -99,12 +99,12 @@ def _opened(name: str, given: Any) -> Any:
         ) from error
 
 
-def lazy(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
+def lazy(datasets: Mapping[str, object], config: DataConfig) -> list[str]:
     """Name the datasets that Ray Data computes as they are read; of those that are made already."""
     return [name for name in computed(datasets, config) if not config.splits_exactly(name)]
 
 
-def computed(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
+def computed(datasets: Mapping[str, object], config: DataConfig) -> list[str]:
     """Name the datasets that Ray Data computes at all; of those that are made already."""
     transforms = config.preprocessor is not None  # also what lies in memory
     return [
@@ -114,12 +114,12 @@ def computed(datasets: Mapping[str, Any], config: DataConfig) -> list[str]:
     ]
 
 
-def exactly_split(datasets: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
+def exactly_split(datasets: Mapping[str, object], config: DataConfig) -> dict[str, object]:
     """Give the datasets that are split exactly."""
     return {name: each for name, each in datasets.items() if config.splits_exactly(name)}
 
 
-def check_rows(datasets: Mapping[str, Any], config: DataConfig, world_size: int) -> None:
+def check_rows(datasets: Mapping[str, object], config: DataConfig, world_size: int) -> None:
     """Check that workers get rows of each dataset, as far as its rows are known without computing.
 
     Raises:
@@ -135,7 +135,7 @@ def check_rows(datasets: Mapping[str, Any], config: DataConfig, world_size: int)
         require_rows(name, rows, world_size if is_cut else 1)
 
 
-def left_over(datasets: Mapping[str, Any], config: DataConfig, world_size: int) -> list[str]:
+def left_over(datasets: Mapping[str, object], config: DataConfig, world_size: int) -> list[str]:
     """Say how many rows of each dataset are left out, as far as that is known before the start."""
     if config.equalize != "drop" or config.is_configured:
         return []
@@ -292,7 +292,7 @@ def lazily_read(shards: Sequence[Mapping[str, DatasetShard]]) -> list[str]:
     return sorted(found)
 
 
-def as_ray_datasets(datasets: Mapping[str, Any]) -> dict[str, Dataset]:
+def as_ray_datasets(datasets: Mapping[str, object]) -> dict[str, Dataset]:
     """Give tables and items as Ray Data's datasets."""
     return {name: _as_ray_dataset(each) for name, each in datasets.items()}
 

@@ -77,7 +77,7 @@ def read_parquet(given: Any) -> pa.Table | Dataset:
     return streamed
 
 
-def _nodes() -> list[dict[str, Any]]:
+def _nodes() -> list[dict[str, dict[str, float]]]:
     import ray
 
     if not ray.is_initialized():
