@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 if TYPE_CHECKING:
     from rich.console import RenderHook
 
+# Few enough for the log of a week, often enough for somebody who looks whether it goes on.
 _PLAIN_PERIOD_S = 10.0
 _MAX_METRICS = 6
 
@@ -86,6 +87,8 @@ class Streams:
         self._lock = threading.Lock()
         self._lines: queue.SimpleQueue[tuple[TextIO, str | bytes] | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
+        # A file of the caller's own is written at once, so that it has what was shown when it is
+        # read.
         self._waits = file is not None
 
     def get(self, name: StreamName) -> TextIO:

@@ -206,6 +206,7 @@ def _check_selector(
 def _check_one_worker(nodes: Sequence[NodeShape], bundle: Mapping[str, float]) -> None:
     if any(room_for(node.total, bundle) for node in nodes):
         return
+    # The one that comes nearest by what it has least of, which is what to ask less of.
     largest = max(
         nodes, key=lambda node: min(node.total.get(name, 0) / bundle[name] for name in bundle)
     )

@@ -99,6 +99,7 @@ class CheckpointCommitted(Journaled, frozen=True, kw_only=True, tag="checkpoint"
     def of(manifest: Manifest, *, seconds: float) -> CheckpointCommitted:
         """Give the event of this checkpoint's commit."""
         return CheckpointCommitted(
+            # Of the commit, since a resumed driver tells it once more where a kill came in between.
             time=manifest.time,
             attempt=manifest.attempt,
             index=manifest.index,
@@ -142,6 +143,7 @@ class CheckpointDeleted(Journaled, frozen=True, kw_only=True, tag="checkpoint_de
         check_checkpoint_name(self.name)
 
 
+# Its tag is what journals have had from the first version on, which must still be read.
 class AttemptEnded(Journaled, frozen=True, kw_only=True, tag="attempt_failed"):
     """The attempt ended early. `failures` are headlines, the root cause first."""
 

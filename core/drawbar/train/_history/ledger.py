@@ -106,6 +106,7 @@ class DataLedger:
 
 
 def _epoch(dataset: str, epoch: int, passes: Sequence[DatasetPassEnded]) -> DatasetEpoch:
+    # What earlier attempts have read and kept is in what the newest says had been read before.
     newest = max(each.attempt for each in passes)
     parts: dict[int, PassEnded] = {}
     for each in sorted(passes, key=lambda each: -each.rank):  # of a whole one the lowest rank's

@@ -22,6 +22,7 @@ def changes(before: Mapping[str, object], now: Mapping[str, object], prefix: str
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found += changes(old, new, f"{prefix}{key}.")
+        # A secret that was not written down always differs, and must not be shown either way.
         elif HIDDEN in (old, new) or looks_secret(key):
             if (old is None) != (new is None):
                 found.append(f"{prefix}{key}: changed")

@@ -43,6 +43,7 @@ class ShowsWhatWasSet(ExplainsItsArguments):
 
 def warn_caller(message: str) -> None:
     """Warn of what the innermost line outside Drawbar has asked for."""
+    # By the names of modules: what an integration passes on was still asked for by the user.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("drawbar."):
         frame, level = frame.f_back, level + 1

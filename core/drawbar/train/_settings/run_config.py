@@ -73,6 +73,7 @@ class UserCallback:
 Resume = Literal["auto", "never", "must"]
 ScoreOrder = Literal["max", "min"]
 
+# In the home, which outlives a reboot, and which the nodes of a cluster often share.
 DEFAULT_STORAGE_PATH = "~/drawbar_results"
 
 
@@ -107,9 +108,13 @@ class FailureConfig(ShowsWhatWasSet):
 
     max_failures: int = 0
     _: KW_ONLY
+    # Nodes that go say nothing of the function, which will run elsewhere: no limit.
     max_preemption_failures: int = -1
+    # A node may be lost between placing and starting; what is wrong for good fails three times.
     max_startup_failures: int = 2
     keep_survivors: bool = True
+    # A long epoch is as silent as a hang, and only its user knows how long one may be. So by
+    # default it is said, and nothing is ended.
     hang_timeout: float | timedelta | None = None
     quiet_notice: float | timedelta | None = timedelta(seconds=30)
     controller_failure_limit: InitVar[int | None] = None
@@ -141,6 +146,7 @@ class FailureConfig(ShowsWhatWasSet):
         if timeout is None:
             return
         seconds = require_duration(name, timeout, none_means=none_means)
+        # Frozen for users: what they gave in either form has one from here on.
         object.__setattr__(self, field_name, timedelta(seconds=seconds))
 
 

@@ -95,6 +95,7 @@ class ScalingConfig(ShowsWhatWasSet):
                 "ScalingConfig.num_workers must be an int, or (low, high) for an elastic group, "
                 f"found {self.num_workers!r}"
             )
+        # A list is one too: configs that come out of YAML or JSON have no tuples.
         low, high = self.num_workers
         require_int("ScalingConfig.num_workers[0]", low, at_least=1)
         require_int("ScalingConfig.num_workers[1]", high, at_least=low)

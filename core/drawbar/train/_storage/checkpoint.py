@@ -251,6 +251,7 @@ class Checkpoint:
         return same_filesystem(self.filesystem, other.filesystem)
 
     def __hash__(self) -> int:
+        # Filesystems have no hash, and equal ones need not be one object.
         return hash(self.path)
 
     def __repr__(self) -> str:

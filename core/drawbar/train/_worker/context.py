@@ -49,6 +49,7 @@ def in_session(session: Session, *, whole_process: bool) -> Iterator[None]:
     Runs with `num_workers=0` in several threads begin and end in any order.
     """
     session.callers.begin()
+    # Given back at the end: with `num_workers=0` a function may call `fit()` itself.
     previous, _thread.session = _thread.session, session
     if whole_process:
         _process_sessions.append(session)
