@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -38,7 +38,9 @@ class SharedBatches(Batches):
     A checkpoint has that number, so a run that goes on has the order that it would have had.
     """
 
-    def __init__(self, data: Any, batch_size: int, *, shuffle: bool, rank: int, size: int) -> None:
+    def __init__(
+        self, data: Iterable[object], batch_size: int, *, shuffle: bool, rank: int, size: int
+    ) -> None:
         super().__init__()
         parts = keras.tree.map_structure(np.asarray, [each for each in data if each is not None])
         if keras.backend.backend() == "tensorflow":
@@ -59,12 +61,12 @@ class SharedBatches(Batches):
         if position is not None:
             self._epoch = position - 1  # Keras ends an epoch before it begins the first
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         begin = (index + self._left_out) * self._batch_size
         rows = self._order()[begin : begin + self._batch_size]
         return self._of(own_rows(rows, self._rank, self._size))
 
-    def part(self) -> Any:
+    def part(self) -> object:
         """Give this worker's part of all rows, in their own order, as one batch."""
         bounds = [self._rows * rank // self._size for rank in (self._rank, self._rank + 1)]
         return self._of(range(*bounds))
@@ -104,7 +106,7 @@ class SharedDataset(Batches):
         """How many there are; None if there is no end to them."""
         return None if self._source.num_batches is None else len(self)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         def share(part: Any) -> Any:
             return None if part is None else own_rows(np.asarray(part), self._rank, self._size)
 
@@ -133,13 +135,13 @@ def own_rows(rows: Any, rank: int, size: int) -> Any:
 class ReadBatches(Batches):
     """Batches that can only be read in order, such as those of a `tf.data.Dataset`."""
 
-    def __init__(self, source: Any, number: int) -> None:
+    def __init__(self, source: Iterable[object], number: int) -> None:
         super().__init__()
         self._source = source
         self._number = number
-        self._pass: Iterator[Any] = iter(())
+        self._pass: Iterator[object] = iter(())
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         if index == 0:
             self._pass = islice(iter(self._source), self._left_out, None)
         return keras.tree.map_structure(np.asarray, next(self._pass))
@@ -162,14 +164,14 @@ class ShardBatches(Batches):
         self._done = self._number - -(-left // batch_size)
         self._y = y
         self._sample_weight = sample_weight
-        self._pass: Iterator[Any] = iter(())
-        self._kept: list[Any] = []
+        self._pass: Iterator[dict[str, object]] = iter(())
+        self._kept: list[object] = []
 
     def leave_out(self, batches: int) -> None:
         """Have the next epoch begin where the shard does, which is after as many batches."""
         super().leave_out(self._done if batches else 0)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         if index < len(self._kept):
             return self._kept[index]
         if index == 0:
@@ -181,7 +183,7 @@ class ShardBatches(Batches):
             next(self._pass, None)  # so that the shard knows that it has been read to its end
         return batch
 
-    def _arranged(self, columns: dict[str, Any]) -> Any:
+    def _arranged(self, columns: dict[str, object]) -> object:
         columns = dict(columns)
         batch = [_taken(columns, self._y), _taken(columns, self._sample_weight)]
         x = columns if len(columns) > 1 else next(iter(columns.values()))
@@ -189,13 +191,13 @@ class ShardBatches(Batches):
         return tuple(parts) if len(parts) > 1 else parts[0]
 
 
-def _taken(columns: dict[str, Any], names: str | Sequence[str] | None) -> Any:
+def _taken(columns: dict[str, object], names: str | Sequence[str] | None) -> object:
     if names is None or isinstance(names, str):
         return None if names is None else _column(columns, names)
     return {name: _column(columns, name) for name in names}
 
 
-def _column(columns: dict[str, Any], name: str) -> Any:
+def _column(columns: dict[str, object], name: str) -> object:
     if name not in columns:
         raise KeyError(f"the shard has no column {name!r}; it has {', '.join(map(repr, columns))}")
     return columns.pop(name)

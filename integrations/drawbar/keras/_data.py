@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drawbar.keras._backend import backend_here
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def prepare_dataset(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: object,
+    y: object = None,
+    sample_weight: object = None,
     *,
     batch_size: int | None = None,
     shuffle: bool = False,
@@ -73,7 +73,9 @@ def _sharing_of(batches: Any) -> Callable[[Any, int, int], Any] | None:
     return SharedDataset if isinstance(batches, keras.utils.PyDataset) else None
 
 
-def _of_arrays(data: Any, batch_size: int, shuffle: bool, rank: int, size: int) -> PyDataset:
+def _of_arrays(
+    data: Sequence[object], batch_size: int, shuffle: bool, rank: int, size: int
+) -> PyDataset:
     from drawbar.keras._batches import SharedBatches
 
     if not hasattr(data[0], "__len__") and not isinstance(data[0], Mapping):
@@ -114,7 +116,7 @@ def _of_shard(shard: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: 
 def _of_tf(batches: Any, rank: int, size: int) -> Any:
     import tensorflow as tf
 
-    def share(*batch: Any) -> Any:
+    def share(*batch: object) -> object:
         shared = tf.nest.map_structure(lambda part: _tf_rows(part, rank, size), batch)
         return shared if len(batch) > 1 else shared[0]
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from drawbar.keras._batches import Batches, ReadBatches, SharedBatches
 from drawbar.keras._files import rank_zero_writes
+from drawbar.keras._model import Model
 from drawbar.keras._progress import Progress, add_metrics, training_of
 from drawbar.keras._totals import gather_rows
 from drawbar.train import collective, get_context
@@ -18,7 +19,7 @@ from drawbar.train import collective, get_context
 Method = Callable[..., Any]
 
 
-def fit_on(model: Any, fit: Method) -> Method:
+def fit_on(model: Model, fit: Method) -> Method:
     """Have a `fit` go on where a loaded checkpoint was, also in the middle of an epoch.
 
     Keras does not shuffle the batches of `prepare_dataset`, by numbers that each rank draws. When
@@ -51,7 +52,7 @@ def fit_on(model: Any, fit: Method) -> Method:
     return fit_from_there
 
 
-def _rest(model: Any, data: Any, options: dict[str, Any]) -> Batches | None:
+def _rest(model: Model, data: object, options: dict[str, object]) -> Batches | None:
     """Give the data that the epoch in whose middle the checkpoint was goes on with.
 
     None if there is no such epoch; or if nobody knows how many batches it has, or they are not its
@@ -64,10 +65,10 @@ def _rest(model: Any, data: Any, options: dict[str, Any]) -> Batches | None:
         begun.batches = 0
         return None
 
-    def begin(epoch: int, logs: Any) -> None:
+    def begin(epoch: int, logs: object) -> None:
         rest.leave_out(batches if epoch == first else 0)
 
-    def end(batch: int, logs: Any) -> None:
+    def end(batch: int, logs: object) -> None:
         if training_of(model).begun is begun:
             training_of(model).begun = Progress()
             add_metrics(model, begun)  # not before: TensorFlow makes them in the first batch
@@ -77,7 +78,9 @@ def _rest(model: Any, data: Any, options: dict[str, Any]) -> Batches | None:
     return rest
 
 
-def _add_first(options: dict[str, Any], on_epoch_begin: Method, on_batch_end: Any = None) -> None:
+def _add_first(
+    options: dict[str, Any], on_epoch_begin: Method, on_batch_end: Method | None = None
+) -> None:
     own = keras.callbacks.LambdaCallback(
         on_epoch_begin=on_epoch_begin, on_train_batch_end=on_batch_end
     )
@@ -94,7 +97,7 @@ def _readable(data: Any) -> Batches | None:
     return ReadBatches(data, len(data)) if hasattr(data, "batch_sampler") else None
 
 
-def predict_for_all(model: Any, predict: Method) -> Method:
+def predict_for_all(model: Model, predict: Method) -> Method:
     """Have a `predict` of arrays from `prepare_dataset` give all rows on every rank.
 
     Each computes a part of them. Anything else is computed by each rank for what it is given.
@@ -112,14 +115,14 @@ def predict_for_all(model: Any, predict: Method) -> Method:
     return predict_all
 
 
-def _alone(model: Any, predict: Method) -> Method:
+def _alone(model: Model, predict: Method) -> Method:
     """`predict` on this worker alone.
 
     JAX would take what every worker gives for its part of one batch, and leave the results apart.
     So the model has its variables on this worker's own devices meanwhile.
     """
 
-    def predict_alone(*args: Any, **options: Any) -> Any:
+    def predict_alone(*args: object, **options: object) -> object:
         distribution = keras.distribution.distribution()
         shared = [(variable, variable.value) for variable in model.variables]
         keras.distribution.set_distribution(None)

@@ -44,16 +44,16 @@ def prepare_model(model: Model) -> Model:
     training, backend, size = training_of(model), backend_here(), get_context().get_world_size()
     has_replicas = size > 1 and backend != "jax"  # with JAX Keras computes over all workers
     if has_replicas:
-        copy_rank_zero(model, totals_of(backend))
+        copy_rank_zero(anything, totals_of(backend))
     if training.is_prepared:
         return model
     training.is_prepared = True
-    anything.fit = fit_on(model, anything.fit)
+    anything.fit = fit_on(anything, anything.fit)
     if size > 1:
-        anything.predict = predict_for_all(model, anything.predict)
+        anything.predict = predict_for_all(anything, anything.predict)
     if has_replicas:
         training.totals = totals_of(backend)
-        keep_equal(model, training.totals)
+        keep_equal(anything, training.totals)
     return model
 
 

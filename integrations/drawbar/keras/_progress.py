@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from drawbar.keras._model import Model, Tensor, Variable
 from drawbar.keras._totals import Totals, to_numpy
 from drawbar.train import get_context
 
@@ -34,7 +35,7 @@ class Progress:
     epochs: int = 0
     batches: int = 0
     events: dict[str, int] = field(default_factory=dict)
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    callbacks: list[dict[str, object]] = field(default_factory=list)
     arrays: dict[str, list[Any]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -63,7 +64,7 @@ class Progress:
         return progress
 
 
-def _of_one_rank(tensors: Sequence[Any], weight: Any = None) -> list[Any]:
+def _of_one_rank(tensors: Sequence[Tensor], weight: object = None) -> list[Tensor]:
     return list(tensors)
 
 
@@ -85,15 +86,15 @@ class Training:
     is_prepared: bool = False
 
 
-_trainings: WeakKeyDictionary[Any, Training] = WeakKeyDictionary()
+_trainings: WeakKeyDictionary[object, Training] = WeakKeyDictionary()
 
 
-def training_of(model: Any) -> Training:
+def training_of(model: object) -> Training:
     """Give what is known of a model, which may be nothing yet."""
     return _trainings.setdefault(model, Training())
 
 
-def state_of(model: Any) -> dict[str, list[Any]]:
+def state_of(model: Model) -> dict[str, list[Any]]:
     """Give what a model's own file leaves out. Ranks with replicas must all call it."""
     if not hasattr(model, "metrics_variables"):  # of Keras 2
         return {}
@@ -104,14 +105,14 @@ def state_of(model: Any) -> dict[str, list[Any]]:
     }
 
 
-def restore_seeds(model: Any, progress: Progress) -> None:
+def restore_seeds(model: Model, progress: Progress) -> None:
     """Have a model draw the numbers that it would have drawn."""
     if found := progress.arrays.get("seeds"):
         for variable, value in zip(_seeds(model), found, strict=False):
             variable.assign(value)
 
 
-def add_metrics(model: Any, progress: Progress) -> None:
+def add_metrics(model: Model, progress: Progress) -> None:
     """Add what all ranks had gathered for metrics, on one of them if they are to be added up."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
@@ -121,5 +122,5 @@ def add_metrics(model: Any, progress: Progress) -> None:
             variable.assign(variable.numpy() + value)
 
 
-def _seeds(model: Any) -> list[Any]:
+def _seeds(model: Model) -> list[Variable]:
     return [each for each in model.variables if "float" not in each.dtype]

@@ -8,21 +8,21 @@ when they are read: at the end of an epoch and of `evaluate`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakSet
 
 import keras
 
+from drawbar.keras._model import Model, Optimizer, Tensor, Variable
 from drawbar.keras._progress import training_of
 from drawbar.keras._totals import Totals
 from drawbar.train import collective, get_context
 
-_averaging: WeakSet[Any] = WeakSet()
+_averaging: WeakSet[Optimizer] = WeakSet()
 """The optimizers that are given averages."""
 
 
-def copy_rank_zero(model: Any, totals: Totals) -> None:
+def copy_rank_zero(model: Model, totals: Totals) -> None:
     """Give all ranks rank 0's weights, and its state of the optimizers."""
     states = [variable for each in _optimizers_of(model) for variable in each.variables]
     variables, leads = [*model.variables, *states], get_context().get_world_rank() == 0
@@ -37,11 +37,11 @@ def copy_rank_zero(model: Any, totals: Totals) -> None:
         variable.assign(value)
 
 
-def keep_equal(model: Any, totals: Totals) -> None:
+def keep_equal(model: Model, totals: Totals) -> None:
     """Have every step leave equal weights, also those with an optimizer of a later `compile`."""
     compile = model.compile
 
-    def compile_and_average(*args: Any, **options: Any) -> None:
+    def compile_and_average(*args: object, **options: object) -> None:
         compile(*args, **options)
         _average_steps(model, totals)
 
@@ -51,9 +51,9 @@ def keep_equal(model: Any, totals: Totals) -> None:
     _add_metrics_up(model, totals)
 
 
-def _optimizers_of(model: Any) -> list[Any]:
+def _optimizers_of(model: object) -> list[Optimizer]:
     """Give those that a model trains with: its own, and others that a subclass has beside it."""
-    found = {}
+    found: dict[int, Optimizer] = {}
     for held in vars(model).values():
         parts = held.values() if isinstance(held, Mapping) else held
         for each in parts if isinstance(held, Mapping | list | tuple) else [held]:
@@ -62,11 +62,11 @@ def _optimizers_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _note_rows(model: Any) -> None:
+def _note_rows(model: Model) -> None:
     """Have a step know how many rows this worker has of the batch."""
     train_step, training = model.train_step, training_of(model)
 
-    def step(data: Any) -> Any:
+    def step(data: object) -> object:
         parts = (each for each in keras.tree.flatten(data) if each is not None)
         training.rows = keras.ops.shape(next(parts))[0]
         try:
@@ -77,7 +77,7 @@ def _note_rows(model: Any) -> None:
     model.train_step = step
 
 
-def _average_steps(model: Any, totals: Totals) -> None:
+def _average_steps(model: Model, totals: Totals) -> None:
     if keras.backend.backend() == "tensorflow":
         model.jit_compile = False  # XLA knows no collectives of TensorFlow's
     model.train_function = None  # one that was made before averages nothing
@@ -87,8 +87,8 @@ def _average_steps(model: Any, totals: Totals) -> None:
             optimizer.apply = _averaged(optimizer.apply, model, totals)
 
 
-def _averaged(apply: Any, model: Any, totals: Totals) -> Any:
-    def apply_averaged(grads: Any, trainable_variables: Any = None) -> None:
+def _averaged(apply: Callable[..., object], model: Model, totals: Totals) -> Callable[..., None]:
+    def apply_averaged(grads: Sequence[Tensor | None], trainable_variables: object = None) -> None:
         gathered = _gathered_by_layers(model)
         given = [gradient for gradient in grads if gradient is not None]
         rows = training_of(model).rows
@@ -103,7 +103,7 @@ def _averaged(apply: Any, model: Any, totals: Totals) -> Any:
     return apply_averaged
 
 
-def _gathered_by_layers(model: Any) -> list[Any]:
+def _gathered_by_layers(model: Model) -> list[Variable]:
     """Give what layers change by themselves, without the weights of those that are frozen."""
     return [
         variable
@@ -114,10 +114,10 @@ def _gathered_by_layers(model: Any) -> list[Any]:
     ]
 
 
-def _add_metrics_up(model: Any, totals: Totals) -> None:
+def _add_metrics_up(model: Model, totals: Totals) -> None:
     result = model._get_metrics_result_or_logs
 
-    def result_of_all(logs: Any) -> Any:
+    def result_of_all(logs: object) -> object:
         variables = model.metrics_variables
         own = [variable.numpy() for variable in variables]
         for variable, value in zip(
@@ -134,7 +134,7 @@ def _add_metrics_up(model: Any, totals: Totals) -> None:
     model._get_metrics_result_or_logs = result_of_all
 
 
-def _means_of(logs: Any, totals: Totals) -> Any:
+def _means_of(logs: object, totals: Totals) -> object:
     """Average what a step of the user's own gave for logs, which may be no metrics."""
     own = [keras.ops.convert_to_tensor(each, "float32") for each in keras.tree.flatten(logs)]
     return keras.tree.pack_sequence_as(logs, totals(own, weight=1))

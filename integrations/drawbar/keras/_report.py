@@ -87,7 +87,7 @@ class ReportCheckpointCallback:
         if not self._checkpoint_on.keys() <= BETWEEN_EPOCHS:
             self._wanted |= {"train_batch_end"}  # to know how many batches are done
         self._seen = dict.fromkeys(EVENTS, 0)
-        self._made_with: list[dict[str, Any]] = []
+        self._made_with: list[dict[str, object]] = []
         self._epochs = 0
         self._batches = 0
         self._left_out = 0
@@ -95,28 +95,28 @@ class ReportCheckpointCallback:
         self._model: Any = None
         self._has_warned = False
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: object) -> None:
         """Learn which model it is; Keras calls it."""
         self._model = model
 
-    def set_params(self, params: Any) -> None:
+    def set_params(self, params: Mapping[str, int | None] | None) -> None:
         """Learn how many batches an epoch has, if that is known; Keras calls it."""
         self._batches_of_epoch = (params or {}).get("steps")
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: object = None) -> None:
         """Give other callbacks their state back, which they drop at this event."""
         if self._is_in_run():
             self._restore()
         self._hear("train_begin", logs)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
         """Note the epoch, and how many of its batches were done before."""
         begun = training_of(self._model).begun
         self._epochs = epoch
         self._left_out = self._batches = begun.batches if epoch == begun.epochs else 0
         self._hear("epoch_begin", logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         """Note that the epoch is done."""
         self._epochs, self._batches = epoch + 1, 0
         self._hear("epoch_end", logs)
@@ -141,7 +141,7 @@ class ReportCheckpointCallback:
             self._batches = self._left_out + batch_and_logs[0] + 1
         self._hear(event, (*batch_and_logs, logs))
 
-    def _hear(self, event: str, logs: Any) -> None:
+    def _hear(self, event: str, logs: object) -> None:
         saves, reports = self._checkpoint_on.get(event, 0), self._report_on.get(event, 0)
         if not (saves or reports) or not self._is_in_run():
             return
@@ -169,7 +169,7 @@ class ReportCheckpointCallback:
             return False
         return True
 
-    def _chosen(self, logs: Mapping[str, object]) -> dict[str, Any]:
+    def _chosen(self, logs: Mapping[str, object]) -> dict[str, object]:
         if self._metrics is None or not logs:
             return dict(logs)
         missing = [name for name in self._metrics.values() if name not in logs]
@@ -180,7 +180,7 @@ class ReportCheckpointCallback:
             )
         return {name: logs[found] for name, found in self._metrics.items()}
 
-    def _save(self, metrics: dict[str, Any]) -> None:
+    def _save(self, metrics: dict[str, object]) -> None:
         leads = get_context().get_world_rank() == 0
         if (sync := getattr(self._model, "jax_state_sync", None)) is not None:
             sync()  # on every rank: placing arrays is a meeting of JAX's processes
@@ -254,22 +254,22 @@ def _names(metrics: str | Sequence[str] | Mapping[str, str] | None) -> dict[str,
     return dict(metrics) if isinstance(metrics, Mapping) else {name: name for name in metrics}
 
 
-def _logs_in(given: Any) -> Mapping[str, object]:
+def _logs_in(given: object) -> Mapping[str, object]:
     """Find the logs in what an event came with: perhaps a number, perhaps logs."""
     parts = given if isinstance(given, tuple) else (given,)
     return next((part for part in parts if isinstance(part, Mapping)), {})
 
 
-def _needs_all_ranks(model: Any) -> bool:
+def _needs_all_ranks(model: object) -> bool:
     """Whether saving is a meeting of all ranks: of Keras 2's strategies and of JAX's processes."""
     if hasattr(model, "jax_state_sync"):
         return True
     return getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1) > 1
 
 
-def _values_of(callback: Any) -> dict[str, Any]:
+def _values_of(callback: object) -> dict[str, object]:
     """Give the attributes of a callback that are one value each."""
-    values = {}
+    values: dict[str, object] = {}
     for name, value in vars(callback).items():
         plain = value.item() if getattr(value, "size", 0) == 1 else value
         if isinstance(plain, bool | int | float | str | None):
@@ -277,7 +277,7 @@ def _values_of(callback: Any) -> dict[str, Any]:
     return values
 
 
-def _arrays_of(callback: Any) -> dict[str, list[Any]]:
+def _arrays_of(callback: object) -> dict[str, list[object]]:
     """Give the attributes of a callback that are lists of arrays, such as the best weights."""
     return {
         name: value
@@ -286,7 +286,7 @@ def _arrays_of(callback: Any) -> dict[str, list[Any]]:
     }
 
 
-def _nothing(*batch_and_logs: Any, logs: Any = None) -> None:
+def _nothing(*batch_and_logs: object, logs: object = None) -> None:
     """What Keras calls where nothing is to be done."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from drawbar.keras._backend import backend_here
+from drawbar.keras._model import Tensor
 from drawbar.train import collective, get_context
 
 
@@ -17,7 +18,7 @@ class Totals(Protocol):
     If they are given a weight of this rank's, the means by those weights.
     """
 
-    def __call__(self, tensors: Sequence[Any], weight: Any = None) -> list[Any]: ...
+    def __call__(self, tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]: ...
 
 
 _GROUP_KEY = 20_000  # of TensorFlow's strategies, which count from 1, none comes so far
@@ -58,7 +59,7 @@ def gather_rows(own: Any) -> Any:
     return to_numpy(total)
 
 
-def _torch(tensors: Sequence[Any], weight: Any = None) -> list[Any]:
+def _torch(tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]:
     import torch
     import torch.distributed as dist
 
@@ -77,7 +78,7 @@ def _torch(tensors: Sequence[Any], weight: Any = None) -> list[Any]:
     return _by_type(tensors, concatenate, total, torch.reshape)
 
 
-def _tensorflow(tensors: Sequence[Any], weight: Any = None) -> list[Any]:
+def _tensorflow(tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]:
     import tensorflow as tf
 
     def total(flat: Any) -> Any:
@@ -103,13 +104,13 @@ def _tensorflow(tensors: Sequence[Any], weight: Any = None) -> list[Any]:
 
 
 def _by_type(
-    tensors: Sequence[Any],
-    concatenate: Callable[[list[Any]], Any],
-    total: Callable[[Any], Any],
-    reshape: Callable[[Any, Any], Any],
-) -> list[Any]:
+    tensors: Sequence[Tensor],
+    concatenate: Callable[[list[Tensor]], Tensor],
+    total: Callable[[Tensor], Tensor],
+    reshape: Callable[..., Tensor],
+) -> list[Tensor]:
     """Sum up all tensors of one type at once."""
-    sums: dict[int, Any] = {}
+    sums: dict[int, Tensor] = {}
     for kind in dict.fromkeys(each.dtype for each in tensors):
         chosen = [number for number, each in enumerate(tensors) if each.dtype == kind]
         flat, begin = total(concatenate([tensors[number] for number in chosen])), 0

@@ -50,7 +50,7 @@ class KerasTrainer(DataParallelTrainer):
         backend_config: BackendConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, Any] | None = None,
+        datasets: Mapping[str, object] | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,

@@ -1,0 +1,67 @@
+"""What is used of Keras's models, which have no types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+
+class Tensor(Protocol):
+    """A tensor of Keras's backend."""
+
+    @property
+    def dtype(self) -> object: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __mul__(self, factor: float, /) -> Tensor: ...
+
+    def __getitem__(self, index: slice, /) -> Tensor: ...
+
+
+class Variable(Protocol):
+    """A variable of a model."""
+
+    _value: object
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def value(self) -> Tensor: ...
+
+    def numpy(self) -> Any: ...  # an array of NumPy's, of whatever type
+
+    def assign(self, value: object, /) -> object: ...
+
+
+class Layer(Protocol):
+    """A layer of a model."""
+
+    trainable: bool
+    _non_trainable_variables: Sequence[Variable]
+
+
+class Optimizer(Protocol):
+    """What a model trains with."""
+
+    variables: Sequence[Variable]
+    apply: Callable[..., object]
+
+
+class Model(Protocol):
+    """A model that is compiled."""
+
+    variables: Sequence[Variable]
+    metrics_variables: Sequence[Variable]
+    compile: Callable[..., object]
+    train_step: Callable[..., object]
+    train_function: object
+    predict_function: object
+    jit_compile: object
+    _get_metrics_result_or_logs: Callable[[object], object]
+
+    def _flatten_layers(self) -> Iterable[Layer]: ...
+
+    def get_weights(self) -> Sequence[object]: ...
