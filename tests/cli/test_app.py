@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ COMMANDS = sorted(each.callback.__name__ for each in app.registered_commands if 
 def test_it_is_a_module_too() -> None:
     command = [sys.executable, "-m", "drawbar.cli", "--version"]
     assert subprocess.check_output(command, text=True).startswith("drawbar 0.")
+    closed = f"{shlex.join(command)} >&-"
+    assert subprocess.check_output(closed, shell=True, stderr=subprocess.STDOUT) == b""
 
 
 def test_runs_imports_neither_ray_nor_what_draws(runs_made: Path) -> None:
