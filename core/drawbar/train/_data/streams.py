@@ -77,7 +77,8 @@ def _within(dataset: Dataset, left: Mapping[str, float]) -> Dataset:
     Ray Data counts on the whole cluster otherwise, and plans with CPUs that it never gets. These
     are limits and not `exclude_resources`: Ray Data shares the cluster among all that is read at
     the same time, and takes those off each share. Two datasets beside workers that hold half of the
-    CPUs would have none, and wait for ever.
+    CPUs would have none: one task at a time, and none at all while a rank that waits for another
+    one has rows that it does not take.
     """
     options = dataset.context.execution_options
     limits = options.resource_limits
