@@ -36,7 +36,7 @@ def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) ->
     if ray.is_initialized():
         return False  # a program of the user's has called this
     # What Ray says of its own would stand between rank 0's lines.
-    settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
+    settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     named = address or os.environ.get("RAY_ADDRESS")
     if not standalone and named:
         knock(named)
