@@ -111,7 +111,19 @@ def _without_notices() -> Iterator[None]:
 @contextmanager
 def _set_up() -> Iterator[None]:
     with cluster(), explained():
+        _save_as_in_the_main_thread()
         yield
+
+
+def _save_as_in_the_main_thread() -> None:
+    """Have Keras 2 save `.keras` files in this thread too, from the second one on.
+
+    In all but the thread that has imported it, it saves HDF5 by that name after the first.
+    """
+    saving = sys.modules.get("tf_keras.src.saving.saving_lib")
+    enabled = getattr(saving, "_SAVING_V3_ENABLED", None)
+    if enabled is not None:
+        enabled.value = True
 
 
 @contextmanager
