@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,36 @@ class TrainingLoaders:
         """Name a loader by its number, which begins anew when loaders are made anew."""
         self._numbers[epoch] += 1
         return f"lightning.train_dataloader-{self._numbers[epoch]}"
+
+
+class ShardBatches:
+    """Batches of a dataset's shard. A pass that has none is followed by the next one.
+
+    After a restart the first pass gives what is left of the epoch. Where the checkpoint was made at
+    its very end that is nothing, and Lightning is in the next epoch already.
+
+    Args:
+        batches: As `iter_torch_batches` gives them; each iteration is a pass.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    @staticmethod
+    def are(dataloader: object) -> bool:
+        """Whether a loader gives such batches: it is of no class of torch's or the user's then."""
+        return type(dataloader).__module__.startswith("drawbar.train.")
+
+    def __iter__(self) -> Iterator[object]:
+        is_empty = True
+        for batch in self._batches:
+            is_empty = False
+            yield batch
+        if is_empty:
+            yield from self._batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
 
 def _same_order(given: DistributedSampler[int]) -> EpochSampler[int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drawbar import train
-from drawbar.lightning._data_position import TrainingLoaders
+from drawbar.lightning._data_position import ShardBatches, TrainingLoaders
 from drawbar.train import Checkpoint, CheckpointConsistencyMode, collective, get_context
 from drawbar.train.backend import align_reports, discard_checkpoint
 
@@ -79,6 +79,8 @@ class CommitsCheckpoints(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Have the checkpoints carry how far a training loader has come."""
         dataloader = super().process_dataloader(dataloader)
+        if ShardBatches.are(dataloader):
+            return ShardBatches(dataloader)
         trainer = _trainer_of(self)
         return self._loaders.resumable(dataloader, trainer) if trainer.training else dataloader
 

@@ -1,0 +1,74 @@
+"""Shards of Ray Data as Lightning's loaders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import ray.data
+import torch
+
+from drawbar import train
+from drawbar.lightning import RayDDPStrategy, RayTrainReportCallback, prepare_trainer
+from drawbar.torch import TorchTrainer
+from drawbar.train import FailureConfig, RunConfig, ScalingConfig
+
+
+class Line(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch["x"]).square().mean()
+        return loss
+
+    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+        self.log("validated", float(self.current_epoch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class FailsOnce(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1 and train.get_context().get_attempt() == 0:
+            raise RuntimeError("once")
+
+
+def function() -> int:
+    strategy: Any = RayDDPStrategy()
+    trainer = prepare_trainer(
+        L.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            strategy=strategy,
+            callbacks=[RayTrainReportCallback(), FailsOnce()],
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            logger=False,
+        )
+    )
+    batches = train.get_dataset_shard("train").iter_torch_batches(batch_size=2)
+    held_out = train.get_dataset_shard("valid").iter_torch_batches(batch_size=2)
+    trainer.fit(Line(), batches, held_out)
+    return int(trainer.global_step)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.filterwarnings("ignore")  # Lightning's, of few workers and no logger
+def test_a_run_goes_on_with_the_epoch_that_follows(run_config: RunConfig) -> None:
+    rows = ray.data.from_items([{"x": np.ones(1, np.float32)}] * 4).materialize()
+    result = TorchTrainer(
+        function,
+        datasets={"train": rows, "valid": rows},
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=replace(run_config, failure_config=FailureConfig(max_failures=1)),
+    ).fit()
+    assert result.return_value == 4
+    assert result.metrics is not None
+    assert result.metrics["validated"] == 1
