@@ -48,12 +48,12 @@ class SharedBatches(Batches):
         lengths = {len(each) for each in keras.tree.flatten(parts)}
         if len(lengths) != 1:
             raise ValueError(f"the arrays have different numbers of rows: {sorted(lengths)}")
-        self._parts = parts
+        self.arrays = parts
         self._rows = lengths.pop()
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._number = -(-self._rows // batch_size)
-        self._rank = rank
-        self._size = size
+        self.rank = rank
+        self.size = size
         self._shuffle = shuffle
         self._epoch = 0
         self._drawn: tuple[int, Any] = (-1, None)
@@ -62,26 +62,21 @@ class SharedBatches(Batches):
             self._epoch = position - 1  # Keras ends an epoch before it begins the first
 
     def __getitem__(self, index: int) -> object:
-        begin = (index + self._left_out) * self._batch_size
-        rows = self._order()[begin : begin + self._batch_size]
-        return self._of(own_rows(rows, self._rank, self._size))
+        begin = (index + self._left_out) * self.batch_size
+        rows = self.order()[begin : begin + self.batch_size]
+        return self._of(own_rows(rows, self.rank, self.size))
 
     def part(self) -> object:
         """Give this worker's part of all rows, in their own order, as one batch."""
-        bounds = [self._rows * rank // self._size for rank in (self._rank, self._rank + 1)]
+        bounds = [self._rows * rank // self.size for rank in (self.rank, self.rank + 1)]
         return self._of(range(*bounds))
 
     def on_epoch_end(self) -> None:
         """Go on to the next epoch's order; Keras calls it."""
         self._epoch += 1
 
-    def _of(self, rows: Any) -> Any:
-        if isinstance(rows, range):  # which needs no copy
-            rows = slice(rows.start, rows.stop, rows.step)
-        batch = keras.tree.map_structure(lambda part: part[rows], self._parts)
-        return tuple(batch) if len(batch) > 1 else batch[0]
-
-    def _order(self) -> Any:
+    def order(self) -> Any:
+        """Give the rows in the order of this epoch."""
         if not self._shuffle:
             return range(self._rows)
         epoch, order = self._drawn
@@ -89,6 +84,12 @@ class SharedBatches(Batches):
             order = np.random.default_rng(self._epoch).permutation(self._rows)
             self._drawn = (self._epoch, order)
         return order
+
+    def _of(self, rows: Any) -> Any:
+        if isinstance(rows, range):  # which needs no copy
+            rows = slice(rows.start, rows.stop, rows.step)
+        batch = keras.tree.map_structure(lambda part: part[rows], self.arrays)
+        return tuple(batch) if len(batch) > 1 else batch[0]
 
 
 class SharedDataset(Batches):

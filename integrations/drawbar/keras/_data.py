@@ -116,14 +116,15 @@ def _of_shard(shard: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: 
 def _of_tf(batches: Any, rank: int, size: int) -> Any:
     import tensorflow as tf
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def share(*batch: object) -> object:
-        shared = tf.nest.map_structure(lambda part: _tf_rows(part, rank, size), batch)
+        shared = tf.nest.map_structure(lambda part: tf_rows(part, rank, size), batch)
         return shared if len(batch) > 1 else shared[0]
 
     return batches.map(share)
 
 
-def _tf_rows(rows: Any, rank: int, size: int) -> Any:
+def tf_rows(rows: Any, rank: int, size: int) -> Any:
     """Do what `own_rows` does, in a graph."""
     import tensorflow as tf
 

@@ -40,16 +40,27 @@ def fit_on(model: Model, fit: Method) -> Method:
         if (set_epoch := getattr(getattr(x, "batch_sampler", None), "set_epoch", None)) is not None:
             _add_first(options, lambda epoch, logs: set_epoch(epoch))
         rest = _rest(model, x, options)
+        if rest is None and options.get("steps_per_epoch") is None and _is_tf_faster(x):
+            from drawbar.keras._tf_batches import as_tf_dataset
+
+            x, in_order = as_tf_dataset(x)
+            options["callbacks"].insert(0, in_order)
         with warnings.catch_warnings(), rank_zero_writes(options["callbacks"]) as callbacks:
             if options.get("steps_per_epoch") is None:  # an epoch ends as its data does
                 warnings.filterwarnings("ignore", "Your input ran out of data")
             options["callbacks"] = callbacks
             history = fit(x if rest is None else rest, *args, **options)
+        if rest is not None:
+            rest.leave_out(0)  # whatever it is read for next
         if get_context().get_world_size() > 1:
             collective.barrier()
         return history
 
     return fit_from_there
+
+
+def _is_tf_faster(data: object) -> bool:
+    return isinstance(data, SharedBatches) and keras.backend.backend() == "tensorflow"
 
 
 def _rest(model: Model, data: object, options: dict[str, object]) -> Batches | None:
