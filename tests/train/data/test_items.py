@@ -82,7 +82,8 @@ def test_batches_are_those_of_a_loader() -> None:
     ]
 
 
-def test_a_run_without_ray_reads_them_and_says_what_was_read(run_config: RunConfig) -> None:
+@pytest.mark.usefixtures("ray_cluster")  # its datasets are kept in Ray, also of no workers
+def test_a_run_of_no_workers_reads_them_and_says_what_was_read(run_config: RunConfig) -> None:
     def function() -> list[int]:
         shard: Any = train.get_dataset_shard("train")
         return [number for batch in shard.iter_torch_batches() for number in batch["id"].tolist()]
