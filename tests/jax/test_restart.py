@@ -132,7 +132,7 @@ def losses(result: Result) -> list[float]:
 def test_killed_ranks_in_meshes_of_four_and_two_change_nothing(tmp_path: Path) -> None:
     undisturbed = fit(tmp_path, "undisturbed", num_workers=0, max_failures=0)  # in this process
     assert undisturbed.return_values[0]["processes"] == 1
-    with pytest.raises(WorkerGroupError):
+    with pytest.raises(WorkerGroupError, match="SIGKILL"):
         fit(tmp_path, "disturbed", num_workers=4, max_failures=0)
     disturbed = fit(tmp_path, "disturbed", num_workers=2, max_failures=2)
     for value in disturbed.return_values:

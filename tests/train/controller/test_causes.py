@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.train import BackendConfig, RunConfig, WorkerGroupError, get_context
+from drawbar.train import BackendConfig, RunConfig, WorkerFailure, WorkerGroupError, get_context
+from drawbar.train._controller.attempt_failed import AttemptFailed
+from drawbar.train._messages import Gone
 from drawbar.train.testing import run_in_threads
 
 
@@ -46,3 +49,37 @@ def test_a_peers_failure_is_not_the_cause_if_it_is_told_first(tmp_path: Path) ->
             function, backend_config=backend, run_config=RunConfig(storage_path=tmp_path)
         )
     assert [failure.rank for failure in caught.value.failures] == [1, 0]
+
+
+PATIENCE = 60.0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41379",
+        "Gloo all-reduce failed: Connection reset by peer",
+        "NCCL error: remote process exited or there was a network error",
+        "UNAVAILABLE: Collective ops is aborted by: Socket closed",
+    ],
+)
+def test_a_death_that_a_peer_feels_before_ray_tells_is_waited_for(said: str) -> None:
+    async def told_late() -> bool:
+        failure = WorkerFailure(rank=0, kind="exception", type_name="RuntimeError", message=said)
+        failed = AttemptFailed("worker", [failure])
+        waiting = asyncio.create_task(failed.first_cause(PATIENCE))
+        waited = not (await asyncio.wait([waiting], timeout=0.1))[0]
+        failed.hear(1, Gone(detail="SIGKILL", time=0.0))
+        await waiting
+        return waited
+
+    assert asyncio.run(told_late())
+
+
+def test_nobody_is_waited_for_where_no_peer_is_missed() -> None:
+    async def told() -> bool:
+        failure = WorkerFailure(rank=0, kind="exception", type_name="ValueError", message="boom")
+        waiting = asyncio.create_task(AttemptFailed("worker", [failure]).first_cause(PATIENCE))
+        return bool((await asyncio.wait([waiting], timeout=PATIENCE))[0])
+
+    assert asyncio.run(told())

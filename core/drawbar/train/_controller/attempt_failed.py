@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from dataclasses import dataclass, field
 
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import AttemptEnd
 from drawbar.train._messages import Failed, FunctionRaised, Gone, Message
+
+DEATH_SECONDS = 2.0
+"""How long a rank's death is waited for, once a peer says that its connection has broken."""
+
+# As gloo, NCCL, PyTorch's store, gRPC (JAX, TensorFlow) and the sockets of the system say it.
+_PEER_IS_LOST = re.compile(
+    r"closed by (the )?(remote )?peer|reset by peer|broken pipe|socket closed|remote process exited"
+    r"|connection (was likely closed|refused)|\bUNAVAILABLE\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass
@@ -45,14 +56,25 @@ class AttemptFailed(Exception):
         """Wait until those have told how they failed whose functions had raised first.
 
         What a rank tells may have come of another's failure, which is still on its way: peers fail
-        in a collective while the one to blame lets go of them, and it tells only then.
+        in a collective while the one to blame lets go of them, and it tells only then. Of a process
+        that was killed Ray tells, and its peers feel it sooner.
         """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(patience, DEATH_SECONDS)):
+                while self._misses_a_peer():
+                    self._heard.clear()
+                    await self._heard.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 # Not longer: a rank that hangs in its clean-up may never tell.
                 while self._failed_before():
                     self._heard.clear()
                     await self._heard.wait()
+
+    def _misses_a_peer(self) -> bool:
+        """Whether all that is known comes of a peer that is gone, and none is said to be."""
+        blamed = all(_PEER_IS_LOST.search(failure.message) for failure in self.failures)
+        return bool(self.failures) and blamed and not self.gone
 
     def _failed_before(self) -> bool:
         """Whether a rank has raised before all that have told, and has not told yet."""
