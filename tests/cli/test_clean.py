@@ -55,6 +55,17 @@ def test_what_was_never_committed_goes_and_what_was_handed_over_stays(
     assert found(drawbar, storage) == []
 
 
+def test_a_terminal_that_is_narrower_than_a_path_costs_no_word(
+    drawbar: Command, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = storage / "long" / ".staging" / "stage-1"
+    stage.mkdir(parents=True)
+    (stage / "model").write_text("half")
+    monkeypatch.setenv("COLUMNS", "40")
+    first = drawbar("clean", storage).out.splitlines()[0]
+    assert first.split("  ") == ["4 bytes", "what was never committed", str(stage.parent)]
+
+
 def test_old_checkpoints_go_by_the_rule_of_the_run(drawbar: Command, storage: Path) -> None:
     old = ["checkpoint_000000", "checkpoint_000001"]
     assert found(drawbar, storage / "long", "--keep", 1) == old

@@ -92,7 +92,9 @@ def write_table(rows: Sequence[Sequence[str]], indent: str = "", *, whole: bool 
     if widths and (room := columns()):
         room -= len(indent) + len(_GAP) * (len(widths) - 1)
         if whole:
-            widths = [*_fitting(widths[:-1], room - widths[-1]), widths[-1]]
+            others = _fitting(widths[:-1], room - widths[-1])
+            # A line that is longer than the terminal anyhow loses nothing more.
+            widths = [*others, widths[-1]] if sum(others) + widths[-1] <= room else widths
         else:
             widths = _fitting(widths, room)
     for row in rows:

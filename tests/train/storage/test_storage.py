@@ -20,7 +20,7 @@ from drawbar.train._history.journal import events_of
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.checkpoint_store import Draft
 from drawbar.train._storage.contents import CHECKSUMS, MANIFEST, METADATA, VALIDATION, list_files
-from drawbar.train._storage.files import remove_tree
+from drawbar.train._storage.files import remove_tree, write_atomically
 from drawbar.train._storage.remote_folder import Folder, locate
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import Part, one_at_a_time
@@ -464,6 +464,25 @@ def test_what_a_link_leads_to_is_not_deleted_with_the_link(
     assert run.checkpoints.committed() == []
     assert list(run.staging.path.iterdir()) == []
     assert read(tmp_path / "on another disk") == {"a": "a"}
+
+
+def test_an_attempt_that_ends_leaves_alone_what_is_on_its_way_into_a_checkpoint(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where the validation of the last checkpoint ends together with the attempt.
+    staged = stage(run, {"a": "a"})
+    seen: list[list[Path]] = []
+    replace = os.replace
+
+    def looked(source: Path, target: Path) -> None:
+        seen.append(run.staging.stages())
+        assert source.parent == run.staging.path
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", looked)
+    write_atomically(run.path / "new", b"data", by_way_of=run.staging.path)
+    assert seen == [[staged]]
+    assert (run.path / "new").read_bytes() == b"data"
 
 
 def test_what_is_set_aside_after_a_commit_is_not_deleted_for_it(run: RunDirectory) -> None:

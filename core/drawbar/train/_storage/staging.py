@@ -91,8 +91,11 @@ class StagingArea:
         return path.parent == self.path
 
     def stages(self) -> list[Path]:
-        """List what lies in the staging area."""
-        return list(self.path.glob("*"))
+        """List what lies in the staging area, but for files that are on their way elsewhere.
+
+        Those come and go while a checkpoint is added to, whatever becomes of an attempt.
+        """
+        return list(self.path.glob("[!.]*"))
 
     def put(self, share: Share) -> Path:
         """Copy or move a rank's share into a new folder; if that fails the folder is gone.
