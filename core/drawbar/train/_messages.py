@@ -1,8 +1,7 @@
-"""What a worker and the controller say to each other. Plain data, no behaviour.
+"""What a worker tells the controller, and what it is told before it begins. Plain data.
 
-A worker says `Message`s, in order, on the one stream that `Worker.run` yields; the controller gives
-`Order`s through the actor's control group. Everything here pickles without any of the user's
-classes.
+`Message`s come in order, on the one stream that `Worker.run` yields; `_orders` is what the
+controller gives back. Everything here pickles without any of the user's classes.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from drawbar.train._metrics import Metrics
 from drawbar.train._rows import Equalize
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import FileEntry, check_stays_inside
-from drawbar.train._storage.manifest import ReportedCheckpointStatus, Validation
+from drawbar.train._storage.manifest import Validation
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.unshared_node import FileAnswer
 from drawbar.train._surroundings import Surroundings
 
 
@@ -368,71 +366,4 @@ Message = (
     | Failed
     | Interrupted
     | Gone
-)
-
-
-class Persist(msgspec.Struct, frozen=True, kw_only=True):
-    """Put these files of your offer for checkpoint `index` where a commit can take them.
-
-    `name`: of the checkpoint.
-    """
-
-    index: int
-    files: tuple[FileEntry, ...]
-    name: str
-
-
-class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """Checkpoint `index` is committed; `name` is its directory in the run."""
-
-    index: int
-    name: str
-
-
-class CollectiveDone(msgspec.Struct, frozen=True, kw_only=True):
-    """The `sequence`-th collective is complete. `payloads` has one entry, or one per rank."""
-
-    sequence: int
-    payloads: tuple[Carried | None, ...]
-
-
-class CheckpointsAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The committed checkpoints that are still kept, oldest first, as (name, metrics, status)."""
-
-    number: int
-    checkpoints: tuple[tuple[str, Metrics, ReportedCheckpointStatus], ...]
-
-
-class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all ranks stood, in words; their full stacks are below the run's directory."""
-
-    number: int
-    text: str
-
-
-class FileTaken(msgspec.Struct, frozen=True, kw_only=True):
-    """The chunk of this number is written."""
-
-    number: int
-
-
-class Interrupt(msgspec.Struct, frozen=True, kw_only=True):
-    """End the function as soon as possible; the reason is for its log.
-
-    `by_user`: it is not that another rank failed, and a program may clean up as on a Ctrl-C.
-    """
-
-    reason: str
-    by_user: bool = False
-
-
-Order = (
-    Persist
-    | Committed
-    | CollectiveDone
-    | CheckpointsAnswer
-    | Diagnosis
-    | FileTaken
-    | FileAnswer
-    | Interrupt
 )

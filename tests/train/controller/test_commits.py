@@ -9,7 +9,8 @@ from pathlib import Path
 from drawbar.train import CheckpointConfig
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.progress import Round
-from drawbar.train._messages import FileSent, FileTaken, Offer, Order, Persist, Reported
+from drawbar.train._messages import FileSent, Offer, Reported
+from drawbar.train._orders import FileTaken, Order, Persist
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.run_directory import RunDirectory

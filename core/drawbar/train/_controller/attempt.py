@@ -37,7 +37,6 @@ from drawbar.train._history.stream import Emit
 from drawbar.train._messages import (
     CheckpointsAsked,
     CollectiveCalled,
-    CollectiveDone,
     DiagnosisAsked,
     Discarded,
     Failed,
@@ -49,7 +48,6 @@ from drawbar.train._messages import (
     Gone,
     Interrupted,
     Message,
-    Order,
     PassEnded,
     Persisted,
     PreemptionInfo,
@@ -61,6 +59,7 @@ from drawbar.train._messages import (
     WorkerInfo,
     Wrote,
 )
+from drawbar.train._orders import CollectiveDone, Order
 from drawbar.train._storage.manifest import Manifest
 
 

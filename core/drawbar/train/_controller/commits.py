@@ -26,14 +26,8 @@ from drawbar.train._history.events import (
     CheckpointCommitted,
 )
 from drawbar.train._history.stream import Emit
-from drawbar.train._messages import (
-    Committed,
-    FileSent,
-    FileTaken,
-    Order,
-    Persist,
-    Persisted,
-)
+from drawbar.train._messages import FileSent, Persisted
+from drawbar.train._orders import Committed, FileTaken, Order, Persist
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage import fault_points, upkeep
 from drawbar.train._storage.checkpoint_store import Draft

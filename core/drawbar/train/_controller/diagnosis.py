@@ -10,7 +10,8 @@ from pathlib import Path
 from drawbar.train._group.worker_group import WorkerGroup
 from drawbar.train._history.events import Notice
 from drawbar.train._history.stream import Emit
-from drawbar.train._messages import Diagnosis, DiagnosisAsked
+from drawbar.train._messages import DiagnosisAsked
+from drawbar.train._orders import Diagnosis
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.stack import Stack

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from drawbar.train._messages import FileAsked, FileSent, FileTaken, Order
+from drawbar.train._messages import FileAsked, FileSent
+from drawbar.train._orders import FileTaken, Order
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.unshared_node import FileAnswer, read_piece, write_piece
 from drawbar.train._threads import in_daemon_thread

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.progress import Progress
 from drawbar.train._controller.validations import Validations
-from drawbar.train._messages import (
-    CheckpointConsistencyMode,
-    CheckpointsAnswer,
-    CheckpointsAsked,
-    Order,
-)
+from drawbar.train._messages import CheckpointConsistencyMode, CheckpointsAsked
+from drawbar.train._orders import CheckpointsAnswer, Order
 
 
 @dataclass(frozen=True)

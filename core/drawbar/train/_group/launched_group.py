@@ -34,7 +34,8 @@ from drawbar.train._group.peers import (
 )
 from drawbar.train._group.thread_group import ThreadWorkerGroup
 from drawbar.train._group.worker_group import Hear, OnWait
-from drawbar.train._messages import Assignment, Gone, Interrupt, Order, Ranks, WorkerInfo
+from drawbar.train._messages import Assignment, Gone, Ranks, WorkerInfo
+from drawbar.train._orders import Interrupt, Order
 from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.stack import Stack, stopped_stack
 

@@ -21,7 +21,8 @@ from typing import Any, TypedDict
 
 from drawbar.train._carry import Carried, carry
 from drawbar.train._errors import ControllerError
-from drawbar.train._messages import Assignment, Message, Order, Ranks, WorkerInfo
+from drawbar.train._messages import Assignment, Message, Ranks, WorkerInfo
+from drawbar.train._orders import Order
 from drawbar.train._settings.backend import LauncherStore
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.addresses import LOOPBACK, node_address

@@ -21,17 +21,8 @@ from drawbar.train._errors import WorkerFailure
 from drawbar.train._group.actor_pool import ActorPool, Member, awaited
 from drawbar.train._group.cluster import node_is_safe
 from drawbar.train._group.worker_group import Hear, OnWait
-from drawbar.train._messages import (
-    Assignment,
-    Failed,
-    Gone,
-    Interrupt,
-    Message,
-    Order,
-    Ranks,
-    Retired,
-    WorkerInfo,
-)
+from drawbar.train._messages import Assignment, Failed, Gone, Message, Ranks, Retired, WorkerInfo
+from drawbar.train._orders import Interrupt, Order
 from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.stack import Stack, stopped_stack
 

@@ -17,16 +17,8 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from drawbar.train._group.worker_group import Hear, OnWait
-from drawbar.train._messages import (
-    Assignment,
-    Failed,
-    Interrupt,
-    Interrupted,
-    Message,
-    Order,
-    Ranks,
-    WorkerInfo,
-)
+from drawbar.train._messages import Assignment, Failed, Interrupted, Message, Ranks, WorkerInfo
+from drawbar.train._orders import Interrupt, Order
 from drawbar.train._threads import in_daemon_thread
 from drawbar.train._worker.actor import Payload, perform
 from drawbar.train._worker.environment import as_before

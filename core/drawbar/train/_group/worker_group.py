@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from drawbar.train._messages import Assignment, Message, Order, Ranks, WorkerInfo
+from drawbar.train._messages import Assignment, Message, Ranks, WorkerInfo
+from drawbar.train._orders import Order
 from drawbar.train._settings.backend import WorkerGroupView
 from drawbar.train._worker.stack import Stack
 

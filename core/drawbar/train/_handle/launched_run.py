@@ -47,7 +47,8 @@ from drawbar.train._history.journal import events_of
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.host import Host
 from drawbar.train._launch.jobs import Jobs
-from drawbar.train._messages import Assignment, Interrupt, Message, Ranks
+from drawbar.train._messages import Assignment, Message, Ranks
+from drawbar.train._orders import Interrupt
 from drawbar.train._settings.backend import LauncherStore
 from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._threads import DaemonThreads

@@ -34,11 +34,11 @@ from drawbar.train._messages import (
     FunctionStarted,
     Interrupted,
     Message,
-    Order,
     Printed,
     Reported,
     WorkerInfo,
 )
+from drawbar.train._orders import Order
 from drawbar.train._settings.backend import BackendConfig
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.run_directory import RunDirectory

@@ -7,13 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from drawbar.train._carry import carry
-from drawbar.train._messages import (
-    CollectiveCalled,
-    CollectiveDone,
-    CollectiveKind,
-    Message,
-    Wishes,
-)
+from drawbar.train._messages import CollectiveCalled, CollectiveKind, Message, Wishes
+from drawbar.train._orders import CollectiveDone
 from drawbar.train._worker.callers import Callers
 from drawbar.train._worker.mailbox import Mailbox
 from drawbar.train._worker.user_code import caller_line

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from drawbar.train._messages import (
+from drawbar.train._messages import Message
+from drawbar.train._orders import (
     CheckpointsAnswer,
     CollectiveDone,
     Committed,
     Diagnosis,
     FileTaken,
-    Message,
     Order,
     Persist,
 )

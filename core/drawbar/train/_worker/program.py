@@ -24,7 +24,8 @@ from functools import partial
 import msgspec
 
 from drawbar.train._errors import ProgramFailedError
-from drawbar.train._messages import Interrupt, Order, SignOfLife, Wrote
+from drawbar.train._messages import SignOfLife, Wrote
+from drawbar.train._orders import Interrupt, Order
 from drawbar.train._worker import program_main, sentinel
 from drawbar.train._worker.context import current_session
 from drawbar.train._worker.interrupt import AttemptInterrupted

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from drawbar.train._carry import keep
-from drawbar.train._messages import Assignment, Interrupt, Message, Order
+from drawbar.train._messages import Assignment, Message
+from drawbar.train._orders import Interrupt, Order
 from drawbar.train._worker.program_main import SESSION_VARIABLE
 from drawbar.train._worker.session import Session
 

@@ -21,24 +21,26 @@ import msgspec
 from drawbar.train._messages import (
     Assignment,
     CheckpointConsistencyMode,
-    CheckpointsAnswer,
     CheckpointsAsked,
-    Committed,
-    Diagnosis,
     DiagnosisAsked,
     Discarded,
     FileAsked,
     FileSent,
-    FileTaken,
-    Interrupt,
     Message,
     Offer,
-    Order,
     PassEnded,
     Reported,
     Retired,
 )
 from drawbar.train._metrics import Metrics, normalise
+from drawbar.train._orders import (
+    CheckpointsAnswer,
+    Committed,
+    Diagnosis,
+    FileTaken,
+    Interrupt,
+    Order,
+)
 from drawbar.train._settings.validation_config import asked_for
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink, default_name

@@ -18,14 +18,8 @@ from typing import Protocol
 import msgspec
 
 from drawbar.train._errors import StorageError
-from drawbar.train._messages import (
-    Committed,
-    Message,
-    Offer,
-    Order,
-    Persist,
-    Persisted,
-)
+from drawbar.train._messages import Message, Offer, Persisted
+from drawbar.train._orders import Committed, Order, Persist
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import ShareSink
 from drawbar.train._storage.contents import FileEntry, is_outside, list_files, look_into
