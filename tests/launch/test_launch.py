@@ -24,7 +24,7 @@ def test_a_script_finds_what_python_and_torchrun_would_give_it(
         import atexit, json, os, signal, subprocess, sys, threading
 
         class Kept:
-            pass
+            number: int = 1
 
         if os.environ["RANK"] == "1":
             sys.stdout.write("only in its log")
@@ -39,6 +39,7 @@ def test_a_script_finds_what_python_and_torchrun_would_give_it(
             "folder": os.getcwd(), "drawbar": "drawbar.train" in sys.modules,
             "main thread": threading.current_thread() is threading.main_thread(),
             "main": sys.modules["__main__"].Kept is Kept,
+            "annotations": Kept.__annotations__ == {"number": int},
             "variables": [os.environ[name] for name in names],
             "rays": [name for name in os.environ if name.startswith("RAY_")],
             "nice": os.nice(0),
@@ -65,6 +66,7 @@ def test_a_script_finds_what_python_and_torchrun_would_give_it(
         "drawbar": False,
         "main thread": True,
         "main": True,
+        "annotations": True,
         "variables": ["0", "0", "2", "2", "0", "by the shell", "0", "2"],
         "rays": [],
         "nice": os.nice(0) + 15 * (not may_raise_priority()),
@@ -240,7 +242,9 @@ def test_an_elastic_script_ends_when_nobody_reads_its_output_as_under_torchrun(
     assert b"stopped, since nobody reads its standard output any more; --name run goes on" in told
 
 
-def test_a_ray_that_is_not_there_or_does_not_start_is_one_line(tmp_path: Path) -> None:
+def test_a_ray_that_is_not_there_or_does_not_start_is_one_line(
+    tmp_path: Path, ray_cluster: None
+) -> None:
     (tmp_path / "script.py").touch()
     # Without what the tests' own Ray has set, on which it depends what Ray says.
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -255,10 +259,12 @@ def test_a_ray_that_is_not_there_or_does_not_start_is_one_line(tmp_path: Path) -
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for options in (["--address", nowhere], ["--standalone"])
+            # The tests' own Ray is a program's: nobody else joins it unasked.
+            for options in (["--address", nowhere], ["--standalone"], ["--detach"])
         ]
         told = [process.communicate(timeout=60)[1] for process in started]
-    assert [process.returncode for process in started] == [2, 2]
+    assert [process.returncode for process in started] == [2, 2, 2]
     assert f"drawbar: there is no Ray at {nowhere}: " in told[0]
     assert "AF_UNIX" in told[1]
-    assert [each.count("\n") for each in told] == [1, 1], told
+    assert "--detach needs a Ray that stays" in told[2]
+    assert [each.count("\n") for each in told] == [1, 1, 1], told

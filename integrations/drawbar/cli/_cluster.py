@@ -20,7 +20,8 @@ def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) ->
     Tells whether that was to be done; `leave` is to follow then.
 
     Args:
-        address: Of the one to join; if not given, RAY_ADDRESS, or one that runs here.
+        address: Of the one to join; if not given, RAY_ADDRESS, or what `ray start` runs here. What
+            another program has started for itself ends with that one.
         standalone: Start one in any case.
         cpus: It has so many at least.
         stays: It must not end with this process.
@@ -42,9 +43,10 @@ def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) ->
         knock(named)
         _join(named, **settings)
         return True
-    if not standalone:
-        with contextlib.suppress(ConnectionError):
-            _join("auto", **settings)
+    if not standalone and (started := _started_here()):
+        with contextlib.suppress(ConnectionError):  # it may have gone
+            knock(started)
+            _join(started, **settings)
             return True
     if stays:
         raise CommandError(
@@ -57,6 +59,14 @@ def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) ->
     return True
 
 
+def _started_here() -> str | None:
+    """Give the address that `ray start` has noted, and that `ray.init()` goes by."""
+    from ray._private.services import find_bootstrap_address
+
+    noted: str | None = find_bootstrap_address(None)
+    return noted
+
+
 def leave() -> None:
     """Leave Ray at once: when Python ends, Ray waits half a second more for lines to show."""
     import ray
@@ -64,7 +74,7 @@ def leave() -> None:
     ray.shutdown()
 
 
-def _join(address: str | None, **settings: Any) -> None:
+def _join(address: str, **settings: Any) -> None:
     import ray
 
     try:

@@ -69,8 +69,9 @@ def _run_script(arguments: Sequence[str]) -> None:
     names = _new_main()
     names["__file__"] = path = os.path.abspath(script)
     with open(script, "rb") as file:
-        # Of bytes: the file may say its own encoding.
-        code = compile(file.read(), path, "exec")
+        # Of bytes: the file may say its own encoding. Annotations are as the script has them, not
+        # as this file.
+        code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, names)
 
 
