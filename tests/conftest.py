@@ -26,8 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Have Ctrl-C end the tests' processes, which ignore it if a shell runs pytest with `&`."""
+    """Have Ctrl-C end the tests' processes, which ignore it if a shell runs pytest with `&`.
+
+    Threads of OpenMP that wait for their next piece of work sleep: by default they spin, and take
+    the cores from the tests beside them.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")
