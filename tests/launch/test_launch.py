@@ -91,14 +91,14 @@ def test_the_first_failure_of_a_module_is_told_last(launch: Launch) -> None:
     (package / "module.py").write_text(
         "import os, sys\n"
         "def fail():\n"
-        "    raise ValueError(f'what {sys.argv[1:]} does in {__package__}')\n"
+        "    raise ValueError(f'what {sys.argv[1:]} does in {__package__}, \\udcff')\n"
         "if os.environ['RANK'] == '1':\n"
         "    fail()\n"
         "import time; time.sleep(600)\n"
     )
     done = launch("", "-m", script=("package.module", "it"))
     assert done.code == 1
-    assert done.err.splitlines()[-1].strip() == "ValueError: what ['it'] does in package"
+    assert done.err.splitlines()[-1].strip() == "ValueError: what ['it'] does in package, ?"
     assert f"{package}/module.py:3 in fail" in done.err
     assert "program_main" not in done.err + done.log(1)
     assert "runpy" not in done.err + done.log(1)

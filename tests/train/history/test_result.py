@@ -24,6 +24,7 @@ from drawbar.train import (
     TrainingFailedError,
     WorkerGroupError,
 )
+from drawbar.train._history.html import numbers_of
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -343,3 +344,8 @@ class TestInANotebook:
         html = Result.from_path(tmp_path / "run")._repr_html_()
         assert "<b>run</b> failed" in html
         assert "ValueError: &lt;no&gt;" in html
+
+
+def test_what_no_float_can_be_has_no_curve() -> None:
+    metrics = {"n": 10**400, "loss": float("nan"), "best": True, "at": {"lr": 2}}
+    assert dict(numbers_of(metrics)) == {"at/lr": 2.0}

@@ -34,6 +34,7 @@ def by_index(**metrics: list[Any]) -> list[Manifest]:
         ({"a/b": {"c": 3}}, "a/b/c", 3.0),
         ({"loss": float("-inf")}, "loss", float("-inf")),
         ({"loss": float("nan")}, "loss", None),
+        ({"loss": -(10**400)}, "loss", None),
         ({"loss": "low"}, "loss", None),
         ({"loss": None}, "loss", None),
         ({"eval": {"loss": 0.5}}, "eval", None),

@@ -5,7 +5,7 @@ One static piece of HTML in the colours of the page around it; nothing is loaded
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -85,8 +85,9 @@ def numbers_of(metrics: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def _is_number(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]  # it is one
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # not NaN, and no integer that no float can be
 
 
 def _checkpoint_rows(

@@ -39,12 +39,17 @@ def score(metrics: Mapping[str, object], attribute: str) -> float | None:
             the keys of nested mappings, so that "eval/loss" finds `{"eval": {"loss": 0.1}}`.
 
     Returns:
-        The metric, or None if it is missing, not a real number, or NaN.
+        The metric, or None if it is missing, not a real number, NaN, or an integer that is too
+        large for a float.
     """
     value = _find(metrics, attribute)
-    if not isinstance(value, Real) or math.isnan(value):
+    if not isinstance(value, Real):
         return None
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return None if math.isnan(found) else found
 
 
 def ranked(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:

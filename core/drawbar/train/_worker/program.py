@@ -125,7 +125,7 @@ class Program:
         self._ended_at: float | None = None
         self._is_stopped_by_user = False
         self._account: Account | None = None
-        self._unread = b""
+        self._unread = bytearray()
         self._stacks: queue.SimpleQueue[Stack] = queue.SimpleQueue()
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -223,7 +223,10 @@ class Program:
 
     def _take_control(self) -> bool:
         data = self._control.recv(_READ_BYTES)
-        *lines, self._unread = (self._unread + data).split(b"\n")
+        self._unread += data
+        if b"\n" not in data:
+            return bool(data)
+        *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             told = msgspec.json.decode(line, type=Told)
             self._account = told.failed or self._account

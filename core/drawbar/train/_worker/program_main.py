@@ -152,7 +152,9 @@ def _stack() -> dict[str, object]:
 
 def _send(wire: socket.socket, told: dict[str, object]) -> None:
     with contextlib.suppress(OSError):  # nobody hears it any more
-        wire.sendall(json.dumps(told).encode() + b"\n")
+        # Of a name that is not UTF-8 Python makes half pairs of surrogates, which no JSON can hold.
+        text = json.dumps(told, ensure_ascii=False).encode(errors="replace")
+        wire.sendall(text + b"\n")
 
 
 if __name__ == "__main__":
