@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from drawbar.lightning import (
@@ -125,7 +127,7 @@ def test_a_failure_names_the_users_line(plain: Any, tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import {package} as pl, ray, sys, torch
+import pytorch_lightning as pl, ray, sys, torch
 from drawbar.lightning import RayDDPStrategy
 from drawbar.train import RunConfig
 
@@ -140,43 +142,61 @@ class Forever(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
-ray.init(address="local", num_cpus=2, include_dashboard=False)
-strategy = RayDDPStrategy(num_workers=1, run_config=RunConfig(storage_path=sys.argv[1]))
-trainer = pl.Trainer(strategy=strategy, max_epochs=int(sys.argv[2]), logger=False,
-                     enable_checkpointing=False, enable_progress_bar=False)
-trainer.fit(Forever(), torch.utils.data.DataLoader(torch.ones(64, 2), 2))
-print("epochs:", trainer.current_epoch, "from", type(trainer.strategy).__mro__[-2:-1], flush=True)
-print("imported:", *[each for each in ("lightning", "pytorch_lightning") if each in sys.modules])
+def fit(max_epochs):
+    strategy = RayDDPStrategy(num_workers=1, run_config=RunConfig(storage_path=sys.argv[1]))
+    trainer = pl.Trainer(strategy=strategy, max_epochs=max_epochs, logger=False,
+                         enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(Forever(), torch.utils.data.DataLoader(torch.ones(64, 2), 2))
+    return trainer
+
+ray.init(logging_level="error")
+print("epochs:", fit(1).current_epoch)
+packages = [each for each in ("lightning", "pytorch_lightning") if each in sys.modules]
+print("imported:", *packages, flush=True)
+fit(10**6)
 """
 
 
-def script(package: str, folder: Path, max_epochs: int) -> subprocess.Popen[str]:
-    path = folder / "script.py"
-    path.write_text(SCRIPT.format(package=package))
-    command = [sys.executable, str(path), str(folder), str(max_epochs)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+@dataclass(frozen=True)
+class Ended:
+    """A script of PyTorch Lightning's own package: one epoch, then Ctrl-C in a longer training."""
+
+    code: int
+    before: str
+    after: str
+    """What it said before Ctrl-C, and after that."""
 
 
-def test_with_pytorch_lightning_the_other_package_is_not_imported(tmp_path: Path) -> None:
-    process = script("pytorch_lightning", tmp_path, 1)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    assert "epochs: 1" in output
-    assert re.findall("imported: (.*)", output) == ["pytorch_lightning"]
+@pytest.fixture(scope="module")
+def ended(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder = tmp_path_factory.mktemp("script")
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder)],
+        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        before = ""
+        for line in process.stdout:
+            before += line
+            if line.startswith("training") and "imported:" in before:
+                break
+        os.kill(process.pid, signal.SIGINT)
+        after, _ = process.communicate()
+    return Ended(process.returncode, before, after)
 
 
-def test_ctrl_c_stops_the_run_in_order(tmp_path: Path) -> None:
-    process = script("lightning", tmp_path, 10**6)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("training"):
-            break
-    os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate()
-    assert process.returncode == 1  # Lightning's own answer to Ctrl-C
-    assert "goes on from its newest checkpoint" in output
+def test_with_pytorch_lightning_the_other_package_is_not_imported(ended: Ended) -> None:
+    assert "epochs: 1" in ended.before
+    assert re.findall("imported: (.*)", ended.before) == ["pytorch_lightning"]
+
+
+def test_ctrl_c_stops_the_run_in_order(ended: Ended) -> None:
+    assert ended.code == 1, ended.after  # Lightning's own answer to Ctrl-C
+    assert "goes on from its newest checkpoint" in ended.after
 
 
 def test_predictions_are_put_together_in_turn() -> None:
