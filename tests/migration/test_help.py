@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pydoc
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import jedi
 import pytest
@@ -11,6 +15,9 @@ import pytest
 from drawbar import train
 from drawbar.torch import TorchTrainer
 
+REPO = Path(__file__).parents[2]
+SOURCES = [*REPO.glob("core/**/*.py"), *REPO.glob("integrations/**/*.py")]
+Explained = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 HEAD = "from drawbar import train\nfrom drawbar.train.torch import TorchTrainer\n"
 WANTED = {
     "train.": {"report", "get_context", "ScalingConfig", "torch", "xgboost"},
@@ -34,3 +41,41 @@ def test_help_names_each_argument(thing: object) -> None:
     assert callable(thing)
     arguments = [name for name in inspect.signature(thing).parameters if name[0] != "_"]
     assert [name for name in arguments if f"{name}:" not in text] == []
+
+
+def test_help_explains_each_argument_by_its_own_name() -> None:
+    """Else `make docs` ends with an error, and it needs what the tests do without."""
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    public = {name for node in nodes for name in _exported(node)}
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    shown = [node for node in nodes if isinstance(node, Explained) and node.name in public]
+    assert len(shown) > 100
+    unknown = {node.name: set(_explained(node)) - _taken(node, classes) for node in shown}
+    assert {name: names for name, names in unknown.items() if names} == {}
+
+
+def _exported(node: ast.AST) -> list[str]:
+    """The names that `__all__` lists, where this sets it."""
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+        return list(ast.literal_eval(node.value))
+    return []
+
+
+def _explained(node: Explained) -> Iterator[str]:
+    """What stands before the colons below "Args:"."""
+    _, _, after = (ast.get_docstring(node) or "").partition("\nArgs:\n")
+    for line in after.split("\n\n")[0].splitlines():
+        if found := re.match(r" {4}(\S.*?): ", line):
+            yield found[1]
+
+
+def _taken(node: Explained, classes: Mapping[str, ast.ClassDef]) -> set[str]:
+    """A function's arguments; those of a class's `__init__` and its fields, also the bases'."""
+    if isinstance(node, ast.ClassDef):
+        fields = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+        made = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        bases = [classes[name] for name in map(ast.unparse, node.bases) if name in classes]
+        inner = [*bases, *(each for each in made if each.name == "__init__")]
+        return fields.union(*(_taken(each, classes) for each in inner))
+    return {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}

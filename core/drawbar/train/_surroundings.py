@@ -86,7 +86,8 @@ class Trial:
     """A trial of Ray Tune.
 
     Attributes:
-        name, id: What Tune calls it.
+        name: What Tune calls it.
+        id: By which Tune tells it from others.
         directory: Where it lies.
         resources: Its `ray.tune.PlacementGroupFactory`, packed: who does not ask for it need not
             import Ray Tune.
@@ -105,7 +106,8 @@ def enter_trial(*, name: str, id: str, directory: str, resources: object) -> Non
     """Have the runs that start in this process from now on be those of a trial of Ray Tune.
 
     Args:
-        name, id: What Tune calls it.
+        name: What Tune calls it.
+        id: By which Tune tells it from others.
         directory: Where it lies.
         resources: Its `ray.tune.PlacementGroupFactory`.
     """

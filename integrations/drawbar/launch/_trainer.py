@@ -50,7 +50,8 @@ class ScriptTrainer(DataParallelTrainer):
         environment: Variables for the script, besides those of this process.
         scaling_config: How many workers, on what; not `num_workers=0`.
         run_config: As for `DataParallelTrainer`. All variables of the driver are forwarded.
-        metadata, resume_from_checkpoint: As for `DataParallelTrainer`.
+        metadata: As for `DataParallelTrainer`.
+        resume_from_checkpoint: As for `DataParallelTrainer`.
 
     `fit()` raises a `WorkerGroupError` when a script has failed; its `worker_failures` are
     `ProgramFailedError`s with exit codes, and `exit_code_of` gives the first one's.
