@@ -33,6 +33,8 @@ def test_what_ray_trains_documentation_teaches_is_rewritten(script: Path) -> Non
         "from ray.train.tensorflow.keras import ReportCheckpointCallback",
         "from ray.train.huggingface.transformers import prepare_trainer",
         "from ray.train import torch",
+        "tune.RunConfig(verbose=0)",
+        "from ray.tune import RunConfig\nRunConfig(verbose=0)",
     ],
 )
 def test_what_is_there_is_not_listed(script: str) -> None:
@@ -49,6 +51,8 @@ def test_what_is_there_is_not_listed(script: str) -> None:
         ("import ray\nray.train.report({})\n",
          "import drawbar.train\nimport ray\ndrawbar.train.report({})\n"),
         ("import ray.train\nray.init()\n", "import ray\nimport drawbar.train\nray.init()\n"),
+        ("import ray, ray.train, ray.tune\nray.init()\n",
+         "import ray, drawbar.train, ray.tune\nray.init()\n"),
         ("from ray.air import RunConfig\n", "from drawbar.train import RunConfig\n"),
         ("from ray.tune.integration.ray_train import TuneReportCallback\n",
          "from drawbar.tune import TuneReportCallback\n"),

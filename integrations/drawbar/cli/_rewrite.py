@@ -17,7 +17,7 @@ from drawbar import train
 from drawbar.cli._shop_windows import public_names
 
 _BYTE_ORDER_MARK = "\ufeff"
-_OLD, _NEW = "ray.train", "drawbar.train"
+_OLD, _NEW, _TUNE = "ray.train", "drawbar.train", "ray.tune"
 _AIR = ("ray.air", "ray.air.config")
 _TUNE_CALLBACK = "ray.tune.integration.ray_train"
 _CONFIGS = ("CheckpointConfig", "DataConfig", "FailureConfig", "RunConfig", "ScalingConfig")
@@ -212,7 +212,11 @@ def _missing_imports(
         if each.asname is None
     ]
     moved = [node for node, each in plain if _is_below(each.name, _OLD)]
-    stay = [node for node, each in plain if _is_below(each.name, "ray") and node not in moved]
+    stay = [
+        node
+        for node, each in plain
+        if _is_below(each.name, "ray") and not _is_below(each.name, _OLD)
+    ]
     replaced = {id(node.value) for node in attributes}
     uses = [
         node
@@ -254,6 +258,12 @@ def _why_no(name: str, module: str) -> str:
 
 def _calls(tree: ast.AST, found: _Found) -> None:
     """List arguments of configs that Drawbar does not take."""
+    tunes = {
+        each.asname or each.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and _is_below(node.module or "", _TUNE)
+        for each in node.names
+    }
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -261,13 +271,20 @@ def _calls(tree: ast.AST, found: _Found) -> None:
         if name == "Tuner":
             text = "Tuner takes trainer.as_trainable(), if it was given a trainer"
             found.notes.append(Note(node.lineno, text))
-        if name not in _CONFIGS:
+        if name not in _CONFIGS or _is_tunes(node.func, tunes):
             continue
         taken = inspect.signature(getattr(train, name)).parameters
         for keyword in node.keywords:
             if keyword.arg is not None and keyword.arg not in taken:
                 text = f"{name} takes no {keyword.arg}; it says at the call what to write instead"
                 found.notes.append(Note(keyword.value.lineno, text))
+
+
+def _is_tunes(function: ast.expr, names: set[str]) -> bool:
+    """Whether a config is Ray Tune's, which has some by the same names; `names` are from there."""
+    if isinstance(function, ast.Attribute):
+        return ast.unparse(function.value).split(".")[-1] == "tune"
+    return isinstance(function, ast.Name) and function.id in names
 
 
 def _texts(tree: ast.AST, found: _Found) -> None:
