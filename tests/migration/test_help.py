@@ -76,6 +76,6 @@ def _taken(node: Explained, classes: Mapping[str, ast.ClassDef]) -> set[str]:
         fields = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
         made = [each for each in node.body if isinstance(each, ast.FunctionDef)]
         bases = [classes[name] for name in map(ast.unparse, node.bases) if name in classes]
-        inner = [*bases, *(each for each in made if each.name == "__init__")]
+        inner: list[Explained] = [*bases, *(each for each in made if each.name == "__init__")]
         return fields.union(*(_taken(each, classes) for each in inner))
     return {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
