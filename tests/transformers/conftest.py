@@ -72,7 +72,7 @@ def tiny_trainer(output_dir: str | os.PathLike[str], model: Any = None, **option
     """A plain Trainer; `options` are those of `TrainingArguments`, and the two datasets."""
     from transformers import Trainer, TrainingArguments
 
-    if options.get("use_cpu", True):
+    if "deepspeed" in options and options.get("use_cpu", True):
         os.environ["DS_ACCELERATOR"] = "cpu"  # what DeepSpeed would find out, with a warning
     data = {name: options.pop(name, windows()) for name in ("train_dataset", "eval_dataset")}
     defaults = {
@@ -112,6 +112,17 @@ def losses(trainer: Any) -> dict[int, float]:
     return {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
 
 
+def losses_of_one_process(path: Path, trainer: Callable[[], Any]) -> Any:
+    """Train a plain Trainer in this process, with nothing of Drawbar but the tidying afterwards."""
+
+    def function() -> dict[int, float]:
+        plain = trainer()
+        plain.train()
+        return losses(plain)
+
+    return Runs.fit(function, path, num_workers=0, max_failures=0).return_value
+
+
 class Tiny:
     """What training functions use, also where there is no Drawbar."""
 
@@ -126,6 +137,7 @@ class Runs:
     """Ways to run training functions, and what those of Drawbar use."""
 
     on_ray = staticmethod(on_ray)
+    losses_of_one_process = staticmethod(losses_of_one_process)
 
     @staticmethod
     def fit(

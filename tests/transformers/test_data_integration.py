@@ -104,5 +104,5 @@ def test_batches_need_max_steps_and_are_taken_as_they_are(
         return tiny.losses(trainer)
 
     dataset = ray.data.from_items(tiny.windows(16)).map(lambda row: row)
-    result = runs.fit(function, tmp_path, datasets={"train": dataset}, max_failures=0)
+    result = runs.fit(function, tmp_path, 0, max_failures=0, datasets={"train": dataset})
     assert sorted(result.return_value) == [1, 2, 3, 4, 5]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +44,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: Any, torchrun: Callable[..., Any], folder: Path) -> dict[int, float]:
-    """The losses of DDP under torchrun, which do not depend on how a model is sharded."""
+def expected(tiny: Any, runs: Any, folder: Path) -> dict[int, float]:
+    """The losses of one process, which do not depend on how a model is sharded."""
 
-    def function() -> Any:
-        trainer = tiny.trainer(folder / "ddp-output", tiny.gpt(dropout=0), **options(tiny, "ddp"))
-        trainer.train()
-        return tiny.losses(trainer)
+    def trainer() -> Any:
+        both = {"per_device_train_batch_size": 8, "max_steps": 10}
+        return tiny.trainer(folder / "one-output", tiny.gpt(dropout=0), **both)
 
-    losses: dict[int, float] = torchrun(function)
+    losses: dict[int, float] = runs.losses_of_one_process(folder / "one", trainer)
     return losses
 
 
@@ -70,12 +68,14 @@ def killed(
         trainer = runs.on_ray(trainer, die_at=9)
         trainer.train()
         sharding = trainer.accelerator.distributed_type.value
+        if sharding == "DEEPSPEED":
+            assert sys.modules["deepspeed.comm.comm"].cdb.shm_comm_op is None  # else compiled here
         return train.get_context().get_attempt(), sharding, tiny.losses(trainer)
 
     return kind, runs.fit(function, folder / kind)
 
 
-def test_a_killed_run_has_the_losses_of_ddp_alone(
+def test_a_killed_run_has_the_losses_of_one_process(
     killed: tuple[str, Result], expected: dict[int, float]
 ) -> None:
     kind, result = killed
@@ -94,7 +94,7 @@ def test_every_rank_has_its_shard_in_the_checkpoint(killed: tuple[str, Result]) 
 
 
 @pytest.mark.parametrize("killed", ["fsdp"], indirect=True)
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [0, 3])  # 0 is one, in this process
 def test_fsdp_goes_on_with_another_number_of_workers(
     killed: tuple[str, Result], resume: Any, num_workers: int
 ) -> None:

@@ -39,39 +39,53 @@ def whole(ray_cluster: None, tiny: Any, runs: Any, folder: Path) -> Result:
     return result
 
 
-def test_losses_are_those_of_one_process(
+@pytest.fixture(scope="module")
+def under_torchrun(
     tiny: Any, torchrun: Callable[..., Any], whole: Result, folder: Path
-) -> None:
-    def function() -> Any:
-        model = tiny.gpt(dropout=0)
-        trainer = tiny.trainer(folder / "one-output", model, per_device_train_batch_size=8)
-        trainer.train()
-        return tiny.losses(trainer)
+) -> dict[str, Any]:
+    """Two plain Trainers on two processes: one trains, one goes on from our checkpoint."""
+    path = next(c.path for c, metrics in whole.best_checkpoints if metrics["step"] == 14)
 
-    alone = torchrun(function, processes=1)
+    def function() -> Any:
+        from transformers import AutoModelForCausalLM
+
+        trainer = tiny.trainer(folder / "alone-output", **CADENCES)
+        trainer.train()
+        resumed = tiny.trainer(folder / "resumed-output", tiny.gpt(dropout=0), **CADENCES)
+        resumed.train(resume_from_checkpoint=path)
+        return {
+            "trained": tiny.losses(trainer),
+            "opened": AutoModelForCausalLM.from_pretrained(path).num_parameters(),
+            "resumed": tiny.losses(resumed),
+        }
+
+    found: dict[str, Any] = torchrun(function)
+    return found
+
+
+def test_losses_are_those_of_one_process(tiny: Any, runs: Any, whole: Result, folder: Path) -> None:
+    def trainer() -> Any:
+        model = tiny.gpt(dropout=0)
+        return tiny.trainer(folder / "one-output", model, per_device_train_batch_size=8)
+
+    alone = runs.losses_of_one_process(folder / "one", trainer)
     assert sorted(alone) == list(range(1, 21))
     assert alone[20] < alone[1] - 0.5
     assert whole.return_value == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one_under_torchrun(
-    tiny: Any, runs: Any, torchrun: Callable[..., Any], folder: Path
+    tiny: Any, runs: Any, under_torchrun: dict[str, Any], folder: Path
 ) -> None:
-    def alone() -> Any:
-        trainer = tiny.trainer(folder / "alone-output", **CADENCES)
-        trainer.train()
-        return tiny.losses(trainer)
-
     def killed() -> Any:
         trainer = runs.on_ray(tiny.trainer(folder / "killed-output", **CADENCES), die_at=9)
         trainer.train()
         return train.get_context().get_attempt(), tiny.losses(trainer)
 
-    expected = torchrun(alone)
     result = runs.fit(killed, folder / "killed")
     for attempt, losses in result.return_values:
         assert attempt == 1
-        assert losses == pytest.approx(expected, abs=1e-5)
+        assert losses == pytest.approx(under_torchrun["trained"], abs=1e-5)
     assert [metrics["step"] for _, metrics in result.best_checkpoints] == [7, 14, 20]
     rows = result.metrics_dataframe.query("rank == 0 and loss.notna()")
     assert sorted(set(rows["step"])) == list(range(1, 21))
@@ -109,18 +123,7 @@ def test_there_is_one_copy_of_a_checkpoint(whole: Result, folder: Path) -> None:
 
 
 def test_transformers_alone_opens_a_checkpoint_and_goes_on_from_it(
-    tiny: Any, torchrun: Callable[..., Any], whole: Result, folder: Path
+    under_torchrun: dict[str, Any], whole: Result
 ) -> None:
-    path = next(c.path for c, metrics in whole.best_checkpoints if metrics["step"] == 14)
-
-    def function() -> Any:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(path)
-        trainer = tiny.trainer(folder / "resumed-output", tiny.gpt(dropout=0), **CADENCES)
-        trainer.train(resume_from_checkpoint=path)
-        return model.num_parameters(), tiny.losses(trainer)
-
-    parameters, losses = torchrun(function)
-    assert parameters > 10_000
-    assert losses == pytest.approx(whole.return_value, abs=1e-5)
+    assert under_torchrun["opened"] > 10_000
+    assert under_torchrun["resumed"] == pytest.approx(whole.return_value, abs=1e-5)

@@ -18,6 +18,7 @@ except ImportError as error:
     raise import_failed("transformers", extra="transformers") from error
 
 from drawbar.accelerate.integration import check_ranks, plugins_kept_on_cpus
+from drawbar.torch.deepspeed import reduce_by_gloo
 from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_checkpoint, get_context
 from drawbar.transformers._data import EpochOfSteps, ShardDataset, is_batches, is_shard
 from drawbar.transformers._report import RayTrainReportCallback
@@ -65,6 +66,8 @@ def prepare_trainer(trainer: T) -> T:
         )
     args = trainer.args
     if (args.fsdp or args.deepspeed) and not _shards(trainer):
+        if args.deepspeed:
+            reduce_by_gloo()
         with plugins_kept_on_cpus():
             trainer.create_accelerator_and_postprocess()
     check_ranks(args.world_size, args.process_index, "Trainer")

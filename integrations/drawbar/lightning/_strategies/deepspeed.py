@@ -13,6 +13,7 @@ from drawbar.lightning._package import lightning_class
 from drawbar.lightning._strategies.strategy import RayStrategy, Weights
 from drawbar.lightning._strategies.universal_checkpoint import for_any_number_of_workers
 from drawbar.torch import at_end, get_device
+from drawbar.torch.deepspeed import reduce_by_gloo
 from drawbar.train.backend import require_package
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
                 f"worker's GPU is {device}; give each worker one whole GPU"
             )
         if device.type == "cpu":
-            _use_gloo_alone()
+            reduce_by_gloo()
         at_end(_forget_attempt)
         # What DeepSpeedStrategy adds to this is to refuse CPUs.
         lightning_class("strategies.DDPStrategy", self.package).setup_environment(self)
@@ -72,17 +73,6 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
             with deepspeed.zero.GatheredParameters([value], enabled=hasattr(value, "ds_id")):
                 weights[name] = value.detach().cpu().clone() if self.is_global_zero else None
         return weights
-
-
-def _use_gloo_alone() -> None:
-    """Keep DeepSpeed from compiling an all-reduce of its own, which does what gloo does.
-
-    It would do so as it meets a process group on CPUs for the first time. That takes a compiler and
-    a minute, and if it is cut short, every later run waits for its lock without a word.
-    """
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _forget_attempt() -> None:
