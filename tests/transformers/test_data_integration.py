@@ -23,6 +23,11 @@ pytestmark = [
 ]
 
 
+def dataset(rows: list[dict[str, Any]]) -> ray.data.Dataset:
+    """Give rows in few blocks: each is a task for Ray Data, perhaps in a process of its own."""
+    return ray.data.from_items(rows, override_num_blocks=2)
+
+
 def test_epochs_of_rows_over_a_kill_and_an_exact_evaluation(
     tiny: Any, runs: Any, tmp_path: Path
 ) -> None:
@@ -72,8 +77,8 @@ def test_epochs_of_rows_over_a_kill_and_an_exact_evaluation(
         function,
         tmp_path,
         datasets={
-            "train": ray.data.from_items([{**row, "id": i} for i, row in enumerate(rows)]),
-            "eval": ray.data.from_items([{**row, "id": -1} for row in rows[:22]]),
+            "train": dataset([{**row, "id": i} for i, row in enumerate(rows)]),
+            "eval": dataset([{**row, "id": -1} for row in rows[:22]]),
         },
     )
     max_steps, epoch, exact, evaluated = result.return_value
@@ -103,6 +108,6 @@ def test_batches_need_max_steps_and_are_taken_as_they_are(
         trainer.train()
         return tiny.losses(trainer)
 
-    dataset = ray.data.from_items(tiny.windows(16)).map(lambda row: row)
-    result = runs.fit(function, tmp_path, 0, max_failures=0, datasets={"train": dataset})
+    lazy = dataset(tiny.windows(16)).map(lambda row: row)
+    result = runs.fit(function, tmp_path, 0, max_failures=0, datasets={"train": lazy})
     assert sorted(result.return_value) == [1, 2, 3, 4, 5]
