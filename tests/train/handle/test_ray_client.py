@@ -95,7 +95,27 @@ def train_for_ever(pipe: Pipe) -> Callable[[], None]:
     return function
 
 
-def test_fit_shows_returns_and_raises_as_ever(
+class Named:
+    def hello(self) -> str:
+        return "hello"
+
+
+def objects_and_actors_arrive(storage: Path) -> None:
+    """Have a function use what the client has made, and the client what the function has."""
+    captured = ray.put("captured")
+    named: Any = ray.remote(Named).options(name="named").remote()
+
+    def function() -> Any:
+        by_name: Any = ray.get_actor("named")
+        said = ray.get([captured, named.hello.remote(), by_name.hello.remote()])
+        return [*said, ray.put("made")]
+
+    *said, made = trainer(function, storage, "carries").fit().return_values[1]
+    assert said == ["captured", "hello", "hello"]
+    assert ray.get(made) == "made"
+
+
+def test_fit_shows_returns_and_raises_as_ever_and_objects_and_actors_arrive(
     server: str, tmp_path: Path, drivers: Drivers
 ) -> None:
     def function() -> int:
@@ -110,7 +130,8 @@ def test_fit_shows_returns_and_raises_as_ever(
         raise ArithmeticError("boom")
 
     def main() -> None:
-        ray.init(server)
+        ray.init(server, namespace="mine")
+        objects_and_actors_arrive(tmp_path)
         result = trainer(function, tmp_path, "run").fit()
         assert result.return_values == [0, 10]
         assert result.metrics == {"step": 1}
@@ -130,29 +151,6 @@ def test_fit_shows_returns_and_raises_as_ever(
     out, err = drivers.run(main, **NO_TOKEN)
     assert "printed by 0" in out
     assert "] running on 2 workers" in err
-
-
-class Named:
-    def hello(self) -> str:
-        return "hello"
-
-
-def test_objects_and_actors_arrive(server: str, tmp_path: Path, drivers: Drivers) -> None:
-    def main() -> None:
-        ray.init(server, namespace="mine")
-        captured = ray.put("captured")
-        named: Any = ray.remote(Named).options(name="named").remote()
-
-        def function() -> Any:
-            by_name: Any = ray.get_actor("named")
-            said = ray.get([captured, named.hello.remote(), by_name.hello.remote()])
-            return [*said, ray.put("made")]
-
-        *said, made = trainer(function, tmp_path, "carries").fit().return_values[1]
-        assert said == ["captured", "hello", "hello"]
-        assert ray.get(made) == "made"
-
-    drivers.run(main, **NO_TOKEN)
 
 
 def test_ctrl_c_stops_the_run_and_a_detached_one_goes_on(
