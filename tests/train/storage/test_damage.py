@@ -115,6 +115,21 @@ def test_a_trainer_that_does_not_unpickle_is_named(run: Path, damage: bytes) -> 
         DataParallelTrainer.restore(run)
 
 
+NESTED = b'{"event":"checkpoint","metrics":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+"""Deeper than can be decoded."""
+
+
+def test_a_line_and_a_manifest_that_are_nested_too_deeply_are_damage(run: Path) -> None:
+    with open(run / "journal.jsonl", "ab") as journal:
+        journal.write(NESTED + b"\n")
+    (run / "checkpoint_000001" / ".drawbar.json").write_bytes(NESTED)
+    with pytest.raises(DamagedRunError, match=r"line \d+ of .* cannot be read"):
+        Result.from_path(run)
+    result = fit(two_steps, run.parent)
+    assert content(result.checkpoint) == "b"
+    assert (run / "journal.damaged").exists()
+
+
 def test_no_line_that_is_lost_makes_a_run_unreadable(run: Path) -> None:
     lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
     for number in range(len(lines)):

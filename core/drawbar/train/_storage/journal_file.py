@@ -156,7 +156,7 @@ def committed_names(journal: bytes) -> set[str]:
     """Give the names of all checkpoints that a journal knows of, as far as it can be read."""
     names = set()
     for line in whole_lines(journal).splitlines():
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             found = _line_decoder.decode(line)
             if found.event == "checkpoint":
                 names.add(found.name)

@@ -81,7 +81,7 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, CheckpointError)
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, CheckpointError)
 """What decoding raises for data that is damaged, or names what it must not."""
 
 
