@@ -103,39 +103,34 @@ def test_anything_but_a_bool_is_refused(config: Make, option: str) -> None:
 def test_a_training_function_finds_scikit_learn_unless_it_does_without(
     trainer: Make, option: str, config: Make, library: str, given: bool | None, tmp_path: Path
 ) -> None:
-    def function() -> None:
-        compat = importlib.import_module(f"{library}.compat")
-        before = "sklearn" in sys.modules
-        importlib.import_module("sklearn")  # it can be imported in any case
-        train.report({"imported": before, "known": compat.SKLEARN_INSTALLED})
-
-    result = trainer(
-        function,
-        scaling_config=ScalingConfig(num_workers=1),
-        run_config=RunConfig(storage_path=tmp_path),
-        **{option: config(import_sklearn=given)},
-    ).fit()
+    found = imported(trainer, library, tmp_path, **{option: config(import_sklearn=given)})
     expected = given is None
-    assert result.metrics == {"imported": expected, "known": expected}
+    assert (found["imported"], found["known"]) == (expected, expected)
+    assert found["frames"]  # pandas is there in any case
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("given", [None, False])
-def test_a_function_that_does_without_scikit_learn_has_pandas_unless_told(
-    given: bool | None, tmp_path: Path
-) -> None:
-    def function() -> None:
-        compat = importlib.import_module("lightgbm.compat")
-        frame = importlib.import_module("pandas").DataFrame  # it can be imported in any case
-        train.report({"frames": compat.pd_DataFrame is frame})
+def test_a_function_that_does_without_pandas_too_has_none(tmp_path: Path) -> None:
+    config = LightGBMConfig(import_sklearn=False, import_pandas=False)
+    found = imported(LightGBMTrainer, "lightgbm", tmp_path, lightgbm_config=config)
+    assert found == {"imported": False, "known": False, "frames": False}
 
-    result = LightGBMTrainer(
-        function,
-        scaling_config=ScalingConfig(num_workers=1),
-        run_config=RunConfig(storage_path=tmp_path),
-        lightgbm_config=LightGBMConfig(import_sklearn=False, import_pandas=given),
-    ).fit()
-    assert result.metrics == {"frames": given is None}
+
+def imported(trainer: Make, library: str, folder: Path, **options: Any) -> Any:
+    """Tell which libraries a boosting library has found in a worker."""
+
+    def function() -> None:
+        compat = importlib.import_module(f"{library}.compat")
+        before = "sklearn" in sys.modules
+        importlib.import_module("sklearn")  # it can be imported in any case, as can pandas
+        frame = importlib.import_module("pandas").DataFrame
+        frames = getattr(compat, "pd_DataFrame", frame) is frame  # XGBoost asks as it needs it
+        known = compat.SKLEARN_INSTALLED
+        train.report({"imported": before, "known": known, "frames": frames})
+
+    workers = ScalingConfig(num_workers=1)
+    run_config = RunConfig(storage_path=folder)
+    return trainer(function, scaling_config=workers, run_config=run_config, **options).fit().metrics
 
 
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
