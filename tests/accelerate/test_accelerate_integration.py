@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -41,20 +41,6 @@ def plain_script(digits: Any, batch_size: int = 16) -> tuple[int, list[float]]:
     return accelerator.process_index, losses
 
 
-def test_an_unchanged_script_has_its_losses_under_torchrun_and_in_one_process(
-    digits: Any, torchrun: Callable[..., Any], run_config: RunConfig
-) -> None:
-    result = launch(plain_script, (digits,), TWO_WORKERS, run_config=run_config)
-    _, expected = torchrun(lambda: plain_script(digits))
-    assert len(expected) == 20
-    assert expected[-1] < expected[0]
-    for rank, (process, losses) in enumerate(result.return_values):
-        assert process == rank
-        assert losses == pytest.approx(expected, abs=1e-5)
-    _, alone = torchrun(lambda: plain_script(digits, 32), processes=1)
-    assert alone == pytest.approx(expected, abs=1e-5)
-
-
 def resumable(digits: Any, die_at: int | None = None) -> dict[str, Any]:
     """Two epochs of 20 steps with a checkpoint every seven; perhaps a kill of rank 1."""
     import torch
@@ -83,40 +69,81 @@ def resumable(digits: Any, die_at: int | None = None) -> dict[str, Any]:
     return {"losses": losses, "leaked": leaked, "attempt": context.get_attempt(), "kept": kept}
 
 
-@pytest.fixture
-def killed(digits: Any, run_config: RunConfig) -> Result:
-    once = replace(run_config, failure_config=FailureConfig(max_failures=1))
-    return launch(resumable, (digits, 33), TWO_WORKERS, run_config=once)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("accelerate")
 
 
-def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(
-    digits: Any, killed: Result, torchrun: Callable[..., Any], run_config: RunConfig
-) -> None:
-    whole = launch(
-        resumable, (digits,), TWO_WORKERS, run_config=replace(run_config, name="uninterrupted")
-    )
-    expected = whole.return_value["losses"]
-    assert len(expected) == 40
-    for value in killed.return_values:
-        assert value["attempt"] == 1
-        assert value["leaked"] == {}
-        assert value["losses"] == pytest.approx(expected, abs=1e-6)
+@pytest.fixture(scope="module")
+def whole(ray_cluster: None, digits: Any, folder: Path) -> Result:
+    """A plain script, and after it the one that nothing interrupts."""
+
+    def function() -> Any:
+        return plain_script(digits), resumable(digits)
+
+    config = RunConfig(name="whole", storage_path=folder)
+    return launch(function, (), TWO_WORKERS, run_config=config)
+
+
+@pytest.fixture(scope="module")
+def killed(ray_cluster: None, digits: Any, folder: Path) -> Result:
+    once = FailureConfig(max_failures=1)
+    config = RunConfig(name="killed", storage_path=folder, failure_config=once)
+    return launch(resumable, (digits, 33), TWO_WORKERS, run_config=config)
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(digits: Any, killed: Result, torchrun: Callable[..., Any]) -> Any:
+    """The losses of the plain script, and what Accelerate has loaded of the killed run's state."""
     assert killed.checkpoint is not None
     path = killed.checkpoint.path
 
-    def alone() -> list[bool]:
+    def function() -> Any:
         import torch
         from accelerate import Accelerator
 
+        _, losses = plain_script(digits)
         accelerator = Accelerator()
         model = digits.network()
         fresh = model[0].weight.detach().clone()
         model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
         accelerator.load_state(path)
         loaded = accelerator.unwrap_model(model)[0].weight
-        return [bool((loaded != fresh).any()), len(optimizer.state_dict()["state"]) == 4]
+        return losses, bool((loaded != fresh).any()), len(optimizer.state_dict()["state"])
 
-    assert torchrun(alone) == [True, True]
+    return torchrun(function)
+
+
+def test_an_unchanged_script_has_its_losses_under_torchrun_and_in_one_process(
+    digits: Any, under_torchrun: Any, whole: Result, run_config: RunConfig
+) -> None:
+    expected, *_ = under_torchrun
+    assert len(expected) == 20
+    assert expected[-1] < expected[0]
+    for rank, ((process, losses), _) in enumerate(whole.return_values):
+        assert process == rank
+        assert losses == pytest.approx(expected, abs=1e-5)
+    here = ScalingConfig(num_workers=0)
+    _, alone = launch(plain_script, (digits, 32), here, run_config=run_config).return_value
+    assert alone == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(
+    whole: Result, killed: Result
+) -> None:
+    _, uninterrupted = whole.return_value
+    expected = uninterrupted["losses"]
+    assert len(expected) == 40
+    for value in killed.return_values:
+        assert value["attempt"] == 1
+        assert value["leaked"] == {}
+        assert value["losses"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_accelerate_alone_loads_the_state_of_a_run(under_torchrun: Any) -> None:
+    _, weights_loaded, parameters_in_optimizer = under_torchrun
+    assert weights_loaded
+    assert parameters_in_optimizer == 4
 
 
 def test_processes_that_train_alone_are_told(run_config: RunConfig) -> None:
