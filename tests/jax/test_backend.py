@@ -123,6 +123,18 @@ def test_ranks_in_threads_are_refused(run_config: RunConfig) -> None:
         run_in_threads(print, backend_config=JaxConfig(), run_config=run_config)
 
 
+def test_a_script_that_joins_a_program_itself_is_told_to_leave_that_out(
+    run_config: RunConfig,
+) -> None:
+    trainer = JaxTrainer(
+        lambda: jax.distributed.initialize(),
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    )
+    with pytest.raises(TrainingFailedError, match=r"leave out its jax\.distributed\.initialize"):
+        trainer.fit()
+
+
 def test_the_settings_of_this_process_are_given_back(run_config: RunConfig) -> None:
     before = platforms()
 

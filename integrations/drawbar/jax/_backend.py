@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -116,9 +117,25 @@ def _set_up(config: JaxConfig) -> Iterator[None]:
     try:
         if context.get_world_size() > 1:
             _join(config)
-        yield
+        with _explained():
+            yield
     finally:
         jax.config.update("jax_platforms", platforms)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what to do where a script joins a program of its own, as under another launcher."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        called = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if jax.distributed.initialize.__code__ in called:
+            error.add_note(
+                "A JaxTrainer's workers are one JAX program before the training function begins: "
+                "leave out its jax.distributed.initialize()."
+            )
+        raise
 
 
 def _join(config: JaxConfig) -> None:
