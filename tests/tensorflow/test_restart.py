@@ -71,7 +71,7 @@ def own_loop(strategy: Any) -> list[float]:
         begin = SAVED_AT + 1
     context = train.get_context()
     for number in range(begin, STEPS):
-        metrics = {"step": number, "loss": float(step())}
+        metrics = {"step": number, "loss": step()}
         if number == FATAL_STEP and context.get_attempt() == 0 and context.get_world_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # rank 0 goes on into the next collective
         if number != SAVED_AT or context.get_world_rank() > 0:

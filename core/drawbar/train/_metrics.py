@@ -27,14 +27,12 @@ class _Array(Protocol):
     @property
     def shape(self) -> Iterable[int]: ...
 
-    def item(self) -> object: ...
-
 
 def normalise(metrics: object) -> Metrics:
     """Turn what the user reported into plain Python values.
 
-    Takes any JSON-able value, NumPy scalars and 0-d arrays, and tensors of one element. Keys become
-    strings.
+    Takes any JSON-able value, and arrays and tensors of one element, of NumPy, PyTorch, JAX,
+    TensorFlow and Keras. Keys become strings.
 
     Raises:
         TypeError: `metrics` is no mapping, or a value is none of these; the message names its key.
@@ -66,7 +64,7 @@ def _plain(value: object, key: str) -> object:
         return {_text(str(k), f"{key}/{k}"): _plain(v, f"{key}/{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v, f"{key}/{i}") for i, v in enumerate(value)]
-    if hasattr(value, "item") and hasattr(value, "shape"):
+    if hasattr(value, "shape") and (hasattr(value, "item") or hasattr(value, "numpy")):
         return _plain(_scalar(cast("_Array", value), key), key)
     if isinstance(value, int | float):  # enums and other subclasses
         return int(value) if isinstance(value, int) else float(value)
@@ -93,7 +91,9 @@ def _scalar(value: _Array, key: str) -> object:
             f"metric {key!r} is a {type(value).__name__} of shape {shape}; report() takes "
             "tensors of one element. Reduce it first, for example with .mean(), or write .tolist()"
         )
-    return value.item()
+    # TensorFlow's tensors and Keras's variables have no item(), what their numpy() gives has.
+    found: Any = value if hasattr(value, "item") else cast("Any", value).numpy()
+    return found.item() if hasattr(found, "item") else found
 
 
 def to_json(value: object) -> object:
