@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import ray
 
-from drawbar.train._group.placement import Placement
+from drawbar.train._group.placement import Placement, remove_abandoned
 from drawbar.train._group.worker_group import Hear, OnWait
 from drawbar.train._messages import Message, WorkerInfo
 from drawbar.train._settings.scaling_config import ScalingConfig
@@ -136,6 +136,7 @@ class ActorPool:
             if not arrived and self._enough(settled=True):
                 break
             if not arrived:
+                remove_abandoned()
                 on_wait(len(self.up()), self._is_placed())
         return [member.up.result() for member in self.up()]
 

@@ -166,6 +166,13 @@ def _reserved_cpus() -> float:
     return float(sum(bundle.get("CPU", 0.0) for bundle in bundles))
 
 
+def is_dead(actor: str) -> bool:
+    """Whether the actor of this id is gone for good."""
+    from ray._private.state import actors
+
+    return actors(actor_id=actor).get("State") == "DEAD"  # type: ignore[no-any-return]
+
+
 def left_beside(held: Mapping[str, float]) -> dict[str, float]:
     """Say what is left of the cluster beside workers that hold so much.
 

@@ -7,6 +7,7 @@ fill the cluster wait for each other for ever.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -21,7 +22,10 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drawbar.train._group.capacity import room_for
+from drawbar.train._group.cluster import is_dead
 from drawbar.train._settings.scaling_config import ScalingConfig
+
+_OF_ACTOR = "drawbar-"  # the actor's id follows, and what makes the name the group's alone
 
 
 class Placement:
@@ -36,11 +40,15 @@ class Placement:
     def made(cls, scaling: ScalingConfig) -> Self:
         """Ask Ray for a group of the run's own."""
         count = scaling.max_workers
+        actor = ray.get_runtime_context().get_actor_id()
+        if actor is not None:
+            remove_abandoned()  # by the actor before this one: a sweep starts trial after trial
         group = placement_group(
             # Ray refuses a bundle without any resource.
             [scaling.bundle or {"CPU": 0.001}] * count,
             strategy=scaling.placement_strategy,
             bundle_label_selector=scaling.selectors or None,
+            name="" if actor is None else f"{_OF_ACTOR}{actor}-{uuid.uuid4().hex}",
         )
         return cls(group, range(count), own=True)
 
@@ -77,6 +85,20 @@ class Placement:
         """Let go of the resources, unless they are somebody else's."""
         if self._own:
             remove_placement_group(self._group)
+
+
+def remove_abandoned() -> None:
+    """Remove the groups of runs that have gone with the actor which hosted them.
+
+    Ray keeps what an actor has asked for until its job ends too: what a trial that Ray Tune has
+    stopped held is nobody's, and the next one waits for it.
+    """
+    for each in placement_group_table().values():
+        if each["name"].startswith(_OF_ACTOR) and each["state"] != "REMOVED":
+            actor = each["name"].removeprefix(_OF_ACTOR).partition("-")[0]
+            if is_dead(actor):
+                group = ray.PlacementGroupID.from_hex(each["placement_group_id"])
+                remove_placement_group(PlacementGroup(group))
 
 
 def bundles_with_room(
