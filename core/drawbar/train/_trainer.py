@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import cloudpickle
 
@@ -70,6 +70,9 @@ class DataParallelTrainer(ExplainsItsArguments):
             to do.
     """
 
+    _replaced: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("train_fn", "train_func", "train_loop"), "did you mean 'train_loop_per_worker'?"
+    )
     _given: tuple[tuple[object, ...], dict[str, object]]
 
     def __new__(cls, *args: object, **arguments: object) -> Self:

@@ -39,6 +39,7 @@ UNKNOWN: list[tuple[Any, str, str]] = [
     (TorchConfig, "timeout", "did you mean 'timeout_s'?"),
     (DataParallelTrainer, "scalingconfig", "did you mean 'scaling_config'?"),
     (TorchTrainer, "train_loop_configs", "did you mean 'train_loop_config'?"),
+    (TorchTrainer, "train_func", "did you mean 'train_loop_per_worker'?"),
     (TorchTrainer, "backend_config", "it takes .*torch_config"),
     (TorchTrainer, "data_config", "did you mean 'dataset_config'?"),
     (DataParallelTrainer, "torch_config", "it takes .*backend_config"),

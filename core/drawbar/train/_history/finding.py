@@ -52,7 +52,7 @@ def _no_run(place: Path | Folder, storage: Path | Folder) -> str:
     nearest = difflib.get_close_matches(place.name, names, n=_NEAREST, cutoff=0.5)
     if nearest:
         return f"no run {place.name!r} in {storage}; near to that: {', '.join(nearest)}"
-    there = f"{len(names)} others are there" if names else "it is empty or not there"
+    there = f"{len(names)} other folders are there" if names else "it is empty or not there"
     return f"no run {place.name!r} in {storage}; {there}"
 
 
