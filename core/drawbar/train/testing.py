@@ -79,6 +79,14 @@ def run_in_threads(
     belongs to a process is shared: the environment, the working directory, `print`; so torch's
     process groups cannot be used. XGBoost's communicator belongs to a thread, and can.
 
+    Args:
+        function: As `DataParallelTrainer` takes it.
+        num_workers: How many ranks, at least 1.
+        train_loop_config: Passed to the function.
+        backend_config: As for `DataParallelTrainer`.
+        run_config: As for `DataParallelTrainer`.
+        validation_config: As for `DataParallelTrainer`.
+
     Raises:
         TrainingFailedError: As `fit()` does.
     """

@@ -222,8 +222,8 @@ def report(
     calls the collectives too, since between threads it is chance which report is the k-th.
 
     Args:
-        metrics: Numbers, strings, booleans, None, lists and dicts of them, NumPy scalars, tensors
-            of one element. NaN and infinity are kept as they are.
+        metrics: Numbers, strings, booleans, None, lists and dicts of them, arrays and tensors of
+            one element. NaN and infinity are kept as they are.
         checkpoint: A directory, as a `Checkpoint` or a path. One made by `checkpoint_dir()` is
             committed by a rename; any other is copied.
         checkpoint_dir_name: Name of the checkpoint's directory in the run. Default: `checkpoint_`
@@ -349,6 +349,12 @@ def get_all_reported_checkpoints(
 
 def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DataIterator:
     """Give this worker's shard of one of the trainer's datasets, or the whole if it is not split.
+
+    After a restart the first pass over it is what the checkpoint has left of the epoch, which is
+    nothing if that was made with the last batch, before the pass was over.
+
+    Args:
+        dataset_name: Its name in the trainer's `datasets`.
 
     Raises:
         KeyError: The trainer was given no dataset of this name; the message lists the names.
