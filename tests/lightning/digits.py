@@ -1,4 +1,4 @@
-"""scikit-learn's digits, a small Lightning module, and runs that train it on a group of workers.
+"""Some images, a small Lightning module, and runs that train it on a group of workers.
 
 Nothing is random but the first weights and the order of the data, and both follow from a seed. The
 batches of all ranks together are the same on any number of workers. So any two runs have the same
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -44,10 +43,12 @@ ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightni
 
 
 def digits(count: int) -> Dataset[Any]:
-    """Images, labels, and the number of each image."""
-    images, labels = load_digits(return_X_y=True)
-    x = torch.from_numpy(images[:count].astype("float32") / 16)
-    return TensorDataset(x, torch.from_numpy(labels[:count]), torch.arange(count))
+    """Images of ten kinds, labels, and the number of each image."""
+    random = torch.Generator().manual_seed(0)
+    kinds = torch.rand(10, 64, generator=random).round()
+    labels = torch.arange(count) % 10
+    noise = torch.rand(count, 64, generator=random)
+    return TensorDataset((kinds[labels] + noise) / 2, labels, torch.arange(count))
 
 
 def make_module(pl: Any, die_at: Sequence[int] = ()) -> Any:
@@ -100,8 +101,9 @@ def fit(
     run: str = "run",
     num_workers: int = 2,
     package: str = "lightning",
-    strategy: Callable[[], Any] = RayDDPStrategy,
+    strategies: Sequence[Callable[[], Any]] = (RayDDPStrategy,),
     die_at: Sequence[int] = (),
+    begin: Checkpoint | None = None,
     validation: Callable[[Checkpoint], dict[str, Any]] | None = None,
     fit_options: dict[str, Any] | None = None,
     after: Callable[[Any, Any], Any] = lambda trainer, module: module.seen,
@@ -111,19 +113,19 @@ def fit(
 
     Args:
         callbacks: Makes the Trainer's callbacks from a package.
+        strategies: Each trains a module of its own, one after the other.
         die_at: Before which step rank 1 is killed in each attempt, until one has none.
+        begin: A checkpoint of another run to go on from.
         validation: Validates checkpoints beside the run.
-        after: Makes what a rank returns from its Trainer and its module.
+        after: Makes what a rank returns from its last Trainer and module.
         options: Of the Trainer.
     """
 
-    def function() -> Any:
-        pl: Any = importlib.import_module(ROOTS[package])
-        pl.seed_everything(1, verbose=False)
-        trainer = prepare_trainer(
+    def make_trainer(pl: Any, strategy: Any) -> Any:
+        return prepare_trainer(
             pl.Trainer(
                 accelerator="cpu",
-                strategy=strategy(),
+                strategy=strategy,
                 callbacks=callbacks(pl),
                 logger=JournalLogger(),
                 log_every_n_steps=1,
@@ -132,8 +134,14 @@ def fit(
                 **{"max_epochs": 3, "enable_progress_bar": False, **options},
             )
         )
-        module = make_module(pl, die_at)
-        trainer.fit(module, **(fit_options or {}))
+
+    def function() -> Any:
+        pl: Any = importlib.import_module(ROOTS[package])
+        # All are made before one saves: each goes on from what is then the newest checkpoint.
+        for trainer in [make_trainer(pl, strategy()) for strategy in strategies]:
+            pl.seed_everything(1, verbose=False)
+            module = make_module(pl, die_at)
+            trainer.fit(module, **(fit_options or {}))
         return after(trainer, module)
 
     failures = FailureConfig(max_failures=len(die_at))
@@ -141,6 +149,7 @@ def fit(
         function,
         scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=RunConfig(name=run, storage_path=folder, failure_config=failures),
+        resume_from_checkpoint=begin,
         validation_config=validation and ValidationConfig(validation),
     ).fit()
 

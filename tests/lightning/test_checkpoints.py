@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import uuid
@@ -20,7 +19,7 @@ from drawbar.lightning import (
     RayModelParallelStrategy,
     RayTrainReportCallback,
 )
-from drawbar.train import Result, WorkerGroupError
+from drawbar.train import Checkpoint, Result, WorkerGroupError
 from tests.lightning.digits import STEPS, fit, losses
 
 pytestmark = [
@@ -51,32 +50,42 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 class TestWorldSizes:
-    @pytest.fixture(scope="class", params=STRATEGIES)
-    def begun(self, request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Result]:
-        """A run on two workers that ended in the middle of the second epoch, at step 14."""
-        strategy: str = request.param
-        folder = tmp_path_factory.mktemp(strategy)
-        made = STRATEGIES[strategy]
-        return strategy, fit(folder, every_7_steps, strategy=made, max_steps=14)
+    @pytest.fixture(scope="class")
+    def begun(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+        """Where each strategy was on two workers at step 14, in the middle of the second epoch."""
+        strategies = list(STRATEGIES.values())
+        folder = tmp_path_factory.mktemp("begun")
+        result = fit(folder, every_7_steps, strategies=strategies, max_steps=14)
+        at_14 = [each for each, metrics in result.best_checkpoints if metrics["step"] == 14]
+        return dict(zip(STRATEGIES, at_14, strict=True))
 
+    @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_a_run_goes_on_with_weights_optimizer_and_data(
-        self, begun: tuple[str, Result], whole: dict[int, float], tmp_path: Path
+        self,
+        strategy: str,
+        begun: dict[str, Checkpoint],
+        whole: dict[int, float],
+        tmp_path: Path,
     ) -> None:
-        strategy, first = begun
+        rest = {step: loss for step, loss in whole.items() if step >= 14}
         for num_workers in NUMBERS_OF_WORKERS[strategy]:
-            folder = tmp_path / str(num_workers)
-            shutil.copytree(first.path, folder / "run")
-            made = STRATEGIES[strategy]
-            second = fit(folder, every_7_steps, strategy=made, num_workers=num_workers)
-            assert losses(second) == pytest.approx(whole, abs=1e-5)
-            seen = sorted(chain(*second.return_values))
+            run = fit(
+                tmp_path / str(num_workers),
+                every_7_steps,
+                strategies=[STRATEGIES[strategy]],
+                num_workers=num_workers,
+                begin=begun[strategy],
+            )
+            assert losses(run) == pytest.approx(rest, abs=1e-5)
+            seen = sorted(chain(*run.return_values))
             assert len(seen) == (3 * STEPS - 14) * 24
             assert {seen.count(each) for each in set(seen)} <= {1, 2}  # of one epoch and a part
 
-    def test_every_rank_has_written_its_shards(self, begun: tuple[str, Result]) -> None:
-        strategy, result = begun
-        assert result.checkpoint is not None
-        manifest = result.checkpoint.manifest
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_every_rank_has_written_its_shards(
+        self, strategy: str, begun: dict[str, Checkpoint]
+    ) -> None:
+        manifest = begun[strategy].manifest
         assert manifest is not None
         files = sorted(file.path.removeprefix("checkpoint.ckpt") for file in manifest.files)
         if strategy == "ddp":

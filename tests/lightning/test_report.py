@@ -78,7 +78,11 @@ def read_step(checkpoint: Checkpoint) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Two epochs, whose checkpoints are stored and validated while the training goes on."""
+    """Two epochs, whose checkpoints are stored and validated while the training goes on.
+
+    A `ModelCheckpoint` saves its own files beside it; the best is validated once more in the end.
+    """
+    folder = tmp_path_factory.mktemp("run")
 
     class OnRankZeroAlone:
         """Reports on rank 0 alone, as a hook of the user's might."""
@@ -93,9 +97,14 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Result:
         return [
             mine(),
             RayTrainReportCallback(checkpoint_upload_mode=asynchronous, validation=True),
+            pl.callbacks.ModelCheckpoint(folder / "mine", "{epoch}", monitor="val_loss"),
         ]
 
-    return fit(tmp_path_factory.mktemp("run"), callbacks, max_epochs=2, validation=read_step)
+    def after(trainer: Any, module: Any) -> tuple[str, int]:
+        trainer.validate(module, ckpt_path="best", verbose=False)
+        return trainer.checkpoint_callback.best_model_path, trainer.world_size
+
+    return fit(folder, callbacks, max_epochs=2, validation=read_step, after=after)
 
 
 def test_each_checkpoint_is_validated(on_two_ranks: Result) -> None:
@@ -109,7 +118,8 @@ def test_the_logger_reports_each_step_of_each_rank_and_the_validation(on_two_ran
     logged = rows[rows["loss"].notna() & rows["val_loss"].isna()]
     for rank in range(2):
         assert list(logged[logged["rank"] == rank]["step"]) == list(range(2 * STEPS))
-    assert len(rows[rows["loss"].isna() & rows["val_loss"].notna()]) == 2 * 2  # epochs, ranks
+    validated = rows[rows["loss"].isna() & rows["val_loss"].notna()]
+    assert list(validated["rank"].value_counts()) == [3, 3]  # of the epochs, and in the end
 
 
 def test_lightnings_own_model_checkpoint_gives_way(tmp_path: Path) -> None:
@@ -124,19 +134,10 @@ def test_lightnings_own_model_checkpoint_gives_way(tmp_path: Path) -> None:
     assert len(result.best_checkpoints) == 1
 
 
-def test_a_model_checkpoint_beside_it_saves_its_own_files(tmp_path: Path) -> None:
-    def callbacks(pl: Any) -> list[Any]:
-        best = pl.callbacks.ModelCheckpoint(tmp_path / "mine", "{epoch}", monitor="val_loss")
-        return [RayTrainReportCallback(), best]
-
-    def after(trainer: Any, module: Any) -> tuple[str, int]:
-        trainer.validate(module, ckpt_path="best", verbose=False)
-        return trainer.checkpoint_callback.best_model_path, trainer.world_size
-
-    result = fit(tmp_path, callbacks, max_epochs=2, after=after)
-    (saved,) = (tmp_path / "mine").iterdir()
-    assert result.return_values == [(str(saved), 2)] * 2
-    assert len(result.best_checkpoints) == 2
+def test_a_model_checkpoint_beside_it_saves_its_own_files(on_two_ranks: Result) -> None:
+    (saved,) = (Path(on_two_ranks.path).parent / "mine").iterdir()
+    assert on_two_ranks.return_values == [(str(saved), 2)] * 2
+    assert len(on_two_ranks.best_checkpoints) == 2
     assert saved.name in {"epoch=0.ckpt", "epoch=1.ckpt"}
 
 

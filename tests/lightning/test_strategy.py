@@ -25,6 +25,10 @@ from drawbar.lightning._strategies.model_parallel import mesh_shape
 from drawbar.torch import TorchTrainer
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
 
+pytestmark = pytest.mark.filterwarnings(  # Lightning's
+    "ignore::UserWarning", "ignore::FutureWarning"
+)
+
 TWO = ScalingConfig(num_workers=2)
 STRATEGIES: dict[str, Any] = {
     "ddp": RayDDPStrategy,
@@ -37,27 +41,32 @@ STRATEGIES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def trained(
-    ray_cluster: None, plain: Any, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, float]:
-    """The last loss of each strategy; one run, in which they follow each other."""
+def run(ray_cluster: None, plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run in which the strategies follow each other, and one of many arguments comes last."""
+    folder = tmp_path_factory.mktemp("runs")
 
-    def function() -> dict[str, float]:
-        return {name: plain.last_loss(make(), 2) for name, make in STRATEGIES.items()}
+    def function() -> tuple[dict[str, float], dict[str, Any]]:
+        losses = {name: plain.last_loss(make(), 2) for name, make in STRATEGIES.items()}
+        return losses, with_arguments(plain, folder / "full.ckpt")
 
-    config = RunConfig(name="run", storage_path=tmp_path_factory.mktemp("runs"))
-    rank_0, rank_1 = (
-        TorchTrainer(function, scaling_config=TWO, run_config=config).fit().return_values
-    )
+    config = RunConfig(name="run", storage_path=folder)
+    return TorchTrainer(function, scaling_config=TWO, run_config=config).fit()
+
+
+@pytest.fixture(scope="module")
+def trained(run: Result) -> dict[str, float]:
+    """The last loss of each strategy."""
+    (rank_0, _), (rank_1, _) = run.return_values
     assert rank_0 == pytest.approx(rank_1)
     losses: dict[str, float] = rank_0
     return losses
 
 
 @pytest.fixture(scope="module")
-def alone() -> float:
+def alone(plain: Any) -> float:
     """The last loss of plain Lightning in one process, with the batches of two together."""
-    return plain_lightning([sys.executable], "1", "auto")["auto"]
+    loss: float = plain.last_loss("auto", 1, devices=1)
+    return loss
 
 
 def plain_lightning(launcher: list[str], *arguments: str) -> dict[str, float]:
@@ -88,48 +97,45 @@ def test_it_trains_as_under_torchrun(trained: dict[str, float]) -> None:
     assert found == pytest.approx(plain, abs=1e-5)
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_arguments_pass_through_and_the_rest_is_the_runs(
-    plain: Any, run_config: RunConfig, tmp_path: Path
-) -> None:
-    def function() -> dict[str, Any]:
-        import lightning as L
+def with_arguments(plain: Any, path: Path) -> dict[str, Any]:
+    """Train with a strategy of many arguments; what has become of them on this rank."""
+    import lightning as L
 
-        strategy: Any = RayFSDPStrategy(
-            sharding_strategy="HYBRID_SHARD", device_mesh=(1, 2), auto_wrap_policy={torch.nn.Linear}
-        )
-        environment: Any = RayLightningEnvironment()
-        trainer: Any = L.Trainer(
-            devices=7,  # what it was told in the plain script does not matter
-            num_nodes=3,
-            accelerator="cpu",
-            strategy=strategy,
-            plugins=[environment],
-            max_steps=2,
-            enable_checkpointing=False,
-            **plain.QUIET,
-        )
-        prepare_trainer(trainer).fit(plain.Digits(), plain.DigitsData(2))
-        path = tmp_path / "full.ckpt"
-        trainer.save_checkpoint(path)  # the whole state, which torch's FSDP cannot gather on CPUs
-        sampler = trainer.train_dataloader.sampler
-        return {
-            "mesh": strategy.kwargs["device_mesh"].shape,
-            "wrapped": str(strategy.model).count("FullyShardedDataParallel"),
-            "sampler": (sampler.num_replicas, sampler.rank),
-            "ranks": (trainer.world_size, trainer.global_rank, trainer.local_rank),
-            "devices": trainer.num_devices,
-            "keys": sorted(torch.load(path, weights_only=False)["state_dict"]),
-        }
+    strategy: Any = RayFSDPStrategy(
+        sharding_strategy="HYBRID_SHARD", device_mesh=(1, 2), auto_wrap_policy={torch.nn.Linear}
+    )
+    environment: Any = RayLightningEnvironment()
+    trainer: Any = L.Trainer(
+        devices=7,  # what it was told in the plain script does not matter
+        num_nodes=3,
+        accelerator="cpu",
+        strategy=strategy,
+        plugins=[environment],
+        max_steps=2,
+        enable_checkpointing=False,
+        **plain.QUIET,
+    )
+    prepare_trainer(trainer).fit(plain.Digits(), plain.DigitsData(2))
+    trainer.save_checkpoint(path)  # the whole state, which torch's FSDP cannot gather on CPUs
+    sampler = trainer.train_dataloader.sampler
+    return {
+        "mesh": strategy.kwargs["device_mesh"].shape,
+        "wrapped": str(strategy.model).count("FullyShardedDataParallel"),
+        "sampler": (sampler.num_replicas, sampler.rank),
+        "ranks": (trainer.world_size, trainer.global_rank, trainer.local_rank),
+        "devices": trainer.num_devices,
+        "keys": sorted(torch.load(path, weights_only=False)["state_dict"]),
+    }
 
-    result = TorchTrainer(function, scaling_config=TWO, run_config=run_config).fit()
+
+def test_arguments_pass_through_and_the_rest_is_the_runs(run: Result) -> None:
     expected = {
         "mesh": (1, 2),
         "wrapped": 3,  # the module and its two layers
         "devices": 2,
         "keys": ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"],
     }
-    for rank, found in enumerate(result.return_values):
+    for rank, (_, found) in enumerate(run.return_values):
         assert found == {**expected, "sampler": (2, rank), "ranks": (2, rank, rank)}
 
 
