@@ -83,6 +83,14 @@ def test_what_cannot_be_decided_is_listed(script: str, told: str) -> None:
     assert told in note.text
 
 
+@pytest.mark.parametrize(
+    ("config", "is_told"), [("tune.RunConfig()", False), ("RunConfig()", True)]
+)
+def test_a_tuner_is_given_configs_of_ray_tune(config: str, is_told: bool) -> None:
+    notes = rewrite(f"tune.Tuner(trainer, run_config={config})").notes
+    assert any("CheckpointConfig of ray.tune" in note.text for note in notes) == is_told
+
+
 def test_files_are_changed_only_when_told(drawbar: Command, tmp_path: Path) -> None:
     script, broken = tmp_path / "train.py", tmp_path / "wrong.py"
     script.write_text("import ray.train\nray.train.report({})\n")

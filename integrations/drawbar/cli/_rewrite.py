@@ -269,8 +269,7 @@ def _calls(tree: ast.AST, found: _Found) -> None:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if name == "Tuner":
-            text = "Tuner takes trainer.as_trainable(), if it was given a trainer"
-            found.notes.append(Note(node.lineno, text))
+            found.notes += _of_tuner(node, tunes)
         if name not in _CONFIGS or _is_tunes(node.func, tunes):
             continue
         taken = inspect.signature(getattr(train, name)).parameters
@@ -278,6 +277,16 @@ def _calls(tree: ast.AST, found: _Found) -> None:
             if keyword.arg is not None and keyword.arg not in taken:
                 text = f"{name} takes no {keyword.arg}; it says at the call what to write instead"
                 found.notes.append(Note(keyword.value.lineno, text))
+
+
+def _of_tuner(call: ast.Call, tunes: set[str]) -> Iterator[Note]:
+    yield Note(call.lineno, "Tuner takes trainer.as_trainable(), if it was given a trainer")
+    for each in call.keywords:
+        value = each.value
+        made_by_tune = isinstance(value, ast.Call) and _is_tunes(value.func, tunes)
+        if each.arg == "run_config" and not made_by_tune:
+            text = "Tuner takes the RunConfig and CheckpointConfig of ray.tune, not drawbar.train"
+            yield Note(value.lineno, text)
 
 
 def _is_tunes(function: ast.expr, names: set[str]) -> bool:
