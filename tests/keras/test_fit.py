@@ -83,7 +83,7 @@ def train_loop(config: dict[str, Path]) -> dict[str, Any]:
     batches: list[int] = []
     others = [
         keras.callbacks.EarlyStopping("turn", patience=9, mode="min", restore_best_weights=True),
-        keras.callbacks.ReduceLROnPlateau("turn", patience=1, min_delta=0, mode="min"),
+        keras.callbacks.ReduceLROnPlateau("turn", patience=1, min_delta=1.5, mode="min"),
     ]
     written = [
         keras.callbacks.CSVLogger(config["folder"] / "log.csv", append=True),

@@ -31,6 +31,9 @@ EVENTS = tuple(
 
 BETWEEN_EPOCHS = {"train_begin", "epoch_begin", "epoch_end", "train_end"}
 
+_TURNED = "min_delta"
+"""A setting, whose sign Keras 3 turns round when it first compares: in each process anew."""
+
 Events = str | Sequence[str] | Mapping[str, int]
 
 
@@ -272,7 +275,7 @@ def _values_of(callback: object) -> dict[str, object]:
     values: dict[str, object] = {}
     for name, value in vars(callback).items():
         plain = value.item() if getattr(value, "size", 0) == 1 else value
-        if isinstance(plain, bool | int | float | str | None):
+        if name != _TURNED and isinstance(plain, bool | int | float | str | None):
             values[name] = plain
     return values
 
