@@ -9,65 +9,60 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from drawbar.train.testing import check_run
 
 SECONDS = 120
+SCRIPT = """
+import json, os, signal, sys
+import torch, torch.distributed as dist
+from drawbar import train
+from drawbar.torch import TorchConfig, TorchTrainer, prepare_model
+from drawbar.train.backend import Backend
+
+folder, rank = sys.argv[1], os.environ["RANK"]
+
+def fit(name, loop, **options):
+    workers = train.ScalingConfig(num_workers=0)
+    run = train.RunConfig(storage_path=folder, name=name)
+    try:
+        result = TorchTrainer(loop, scaling_config=workers, run_config=run, **options).fit()
+    except Exception as error:
+        tell(name, [type(error).__name__, str(error)])
+    else:
+        seen = result.metrics_dataframe.to_dict("list")["seen"]
+        tell(name, [result.return_values, os.path.basename(result.checkpoint.path), seen])
+
+def tell(name, told):
+    with open(f"{folder}/{name}_told_{rank}.json", "w") as file:
+        json.dump(told, file)
+"""
 
 
-def torchrun(folder: Path, function: str, *options: str, trainer: str = "") -> tuple[Any, str]:
-    """Run a script on two ranks; gives what each has told, and all that was printed."""
+def torchrun(folder: Path, source: str, *options: str) -> None:
+    """Run a script on two ranks."""
     script = folder / "script.py"
-    script.write_text(
-        textwrap.dedent("""
-            import json, os, signal, sys
-            import torch, torch.distributed as dist
-            from drawbar import train
-            from drawbar.torch import TorchConfig, TorchTrainer, prepare_model
-            from drawbar.train.backend import Backend
-
-            folder, rank = sys.argv[1], os.environ["RANK"]
-
-            def tell(told):
-                with open(f"{folder}/told_{rank}.json", "w") as file:
-                    json.dump(told, file)
-            """)
-        + textwrap.dedent(function)
-        + textwrap.dedent(f"""
-            def fit():
-                return TorchTrainer(
-                    loop,
-                    scaling_config=train.ScalingConfig(num_workers=0),
-                    run_config=train.RunConfig(storage_path=folder, name="run"),
-                    {trainer}
-                ).fit()
-
-            try:
-                result = fit()
-            except Exception as error:
-                tell([type(error).__name__, str(error)])
-                store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-                store.set(f"told by {{rank}}", "")  # torchrun ends the others as soon as one fails
-                store.wait(["told by 0", "told by 1"])
-                raise
-            metrics = result.metrics_dataframe.to_dict("list")
-            tell([result.return_values, os.path.basename(result.checkpoint.path), metrics["seen"]])
-            """)
-    )
+    script.write_text(SCRIPT + textwrap.dedent(source))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options]
-    done = subprocess.run(
-        [*command, str(script), str(folder)], capture_output=True, text=True, timeout=SECONDS
-    )
-    output = done.stdout + done.stderr
-    files = [folder / f"told_{rank}.json" for rank in (0, 1)]
-    assert all(file.exists() for file in files), output
-    return [json.loads(file.read_text()) for file in files], output
+    subprocess.run([*command, str(script), str(folder)], timeout=SECONDS, check=True)
 
 
-def test_two_processes_are_one_run_of_two_ranks(tmp_path: Path) -> None:
-    told, output = torchrun(
-        tmp_path,
+def told(folder: Path, name: str) -> list[Any]:
+    """Give what each rank has told of a run."""
+    files = [folder / f"{name}_told_{rank}.json" for rank in (0, 1)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of several runs, one after the other in the same processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "closed").write_text("a file where the run's directory should be")
+    torchrun(
+        folder,
         """
-        def loop():
+        def together():
             context = train.get_context()
             rank = context.get_world_rank()
             model = prepare_model(torch.nn.Linear(2, 1))
@@ -97,40 +92,45 @@ def test_two_processes_are_one_run_of_two_ranks(tmp_path: Path) -> None:
 
         class TellingConfig(TorchConfig):
             backend_cls = Telling
+
+        def failing():
+            if train.get_context().get_world_rank() == 1:
+                raise ValueError("rank 1 does not like this")
+            dist.barrier()
+
+        fit("together", together, torch_config=TellingConfig())
+        fit("split", print, datasets={"train": lambda: None})
+        fit("closed", print)
+        fit("failing", failing)
         """,
-        trainer="torch_config=TellingConfig(),",
     )
+    return folder
+
+
+def test_two_processes_are_one_run_of_two_ranks(runs: Path) -> None:
     values = [
-        [rank, 2, rank, "run", "DistributedDataParallel", heard]
+        [rank, 2, rank, "together", "DistributedDataParallel", heard]
         for rank, heard in enumerate(
             [["TypeError: hear() missing 1 required positional argument: 'what'"], [[0, 1]]]
         )
     ]
-    assert told == [[values, "checkpoint_000000", [2.0, 2.0]]] * 2, output
-    files = {path.name for path in (tmp_path / "run" / "checkpoint_000000").iterdir()}
+    assert told(runs, "together") == [[values, "checkpoint_000000", [2.0, 2.0]]] * 2
+    run = runs / "together"
+    files = {path.name for path in (run / "checkpoint_000000").iterdir()}
     assert {"rank_0", "rank_1"} <= files
-    assert "rank 1 was here" in (tmp_path / "run" / "logs" / "rank_1.log").read_text()
-    check_run(tmp_path / "run")
+    assert "rank 1 was here" in (run / "logs" / "rank_1.log").read_text()
+    check_run(run)
 
 
-def test_a_rank_that_fails_ends_all_with_its_error(tmp_path: Path) -> None:
-    told, output = torchrun(
-        tmp_path,
-        """
-        def loop():
-            if train.get_context().get_world_rank() == 1:
-                raise ValueError("rank 1 does not like this")
-            dist.barrier()
-        """,
-    )
-    for kind, message in told:
-        assert kind == "WorkerGroupError", output
-        assert message.startswith("rank 1"), output
+def test_a_rank_that_fails_ends_all_with_its_error(runs: Path) -> None:
+    for kind, message in told(runs, "failing"):
+        assert kind == "WorkerGroupError"
+        assert message.startswith("rank 1")
         assert "ValueError: rank 1 does not like this" in message
 
 
 def test_what_torchrun_restarts_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    told, output = torchrun(
+    torchrun(
         tmp_path,
         """
         def loop():
@@ -141,24 +141,21 @@ def test_what_torchrun_restarts_goes_on_from_the_newest_checkpoint(tmp_path: Pat
             if before is None and rank == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
             train.collective.barrier()
+
+        fit("run", loop)
         """,
         *("--max-restarts", "1"),
     )
-    assert told == [[[None, None], "checkpoint_000001", [0, 0, 1, 1]]] * 2, output
+    assert told(tmp_path, "run") == [[[None, None], "checkpoint_000001", [0, 0, 1, 1]]] * 2
 
 
-def test_what_keeps_rank_0_from_opening_the_run_is_said_by_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file where the run's directory should be")
-    told, output = torchrun(tmp_path, "def loop(): pass")
-    kind, message = told[0]
-    assert kind == "FileExistsError", output
-    assert told[1] == ["ControllerError", f"rank 0 cannot open the run: {kind}: {message}"], output
+def test_what_keeps_rank_0_from_opening_the_run_is_said_by_every_rank(runs: Path) -> None:
+    (kind, message), other = told(runs, "closed")
+    assert kind == "FileExistsError"
+    assert other == ["ControllerError", f"rank 0 cannot open the run: {kind}: {message}"]
 
 
-def test_datasets_are_refused(tmp_path: Path) -> None:
-    told, output = torchrun(
-        tmp_path, "def loop(): pass", trainer='datasets={"train": lambda: None},'
-    )
-    for kind, message in told:
-        assert kind == "ValueError", output
+def test_datasets_are_refused(runs: Path) -> None:
+    for kind, message in told(runs, "split"):
+        assert kind == "ValueError"
         assert "ScalingConfig(num_workers=2)" in message
