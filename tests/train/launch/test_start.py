@@ -66,28 +66,18 @@ def short_folder() -> Iterator[str]:
         yield folder
 
 
-def test_a_local_ray_is_started_and_no_worker_outlives_its_driver(
+def test_threads_share_a_local_ray_which_outlives_their_runs_and_no_worker_its_driver(
+    tmp_path: Path,
     run_config: RunConfig,
     drivers: Drivers,
     pipe: Pipe,
     short_folder: str,
     wait_until_gone: Callable[..., None],
 ) -> None:
-    def function() -> None:
+    def waiting() -> None:
         pipe.say(os.getpid())
         threading.Event().wait()
 
-    alone = {"RAY_ADDRESS": None, "RAY_TMPDIR": short_folder}
-    with drivers(lambda: fit(function, run_config), **alone) as driver:
-        workers = [int(pipe.hear()[0]) for _ in range(2)]
-        assert os.listdir(short_folder) == ["ray"]
-        driver.kill()
-        wait_until_gone(workers)
-
-
-def test_runs_that_threads_start_share_a_local_ray_which_outlives_each_of_them(
-    tmp_path: Path, drivers: Drivers, short_folder: str
-) -> None:
     def main() -> None:
         def one_run(number: int) -> None:
             config = RunConfig(name=f"run_{number}", storage_path=str(tmp_path))
@@ -105,8 +95,16 @@ def test_runs_that_threads_start_share_a_local_ray_which_outlives_each_of_them(
                 thread.start()
             for thread in threads:
                 thread.join()
+        fit(waiting, run_config)
 
-    _, shown = drivers.run(main, RAY_ADDRESS=None, RAY_TMPDIR=short_folder, RAY_AUTH_MODE=None)
+    alone = {"RAY_ADDRESS": None, "RAY_TMPDIR": short_folder, "RAY_AUTH_MODE": None}
+    with drivers(main, **alone) as driver:
+        workers = [int(pipe.hear()[0]) for _ in range(2)]
+        assert driver.stderr is not None
+        shown = driver.stderr.readline()
+        assert os.listdir(short_folder) == ["ray"]
+        driver.kill()
+        wait_until_gone(workers)
     assert re.match(r"\[drawbar [\d:]+\] run directory", shown)  # nothing of Ray's before it
     numbers = [Result.from_path(tmp_path / f"run_{each}").metrics for each in range(4)]
     assert numbers == [{"number": each} for each in range(4)]
