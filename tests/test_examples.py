@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import ray
 
+from tests.forks import Forks
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PNG = b"\x89PNG"
 
 
+@pytest.fixture(scope="module")
+def forks(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    home = str(tmp_path_factory.mktemp("home"))  # where libraries look when they are imported
+    forks = Forks(**{**os.environ, "HOME": home})
+    yield forks
+    forks.close()
+
+
 @pytest.fixture
-def run(tmp_path: Path, ray_cluster: None) -> Callable[..., str]:
+def run(tmp_path: Path, forks: Forks) -> Callable[..., str]:
     """`run(script, *arguments)`: what it prints; its home is the test's own folder.
 
     With `own_ray` it starts a Ray of its own, which takes as long as all the rest.
@@ -28,15 +36,8 @@ def run(tmp_path: Path, ray_cluster: None) -> Callable[..., str]:
         tests_ray["RAY_AUTH_TOKEN_PATH"] = str(token)
 
     def run(script: str, *arguments: str, own_ray: bool = False) -> str:
-        environ = {} if own_ray else tests_ray
-        return subprocess.run(
-            [sys.executable, str(EXAMPLES / script), *arguments],
-            env={**os.environ, **environ, "HOME": str(tmp_path)},
-            cwd=tmp_path,
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        ).stdout
+        environment = {**os.environ, **({} if own_ray else tests_ray), "HOME": str(tmp_path)}
+        return forks.run(str(EXAMPLES / script), *arguments, folder=tmp_path, **environment)
 
     return run
 
@@ -71,18 +72,18 @@ def test_lightning_from_driver(run: Callable[..., str], tmp_path: Path) -> None:
     assert "the weights are here: 0 is a 0" in output
 
 
-def test_transformers_goes_on(run: Callable[..., str]) -> None:
+def test_transformers_goes_on_in_one_process(run: Callable[..., str]) -> None:
     first = run("transformers_gpt.py", "--steps", "50")
     assert float(re.findall(r"'eval_loss': ([\d.]+)", first)[-1]) < 4
     assert "class datetime(" in first
-    again = run("transformers_gpt.py", "--steps", "60")
+    again = run("transformers_gpt.py", "--steps", "60", "--num-workers", "0")
     assert "'step': 60" in again
 
 
-def test_accelerate_goes_on_with_one_worker(run: Callable[..., str]) -> None:
+def test_accelerate_goes_on_in_one_process(run: Callable[..., str]) -> None:
     first = run("accelerate_digits.py")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
-    again = run("accelerate_digits.py", "--epochs", "13", "--num-workers", "1")
+    again = run("accelerate_digits.py", "--epochs", "13", "--num-workers", "0")
     assert "'epoch': 12" in again
     assert "checkpoint_000012" in again
 
@@ -96,11 +97,13 @@ def test_jax_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> 
     assert "checkpoint_000012" in again
 
 
-def test_keras_goes_on_with_another_backend(run: Callable[..., str], tmp_path: Path) -> None:
+def test_keras_goes_on_in_one_process_with_another_backend(
+    run: Callable[..., str], tmp_path: Path
+) -> None:
     first = run("keras_digits.py")
     assert float(re.findall(r"'val_accuracy': ([\d.]+)", first)[0]) > 0.9
     assert (tmp_path / "drawbar_results/digits-keras/curves.png").read_bytes().startswith(PNG)
-    again = run("keras_digits.py", "--epochs", "9", "--backend", "jax")
+    again = run("keras_digits.py", "--epochs", "9", "--backend", "jax", "--num-workers", "0")
     assert "checkpoint_000008" in again
 
 

@@ -1,0 +1,78 @@
+"""Runs scripts, each in a fork of one process that has imported what they import.
+
+To import its framework costs a script more than much of the rest. But for that, it finds in its
+fork what `python script.py` gives it. `Forks` runs this file as a script, and tells it what to run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+
+class Forks:
+    """A process that runs scripts in forks of its own, one at a time."""
+
+    def __init__(self, **environment: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, folder: Path, **environment: str) -> str:
+        """Run a script, which must end well, in a folder and an environment; give its output."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([arguments, str(folder), environment]), file=self._process.stdin)
+        self._process.stdin.flush()
+        code = self._process.stdout.readline().strip()
+        assert code == "0", f"{arguments} ended with {code}"
+        return (folder / "output").read_text()
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def run_what_stdin_tells() -> None:
+    for line in sys.stdin:
+        arguments, folder, environment = json.loads(line)
+        if (child := fork(arguments[0])) == 0:
+            os.chdir(folder)
+            with open("output", "w") as output:
+                os.dup2(output.fileno(), sys.stdout.fileno())
+            os.environ.clear()
+            os.environ.update(environment)
+            be(arguments)
+        print(exit_code_of(child), flush=True)
+
+
+def fork(script: str) -> int:
+    """Import what a script imports, and fork: gives the child's process id, and 0 in the child."""
+    sys.path[0] = os.path.dirname(script)
+    runpy.run_path(script)
+    if "torch" in sys.modules:
+        import torch._dynamo  # noqa: F401  # as the first optimizer does
+    sys.stdout.flush()
+    return os.fork()
+
+
+def be(arguments: list[str]) -> None:
+    """Be a script, and end with it."""
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+    sys.exit()
+
+
+def exit_code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+if __name__ == "__main__":
+    run_what_stdin_tells()
