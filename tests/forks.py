@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ class Forks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
 
     def run(self, *arguments: str, folder: Path, **environment: str) -> str:
@@ -32,7 +34,11 @@ class Forks:
         assert self._process.stdout is not None
         print(json.dumps([arguments, str(folder), environment]), file=self._process.stdin)
         self._process.stdin.flush()
-        code = self._process.stdout.readline().strip()
+        try:
+            code = self._process.stdout.readline().strip()
+        except BaseException:  # such as the test's timeout: the script must not go on
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise
         assert code == "0", f"{arguments} ended with {code}"
         return (folder / "output").read_text()
 
