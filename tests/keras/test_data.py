@@ -1,4 +1,4 @@
-"""Which rows each worker gets of a batch, and where a run goes on in the middle of an epoch."""
+"""Which rows each worker gets of a batch, and where a run goes on: in an epoch, or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from drawbar.keras import (
     prepare_model,
 )
 from drawbar.train import (
+    Checkpoint,
     FailureConfig,
+    Result,
     RunConfig,
     ScalingConfig,
     get_context,
@@ -262,6 +264,54 @@ def losses(prepare: Callable[[], Any], path: Path, fails: bool) -> list[float]:
 def test_an_epoch_goes_on_in_its_middle(prepare: Callable[[], Any], tmp_path: Path) -> None:
     undisturbed = losses(prepare, tmp_path, fails=False)
     assert losses(prepare, tmp_path, fails=True) == pytest.approx(undisturbed[1:], 1e-4)
+
+
+def stopped_loop() -> tuple[list[int], Any, bool]:
+    """Have training stopped after two epochs, and fail there once; give the epochs, and weights."""
+    import keras
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    prepare_model(model)
+    epochs: list[int] = []
+
+    def fail(epoch: int, logs: Any) -> None:
+        epochs.append(epoch)
+        if model.stop_training and get_context().get_attempt() == 0:
+            best.append(early.best_weights)
+            raise ConnectionError("after the checkpoint")
+
+    # The loss falls, so the first epoch's weights are the best ones.
+    early = keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
+    save = ReportCheckpointCallback(["epoch_end", "train_end"], callbacks=[early])
+    watch = keras.callbacks.LambdaCallback(on_epoch_end=fail)
+    begin = load_state(model)
+    model.fit(of_arrays(), epochs=4, initial_epoch=begin, verbose=0, callbacks=[early, save, watch])
+    return epochs, model.get_weights(), model.stop_training
+
+
+best: list[Any] = []
+"""The best weights of an attempt that failed."""
+
+
+def test_training_that_was_stopped_is_not_gone_on_with_but_in_another_run(tmp_path: Path) -> None:
+    def fit(name: str, checkpoint: Checkpoint | None = None) -> Result:
+        failures = FailureConfig(max_failures=1)
+        return KerasTrainer(
+            stopped_loop,
+            keras_backend="tensorflow",
+            resume_from_checkpoint=checkpoint,
+            scaling_config=ScalingConfig(num_workers=0),
+            run_config=RunConfig(name=name, storage_path=tmp_path, failure_config=failures),
+        ).fit()
+
+    first = fit("stopped")
+    ((epochs, weights, has_stopped),) = first.return_values
+    assert (epochs, has_stopped) == ([], True)
+    for found, expected in zip(weights, best.pop(), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    another = fit("another", first.checkpoint)  # which goes on with what the end had saved
+    assert another.metrics_dataframe["loss"].notna().sum() == 1
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ Method = Callable[..., Any]
 def fit_on(model: Model, fit: Method) -> Method:
     """Have a `fit` go on where a loaded checkpoint was, also in the middle of an epoch.
 
+    It trains no more if a callback had stopped it there.
+
     Keras does not shuffle the batches of `prepare_dataset`, by numbers that each rank draws. When
     it is over on one rank, all ranks have trained, and the files are there that rank 0 has written.
     """
@@ -39,6 +42,8 @@ def fit_on(model: Model, fit: Method) -> Method:
         options["callbacks"] = keras.tree.flatten(getattr(given, "callbacks", given) or [])
         if (set_epoch := getattr(getattr(x, "batch_sampler", None), "set_epoch", None)) is not None:
             _add_first(options, lambda epoch, logs: set_epoch(epoch))
+        if _was_stopped(model, options):
+            _keep_stopped(model, options)
         rest = _rest(model, x, options)
         if rest is None and options.get("steps_per_epoch") is None and _is_tf_faster(x):
             from drawbar.keras._tf_batches import as_tf_dataset
@@ -57,6 +62,26 @@ def fit_on(model: Model, fit: Method) -> Method:
         return history
 
     return fit_from_there
+
+
+def _was_stopped(model: Model, options: dict[str, Any]) -> bool:
+    """Whether a callback has stopped this run's training where the checkpoint was.
+
+    In another run, which is given that checkpoint, training goes on.
+    """
+    begun = training_of(model).begun
+    in_this_run = begun.stopped_in == get_context().get_run_id()
+    return in_this_run and bool(options.get("initial_epoch", 0) == begun.epochs)
+
+
+def _keep_stopped(model: Model, options: dict[str, Any]) -> None:
+    training_of(model).begun = Progress()
+    options["initial_epoch"] = sys.maxsize  # however many epochs there are, none is left
+
+    def stop(logs: object) -> None:
+        model.stop_training = True  # so that a checkpoint of the end says so too
+
+    options["callbacks"].insert(0, keras.callbacks.LambdaCallback(on_train_begin=stop))
 
 
 def _is_tf_faster(data: object) -> bool:

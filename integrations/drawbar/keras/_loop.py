@@ -69,7 +69,7 @@ def load_state(model: Any) -> int:
         The epoch to go on with, for `fit(initial_epoch=...)`; 0 if the run has no checkpoint yet.
         From the middle of an epoch the `fit` of a prepared model goes on there, with the metrics
         gathered so far, if its data has a known number of batches; otherwise that epoch begins
-        anew.
+        anew. Where a callback had stopped this run's training it trains no more.
 
     Raises:
         FileNotFoundError: The checkpoint holds no model of that callback.

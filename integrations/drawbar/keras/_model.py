@@ -60,6 +60,7 @@ class Model(Protocol):
     train_function: object
     predict_function: object
     jit_compile: object
+    stop_training: bool
     _get_metrics_result_or_logs: Callable[[object], object]
 
     def _flatten_layers(self) -> Iterable[Layer]: ...

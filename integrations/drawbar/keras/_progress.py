@@ -30,6 +30,7 @@ class Progress:
         events: How often each event was heard of.
         callbacks: The state of other callbacks.
         arrays: Lists of arrays, by name: of the metrics, of random seeds, of callbacks.
+        stopped_in: The id of the run in which a callback has stopped training there; or nothing.
     """
 
     epochs: int = 0
@@ -37,6 +38,7 @@ class Progress:
     events: dict[str, int] = field(default_factory=dict)
     callbacks: list[dict[str, object]] = field(default_factory=list)
     arrays: dict[str, list[Any]] = field(default_factory=dict)
+    stopped_in: str = ""
 
     def write(self, folder: Path) -> None:
         """Write it into a checkpoint."""

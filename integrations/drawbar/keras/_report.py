@@ -210,6 +210,8 @@ class ReportCheckpointCallback:
         if batches and batches == self._batches_of_epoch:
             epochs, batches = epochs + 1, 0
         progress = Progress(epochs, batches, self._seen, arrays=state_of(self._model))
+        if getattr(self._model, "stop_training", False):
+            progress.stopped_in = get_context().get_run_id()
         for number, (each, begun) in enumerate(zip(self._callbacks, self._made_with, strict=True)):
             values = _values_of(each).items()
             # What they were made with is the script's, which may have changed.
@@ -227,6 +229,7 @@ class ReportCheckpointCallback:
         with checkpoint.as_directory() as folder:
             saved = Progress.read(Path(folder))
         self._seen.update(saved.events)
+        self._epochs, self._batches = saved.epochs, saved.batches  # until an epoch begins
         for callback, state in zip(self._callbacks, saved.callbacks, strict=False):
             vars(callback).update(state)
         for place, arrays in saved.arrays.items():
