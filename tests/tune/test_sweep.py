@@ -120,7 +120,16 @@ def test_halving_with_room_for_half_of_the_trials(
     assert lineage_of(best) == [f"{best.metrics['trial_id']}:1"] * 4
 
 
-def test_population_based_training_exchanges_checkpoints(
+class CopiesResultsAtTheStart(tune.Callback):
+    """Leaves that copy of a trial's results which Tune makes if its ten seconds are over then."""
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        for name in ("result.json", "progress.csv"):
+            Path(trial.path).mkdir(parents=True, exist_ok=True)
+            Path(trial.path, name).touch()
+
+
+def test_population_based_training_exchanges_checkpoints_and_keeps_all_results(
     tmp_path: Path, left_over: Callable[[], list[str]]
 ) -> None:
     scheduler = PopulationBasedTraining(
@@ -135,10 +144,13 @@ def test_population_based_training_exchanges_checkpoints(
         trainer(steps=3).as_trainable(),
         tmp_path,
         {"train_loop_config": {"lr": tune.grid_search([1, 100])}},
+        callbacks=[CopiesResultsAtTheStart()],
         scheduler=scheduler,
         reuse_actors=True,
     )
     assert left_over() == []
+    for each in grid:
+        assert list(each.metrics_dataframe["training_iteration"]) == [1, 2, 3]
     good, bad = grid
     donor = good.metrics["trial_id"]
     assert lineage_of(bad)[:2] == [f"{donor}:1"] * 2

@@ -28,6 +28,7 @@ from drawbar.train import (
 from drawbar.train.backend import Driver, enter_trial
 from drawbar.tune._report import told
 from drawbar.tune._resources import placement_group_factory
+from drawbar.tune._results import keep_results
 from drawbar.tune._trial import check_names, merged, next_run, run_names, with_parameters
 
 STOP_SECONDS = 10.0
@@ -76,6 +77,7 @@ def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
             wanted = merged(scaling, config.get("scaling_config", scaling))
             return placement_group_factory(wanted, validation)
 
+    keep_results()
     driver = Driver.here(config.forward_env)
     trainable: type[tune.Trainable] = tune.with_parameters(
         TrialOfTrainer, trainer=trainer, driver=driver
