@@ -137,8 +137,8 @@ def fit(
 
     def function() -> Any:
         pl: Any = importlib.import_module(ROOTS[package])
-        # All are made before one saves: each goes on from what is then the newest checkpoint.
-        for trainer in [make_trainer(pl, strategy()) for strategy in strategies]:
+        for strategy in strategies:
+            trainer = make_trainer(pl, strategy())
             pl.seed_everything(1, verbose=False)
             module = make_module(pl, die_at)
             trainer.fit(module, **(fit_options or {}))

@@ -17,7 +17,8 @@ from drawbar.lightgbm._backend import with_own_network
 from drawbar.lightgbm._evaluation import make_evaluation
 from drawbar.lightgbm._parameters import name_of, value_of, without
 from drawbar.lightgbm._report import RayTrainReportCallback
-from drawbar.train import Checkpoint, get_checkpoint
+from drawbar.train import Checkpoint
+from drawbar.train.backend import begin_training
 
 Callback = Callable[[CallbackEnv], None]
 
@@ -75,8 +76,8 @@ def train(
         reports = [RayTrainReportCallback()]
         given = [*reports, *given]
     initial = Booster(model_file=init_model) if isinstance(init_model, str | Path) else init_model
-    newest = None if is_forest(params) else get_checkpoint()
-    earlier, progress = resume_from(newest, reports[0], initial)
+    inherited = begin_training()
+    earlier, progress = resume_from(None if is_forest(params) else inherited, reports[0], initial)
     end = rounds + (0 if initial is None else initial.current_iteration())
     begin = min(each.resume(progress) for each in reports)
     if earlier is not None:

@@ -7,7 +7,7 @@ import warnings
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
-from drawbar.train.backend import import_failed, require_package
+from drawbar.train.backend import begin_training, import_failed, require_package
 
 try:
     import torch
@@ -19,7 +19,7 @@ except ImportError as error:
 
 from drawbar.accelerate.integration import check_ranks, plugins_kept_on_cpus
 from drawbar.torch.deepspeed import reduce_by_gloo
-from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_checkpoint, get_context
+from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_context
 from drawbar.transformers._data import EpochOfSteps, ShardDataset, is_batches, is_shard
 from drawbar.transformers._report import RayTrainReportCallback
 
@@ -101,7 +101,8 @@ class PreparedTrainer(Trainer):
         if is_shard(self.train_dataset) or is_batches(self.train_dataset):
             self.args.ignore_data_skip = True  # a shard begins with what is left of the epoch
             self.add_callback(EpochOfSteps)
-        checkpoint = _of_earlier_attempt() if resume_from_checkpoint in (None, True) else None
+        inherited = begin_training()
+        checkpoint = _checked(inherited) if resume_from_checkpoint in (None, True) else None
         with checkpoint.as_directory() if checkpoint else nullcontext() as path:
             return super().train(path or resume_from_checkpoint, *args, **kwargs)
 
@@ -170,21 +171,14 @@ class PreparedTrainer(Trainer):
             super()._load_best_model()
 
 
-def _of_earlier_attempt() -> Checkpoint | None:
-    """Give the run's newest checkpoint, unless this attempt has made it.
+def _checked(checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """Give a checkpoint that a Trainer is to go on from.
 
     Raises:
         RuntimeError: It is not a Trainer's.
     """
-    checkpoint, context = get_checkpoint(), get_context()
-    if checkpoint is None:
-        return None
-    manifest = checkpoint.manifest
-    if manifest is None:
-        return checkpoint
-    if (manifest.run_id, manifest.attempt) == (context.get_run_id(), context.get_attempt()):
-        return None
-    if all(file.path != TRAINER_STATE_NAME for file in manifest.files):
+    manifest = None if checkpoint is None else checkpoint.manifest
+    if manifest and all(file.path != TRAINER_STATE_NAME for file in manifest.files):
         raise RuntimeError(
             f"{checkpoint} has no {TRAINER_STATE_NAME}, so it is not one that a Trainer can go on "
             "from. Make the run's checkpoints by RayTrainReportCallback only, or say from where to "

@@ -15,7 +15,7 @@ from xgboost.callback import (
 )
 
 from drawbar._boosting import History, Progress
-from drawbar.train import get_checkpoint
+from drawbar.train.backend import begin_training
 from drawbar.xgboost._report import RayTrainReportCallback
 
 
@@ -63,7 +63,7 @@ def train(
     """
     reports = [each for each in callbacks if isinstance(each, RayTrainReportCallback)]
     reports = reports or [RayTrainReportCallback()]
-    progress, booster = reports[0].newest(get_checkpoint())
+    progress, booster = reports[0].newest(begin_training())
     done = progress.rounds
     booster = Booster(
         params, [dtrain, *(matrix for matrix, _ in evals)], model_file=booster or xgb_model

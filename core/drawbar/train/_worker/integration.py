@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from drawbar.train._worker.context import all_gather, current_session, report
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._worker.context import all_gather, current_session, get_context, report
+
+_TRAININGS = "trainings begun"
 
 
 def keep_data_position(name: str, position: Callable[[], object], *, numbered: bool = False) -> Any:
@@ -28,6 +31,35 @@ def keep_data_position(name: str, position: Callable[[], object], *, numbered: b
     """
     session = current_session("keep_data_position")
     return session.data.keep_position(name, position, numbered=numbered)
+
+
+def inherited_checkpoint() -> Checkpoint | None:
+    """Give the checkpoint that this attempt goes on from; None once it has made one of its own.
+
+    For integrations that go on by themselves, without a line of the user's: a function may train
+    several times, and what the first training has saved is not what the second one goes on from.
+    """
+    return current_session("inherited_checkpoint").inherited_checkpoint()
+
+
+def begin_training() -> Checkpoint | None:
+    """Count a training of this function, and give the checkpoint that it goes on from.
+
+    As `inherited_checkpoint()`, and if the checkpoint was made by another of the function's
+    trainings, say by the second one before a restart, then none is given: this one begins anew. The
+    number of the training is kept in every checkpoint that is made until the next one begins.
+
+    Returns:
+        The checkpoint; None if this training begins anew. The first training gets also one of
+        another run, or of the user's own.
+    """
+    number = next(current_session("begin_training").trainings)
+    keep_data_position(_TRAININGS, lambda: number)
+    checkpoint = inherited_checkpoint()
+    manifest = None if checkpoint is None else checkpoint.manifest
+    if manifest is None or manifest.run_id != get_context().get_run_id():
+        return checkpoint if number == 1 else None
+    return checkpoint if manifest.positions.get(_TRAININGS, 1) == number else None
 
 
 def retire_process() -> None:

@@ -8,6 +8,7 @@ same session serves an actor, this very process (`num_workers=0`) and the thread
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -101,6 +102,7 @@ class Session:
         self._offers: dict[int, Offer] = {}
         self.user_code = Interruptible()
         self.remarks: list[str] = []
+        self.trainings = itertools.count(1)  # of the function, which may train several times
         self.program: StandIn | None = None
 
     @property
@@ -232,6 +234,11 @@ class Session:
     def _uploads_to(self, sink: ShareSink) -> Uploads:
         attempt = self.assignment.attempt
         return Uploads(self.directory, sink, self._label, attempt, self._say, self._mailbox.wait)
+
+    def inherited_checkpoint(self) -> Checkpoint | None:
+        """Do what `drawbar.train.backend.inherited_checkpoint` says."""
+        made_here = self.checkpoint is not self.assignment.checkpoint
+        return None if made_here else self.newest_checkpoint()
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """Do what `drawbar.train.get_checkpoint` says."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.lightning._checkpoints.commits import CHECKPOINT_NAME, path_of
 from drawbar.lightning._package import OfUsersPackage, Package, with_base
-from drawbar.train import Checkpoint, get_checkpoint
+from drawbar.train import Checkpoint
+from drawbar.train.backend import inherited_checkpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -21,7 +22,7 @@ def go_on_from_newest_checkpoint(trainer: Any, package: Package) -> None:
 
     `fit(ckpt_path=...)` wins. A checkpoint that Lightning did not write is left alone.
     """
-    checkpoint = get_checkpoint()
+    checkpoint = inherited_checkpoint()
     if trainer.state.fn not in (None, "fit"):  # the driver has launched another call
         return
     if checkpoint is None or not _is_of_lightning(checkpoint):
