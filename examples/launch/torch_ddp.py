@@ -35,6 +35,7 @@ def main(epochs):
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {total.item() / dist.get_world_size():.8f}")
     dist.barrier()
+    del model, loss  # gloo may wait without end if these hold its group to the last (PyTorch 2.13)
     dist.destroy_process_group()
 
 

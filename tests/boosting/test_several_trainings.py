@@ -46,7 +46,7 @@ def with_xgboost(labels: Any, each_round: Callable[[int], None]) -> Predictions:
 def with_lightgbm(labels: Any, each_round: Callable[[int], None]) -> Predictions:
     rows = lightgbm.Dataset(FEATURES, labels)
     report = drawbar.lightgbm.RayTrainReportCallback(frequency=1)
-    callbacks = [report, lambda env: each_round(env.iteration)]
+    callbacks: list[Any] = [report, lambda env: each_round(env.iteration)]
     return drawbar.lightgbm.train(LIGHTGBM, rows, ROUNDS, callbacks=callbacks).predict(FEATURES)
 
 
