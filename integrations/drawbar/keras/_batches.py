@@ -49,9 +49,9 @@ class SharedBatches(Batches):
         if len(lengths) != 1:
             raise ValueError(f"the arrays have different numbers of rows: {sorted(lengths)}")
         self.arrays = parts
-        self._rows = lengths.pop()
+        self.rows = lengths.pop()
         self.batch_size = batch_size
-        self._number = -(-self._rows // batch_size)
+        self._number = -(-self.rows // batch_size)
         self.rank = rank
         self.size = size
         self._shuffle = shuffle
@@ -68,7 +68,7 @@ class SharedBatches(Batches):
 
     def part(self) -> object:
         """Give this worker's part of all rows, in their own order, as one batch."""
-        bounds = [self._rows * rank // self.size for rank in (self.rank, self.rank + 1)]
+        bounds = [self.rows * rank // self.size for rank in (self.rank, self.rank + 1)]
         return self._of(range(*bounds))
 
     def on_epoch_end(self) -> None:
@@ -78,10 +78,10 @@ class SharedBatches(Batches):
     def order(self) -> Any:
         """Give the rows in the order of this epoch."""
         if not self._shuffle:
-            return range(self._rows)
+            return range(self.rows)
         epoch, order = self._drawn
         if epoch != self._epoch:
-            order = np.random.default_rng(self._epoch).permutation(self._rows)
+            order = np.random.default_rng(self._epoch).permutation(self.rows)
             self._drawn = (self._epoch, order)
         return order
 
@@ -123,14 +123,15 @@ class SharedDataset(Batches):
 
 
 def own_rows(rows: Any, rank: int, size: int) -> Any:
-    """Take every `size`-th row; of a batch with fewer than workers, one that another one has too.
+    """Take every `size`-th row; of a batch with fewer than workers, perhaps none.
 
-    JAX needs as many rows on each worker, so what is left over is not taken.
+    JAX needs as many rows on each worker, so what is left over is not taken, and of a batch with
+    fewer than workers one that another one has too.
     """
-    number = len(rows)
-    if keras.backend.backend() == "jax" and number > size:
-        rows = rows[: number // size * size]
-    return rows[rank % number :: size]
+    if keras.backend.backend() == "jax":
+        number = len(rows)
+        rows, rank = rows[: max(number // size * size, min(number, size))], rank % number
+    return rows[rank::size]
 
 
 class ReadBatches(Batches):

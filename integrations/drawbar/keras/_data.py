@@ -94,7 +94,19 @@ def _of_arrays(
             f"prepare_dataset has batch_size={batch_size}, of which {size} workers take as many "
             f"rows each with JAX: {left} of every batch are left out; set a multiple of {size}"
         )
-    return SharedBatches(data, batch_size, shuffle=shuffle, rank=rank, size=size)
+    batches = SharedBatches(data, batch_size, shuffle=shuffle, rank=rank, size=size)
+    _tell_of_few(batches.rows % batch_size, size)
+    return batches
+
+
+def _tell_of_few(rows: int, size: int) -> None:
+    """Say of a batch what JAX makes of it, if it has fewer rows than there are workers."""
+    if backend_here() == "jax" and 0 < rows < size:
+        remark(
+            f"a batch of prepare_dataset has {rows} of the {size} rows that {size} workers need "
+            "with JAX: rows of it count several times in gradients and metrics; leave it out, or "
+            "set a batch_size that leaves more"
+        )
 
 
 def _of_shard(shard: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: bool) -> PyDataset:
@@ -128,10 +140,11 @@ def tf_rows(rows: Any, rank: int, size: int) -> Any:
     """Do what `own_rows` does, in a graph."""
     import tensorflow as tf
 
-    number = tf.shape(rows)[0]
     if backend_here() == "jax":
+        number = tf.shape(rows)[0]
         rows = rows[: tf.maximum(number // size * size, tf.minimum(number, size))]
-    return rows[rank % number :: size]
+        return rows[rank % number :: size]
+    return rows[rank::size]
 
 
 def _of_torch(loader: Any, rank: int, size: int) -> Any:
@@ -146,13 +159,29 @@ def _of_torch(loader: Any, rank: int, size: int) -> Any:
         loader.dataset,
         batch_sampler=_OwnOfEach(loader.batch_sampler, rank, size),
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=_CollateOrNone(loader.collate_fn, loader.dataset),
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         persistent_workers=loader.persistent_workers,
         prefetch_factor=loader.prefetch_factor,
     )
+
+
+class _CollateOrNone:
+    """Makes a batch of a worker's rows, and of no rows one that has none."""
+
+    def __init__(self, collate: Callable[[Any], Any], dataset: Any) -> None:
+        self._collate = collate
+        self._dataset = dataset
+
+    def __call__(self, rows: Any) -> Any:
+        if len(rows) > 0:
+            return self._collate(rows)
+        import keras
+
+        some = self._collate([self._dataset[0]])
+        return keras.tree.map_structure(lambda part: part[:0], some)
 
 
 class _OwnOfEach:
@@ -183,4 +212,5 @@ class _OwnOfEach:
             torch.manual_seed(max(self._epoch, 0))
             drawn = list(self._batches)
         for batch in drawn:
+            _tell_of_few(len(batch), self._size)
             yield own_rows(batch, self._rank, self._size)

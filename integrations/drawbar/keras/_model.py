@@ -57,7 +57,9 @@ class Model(Protocol):
     metrics_variables: Sequence[Variable]
     compile: Callable[..., object]
     train_step: Callable[..., object]
+    test_step: Callable[..., object]
     train_function: object
+    test_function: object
     predict_function: object
     jit_compile: object
     stop_training: bool

@@ -78,13 +78,15 @@ class Training:
         totals: Sums over the ranks; of one that JAX computes on all ranks, or of one rank, nothing
             is left to sum up.
         begun: The progress that was loaded, until a `fit` has gone on with it.
-        rows: How many rows this worker has of the batch, while a step trains on it.
+        rows: How many rows this worker has of the batch, while a step runs on it.
+        last_rows: A variable: how many it had of the last batch.
         is_prepared: Whether all workers train it together.
     """
 
     totals: Totals = _of_one_rank
     begun: Progress = field(default_factory=Progress)
     rows: Any = None
+    last_rows: Any = None
     is_prepared: bool = False
 
 

@@ -3,12 +3,14 @@
 After rank 0's weights were copied to all, every step begins and ends with equal ones: the gradients
 are averaged before an optimizer gets them, by how many rows each rank had of the batch, and so is,
 in the same collective, what layers such as BatchNormalization have gathered. Metrics are added up
-when they are read: at the end of an epoch and of `evaluate`.
+when they are read: at the end of an epoch and of `evaluate`. A rank that has no row of a batch goes
+along with a row of zeros, of which nothing is counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import WeakSet
 
 import keras
@@ -17,6 +19,8 @@ from drawbar.keras._model import Model, Optimizer, Tensor, Variable
 from drawbar.keras._progress import training_of
 from drawbar.keras._totals import Totals
 from drawbar.train import collective, get_context
+
+Step = Callable[[Any], object]
 
 _averaging: WeakSet[Optimizer] = WeakSet()
 """The optimizers that are given averages."""
@@ -46,7 +50,7 @@ def keep_equal(model: Model, totals: Totals) -> None:
         _average_steps(model, totals)
 
     model.compile = compile_and_average
-    _note_rows(model)
+    _count_own_rows(model)
     _average_steps(model, totals)
     _add_metrics_up(model, totals)
 
@@ -62,19 +66,44 @@ def _optimizers_of(model: object) -> list[Optimizer]:
     return list(found.values())
 
 
-def _note_rows(model: Model) -> None:
-    """Have a step know how many rows this worker has of the batch."""
-    train_step, training = model.train_step, training_of(model)
+def _count_own_rows(model: Model) -> None:
+    """Have steps know how many rows this worker has of the batch; it may have none."""
+    training = training_of(model)
+    training.last_rows = keras.Variable(1.0, trainable=False, name="last_rows")
+    read = model._get_metrics_result_or_logs
 
-    def step(data: object) -> object:
-        parts = (each for each in keras.tree.flatten(data) if each is not None)
-        training.rows = keras.ops.shape(next(parts))[0]
-        try:
-            return train_step(data)
-        finally:
-            training.rows = None
+    def counting(run: Step) -> Step:
+        def step(data: object) -> object:
+            parts = (each for each in keras.tree.flatten(data) if each is not None)
+            training.rows = rows = keras.ops.shape(next(parts))[0]
+            has_some = isinstance(rows, int) and rows > 0  # in TensorFlow's graphs nobody knows
+            try:
+                logs = run(data) if has_some else read(_run_for_some(model, run, data, rows))
+            finally:
+                training.rows = None
+            training.last_rows.assign(keras.ops.cast(rows, "float32"))
+            return logs
 
-    model.train_step = step
+        return step
+
+    model.train_step, model.test_step = counting(model.train_step), counting(model.test_step)
+    model.test_function = None  # one that was made before
+
+
+def _run_for_some(model: Model, run: Step, data: object, rows: Any) -> object:
+    """Run a step on a row of zeros if this worker has none; its metrics then stay as they were."""
+
+    def or_zeros(part: Any) -> Any:
+        def zeros() -> object:
+            return keras.ops.zeros((1, *keras.ops.shape(part)[1:]), part.dtype)
+
+        return None if part is None else keras.ops.cond(rows == 0, zeros, lambda: part)
+
+    before = [(each, keras.ops.copy(each.value)) for each in model.metrics_variables]
+    logs = run(keras.tree.map_structure(or_zeros, data))
+    for variable, value in before:
+        variable.assign(keras.ops.where(rows == 0, value, variable.value))
+    return logs
 
 
 def _average_steps(model: Model, totals: Totals) -> None:
@@ -129,12 +158,13 @@ def _add_metrics_up(model: Model, totals: Totals) -> None:
         finally:
             for variable, value in zip(variables, own, strict=True):
                 variable.assign(value)
-        return _means_of(logs, totals) if found is logs else found
+        rows = training_of(model).last_rows.numpy()
+        return _means_of(logs, totals, float(rows)) if found is logs else found
 
     model._get_metrics_result_or_logs = result_of_all
 
 
-def _means_of(logs: object, totals: Totals) -> object:
+def _means_of(logs: object, totals: Totals, rows: float) -> object:
     """Average what a step of the user's own gave for logs, which may be no metrics."""
     own = [keras.ops.convert_to_tensor(each, "float32") for each in keras.tree.flatten(logs)]
-    return keras.tree.pack_sequence_as(logs, totals(own, weight=1))
+    return keras.tree.pack_sequence_as(logs, totals(own, weight=rows))

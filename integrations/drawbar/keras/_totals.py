@@ -15,7 +15,8 @@ from drawbar.train import collective, get_context
 class Totals(Protocol):
     """Takes one rank's tensors and gives, in their order, the sums over all ranks.
 
-    If they are given a weight of this rank's, the means by those weights.
+    If they are given a weight of this rank's, the means by those weights; with a weight of 0 what
+    is no number does no harm.
     """
 
     def __call__(self, tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]: ...
@@ -67,7 +68,10 @@ def _torch(tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]:
         if weight is None:
             dist.all_reduce(flat)
             return flat
-        flat.mul_(weight)
+        if weight:
+            flat.mul_(weight)
+        else:
+            flat.zero_()
         dist.all_reduce(flat)
         return flat.div_(flat[-1].clone())
 
@@ -83,7 +87,9 @@ def _tensorflow(tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]:
 
     def total(flat: Any) -> Any:
         summed = tf.raw_ops.CollectiveReduceV2(
-            input=flat if weight is None else flat * tf.cast(weight, flat.dtype),
+            input=flat
+            if weight is None
+            else tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype)),
             group_size=get_context().get_world_size(),
             group_key=_GROUP_KEY,
             instance_key=next(_instances),
