@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from drawbar.cli import main
+from drawbar.cli._cluster import own_cpus
 from drawbar.cli._output import CommandError
 from drawbar.cli._torchrun import IGNORED, REFUSED, without_torchruns, workers_of
 
@@ -47,6 +49,13 @@ def test_wrong_numbers_of_workers(each: str, nodes: str) -> None:
         workers_of(each, nodes, gpus=0, cpus=1)
 
 
+def test_what_no_machine_has_is_refused_before_ray_starts() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert [own_cpus(0), own_cpus(cores + 1)] == [cores, cores + 1]
+    with pytest.raises(CommandError, match=f"^100000000000 processes .* has {cores} CPUs"):
+        own_cpus(10**11)
+
+
 def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
     from torch.distributed.run import get_args_parser
 
@@ -77,6 +86,11 @@ def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
         (["--env", "NAME", "{script}"], "--env is NAME=VALUE"),
         (["--resume", "perhaps", "{script}"], "RunConfig.resume"),
         (["--num-workers", "64", "{script}"], "64"),
+        (
+            ["--nproc-per-node", "100000000000", "{script}"],
+            "100000000000 workers of CPU=1 never fit with placement_strategy='STRICT_PACK': "
+            "at most 8 do on one node",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from drawbar.cli._output import CommandError
@@ -54,9 +55,24 @@ def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) ->
         )
     # Ray has its workers stand back (nice 15), which a user who is not root cannot take back.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    cores = len(os.sched_getaffinity(0))
-    _join("local", num_cpus=max(cpus, cores), include_dashboard=False, **settings)
+    _join("local", num_cpus=own_cpus(cpus), include_dashboard=False, **settings)
     return True
+
+
+def own_cpus(asked: int) -> int:
+    """Give the CPUs of a Ray of the command's own: this machine's, or more if more are asked for.
+
+    Raises:
+        CommandError: As many processes as that cannot be here.
+    """
+    cores = len(os.sched_getaffinity(0))
+    most = int(Path("/proc/sys/kernel/pid_max").read_text())
+    if asked >= most:
+        raise CommandError(
+            f"{asked} processes are asked for, a CPU of Ray's each; this machine has {cores} CPUs, "
+            f"and room for less than {most} processes of any kind. Ask for fewer"
+        )
+    return max(asked, cores)
 
 
 def _started_here() -> str | None:

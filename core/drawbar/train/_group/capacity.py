@@ -9,6 +9,7 @@ the cluster can grow, it refuses nothing. Pure: `cluster.py` asks Ray.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +34,8 @@ class NodeShape:
 
 def check_fits(
     nodes: Sequence[NodeShape],
-    bundles: Sequence[Mapping[str, float]],
+    bundle: Mapping[str, float],
+    workers: int,
     strategy: str,
     labels: Sequence[Mapping[str, str]] = (),
     *,
@@ -43,7 +45,8 @@ def check_fits(
 
     Args:
         nodes: The live nodes.
-        bundles: The resources of each worker; the bundles of a run are all equal.
+        bundle: The resources of each worker.
+        workers: How many there are to be.
         strategy: Ray's placement strategy, such as "PACK".
         labels: One label selector per worker, or none at all.
         autoscaling: The cluster can add nodes by itself: nothing is refused.
@@ -53,28 +56,30 @@ def check_fits(
             asked for and the most that the cluster can give.
     """
     # What the nodes that can still come will hold, Ray does not tell.
-    if autoscaling or not bundles:
+    if autoscaling or not workers:
         return
     if not nodes:
         raise InsufficientResourcesError("the Ray cluster has no live node")
-    bundle = {name: amount for name, amount in bundles[0].items() if amount}
+    bundle = {name: amount for name, amount in bundle.items() if amount}
     _check_names(nodes, bundle)
-    selectors = list(labels) or [{}] * len(bundles)
-    distinct = {tuple(sorted(selector.items())): selector for selector in selectors}
-    for selector in distinct.values():
+    asked = Counter(tuple(sorted(each.items())) for each in labels)
+    selectors = asked or Counter({(): workers})
+    for items, count in selectors.items():
+        selector = dict(items)
         matching = _matching(nodes, [selector])
         _check_selector(nodes, matching, selector)
         _check_one_worker(matching, bundle)
-        _check_group(matching, bundle, strategy, selectors.count(selector), selector)
-    if len(distinct) > 1:
+        _check_group(matching, bundle, strategy, count, selector)
+    if len(selectors) > 1:
         every_selector = strategy == "STRICT_PACK"  # one node must then satisfy all of them
-        matching = _matching(nodes, distinct.values(), every_selector=every_selector)
-        _check_group(matching, bundle, strategy, len(bundles))
+        matching = _matching(nodes, [*map(dict, selectors)], every_selector=every_selector)
+        _check_group(matching, bundle, strategy, workers)
 
 
 def check_cpus_left(
     nodes: Sequence[NodeShape],
-    bundles: Sequence[Mapping[str, float]],
+    bundle: Mapping[str, float],
+    workers: int,
     lazy: Sequence[str],
     *,
     autoscaling: bool,
@@ -86,7 +91,8 @@ def check_cpus_left(
 
     Args:
         nodes: The live nodes.
-        bundles: The resources of each worker.
+        bundle: The resources of each worker.
+        workers: How many there are to be.
         lazy: Names of the datasets that are computed as they are read.
         autoscaling: The cluster can add nodes by itself: nothing is refused.
 
@@ -94,12 +100,12 @@ def check_cpus_left(
         InsufficientResourcesError: Less than one CPU is left, even if all else is free.
     """
     total = sum(node.total.get("CPU", 0) for node in nodes)
-    left = total - sum(bundle.get("CPU", 0) for bundle in bundles)
+    left = total - workers * bundle.get("CPU", 0)
     if autoscaling or left >= 1:
         return
     names = ", ".join(f"datasets[{name!r}]" for name in lazy)
     raise InsufficientResourcesError(
-        f"{_count(len(bundles), 'worker')} of {shown(bundles[0])} leave CPU={max(left, 0):g} of "
+        f"{_count(workers, 'worker')} of {shown(bundle)} leave CPU={max(left, 0):g} of "
         f"the cluster's CPU={total:g}, but Ray Data needs a CPU of its own to compute {names}: "
         "workers and data would wait for each other for ever. Leave at least one CPU: lower "
         "ScalingConfig.num_workers or resources_per_worker, or add CPUs. A dataset that fits into "
@@ -138,18 +144,17 @@ def check_cpus_unreserved(
     )
 
 
-def missing(nodes: Sequence[NodeShape], bundles: Sequence[Mapping[str, float]]) -> str:
+def missing(nodes: Sequence[NodeShape], bundle: Mapping[str, float], workers: int) -> str:
     """Say in one line what is lacking now.
 
     Such as "waiting for CPU=4 (2 workers of CPU=2); free are CPU=3 on 2 nodes, room for 1 worker".
     """
-    bundle = bundles[0] if bundles else {}
-    wanted = {name: amount * len(bundles) for name, amount in bundle.items()}
+    wanted = {name: amount * workers for name, amount in bundle.items()}
     free = {name: sum(node.available.get(name, 0) for node in nodes) for name in bundle}
-    room = min(sum(room_for(node.available, bundle) for node in nodes), len(bundles))
-    enough = ": Ray is placing or starting them" if room == len(bundles) else ""
+    room = min(sum(room_for(node.available, bundle) for node in nodes), workers)
+    enough = ": Ray is placing or starting them" if room == workers else ""
     return (
-        f"waiting for {shown(wanted)} ({_count(len(bundles), 'worker')} of {shown(bundle)}); "
+        f"waiting for {shown(wanted)} ({_count(workers, 'worker')} of {shown(bundle)}); "
         f"free are {shown(free)} on {_count(len(nodes), 'node')}, room for {_count(room, 'worker')}"
         f"{enough}"
     )

@@ -129,7 +129,8 @@ def check_cluster(scaling: ScalingConfig) -> None:
     """Refuse workers that the connected Ray cluster can never hold; see `check_fits`."""
     check_fits(
         node_shapes(),
-        [scaling.bundle] * scaling.min_workers,
+        scaling.bundle,
+        scaling.min_workers,
         scaling.placement_strategy,
         scaling.selectors[: scaling.min_workers],
         autoscaling=autoscaling(),
@@ -139,8 +140,8 @@ def check_cluster(scaling: ScalingConfig) -> None:
 def check_data(scaling: ScalingConfig, lazy: Sequence[str]) -> None:
     """Refuse workers that starve their datasets on the connected cluster; see `check_cpus_left`."""
     if lazy and scaling.max_workers:
-        bundles = [scaling.bundle] * scaling.max_workers
-        check_cpus_left(node_shapes(), bundles, lazy, autoscaling=autoscaling())
+        workers = scaling.max_workers
+        check_cpus_left(node_shapes(), scaling.bundle, workers, lazy, autoscaling=autoscaling())
 
 
 def check_data_beside_others(lazy: Sequence[str]) -> None:

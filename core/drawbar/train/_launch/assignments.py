@@ -94,8 +94,7 @@ class SpecPlan:
             return f"{up} of the processes that were launched together have called fit() so far"
         if placed:
             return starting(up, scaling.max_workers)
-        bundles = [scaling.bundle] * scaling.min_workers
-        return missing(node_shapes(), bundles)
+        return missing(node_shapes(), scaling.bundle, scaling.min_workers)
 
     def draining(self) -> dict[str, int]:
         """Give the nodes that are about to go."""

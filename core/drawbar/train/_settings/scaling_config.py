@@ -204,9 +204,11 @@ class ScalingConfig(ShowsWhatWasSet):
     def selectors(self) -> list[dict[str, str]]:
         """The label selector of each worker; empty if there is none."""
         selector = self.label_selector or {}
-        each = [selector] * self.max_workers if isinstance(selector, Mapping) else selector
         of_slice = {} if self.topology is None else {TOPOLOGY_LABEL: self.topology}
-        return [{**of_slice, **one} for one in each] if of_slice or selector else []
+        if not (of_slice or selector):
+            return []
+        each = [selector] * self.max_workers if isinstance(selector, Mapping) else selector
+        return [{**of_slice, **one} for one in each]
 
     @property
     def num_cpus_per_worker(self) -> float:
