@@ -14,9 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from drawbar import train
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
 from drawbar.train.runs import find_run
 from tests.cli.conftest import Command, fit
+
+MUCH = 4_000_000
+"""Bytes of a line of a log, and of one of a journal."""
 
 
 def test_runs_lists_the_newest_first(drawbar: Command, runs_made: Path) -> None:
@@ -231,9 +235,15 @@ def test_logs_are_those_of_a_rank(drawbar: Command, runs_made: Path) -> None:
 
 
 def wait_for(config: dict[str, str]) -> None:
+    print("." * MUCH)
+    train.report({"said": "." * MUCH})
     print("it goes on", flush=True)
     with open(config["gate"]) as opened:  # until the test opens it too
         print(opened.read(), flush=True)
+
+
+def bytes_read_by(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/io").read_text().split()[1])  # rchar
 
 
 def test_logs_follow_a_run_to_its_end(tmp_path: Path) -> None:
@@ -250,12 +260,14 @@ def test_logs_follow_a_run_to_its_end(tmp_path: Path) -> None:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         assert "it goes on\n" in lines
+        before = bytes_read_by(process.pid)
         assert find_run(run.path).status == "running"
         asked = [*command[:3], "stacks", str(tmp_path / "live"), "--json"]
         told = json.loads(subprocess.check_output(asked, text=True))
         assert "in wait_for" in told["stacks"]["0"].split("\nThread ")[0]
         gate.write_text("and ends")
         assert "and ends\n" in lines
+        assert bytes_read_by(process.pid) - before < MUCH  # neither log nor journal once more
     run.wait()
     assert process.returncode == 0
 

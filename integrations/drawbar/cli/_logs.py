@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -11,8 +11,6 @@ import typer
 from drawbar.cli._arguments import RunName, record_of, refusals_told
 from drawbar.cli._output import CommandError, write_json
 from drawbar.train.runs import RunRecord
-
-_PERIOD_S = 0.2
 
 
 def logs(
@@ -28,9 +26,11 @@ def logs(
     if follow and as_json:
         raise CommandError("--json writes a whole document: it does not go with --follow")
     if follow:
-        _follow(run, rank)
+        for written in _follow(record, rank):
+            _write(written)
         return
-    log = _log(record, rank)
+    with refusals_told():
+        log = record.log(rank)
     if log is None:
         workers = max((each.world_size for each in record.timeline.attempts), default=0)
         raise CommandError(f"{record.path} has no log of rank {rank}; it had {workers} workers")
@@ -40,21 +40,9 @@ def logs(
         _write(log)
 
 
-def _follow(run: str, rank: int) -> None:
-    written = 0
-    while True:
-        record = record_of(run)  # before its log: all of that is written when it is over
-        log = _log(record, rank) or b""
-        _write(log[written:])
-        written = len(log)
-        if record.status not in ("starting", "running", "restarting"):
-            return
-        time.sleep(_PERIOD_S)
-
-
-def _log(record: RunRecord, rank: int) -> bytes | None:
+def _follow(record: RunRecord, rank: int) -> Iterator[bytes]:
     with refusals_told():
-        return record.log(rank)
+        yield from record.follow(rank)
 
 
 def _write(data: bytes) -> None:

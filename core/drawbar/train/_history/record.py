@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,14 @@ from drawbar.train._history.timeline import ENDS, Snapshot, Timeline
 from drawbar.train._metrics import Metrics, flatten
 from drawbar.train._storage.contents import MANIFEST
 from drawbar.train._storage.files import tree_size
-from drawbar.train._storage.journal_file import is_held
+from drawbar.train._storage.journal_file import is_held, whole_lines
 from drawbar.train._storage.manifest import Manifest, read_file
 from drawbar.train._storage.places import PLACES
 from drawbar.train._storage.run_directory import RunDirectory
 
 INTERRUPTED = "interrupted"
 UNKNOWN = "unknown"
+_PERIOD_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -225,13 +227,35 @@ class RunRecord:
         }
         return dict(sorted(texts.items()))
 
-    def log(self, rank: int) -> bytes | None:
-        """Give what a rank has written so far; None if there is no log of it."""
+    def log(self, rank: int, start: int = 0) -> bytes | None:
+        """Give what a rank has written so far, from a byte on; None if there is no log of it."""
         here = self._directory.log(rank)
-        written = read_file(here.parent, here.name)
+        written = read_file(here.parent, here.name, start)
         if written is not None:  # newer than what lies in an object store
             return written
-        return self._directory.files.read(os.path.relpath(here, self._directory.path))
+        there = self._directory.files.read(os.path.relpath(here, self._directory.path))
+        return None if there is None else there[start:]
+
+    def follow(self, rank: int) -> Iterator[bytes]:
+        """Give what a rank has written, and what it writes until the run is over, as it comes.
+
+        Log and journal are looked at five times a second, each from where it was read to.
+        """
+        journal, snapshot, read, written = self._directory.journal, Snapshot(), 0, 0
+        goes_on = self.status not in (*ENDS, INTERRUPTED, UNKNOWN)
+        while True:
+            new = self.log(rank, written) or b""
+            written += len(new)
+            yield new
+            if not goes_on:
+                return
+            time.sleep(_PERIOD_S)
+            # Before the log: all of that is written when the run is over.
+            lines = whole_lines(read_file(journal.parent, journal.name, read) or b"")
+            read += len(lines)
+            for event in legible(lines)[0]:
+                snapshot.note(event)
+            goes_on = snapshot.status not in ENDS and is_held(journal)
 
 
 COLUMNS = ("rank", "index", "attempt", "time")

@@ -168,11 +168,11 @@ def is_open_at(path: Path, descriptor: int) -> bool:
 
 
 NO_FILE = frozenset({errno.EISDIR, errno.EINVAL, errno.ELOOP})
-"""The errors by which `read_whole` says that something is there, and is no file."""
+"""The errors by which `read_regular` says that something is there, and is no file."""
 
 
-def read_whole(path: Path) -> bytes:
-    """Read a file, if it is one: what else lies there may never end, as a FIFO does not.
+def read_regular(path: Path, start: int = 0) -> bytes:
+    """Read a file from a byte on, if it is one: what else lies there may never end, as a FIFO does.
 
     Raises:
         OSError: It is not there, cannot be read, or is no file; the message says what it is.
@@ -189,7 +189,9 @@ def read_whole(path: Path) -> bytes:
     if not stat.S_ISREG(mode):
         what = "it is a FIFO, a socket or a device, and no file"
         raise OSError(errno.EINVAL, what, str(path))
-    return path.read_bytes()
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read()
 
 
 def sync_tree(directory: Path) -> None:

@@ -24,7 +24,7 @@ from drawbar.train._storage.contents import (
 )
 from drawbar.train._storage.files import (
     NO_FILE,
-    read_whole,
+    read_regular,
     sync,
     sync_tree,
     write_atomically,
@@ -162,16 +162,17 @@ def under_their_names(found: Mapping[str, Manifest]) -> list[Manifest]:
     return sorted(named, key=lambda manifest: (manifest.index, manifest.time))
 
 
-def read_file(place: Path | Folder, name: str) -> bytes | None:
-    """Read a file of a run or checkpoint; None if it is not there.
+def read_file(place: Path | Folder, name: str, start: int = 0) -> bytes | None:
+    """Read a file of a run or checkpoint, from a byte on; None if it is not there.
 
     Raises:
-        OSError: It cannot be read, or is no file; see `read_whole`.
+        OSError: It cannot be read, or is no file; see `read_regular`.
     """
     if isinstance(place, Folder):
-        return place.read_if_there(name)
+        data = place.read_if_there(name)
+        return None if data is None else data[start:]
     try:
-        return read_whole(place / name)
+        return read_regular(place / name, start)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
