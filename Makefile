@@ -7,8 +7,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV := .venv
 BIN := $(VENV)/bin
 TESTS_AT_A_TIME ?= 3
-# Python compiles what is imported, when it is; pip would compile all that the frameworks bring, for most of a minute.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+# What is imported is compiled once, whatever the shell says: otherwise each of the tests' processes does that anew.
+export PYTHONDONTWRITEBYTECODE :=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test check bench docs clean
 
