@@ -267,7 +267,8 @@ def test_logs_follow_a_run_to_its_end(tmp_path: Path) -> None:
         assert "in wait_for" in told["stacks"]["0"].split("\nThread ")[0]
         gate.write_text("and ends")
         assert "and ends\n" in lines
-        assert bytes_read_by(process.pid) - before < MUCH  # neither log nor journal once more
+        # Not the log once more, and the report's line of the journal once, which may come later.
+        assert bytes_read_by(process.pid) - before < 2 * MUCH
     run.wait()
     assert process.returncode == 0
 

@@ -242,20 +242,19 @@ class RunRecord:
         Log and journal are looked at five times a second, each from where it was read to.
         """
         journal, snapshot, read, written = self._directory.journal, Snapshot(), 0, 0
-        goes_on = self.status not in (*ENDS, INTERRUPTED, UNKNOWN)
-        while True:
-            new = self.log(rank, written) or b""
-            written += len(new)
-            yield new
-            if not goes_on:
-                return
-            time.sleep(_PERIOD_S)
+        goes_on = True
+        while goes_on:
             # Before the log: all of that is written when the run is over.
             lines = whole_lines(read_file(journal.parent, journal.name, read) or b"")
             read += len(lines)
             for event in legible(lines)[0]:
                 snapshot.note(event)
             goes_on = snapshot.status not in ENDS and is_held(journal)
+            new = self.log(rank, written) or b""
+            written += len(new)
+            yield new
+            if goes_on:
+                time.sleep(_PERIOD_S)
 
 
 COLUMNS = ("rank", "index", "attempt", "time")
