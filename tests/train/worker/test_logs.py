@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +17,16 @@ import pytest
 from tqdm import tqdm
 
 from drawbar import train
-from drawbar.train import DataParallelTrainer, LoggingConfig, RunConfig, ScalingConfig
+from drawbar.train import (
+    DataParallelTrainer,
+    LoggingConfig,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
 
 if TYPE_CHECKING:
-    from tests.train.conftest import Drivers
+    from tests.train.conftest import Drivers, Pipe
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -108,3 +116,36 @@ def test_the_level_says_what_the_console_shows(
     assert err.count("logged by 0") == 1
     assert "[rank 1] ERROR mine: logged by 1" in err
     assert "printed by 0" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_console_has_what_rank_0_prints_when_another_failed_or_the_user_stops_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pipe: Pipe, stops: bool
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    def function() -> None:
+        if train.get_context().get_world_rank() == 1 and not stops:
+            gate.read_text()
+            raise ValueError("boom")
+        try:
+            pipe.say("here")
+            while True:  # interrupted between two
+                time.sleep(0.01)
+        finally:
+            print("cleaned up")
+
+    run = DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=tmp_path),
+    ).start()
+    assert pipe.hear() == ["here"]
+    if stops:
+        run.stop(save=False)
+    else:
+        gate.write_text("")
+    with contextlib.suppress(WorkerGroupError):
+        run.wait()
+    assert capsys.readouterr().out == "cleaned up\n"

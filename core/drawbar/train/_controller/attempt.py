@@ -170,8 +170,13 @@ class Attempt:
         return True
 
     def _hear_late(self, rank: int, message: Message) -> None:
-        if isinstance(self._error, AttemptFailed):
-            self._error.hear(rank, message)
+        match message:
+            # It may have been printed before the end came, or while the function cleans up. What is
+            # on stderr then is mostly what libraries say of a peer's end: that is in the log.
+            case Printed(stream="stdout") | Wrote():
+                self._receive(rank, message)
+            case _ if isinstance(self._error, AttemptFailed):
+                self._error.hear(rank, message)
 
     def _receive(self, rank: int, message: Message) -> None:
         """Take one message.
