@@ -205,6 +205,19 @@ def test_a_result_is_read_again_from_its_path(tmp_path: Path) -> None:
     assert again.metrics_dataframe.equals(result.metrics_dataframe)
 
 
+def test_a_checkpoint_whose_file_was_still_written_is_told_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def function() -> None:
+        with train.checkpoint_dir() as folder, open(folder / "rows", "w") as still_open:
+            still_open.write("buffered")
+            train.report({}, checkpoint=folder)
+
+    assert fit(function, tmp_path).checkpoint is None
+    file = tmp_path / "run" / "checkpoint_000000" / "rows"
+    assert f"left out of the result: {file} has 8 bytes, the commit has 0" in caplog.text
+
+
 def test_a_failed_run_has_its_error_and_its_checkpoints(tmp_path: Path) -> None:
     def function() -> None:
         save(loss=1.0)

@@ -19,6 +19,8 @@ from drawbar.train._history.timeline import Snapshot, Timeline
 from drawbar.train._metrics import Metrics, metrics_there_are
 from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.checkpoint_store import CheckpointStore
+from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, local_filesystem
 from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
@@ -86,7 +88,7 @@ class Result:
                 error = TrainingFailedError(event.error, path=directory.location)
         # Not what the journal says: a user may have deleted some, or retention was cut off by a
         # kill.
-        manifests = directory.checkpoints.intact()
+        manifests = _intact(directory.checkpoints)
         if unranked := why_unranked(manifests, config):
             _logger.warning("%s: %s best_checkpoints are by age", directory.location, unranked)
         pairs = {m.name: (directory.checkpoints.checkpoint(m.name), m.metrics) for m in manifests}
@@ -217,6 +219,17 @@ class Result:
 def _events_of(directory: RunDirectory) -> Iterable[JournaledEvent]:
     """Read the journal here if it is; a remote run that is over has its own in the storage only."""
     return replay(directory.journal) if directory.journal.exists() else events_of(directory)
+
+
+def _intact(checkpoints: CheckpointStore) -> list[Manifest]:
+    """List the checkpoints that are whole, and say of the others why they are left out."""
+    committed = checkpoints.committed()
+    damage = {each.name: checkpoints.damage(each) for each in committed}
+    if any(damage.values()):
+        for each in checkpoints.committed():  # without what retention has deleted meanwhile
+            if wrong := damage.get(each.name):
+                _logger.warning("%s is damaged, and left out of the result: %s", each.name, wrong)
+    return [each for each in committed if not damage[each.name]]
 
 
 def _last_metrics(reports: list[ReportReceived]) -> Metrics | None:

@@ -96,15 +96,16 @@ class CheckpointStore(ShareSink, ABC):
 
     def is_intact(self, name: str) -> bool:
         """Whether a checkpoint is committed and has every file with its size."""
-        place = self.place(name)
-        manifest = read_manifest(place)
-        if manifest is None:
-            return False
+        manifest = read_manifest(self.place(name))
+        return manifest is not None and not self.damage(manifest)
+
+    def damage(self, manifest: Manifest) -> str:
+        """Say which file a committed checkpoint lacks; "" if it has every one with its size."""
         try:
-            check_files(place, manifest)
-        except CheckpointError:
-            return False
-        return True
+            check_files(self.place(manifest.name), manifest)
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
     # -- changes
 
