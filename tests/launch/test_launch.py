@@ -118,7 +118,8 @@ def test_it_starts_anew_in_new_processes_and_its_exit_code_is_that_of_the_first_
                 (path / rank).write_text("saved")
                 train.report({"count": count}, checkpoint=path)
         saved = sorted(each for each in os.listdir(train.get_checkpoint().path) if each[0] != ".")
-        print(saved, train.collective.all_gather(rank))
+        print(saved, train.collective.all_gather(rank), flush=True)
+        train.collective.barrier()
         if rank == "1" and count == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == "1" and count == 1:
