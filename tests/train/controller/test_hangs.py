@@ -20,6 +20,7 @@ from drawbar.train import (
     HangError,
     RunConfig,
     ScalingConfig,
+    WorkerGroupError,
     collective,
 )
 from drawbar.train._controller.diagnosis import difference
@@ -123,11 +124,16 @@ def freeze() -> None:
     ],
 )
 def test_a_rank_that_others_wait_for_is_said_to_be_quiet(
-    run_config: RunConfig, capfd: pytest.CaptureFixture[str], stop: Callable[[], None], told: str
+    run_config: RunConfig,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    stop: Callable[[], None],
+    told: str,
 ) -> None:
     def function() -> None:
         train.report({"step": 0})
         if train.get_context().get_world_rank() == 1:
+            (tmp_path / "pid").write_text(str(os.getpid()))
             stop()
         collective.barrier()
 
@@ -139,8 +145,9 @@ def test_a_rank_that_others_wait_for_is_said_to_be_quiet(
     assert "while rank 0 waits in collective #0 (barrier)" in quiet[1]
     assert told in quiet[1]
     assert "no sign of life of rank 1" in repr(run)
-    run.stop(save=False)
-    run.wait()
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    with pytest.raises(WorkerGroupError):
+        run.wait()
     assert capfd.readouterr().err.count(quiet[1]) == 1
 
 
