@@ -96,16 +96,13 @@ class CheckpointStore(ShareSink, ABC):
 
     def is_intact(self, name: str) -> bool:
         """Whether a checkpoint is committed and has every file with its size."""
-        manifest = read_manifest(self.place(name))
-        return manifest is not None and not self.damage(manifest)
+        place = self.place(name)
+        manifest = read_manifest(place)
+        return manifest is not None and not _damage(place, manifest)
 
     def damage(self, manifest: Manifest) -> str:
         """Say which file a committed checkpoint lacks; "" if it has every one with its size."""
-        try:
-            check_files(self.place(manifest.name), manifest)
-        except CheckpointError as error:
-            return str(error)
-        return ""
+        return _damage(self.place(manifest.name), manifest)
 
     # -- changes
 
@@ -183,6 +180,14 @@ class CheckpointStore(ShareSink, ABC):
     def _refuse_committed(self, name: str) -> None:
         if self.is_intact(name):
             raise committed_already(self.place(name))
+
+
+def _damage(place: Path | Folder, manifest: Manifest) -> str:
+    try:
+        check_files(place, manifest)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def taken(place: Path | Folder) -> FileExistsError:
