@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ class Told:
 Command = Callable[..., Told]
 
 
+FORWARDED = re.compile(r"(\x1b\[\d+m)?\((raylet|autoscaler|.* pid=\d+)")
+"""What Ray tells in this process, at any time, of the workers of other tests."""
+
+
 @pytest.fixture
 def drawbar(capfd: pytest.CaptureFixture[str]) -> Command:
     """`drawbar("show", path)`: the command, in this process."""
@@ -36,7 +41,8 @@ def drawbar(capfd: pytest.CaptureFixture[str]) -> Command:
         with pytest.raises(SystemExit) as ended:
             main([str(each) for each in arguments])
         told = capfd.readouterr()
-        return Told(int(ended.value.code or 0), told.out, told.err)
+        err = [line for line in told.err.splitlines(keepends=True) if not FORWARDED.match(line)]
+        return Told(int(ended.value.code or 0), told.out, "".join(err))
 
     return drawbar
 

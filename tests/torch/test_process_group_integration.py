@@ -76,6 +76,7 @@ def test_a_rank_that_returns_is_not_waited_for(fit: Callable[..., Result]) -> No
     assert "another rank failed or left its training function" in str(raised.value)
 
 
+@pytest.mark.alone  # who needs more than some seconds to come to a stop is not kept
 @pytest.mark.parametrize("leave", [boom, kill])
 def test_the_survivor_meets_the_others_again(
     fit: Callable[..., Result], run_config: RunConfig, leave: Callable[[], None]
