@@ -32,6 +32,7 @@ from drawbar.train import (
 )
 from drawbar.train._data import split
 from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.streams import end_streams
 from drawbar.train._rows import Read, RowPosition
 from drawbar.train.backend import keep_data_position
 from drawbar.train.testing import run_in_threads
@@ -129,6 +130,12 @@ def everything(result: Result) -> list[int]:
     return sorted(chain(*ranks[0][:-1], *(rank[-1] for rank in ranks)))
 
 
+def aborted_workers() -> set[str]:
+    """Name the logs of Ray's processes that have aborted."""
+    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+    return {each.name for each in logs.glob("*.err") if "SIGABRT" in each.read_text()}
+
+
 class TestShards:
     """Datasets of the trainer."""
 
@@ -162,6 +169,7 @@ class TestShards:
         data = {"train": lazy().materialize() if in_memory else lazy()}
         positions: dict[str, Any] = {}
         seen: list[int] = []
+        aborted = aborted_workers()
         for workers, rows in ((2, 10), (3, 20), (3, 10), (2, ROWS)):
             nodes = [ray.get_runtime_context().get_node_id()] * workers
             shards = split.shard(data, DataConfig(), nodes, positions, ExactSplits())
@@ -169,6 +177,8 @@ class TestShards:
                 ranks = list(pool.map(lambda each, n=rows: take(each["train"], n), shards))
             positions = {"dataset:train": ranks[0][1]}
             seen += chain(*(ids for ids, _ in ranks))
+            end_streams(shards)  # with rows left, but for the last ones
+        assert aborted_workers() == aborted
         assert len(set(seen)) == len(seen) == ROWS - 2  # 980 rows leave two over for 3 workers
         assert positions == {"dataset:train": {"epoch": 1, "read": []}}
 
