@@ -170,7 +170,9 @@ class TestShards:
         assert sorted(chain(*orders)) == list(range(ROWS))
 
     @pytest.mark.parametrize("in_memory", [False, True])
-    def test_each_row_is_read_once_over_several_world_sizes(self, in_memory: bool) -> None:
+    def test_each_row_is_read_once_over_several_world_sizes(
+        self, in_memory: bool, wait_until_gone: Callable[..., None]
+    ) -> None:
         data = {"train": lazy().materialize() if in_memory else lazy()}
         positions: dict[str, Any] = {}
         seen: list[int] = []
@@ -185,6 +187,7 @@ class TestShards:
             handing_out += map(pid_of, {each for rank in shards for each in rank["train"].streams})
             end_streams(shards)  # with rows left, but for the last ones
         assert len(handing_out) >= 4
+        wait_until_gone(handing_out)
         assert not any(map(has_aborted, handing_out))
         assert len(set(seen)) == len(seen) == ROWS - 2  # 980 rows leave two over for 3 workers
         assert positions == {"dataset:train": {"epoch": 1, "read": []}}
