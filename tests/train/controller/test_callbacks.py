@@ -108,3 +108,27 @@ def test_a_callback_that_fails_is_logged_and_the_run_goes_on(
     fit(function, tmp_path, [Broken(), watcher])
     assert caplog.text.count("callback Broken.after_report failed; the run goes on") == 1
     assert len(watcher.seen) == 3
+
+
+class Stuck(UserCallback):
+    def after_report(
+        self, run_context: RunContext, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None
+    ) -> None:
+        threading.Event().wait()
+
+
+def test_a_callback_that_does_not_return_is_named_and_given_up_by_a_stop(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drawbar.train._controller.callbacks.NOTICE_SECONDS", 0.1)
+    run = DataParallelTrainer(
+        lambda: train.report({"a": 1}),
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", storage_path=tmp_path, callbacks=[Stuck()]),
+    ).start()
+    said = ""
+    while "waiting for callback Stuck.after_report, which has not returned" not in said:
+        said += capfd.readouterr().err
+    assert (run.status, run.done, run.diagnose()) == ("finished", False, "")
+    run.stop(save=False)
+    assert run.wait().metrics == {"a": 1}

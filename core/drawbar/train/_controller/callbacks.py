@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 from drawbar.train._errors import WorkerFailure, exceptions_of
 from drawbar.train._history.events import (
     Event,
+    Notice,
     PreemptionAnnounced,
     RoundReported,
     WorkersFailed,
 )
+from drawbar.train._history.stream import Emit
 from drawbar.train._settings.run_config import RunContext, UserCallback
 from drawbar.train._threads import DaemonThreads
+
+NOTICE_SECONDS = 5.0
+"""So long the end of a run waits for callbacks without a word."""
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -26,6 +32,8 @@ class Callbacks:
         self._context = context
         self._thread = DaemonThreads(1, "drawbar-callbacks")
         self._said = set[tuple[str, str]]()
+        self._called = ""
+        self._over = threading.Event()
 
     def note(self, event: Event) -> None:
         """Tell every callback what it is for. Exceptions are unpickled on their thread."""
@@ -51,6 +59,7 @@ class Callbacks:
         self._thread.submit(self._call, method, *args)
 
     def _call(self, method: Callable[..., None], *args: object) -> None:
+        self._called = method.__qualname__
         try:
             method(self._context, *args)
         except Exception as error:
@@ -60,6 +69,21 @@ class Callbacks:
             self._said.add((name, what))
             _logger.exception("callback %s failed; the run goes on, and this is said once", name)
 
+    def finish(self, emit: Emit) -> None:
+        """Wait until every call has been made, or `give_up`; tell what is waited for."""
+        if not self._callbacks:
+            return
+        self._thread.submit(self._over.set)
+        if not self._over.wait(NOTICE_SECONDS):
+            waited_for = f"waiting for callback {self._called}, which has not returned"
+            emit(Notice(f"{waited_for}; stop() or Ctrl-C gives up on it"))
+        self._over.wait()
+        self.close()
+
     def close(self) -> None:
-        """Wait until every call has been made."""
-        self._thread.shutdown(wait=True)
+        """Make no call any more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def give_up(self) -> None:
+        """Have `finish` wait no longer."""
+        self._over.set()

@@ -28,7 +28,7 @@ from drawbar.train._group.worker_group import WorkerGroup
 from drawbar.train._history.events import ControllerFailed, Notice
 from drawbar.train._history.result import Result
 from drawbar.train._history.stream import EventStream, Watcher
-from drawbar.train._history.timeline import Snapshot
+from drawbar.train._history.timeline import ENDS, Snapshot
 from drawbar.train._launch.assignments import SpecPlan
 from drawbar.train._launch.control import ControlSocket
 from drawbar.train._launch.jobs import Jobs
@@ -192,7 +192,7 @@ class Host:
             last_to_first.callback(self._held.journal.close)
             last_to_first.callback(self._socket.close)  # under the lock: another may follow
             last_to_first.callback(self._publish_and_leave)
-            last_to_first.callback(self._callbacks.close)
+            last_to_first.callback(self._callbacks.finish, self._events.emit)
 
     def _tell_end(self) -> None:
         try:
@@ -230,13 +230,15 @@ class Host:
             if controller is None:
                 self._orders.append(order)
                 return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+        try:
             order(controller)
+        except RuntimeError:  # the loop is closed: the run has ended, but for its callbacks
+            self._callbacks.give_up()
 
     def diagnose(self) -> str:
         """Say where every rank stands."""
         controller = self._controller
-        if controller is None or self._over.is_set():
+        if controller is None or self._has_ended:
             return ""
         return controller.write_diagnosis().result(DIAGNOSIS_SECONDS)
 
@@ -251,6 +253,11 @@ class Host:
             return path.read_text(errors="replace")
         return (self.directory.files.read(f"logs/{path.name}") or b"").decode(errors="replace")
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether nothing trains any more; callbacks may still be called."""
+        return self.snapshot().status in ENDS
+
     def ending(self) -> Ending:
         """Give how the run ended."""
         result = None if self._outcome.error else Result.of(self.directory)
@@ -260,8 +267,9 @@ class Host:
         """Stop the run: the program ends, and with it the run's workers would."""
         if self._spec.scaling_config.max_workers and not ray.is_initialized():
             return  # they are gone already, with the connection to Ray
-        self._events.emit(Notice(ENDS_WITH_THE_PROGRAM))
-        self.stop(save=False)
+        if not self._has_ended:
+            self._events.emit(Notice(ENDS_WITH_THE_PROGRAM))
+            self.stop(save=False)
         if not self._over.wait(EXIT_SECONDS):
             self.kill()
             self._over.wait(EXIT_SECONDS)
