@@ -174,9 +174,15 @@ class Attempt:
             # It may have been printed before the end came, or while the function cleans up. What is
             # on stderr then is mostly what libraries say of a peer's end: that is in the log.
             case Printed(stream="stdout") | Wrote():
-                self._receive(rank, message)
+                self._show(rank, message)
             case _ if isinstance(self._error, AttemptFailed):
                 self._error.hear(rank, message)
+
+    def _show(self, rank: int, message: Printed | Wrote) -> None:
+        if isinstance(message, Printed):
+            self._emit(LinePrinted(rank, message))
+        else:
+            self._emit(BytesWritten(message.data))
 
     def _receive(self, rank: int, message: Message) -> None:
         """Take one message.
@@ -189,10 +195,8 @@ class Attempt:
         match message:
             case Reported():
                 self._reported(rank, message)
-            case Printed():
-                self._emit(LinePrinted(rank, message))
-            case Wrote():
-                self._emit(BytesWritten(message.data))
+            case Printed() | Wrote():
+                self._show(rank, message)
             case SignOfLife():
                 pass  # its time is all that it says
             case WaitsForCheckpoint():

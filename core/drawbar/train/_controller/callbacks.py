@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 
 from drawbar.train._errors import WorkerFailure, exceptions_of
 from drawbar.train._history.events import (
@@ -73,11 +74,12 @@ class Callbacks:
         """Wait until every call has been made, or `give_up`; tell what is waited for."""
         if not self._callbacks:
             return
-        self._thread.submit(self._over.set)
-        if not self._over.wait(NOTICE_SECONDS):
+        last = self._thread.submit(self._over.set)
+        wait([last], NOTICE_SECONDS)  # whoever gives up: what is about to return is not lost
+        if not last.done():
             waited_for = f"waiting for callback {self._called}, which has not returned"
             emit(Notice(f"{waited_for}; stop() or Ctrl-C gives up on it"))
-        self._over.wait()
+            self._over.wait()
         self.close()
 
     def close(self) -> None:
@@ -85,5 +87,5 @@ class Callbacks:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def give_up(self) -> None:
-        """Have `finish` wait no longer."""
+        """Have `finish` wait no longer than it does without a word."""
         self._over.set()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TypedDict
 
 from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._group.capacity import (
@@ -167,11 +168,22 @@ def _reserved_cpus() -> float:
     return float(sum(bundle.get("CPU", 0.0) for bundle in bundles))
 
 
-def is_dead(actor: str) -> bool:
-    """Whether the actor of this id is gone for good."""
-    from ray._private.state import actors
+class NotedActor(TypedDict, total=False):
+    """What Ray has noted of an actor, of which this is wanted."""
 
-    return actors(actor_id=actor).get("State") == "DEAD"  # type: ignore[no-any-return]
+    Address: dict[str, str]
+    Pid: int
+    State: str
+
+
+def noted_of(actor: str) -> NotedActor:
+    """Give what Ray has noted of the actor of this id, which needs no answer of its process."""
+    noted: NotedActor = {}
+    with contextlib.suppress(Exception):  # an interface of Ray's that is not public
+        from ray._private.state import actors
+
+        noted = actors(actor_id=actor)
+    return noted
 
 
 def left_beside(held: Mapping[str, float]) -> dict[str, float]:

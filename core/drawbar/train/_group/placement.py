@@ -22,7 +22,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drawbar.train._group.capacity import room_for
-from drawbar.train._group.cluster import is_dead
+from drawbar.train._group.cluster import noted_of
 from drawbar.train._settings.scaling_config import ScalingConfig
 
 _OF_ACTOR = "drawbar-"  # the actor's id follows, and what makes the name the group's alone
@@ -96,7 +96,7 @@ def remove_abandoned() -> None:
     for each in placement_group_table().values():
         if each["name"].startswith(_OF_ACTOR) and each["state"] != "REMOVED":
             actor = each["name"].removeprefix(_OF_ACTOR).partition("-")[0]
-            if is_dead(actor):
+            if noted_of(actor).get("State") == "DEAD":
                 group = ray.PlacementGroupID.from_hex(each["placement_group_id"])
                 remove_placement_group(PlacementGroup(group))
 

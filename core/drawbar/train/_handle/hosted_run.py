@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -18,6 +18,7 @@ from drawbar.train._carry import carry
 from drawbar.train._console.console import Console
 from drawbar.train._controller.run import Ending, Outcome, RunSpec
 from drawbar.train._errors import ControllerError, JournalLockedError
+from drawbar.train._group.cluster import noted_of
 from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._handle.host_actor import POLL_SECONDS, HostActor, News, RunFacts
 from drawbar.train._handle.relay import Position
@@ -328,18 +329,9 @@ def _silence_of(actor: HostHandle, name: str) -> str:
     )
 
 
-class _Noted(TypedDict, total=False):
-    """What Ray has noted of an actor, of which this is wanted."""
-
-    Address: dict[str, str]
-    Pid: int
-
-
 def _place_of(actor: HostHandle) -> str:
-    """Say where an actor is, by what Ray has noted, which needs no answer of its process."""
-    noted: _Noted = {}
-    with contextlib.suppress(Exception):  # an interface of Ray's that is not public
-        noted = ray._private.state.actors(actor._actor_id.hex())
+    """Say where an actor is, by what Ray has noted."""
+    noted = noted_of(actor._actor_id.hex())
     address = noted.get("Address", {}).get("IPAddress") or "unknown"
     return f"pid {noted.get('Pid') or 'unknown'} on node {address}"
 

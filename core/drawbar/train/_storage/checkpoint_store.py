@@ -175,7 +175,7 @@ class CheckpointStore(ShareSink, ABC):
 
     def intact(self) -> list[Manifest]:
         """List the committed checkpoints that have every file with its size, oldest first."""
-        return [each for each in self.committed() if self.is_intact(each.name)]
+        return [each for each in self.committed() if not self.damage(each)]
 
     def _refuse_committed(self, name: str) -> None:
         if self.is_intact(name):

@@ -111,10 +111,13 @@ def remark(text: str) -> None:
     """Have the run say something when it has finished; nothing is said of one that fails.
 
     For advice that an error would make pointless, such as that the ranks had nothing to do with
-    each other: one of them may just have failed before they could. A text that several ranks give
-    is said once. Inside the training function, or around it in `train_func_context`.
+    each other: one of them may just have failed before they could. A text that is given several
+    times, or by several ranks, is said once. Inside the training function, or around it in
+    `train_func_context`.
     """
-    current_session("remark").remarks.append(text)
+    remarks = current_session("remark").remarks
+    if text not in remarks:
+        remarks.append(text)
 
 
 def discard_checkpoint(name: str) -> None:

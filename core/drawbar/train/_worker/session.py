@@ -173,8 +173,7 @@ class Session:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)
         if delete_local is None:
-            taken_over = mode.default_delete_local_checkpoint_after_upload()
-            delete_local = taken_over and self.directory.checkpoints.name_of(checkpoint) is None
+            delete_local = self._hands_over(checkpoint, mode)
         waits = mode is not CheckpointUploadMode.ASYNC
         where = caller_line()
         with self._order:
@@ -187,8 +186,7 @@ class Session:
                 upload_fn=upload_fn,
                 handed_over=delete_local,
             )
-            # Counted after the offer: one that raises has not been made, and the user may report
-            # again.
+            # After the offer: one that raises has not been made, and the user may report again.
             self._next_report += 1
             self._offers[index] = offer
             self._say(
@@ -206,6 +204,11 @@ class Session:
         # Outside the lock: other threads may report while this one waits for its commit.
         follow = self.uploads.follow if waits else self.uploads.in_flight.add
         follow(index, offer)
+
+    def _hands_over(self, checkpoint: Checkpoint, mode: CheckpointUploadMode) -> bool:
+        """Whether a folder becomes the run's, where the user does not say."""
+        taken_over = mode.default_delete_local_checkpoint_after_upload()
+        return taken_over and self.directory.checkpoints.name_of(checkpoint) is None
 
     def _tell_pass(self, ended: PassEnded) -> None:
         with self._order:
