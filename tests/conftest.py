@@ -50,6 +50,8 @@ def ray_cluster() -> Iterator[None]:
         include_dashboard=False,
         object_store_memory=512 * 2**20,  # several Rays share the memory
         logging_level=logging.ERROR,
+        # What workers of other tests say would come into this one's output, at any time.
+        log_to_driver=False,
     )
     yield
     ray.shutdown()

@@ -29,7 +29,7 @@ Command = Callable[..., Told]
 
 
 FORWARDED = re.compile(r"(\x1b\[\d+m)?\((raylet|autoscaler|.* pid=\d+)")
-"""What Ray tells in this process, at any time, of the workers of other tests."""
+"""What Ray tells in this process, at any time, of what befell other tests' workers."""
 
 
 @pytest.fixture

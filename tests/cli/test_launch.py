@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.cli import main
 from drawbar.cli._cluster import own_cpus
 from drawbar.cli._output import CommandError
 from drawbar.cli._torchrun import IGNORED, REFUSED, without_torchruns, workers_of
+from tests.cli.conftest import Command
 
 
 def test_torchruns_options_are_taken_from_before_the_script_alone() -> None:
@@ -97,15 +97,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
     arguments: list[str],
     told: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    drawbar: Command,
     ray_cluster: None,
 ) -> None:
     script = tmp_path / "script.py"
     script.touch()
-    with pytest.raises(SystemExit) as ended:
-        main(["launch", *(each.format(script=script) for each in arguments)])
-    assert ended.value.code == 2
-    output = capsys.readouterr()
-    assert output.out == ""
+    output = drawbar("launch", *(each.format(script=script) for each in arguments))
+    assert (output.code, output.out) == (2, "")
     assert told in output.err
     assert output.err.count("\n") == 1

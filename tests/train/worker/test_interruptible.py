@@ -71,6 +71,41 @@ def test_one_that_is_taken_back_leaves_a_traced_thread_running() -> None:
         assert ended.wait(10)
 
 
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_what_a_wait_has_raised_is_not_raised_again_while_the_code_cleans_up(is_sent: bool) -> None:
+    code = Interruptible()
+    code.begin()
+    if is_sent:
+        with contextlib.suppress(AttemptInterrupted):
+            go_on(code)
+    with pytest.raises(AttemptInterrupted, match="over"):
+        code.raise_here("over")
+    go_on(code)
+    code.end()
+
+
+def go_on(code: Interruptible) -> None:
+    """Run instructions after an interruption, which comes before one of them or never."""
+    code.interrupt()
+    [abs(number) for number in range(1000)]
+
+
+def test_what_another_thread_raises_spares_the_code_nothing() -> None:
+    code = Interruptible()
+    code.begin()
+
+    def other() -> None:
+        with contextlib.suppress(AttemptInterrupted):
+            code.raise_here("over")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    with pytest.raises(AttemptInterrupted):
+        go_on(code)
+    code.end()
+
+
 def test_a_thread_that_the_code_starts_is_not_hit_in_its_place() -> None:
     for _ in range(100):
         code, started, ended = Interruptible(), threading.Event(), threading.Event()

@@ -6,6 +6,7 @@ import ctypes
 import sys
 import threading
 import time
+from typing import NoReturn
 
 
 class AttemptInterrupted(BaseException):
@@ -28,6 +29,7 @@ class Interruptible:
         self._thread: int | None = None
         self._is_wanted = False
         self._is_sent = False
+        self._has_raised = False
 
     def begin(self) -> None:
         """Allow interruptions of this thread.
@@ -46,11 +48,25 @@ class Interruptible:
         """Raise `AttemptInterrupted` in the thread, at its next Python instruction."""
         with self._lock:
             self._is_wanted = True
-            if self._thread is not None:
+            if self._thread is not None and not self._has_raised:
                 # Under the lock: else the thread could leave the user's code between the look and
                 # the hit.
                 self._is_sent = True
                 _hit(self._thread)
+
+    def raise_here(self, reason: str) -> NoReturn:
+        """Raise `AttemptInterrupted` in the calling thread; if that is the user code's, once only.
+
+        A second one would cut short what the user's code does because of the first, such as a
+        `finally` that saves what there is.
+        """
+        with self._lock:
+            is_here = self._thread == threading.get_ident()
+            self._has_raised |= is_here
+            is_sent = is_here and self._is_sent
+        if is_sent:
+            _take_back()
+        raise AttemptInterrupted(reason)
 
     def end(self) -> None:
         """Allow no interruption any more; one that is on its way is taken back.

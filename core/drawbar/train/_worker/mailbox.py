@@ -18,7 +18,7 @@ from drawbar.train._orders import (
     Persist,
 )
 from drawbar.train._storage.unshared_node import FileAnswer
-from drawbar.train._worker.interrupt import AttemptInterrupted
+from drawbar.train._worker.interrupt import Interruptible
 
 Key = tuple[type[object], int]
 """A kind of order, and its number: of the question, the collective or the checkpoint."""
@@ -32,8 +32,9 @@ _Answer = TypeVar("_Answer", bound=Expected)
 class Mailbox:
     """Keeps orders until the threads that wait for them take them."""
 
-    def __init__(self, say: Callable[[Message], None]) -> None:
+    def __init__(self, say: Callable[[Message], None], user_code: Interruptible) -> None:
         self._say = say
+        self._user_code = user_code
         self._changed = threading.Condition()
         self._orders: dict[Key, Order] = {}
         self._numbers = itertools.count()  # of questions, of any thread
@@ -57,6 +58,15 @@ class Mailbox:
         with self._changed:
             self.interrupted = reason
             self._changed.notify_all()
+
+    def check(self) -> None:
+        """Go on if the attempt does.
+
+        Raises:
+            AttemptInterrupted: It is over.
+        """
+        if self.interrupted is not None:
+            self._user_code.raise_here(self.interrupted)
 
     def ask(
         self,
@@ -95,8 +105,7 @@ class Mailbox:
             for key in keys:
                 if key in self._orders:
                     return self._orders.pop(key)
-            if self.interrupted is not None:
-                raise AttemptInterrupted(self.interrupted)
+            self.check()
             return None
 
         with self._changed:

@@ -52,7 +52,7 @@ from drawbar.train._worker.acceptable import check_name, check_upload_fn
 from drawbar.train._worker.callers import Callers
 from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.data_sources import DataSources
-from drawbar.train._worker.interrupt import AttemptInterrupted, Interruptible
+from drawbar.train._worker.interrupt import Interruptible
 from drawbar.train._worker.mailbox import Mailbox
 from drawbar.train._worker.stack import Stack
 from drawbar.train._worker.uploads import (
@@ -90,7 +90,8 @@ class Session:
         self._unshared: UnsharedNode | None = None
         self._label = f"rank_{assignment.ranks.world_rank}"
         self._say = say
-        self._mailbox = Mailbox(say)
+        self.user_code = Interruptible()
+        self._mailbox = Mailbox(say, self.user_code)
         self.data = DataSources(assignment.shards, assignment.positions, self._tell_pass)
         self.uploads = self._uploads_to(self.directory.checkpoints)
         self.callers = Callers(assignment.ranks)
@@ -100,7 +101,6 @@ class Session:
         )
         self._next_report = assignment.first_index
         self._offers: dict[int, Offer] = {}
-        self.user_code = Interruptible()
         self.remarks: list[str] = []
         self.trainings = itertools.count(1)  # of the function, which may train several times
         self.program: StandIn | None = None
@@ -139,8 +139,7 @@ class Session:
             )
         # An interruption hits the function's own thread alone: any other one that reports hears
         # here that the attempt is over.
-        if self._mailbox.interrupted is not None:
-            raise AttemptInterrupted(self._mailbox.interrupted)
+        self._mailbox.check()
 
     def report(
         self,
