@@ -339,7 +339,9 @@ def test_why_a_validation_failed_is_kept_and_told(failed: tuple[Result, str]) ->
     assert errors[1].startswith(f"SystemExit: 3 ({__file__}:")
     assert errors[2].startswith("the process of its task died, 2 times: by SIGKILL")
     assert errors[4] == "it took longer than timeout_s=1"
-    assert errors[5].startswith("TypeError: the validation function must return a dict, found [1]")
+    told = f"TypeError: the validation function must return a dict, found [1] ({__file__}:"
+    assert errors[5].startswith(told)
+    assert errors[5].endswith(", validate)")
     assert errors[6].startswith("TypeError: ")
     assert "unexpected keyword argument 'why'" in errors[6]
     for manifest, error in zip(found, errors, strict=True):

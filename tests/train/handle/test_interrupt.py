@@ -26,6 +26,7 @@ from drawbar.train import (
     ScalingConfig,
     UserAbort,
 )
+from drawbar.train._controller import later
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe
@@ -194,3 +195,31 @@ def test_from_a_terminal_where_it_reaches_the_processes_of_ray_too(
         assert [pipe.hear()[0] for _ in range(2)] == ["finally"] * 2
         assert_stopped(driver, tmp_path / "run")
         wait_until_gone(pids)
+
+
+def test_checksums_that_take_long_are_said_and_left_out_by_ctrl_c(
+    tmp_path: Path, drivers: Drivers
+) -> None:
+    def save() -> None:
+        with train.checkpoint_dir() as path:
+            with open(path / "huge", "wb") as file:
+                file.truncate(10**12)  # one hole, which takes minutes to read
+            train.report({"a": 1}, checkpoint=path)
+
+    config = RunConfig(name="run", storage_path=tmp_path)
+
+    def program() -> None:
+        later.SILENT_SECONDS = 0.1
+        main(save, config, 0)()
+
+    with drivers(program) as driver:
+        assert driver.stderr is not None
+        while "the training is over, but not all checksums" not in driver.stderr.readline():
+            assert driver.poll() is None
+        driver.send_signal(signal.SIGINT)
+        out, err = driver.communicate(timeout=60)
+    assert driver.returncode == ABORTED, err
+    assert "stopped by Ctrl-C" in out
+    result = Result.from_path(tmp_path / "run")
+    assert result.metrics == {"a": 1}
+    assert result.checkpoint is not None

@@ -71,6 +71,21 @@ def test_what_c_code_has_printed_is_said_at_the_end_and_not_lost(log: Path) -> N
     assert log.read_text() == "Parameters: { max_dept } are not used\n"
 
 
+@pytest.mark.parametrize("errors_only", [False, True])
+@pytest.mark.parametrize("redirect_fds", [False, True])
+def test_a_log_that_cannot_be_written_is_said_once_and_print_goes_on(
+    errors_only: bool, redirect_fds: bool
+) -> None:
+    full = Path("/dev/full")
+    with captured(full, errors_only=errors_only, redirect_fds=redirect_fds) as said:
+        print("one", flush=True)
+        print("two", file=sys.stderr)
+    told = f"{full} does not have all that is printed from here on: [Errno 28] No space left"
+    first, *lines = said
+    assert first.text.startswith(told)
+    assert [line.text for line in lines] == ([] if errors_only else ["one", "two"])
+
+
 def test_a_child_is_heard_while_python_is_silent(log: Path) -> None:
     heard = threading.Event()
     said: list[Printed] = []

@@ -233,10 +233,14 @@ class Committer:
         for stage in self._staging.stages():
             self._later.do(remove_tree, stage)
 
+    def give_up(self) -> None:
+        """Have `close` wait no longer for what no checkpoint depends on."""
+        self._later.give_up()
+
     async def close(self) -> None:
         """Finish everything, checksums and deletions too."""
         await self.settle()
-        await self._later.close()
+        await self._later.close(self._emit)
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

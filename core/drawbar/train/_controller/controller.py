@@ -77,8 +77,11 @@ class Controller:
         self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        if self._task is None:
+            return
+        if self._task.done():  # nothing trains any more
+            self._commits.give_up()
+        self._task.cancel()
 
     def stop_after_checkpoint(self) -> None:
         """Ask the function for a checkpoint, and end the run when one is committed. Any thread.
@@ -89,11 +92,13 @@ class Controller:
 
     def _request_checkpoint(self) -> None:
         self._stops_at_commit = True
-        # Nobody would answer: no function runs, or validations alone are waited for.
-        if self._attempt is None or (self._attempt.finished and self._validations):
+        # Nobody would answer: no function runs, or only validations and what follows the run.
+        is_over = self._task is not None and self._task.done()
+        attempt = self._attempt
+        if is_over or attempt is None or (attempt.finished and self._validations):
             self._cancel()
         else:
-            self._attempt.request_checkpoint()
+            attempt.request_checkpoint()
 
     def write_diagnosis(self) -> Future[str]:
         """Write where every rank stands to the run's directory, and say so. From any thread."""

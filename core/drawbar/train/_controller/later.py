@@ -10,7 +10,12 @@ import sys
 import threading
 from collections.abc import Callable
 
+from drawbar.train._history.events import Notice
+from drawbar.train._history.stream import Emit
 from drawbar.train._threads import DaemonThreads
+
+SILENT_SECONDS = 5.0
+"""How long the end of a run may be held up before that is said."""
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -22,6 +27,7 @@ class Later:
         # One thread: a checkpoint is hashed before it is deleted, never while it is.
         self._thread = DaemonThreads(1, "drawbar-later", _yield_to_others)
         self._under_way: set[asyncio.Future[None]] = set()
+        self._gave_up = False
 
     def do(self, action: Callable[..., object], *arguments: object) -> None:
         """Have it done when its turn comes; what it raises is logged."""
@@ -30,11 +36,26 @@ class Later:
         self._under_way.add(later)
         later.add_done_callback(self._under_way.discard)
 
-    async def close(self) -> None:
-        """Wait until all of it is done, and do no more."""
+    def give_up(self) -> None:
+        """Have `close` wait no longer; what is being done goes on, if the process does."""
+        self._gave_up = True
+        for each in list(self._under_way):
+            each.cancel()
+
+    async def close(self, emit: Emit) -> None:
+        """Wait until all of it is done or given up, and say so if that takes long."""
         if self._under_way:
-            await asyncio.wait(self._under_way)
-        self._thread.shutdown()
+            _, left = await asyncio.wait(self._under_way, timeout=SILENT_SECONDS)
+            if left:
+                emit(Notice(_HELD_UP))
+                await asyncio.wait(left)
+        self._thread.shutdown(wait=not self._gave_up, cancel_futures=True)
+
+
+_HELD_UP = (
+    "the training is over, but not all checksums of its checkpoints are there yet, nor all "
+    "deletions done: that takes as long as reading them. stop() or Ctrl-C leaves out what is left"
+)
 
 
 def logged(action: Callable[..., object], *arguments: object) -> None:

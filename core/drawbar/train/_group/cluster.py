@@ -108,8 +108,11 @@ def started_here() -> bool:
     return _global_node is not None and not is_client() and bool(_global_node.is_head())
 
 
-def join_cluster() -> bool:
-    """Make sure of a connection to a Ray that is running; tells whether there is one."""
+def join_cluster() -> str:
+    """Make sure of a connection to a Ray that is running; says why there is none, "" if there is.
+
+    That may be that none runs here, or that the one which does takes another token.
+    """
     import ray
 
     with _connecting:
@@ -118,9 +121,9 @@ def join_cluster() -> bool:
                 # Not `connect_to_ray()`: who only looks for a run must not start a Ray of his own.
                 with _without_advice():
                     ray.init(address="auto", logging_level=logging.WARNING)
-            except ConnectionError:
-                return False
-    return True
+            except Exception as error:  # Ray raises bare ones, too
+                return f"no Ray could be joined: {error}"
+    return ""
 
 
 _READ_ONLY_NODE_TYPE = re.compile(r"node_[0-9a-f]{56}")

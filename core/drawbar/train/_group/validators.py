@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError, WorkerCrashedError
@@ -210,17 +211,27 @@ def _call(
 ) -> Validation:
     """Call the function; gives what came of it, whatever that is."""
     try:
+        function = load()
         # Copies: a function that changes what it is given must not change what the manifest says.
-        metrics = load()(checkpoint, **copy.deepcopy(validation.fn_kwargs))
-        if not isinstance(metrics, Mapping):
-            raise TypeError(f"the validation function must return a dict, found {metrics!r}")
-        return validation.succeeded(normalise(metrics))
+        metrics = function(checkpoint, **copy.deepcopy(validation.fn_kwargs))
     except BaseException as error:
         # A `sys.exit()` in the function too is its failure, not the end of a process that Ray uses
         # again.
         if raises:
             raise
         return validation.failed(describe_validation_failure(error))
+    try:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"the validation function must return a dict, found {metrics!r}")
+        return validation.succeeded(normalise(metrics))
+    except Exception as error:  # of a value, and no line of the function's has raised it
+        return validation.failed(f"{type(error).__name__}: {error}{_home_of(function)}")
+
+
+def _home_of(function: object) -> str:
+    """Say where a function is defined, as far as it tells."""
+    code = getattr(inspect.unwrap(cast("Callable[..., object]", function)), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno}, {code.co_name})" if code else ""
 
 
 def _deadline(validation: Validation) -> float | None:

@@ -285,16 +285,14 @@ def attach(
         return RunHandle(neighbour)
     if neighbour is None and not is_name and not _may_be_hosted(directory):
         raise LookupError(_what_is_there(directory))
-    on_cluster = join_cluster()
+    unjoined = join_cluster()
     path = None if is_name else directory.location
-    hosted = attached(directory.name, path) if on_cluster else None
+    hosted = attached(directory.name, path) if not unjoined else None
     run = hosted or neighbour or EndedRun.find(directory)
     if run is not None:
         return RunHandle(run)
-    going_on = ", ".join(hosted_runs()) if on_cluster else "unknown, since no Ray is running here"
-    raise LookupError(
-        f"{_what_is_there(directory)}; detached runs that go on: {going_on or 'none'}"
-    )
+    going_on = f"unknown, since {unjoined}" if unjoined else ", ".join(hosted_runs()) or "none"
+    raise LookupError(f"{_what_is_there(directory)}; detached runs that go on: {going_on}")
 
 
 def _may_be_hosted(directory: RunDirectory) -> bool:

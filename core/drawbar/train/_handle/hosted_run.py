@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -23,7 +24,7 @@ from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._handle.host_actor import POLL_SECONDS, HostActor, News, RunFacts
 from drawbar.train._handle.relay import Position
 from drawbar.train._history.events import Notice
-from drawbar.train._history.timeline import Snapshot
+from drawbar.train._history.timeline import ENDS, Snapshot
 from drawbar.train._launch.host import DIAGNOSIS_SECONDS, ENDS_WITH_THE_PROGRAM, EXIT_SECONDS
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ ANSWER_SECONDS = 10.0
 """How long the actor may take to answer before it counts as silent."""
 
 _THREADS = 32  # a follower holds one while it waits
+
+_followed: dict[str, HostedRun] = {}
+"""The runs that this process follows, by the actor that hosts each."""
+_attaching = threading.Lock()
 
 
 class HostedRun:
@@ -64,6 +69,8 @@ class HostedRun:
         self._let_go = False
         self.detached = facts.detached
         self._thread = threading.Thread(target=self._follow, name="drawbar-follow", daemon=True)
+        self._id = _id_of(actor)
+        _followed[self._id] = self
         self._thread.start()
         atexit.register(self._end_with_the_program)
 
@@ -95,6 +102,8 @@ class HostedRun:
                 self._actor.leave.remote(follower)
             self._console.close()
             atexit.unregister(self._end_with_the_program)
+            if _followed.get(self._id) is self:
+                del _followed[self._id]
             self._over.set()
 
     def _tell_silence(self) -> None:
@@ -115,17 +124,19 @@ class HostedRun:
 
     def _lost(self, error: Exception) -> Ending:
         """Look into the directory of a run whose host does not answer any more."""
+        snapshot = Snapshot()
         with contextlib.suppress(Exception):
-            ended = EndedRun.find(self._directory)
-            if ended is not None:
-                return ended.ending()
+            run = EndedRun(self._directory)
+            snapshot = run.snapshot()
+            if snapshot.status in ENDS:
+                return run.ending()
         failed = ControllerError(
             f"the process that hosts the run does not answer any more: {error}\n\nrun directory: "
             f'{self.path}\nif it has ended, resume="auto" goes on from the newest checkpoint',
             error,
             path=self.path,
         )
-        return Ending(Outcome(error=failed), Snapshot(status="failed"), None)
+        return Ending(Outcome(error=failed), replace(snapshot, status="failed"), None)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run is over; tells whether it is."""
@@ -302,7 +313,9 @@ def attached(name: str, path: str | None = None) -> HostedRun | None:
         return None  # it is just ending
     if path not in (None, facts.directory.location):
         return None
-    return HostedRun(actor, facts, from_the_start=False)
+    with _attaching:
+        # What it shows is shown once, however many handles this process has.
+        return _followed.get(_id_of(actor)) or HostedRun(actor, facts, from_the_start=False)
 
 
 def _answer(
@@ -331,9 +344,13 @@ def _silence_of(actor: HostHandle, name: str) -> str:
 
 def _place_of(actor: HostHandle) -> str:
     """Say where an actor is, by what Ray has noted."""
-    noted = noted_of(actor._actor_id.hex())
+    noted = noted_of(_id_of(actor))
     address = noted.get("Address", {}).get("IPAddress") or "unknown"
     return f"pid {noted.get('Pid') or 'unknown'} on node {address}"
+
+
+def _id_of(actor: HostHandle) -> str:
+    return str(actor._actor_id.hex())
 
 
 def _unwrapped(error: RayTaskError) -> BaseException:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
@@ -25,6 +25,7 @@ from drawbar.train._worker import forks
 from drawbar.train._worker.log_file import LogFile, flush_c_stdout
 
 Say = Callable[[Printed], None]
+Missed = Callable[[OSError], None]
 StreamName = Literal["stdout", "stderr"]
 
 _FILENO: dict[StreamName, int] = {"stdout": 1, "stderr": 2}
@@ -50,7 +51,8 @@ def capture_output(
             they wrote before, and `pdb` and `input()` work as ever.
 
     Streams, descriptors and the log record factory are restored at the end, also after an
-    exception; an unfinished last line is said then.
+    exception; an unfinished last line is said then. What the file cannot take, say because its disk
+    is full, is said alone.
 
     Raises:
         OSError: The file cannot be made.
@@ -59,6 +61,7 @@ def capture_output(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undo:
         log = undo.enter_context(open(log_path, "ab", buffering=0))
+        missed = _say_once_what_is_missed(log_path, say)
         watched = None
         if redirect_fds and say and not errors_only:
             watched = undo.enter_context(_watched(log_path, say))
@@ -66,9 +69,9 @@ def capture_output(
             lines = _Lines(name, say) if say and not errors_only else None
             if redirect_fds:
                 _redirect(_FILENO[name], log.fileno(), getattr(sys, name), undo)
-                stream: _FileStream | _Tee = _FileStream(name, lines, watched)
+                stream: _FileStream | _Tee = _FileStream(name, lines, watched, missed)
             else:
-                stream = _Tee(name, getattr(sys, name), log, lines)
+                stream = _Tee(name, getattr(sys, name), log, lines, missed)
             undo.callback(setattr, sys, name, getattr(sys, name))
             undo.callback(stream.retire)
             setattr(sys, name, stream)
@@ -84,6 +87,24 @@ def _watched(path: Path, say: Say) -> Iterator[LogFile]:
     with LogFile(path, lines.feed) as log:
         yield log
     lines.finish()
+
+
+def _say_once_what_is_missed(path: Path, say: Say | None) -> Missed:
+    """Make what takes the errors of a log that cannot be written, and says the first one.
+
+    The user's `print` does not raise them: training does not end because its log's disk is full.
+    """
+    there, is_told = forks.count, False
+
+    def missed(error: OSError) -> None:
+        nonlocal is_told
+        if say is None or is_told or forks.count != there:
+            return
+        is_told = True
+        text = f"{path} does not have all that is printed from here on: {error}"
+        say(Printed(text=text, stream="stderr"))
+
+    return missed
 
 
 def _redirect(fd: int, log: int, stream: TextIO, undo: ExitStack) -> None:
@@ -107,7 +128,9 @@ class _FileStream(io.TextIOWrapper):
     on to whatever `sys.stdout` or `sys.stderr` is by that time, such as the next capture's stream.
     """
 
-    def __init__(self, name: StreamName, lines: _Lines | None, log: LogFile | None) -> None:
+    def __init__(
+        self, name: StreamName, lines: _Lines | None, log: LogFile | None, missed: Missed
+    ) -> None:
         # Unbuffered: what was printed before a SIGKILL is in the log.
         raw = io.FileIO(_FILENO[name], "wb", closefd=False)
         super().__init__(
@@ -119,15 +142,21 @@ class _FileStream(io.TextIOWrapper):
         self._stream_name = name
         self._lines = lines
         self._log = log
+        self._missed = missed
         self._retired = False
 
     def write(self, text: str, /) -> int:
         """Write to the file at once; in the process that made this stream, say it too."""
         if self._retired and (current := getattr(sys, self._stream_name)) is not self:
             return cast(int, current.write(text))
-        log = self._log
-        if log is None or not log.write(text.encode("utf-8", "backslashreplace")):
-            return super().write(text)
+        log, data = self._log, text.encode("utf-8", "backslashreplace")
+        try:
+            if log is None or not log.write(data):
+                # Not by way of this stream's own buffer, which would try again at each flush.
+                self.buffer.write(data)
+                return len(text)
+        except OSError as error:
+            self._missed(error)
         if self._lines:
             self._lines.feed(text)
         return len(text)
@@ -156,12 +185,18 @@ class _Tee:
     """The user's own stream, which also writes to the log. In all else it is the user's stream."""
 
     def __init__(
-        self, name: StreamName, original: TextIO, log: io.FileIO, lines: _Lines | None
+        self,
+        name: StreamName,
+        original: TextIO,
+        log: io.FileIO,
+        lines: _Lines | None,
+        missed: Missed,
     ) -> None:
         self._stream_name = name
         self._original = original
         self._log: io.FileIO | None = log
         self._lines = lines
+        self._missed = missed
 
     def write(self, text: str) -> int:
         current = getattr(sys, self._stream_name)
@@ -169,8 +204,12 @@ class _Tee:
             return cast(int, current.write(text))
         written = self._original.write(text)
         if self._log is not None:
-            with suppress(ValueError):  # closed: the capture ended in this moment
+            try:
                 self._log.write(text.encode("utf-8", "backslashreplace"))
+            except ValueError:  # closed: the capture ended in this moment
+                pass
+            except OSError as error:
+                self._missed(error)
         if self._lines:
             self._lines.feed(text)
         return written
