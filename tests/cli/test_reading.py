@@ -23,7 +23,10 @@ MUCH = 4_000_000
 """Bytes of a line of a log, and of one of a journal."""
 
 
-def test_runs_lists_the_newest_first(drawbar: Command, runs_made: Path) -> None:
+def test_runs_lists_the_newest_first(
+    drawbar: Command, runs_made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # room for all metrics, however long ago a run was
     head, *rows = drawbar("runs", runs_made).out.splitlines()
     assert head.split()[:3] == ["NAME", "STATUS", "STARTED"]
     assert [row.split()[:2] for row in rows] == [
@@ -78,6 +81,7 @@ def test_show_tells_attempts_checkpoints_metrics_and_the_error(
 
 def test_a_run_whose_driver_is_gone_is_interrupted(drawbar: Command, interrupted: Path) -> None:
     assert drawbar("show", interrupted).out.startswith("long  interrupted\n")
+    assert json.loads(drawbar("show", interrupted, "--json").out)["seconds"]["training"] > 0
 
 
 def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(drawbar: Command, storage: Path) -> None:

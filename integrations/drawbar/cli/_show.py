@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from textwrap import indent
 from typing import Any
@@ -23,7 +24,7 @@ from drawbar.cli._output import (
     write_table,
 )
 from drawbar.cli._terminal_plot import sparkline
-from drawbar.train import AttemptTimes, Manifest
+from drawbar.train import Manifest
 from drawbar.train.runs import RunRecord
 
 
@@ -52,7 +53,7 @@ def _told(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, Any]:
         "damage": record.damage,
         "metrics": record.metrics,
         "attempts": record.timeline.attempts,
-        "seconds": seconds_spent(record.timeline.attempts),
+        "seconds": seconds_spent(record),
         "checkpoints": [
             {
                 "name": each.name,
@@ -69,15 +70,19 @@ def _told(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, Any]:
     }
 
 
-def seconds_spent(attempts: Sequence[AttemptTimes]) -> dict[str, float]:
+def seconds_spent(record: RunRecord) -> dict[str, float]:
     """Say where the time of a run went, in seconds.
 
-    What an attempt that has not ended does now is not counted.
+    An attempt that has not ended counts until the run was last heard of.
     """
-    over = [each for each in attempts if each.seconds is not None]
-    startup = sum(each.startup_seconds or each.seconds or 0.0 for each in over)
-    whole = sum(each.seconds or 0.0 for each in over)
-    saving = sum(each.checkpoint_seconds for each in over)
+    heard = record.last_event or 0.0
+    attempts = [
+        each if each.ended is not None else replace(each, ended=max(heard, each.started))
+        for each in record.timeline.attempts
+    ]
+    startup = sum(each.startup_seconds or each.seconds or 0.0 for each in attempts)
+    whole = sum(each.seconds or 0.0 for each in attempts)
+    saving = sum(each.checkpoint_seconds for each in attempts)
     pauses = sum(
         max(0.0, after.started - before.ended)
         for before, after in pairwise(attempts)
@@ -105,7 +110,7 @@ def _write(
         for each in attempts:
             print(f"  {visible(str(each))}")
         print("\nwhere the time went")
-        spent = seconds_spent(attempts)
+        spent = seconds_spent(record)
         write_table([(name, span(seconds)) for name, seconds in spent.items()], "  ")
     if record.error:
         print("\nerror\n" + indent(visible_lines(record.error), "  "))

@@ -27,6 +27,14 @@ from drawbar.train._worker.stack import Frame, Stack
 Stacks = Mapping[int, Stack | None]
 
 DRAIN_CHECK_SECONDS = 2.0
+SILENT_SECONDS = 10.0
+"""How long Ray's control service may take to answer before that is said."""
+
+_CONTROL_IS_SILENT = (
+    "Ray's control service (GCS) does not answer any more. The training goes on for now; if the "
+    "service is gone, Ray ends this process a minute later, and after that "
+    'RunConfig(resume="auto") goes on from the newest checkpoint'
+)
 
 _LOOKS = 6  # how often, in the time after which a silent rank is said
 _NO_ANSWER = "it does not answer: it is frozen, or in one long call that holds the interpreter"
@@ -55,12 +63,23 @@ class NodeWatch:
         """Watch until cancelled."""
         while True:
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
-            # It asks Ray's control service, which may not answer while a head node is restarted.
-            draining = await in_daemon_thread(self._draining)
+            draining = await self._ask()
             attempt = self._current()
             info = attempt.preempted(draining) if attempt is not None else None
             if info is not None:
                 self._emit(PreemptionAnnounced(info))
+
+    async def _ask(self) -> dict[str, int]:
+        """Ask Ray's control service, which does not answer while a head node is restarted."""
+        asked = asyncio.ensure_future(in_daemon_thread(self._draining))
+        try:
+            if not (await asyncio.wait([asked], timeout=SILENT_SECONDS))[0]:
+                self._emit(Notice(_CONTROL_IS_SILENT))
+                await asyncio.wait([asked])
+                self._emit(Notice("Ray's control service answers again"))
+            return await asked
+        finally:
+            asked.cancel()
 
 
 @dataclass(frozen=True)
