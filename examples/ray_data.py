@@ -5,6 +5,7 @@ again, or run it with more --epochs: it goes on from the newest checkpoint, each
 """
 
 import argparse
+import os
 
 import matplotlib
 import ray
@@ -66,8 +67,10 @@ def restore(net, optimizer):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("epochs", 12), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    spared = max((os.cpu_count() or 2) - 1, 1)  # Ray Data computes on a CPU of its own
+    parser.add_argument("--num-workers", type=int, default=min(2, spared))
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--storage-path", default="~/drawbar_results")
     args = parser.parse_args()
     frame = load_breast_cancer(as_frame=True).frame
     training, held_out = train_test_split(frame, test_size=0.2, random_state=0)

@@ -131,7 +131,7 @@ def test_lightgbm(run: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_ray_data(run: Callable[..., str], tmp_path: Path) -> None:
-    output = run("ray_data.py", "--epochs", "8")
+    output = run("ray_data.py", "--num-workers", "2", "--epochs", "8")
     assert float(re.findall(r"'accuracy': ([\d.]+)", output)[0]) > 0.9
     assert "rows of each epoch: [454, 454, 454, 454, 454, 454, 454, 454]" in output  # of 455
     assert (tmp_path / "drawbar_results/tumours/curves.png").read_bytes().startswith(PNG)
