@@ -242,58 +242,73 @@ def test_a_killed_trial_that_optuna_has_suggested_goes_on_in_its_run(
     assert left_over() == []
 
 
-class DiesWhenSaved(tune.Callback):
-    """Kills the driver when Tune, which saves now and then, has saved that a trial has a loss.
+class Dies(tune.Callback):
+    """Kills the driver when a trial of lr=3 has its first result, which Tune has not saved then.
 
-    Tune restores it with the sweep: it dies once.
+    It waits with that until Tune, which saves now and then, has saved a loss of 4. Tune restores
+    this with the sweep: it dies once.
     """
 
-    def __init__(self, folder: Path, loss: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._loss = loss
+        self._go = folder / "go"
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        if (self._folder / "died").exists():
-            return
-        for state in self._folder.glob("experiment_state-*.json"):
+        for state in self._folder.glob("sweep/experiment_state-*.json"):
             with contextlib.suppress(ValueError):  # it is being written
                 saved = json.loads(state.read_text())["trial_data"]
                 results = [json.loads(metadata)["last_result"] for _, metadata in saved]
-                if self._loss in [result.get("loss") for result in results]:
-                    (self._folder / "died").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if self._go.exists() and 4 in [result.get("loss") for result in results]:
+                    with open(self._go, "r+b", buffering=0) as go:  # waits for nobody
+                        go.write(b"go\n")
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any
+    ) -> None:
+        if self._go.exists() and trial.config["train_loop_config"]["lr"] == 3:
+            self._go.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_sweep_whose_driver_is_killed_is_restored(
+def test_a_sweep_whose_driver_is_killed_goes_on_from_what_tune_knows(
     tmp_path: Path,
     drivers: Drivers,
     wait_until_gone: Callable[..., None],
     left_over: Callable[[], list[str]],
 ) -> None:
+    """One of lr=2, whose checkpoint Tune has saved, and one of lr=3, of which it knows nothing."""
+
     def function(config: dict[str, Any]) -> None:
-        start = train.get_checkpoint()
-        if config["lr"] == 2 and start is None:
+        start, dies = train.get_checkpoint(), (tmp_path / "go").exists()
+        if start is None:
+            if dies and config["lr"] == 3 and train.get_context().get_world_rank() == 0:
+                (tmp_path / "go").open().readline()
             with train.checkpoint_dir() as folder:
                 (folder / "pid").write_text(str(os.getpid()))
-                train.report({"loss": 3}, checkpoint=folder)
-            signal.pause()
+                train.report({"loss": 5}, checkpoint=folder)
+            if dies:
+                train.report({"loss": 4})
+                signal.pause()
         train.report({"loss": config["lr"], "restored": start is not None})
 
     def main() -> None:
         sweep(
             trainer(function).as_trainable(),
             tmp_path,
-            {"train_loop_config": {"lr": tune.grid_search([1, 2])}},
-            callbacks=[DiesWhenSaved(tmp_path / "sweep", loss=3)],
-            max_concurrent_trials=1,
+            {"train_loop_config": {"lr": tune.grid_search([2, 3])}},
+            callbacks=[Dies(tmp_path)],
         )
 
+    os.mkfifo(tmp_path / "go")
     with drivers(main, TUNE_GLOBAL_CHECKPOINT_S="1") as driver:
         assert driver.wait(60) == -signal.SIGKILL
-    (pid,) = tmp_path.glob("sweep/*lr=2*/run_0/checkpoint_000000/pid")
-    wait_until_gone([int(pid.read_text())])
+    left = list(tmp_path.glob("sweep/*/run_0/checkpoint_000000/pid"))
+    wait_until_gone([int(pid.read_text()) for pid in left])
     restored = tune.Tuner.restore(str(tmp_path / "sweep"), trainer(function).as_trainable())
-    first, second = sorted(results_of(restored.fit()), key=lambda each: each.metrics["loss"])
-    assert [first.metrics["loss"], second.metrics["loss"]] == [1, 2]
-    assert [first.metrics["restored"], second.metrics["restored"]] == [False, True]
+    found = sorted(results_of(restored.fit()), key=lambda each: each.metrics["loss"])
+    assert [each.metrics["loss"] for each in found] == [2, 3]
+    assert [each.metrics["restored"] for each in found] == [True, False]
+    assert [Path(each.checkpoint.path).parent.name for each in found] == ["run_0", "run_1"]
+    for each in found:
+        assert list(each.metrics_dataframe["training_iteration"]) == [1, 2]
     assert left_over() == []

@@ -21,6 +21,7 @@ from drawbar.train import (
 from drawbar.train._group.placement import bundles_with_room
 from drawbar.train.testing import run_in_threads
 from drawbar.tune import TuneReportCallback, as_trainable, placement_group_factory
+from drawbar.tune._results import cut
 from drawbar.tune._trainable import Saved
 from drawbar.tune._trial import check_names, next_run, run_names, with_parameters
 from drawbar.xgboost import XGBoostTrainer
@@ -32,26 +33,37 @@ def function(config: dict[str, Any]) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("found", "start_from", "newest", "failed", "expected"),
+    ("found", "start_from", "newest", "expected"),
     [
-        ([], None, None, False, ("run_0", False)),
-        ([], OTHER, None, False, ("run_0", True)),
-        (["run_1", "mine", "run_0"], None, NEWEST, False, ("run_1", False)),
-        (["run_0", "run_1"], NEWEST, NEWEST, True, ("run_1", False)),
-        (["run_0", "run_1"], EARLIER, NEWEST, False, ("run_2", True)),
-        (["run_0", "run_1"], OTHER, NEWEST, False, ("run_2", True)),
-        (["run_9", "run_10"], None, NEWEST, True, ("run_11", False)),
+        ([], None, None, "run_0"),
+        ([], OTHER, None, "run_0"),
+        (["run_1", "mine", "run_0"], None, None, "run_1"),
+        (["run_9", "run_10"], None, NEWEST, "run_11"),
+        (["run_0", "run_1"], NEWEST, NEWEST, "run_1"),
+        (["run_0", "run_1"], EARLIER, NEWEST, "run_2"),
+        (["run_0", "run_1"], OTHER, NEWEST, "run_2"),
     ],
 )
 def test_which_run_a_trial_goes_on_with(
-    found: list[str],
-    start_from: str | None,
-    newest: str | None,
-    failed: bool,
-    expected: tuple[str, bool],
+    found: list[str], start_from: str | None, newest: str | None, expected: str
 ) -> None:
-    runs = run_names(found)
-    assert next_run(runs, start_from, newest=newest, failed=failed) == expected
+    assert next_run(run_names(found), start_from, newest=newest) == expected
+
+
+@pytest.mark.parametrize(("after", "left"), [(0, 0), (1, 1), (2, 2), (9, 2)])
+def test_results_that_will_be_reported_again_are_taken_off(
+    tmp_path: Path, after: int, left: int
+) -> None:
+    """Written as Tune's loggers write; the last line as a killed driver leaves it."""
+    lines = [f'{{"loss": NaN, "training_iteration": {number}}}\n' for number in (1, 2, 3)]
+    (tmp_path / "result.json").write_text("".join(lines)[:-3])
+    rows = ["training_iteration,said\r\n", '1,"two\nlines"\r\n', "2,\r\n", ""]
+    (tmp_path / "progress.csv").write_bytes("".join(rows).encode())
+    for name in ("result.json", "progress.csv"):
+        cut(tmp_path / name, after)
+    assert (tmp_path / "result.json").read_text() == "".join(lines[:left])
+    expected = "".join(rows[: left + 1]) if left else ""  # the logger writes the header again
+    assert (tmp_path / "progress.csv").read_bytes() == expected.encode()
 
 
 def test_parameters_change_keys_of_dicts_and_fields_of_configs() -> None:

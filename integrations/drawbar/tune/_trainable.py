@@ -188,20 +188,19 @@ class RunTrainable(FunctionTrainable):
         selector = FileSelector(self._folder, allow_not_found=True)
         infos = self._filesystem.get_file_info(selector)
         runs = run_names(info.base_name for info in infos if info.type is FileType.Directory)
-        newest, failed = self._state_of(runs[-1]) if runs else (None, False)
-        name, begins = next_run(runs, self._start_from, newest=newest, failed=failed)
-        if not begins or self._start_from is None:
+        newest = self._newest_of(runs[-1]) if runs else None
+        name = next_run(runs, self._start_from, newest=newest)
+        if name in runs or self._start_from is None:
             return name, None
         return name, Checkpoint(self._start_from, self._own_filesystem)
 
-    def _state_of(self, name: str) -> tuple[str | None, bool]:
-        """Give the path of a run's newest checkpoint, and whether the run has failed."""
+    def _newest_of(self, name: str) -> str | None:
+        """Give the path of a run's newest checkpoint."""
         try:
             result = Result.from_path(f"{self._folder}/{name}", self._own_filesystem)
         except FileNotFoundError:
-            return None, False
-        newest = self._path_of(name, result.checkpoint) if result.checkpoint else None
-        return newest, result.error is not None
+            return None
+        return self._path_of(name, result.checkpoint) if result.checkpoint else None
 
     def _path_of(self, run: str, checkpoint: Checkpoint) -> str:
         """Give the path of a run's checkpoint as Tune writes it, below the trial's folder."""

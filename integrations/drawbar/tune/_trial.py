@@ -18,29 +18,22 @@ def run_names(found: Iterable[str]) -> list[str]:
     return sorted(filter(_RUN.fullmatch, found), key=_number)
 
 
-def next_run(
-    runs: Sequence[str], start_from: str | None, *, newest: str | None, failed: bool
-) -> tuple[str, bool]:
-    """Decide which run a trial goes on with when its process has started.
+def next_run(runs: Sequence[str], start_from: str | None, *, newest: str | None) -> str:
+    """Name the run that a trial goes on with when its process has started.
 
-    A trial has one run after another, `run_0`, `run_1` ... It goes on with the newest if Tune wants
-    what that would do: start from its newest checkpoint. Tune may want another one, as population
-    based training does, or to begin anew after a failure; then a new run begins.
+    A trial has one run after another, `run_0`, `run_1` ... It goes on with the newest if that does
+    what Tune wants and counts on: start from the newest checkpoint, or from none. Otherwise a new
+    run begins. Population based training wants another trial's checkpoint; and whatever was killed
+    may have left later ones than Tune has heard of, whose results it would count from too low.
 
     Args:
         runs: Names of the runs that the trial has had, oldest first.
-        start_from: Path of the checkpoint that Tune starts the trial from, if any.
+        start_from: Path of the checkpoint that Tune starts the trial from; None: from nothing.
         newest: Path of the newest checkpoint of the newest run, if it has one.
-        failed: Whether the newest run has ended in failure.
-
-    Returns:
-        The run's name, and whether it begins at `start_from`.
     """
     if not runs:
-        return "run_0", start_from is not None
-    if start_from == newest or (start_from is None and not failed):
-        return runs[-1], False
-    return f"run_{_number(runs[-1]) + 1}", start_from is not None
+        return "run_0"
+    return runs[-1] if start_from == newest else f"run_{_number(runs[-1]) + 1}"
 
 
 def _number(run: str) -> int:
