@@ -13,7 +13,7 @@ extra. The exceptions below are built from it in the driver, and every one of th
     └── InsufficientResourcesError  the cluster can never hold what was asked for
     ResumeError (ValueError)           the run directory and `RunConfig.resume` do not go together
     DamagedRunError (ValueError)       the journal of a run cannot be read
-    JournalLockedError (RuntimeError)  the run goes on in another process
+    JournalLockedError (RuntimeError)  the run goes on, in another process or thread
     CheckpointError (RuntimeError)     a checkpoint is missing, incomplete or altered
     StorageError (OSError)             the storage refuses a checkpoint: full, read-only, over quota
     ProgramFailedError (RuntimeError)  a program that ran as a rank has failed; its exit code
@@ -240,7 +240,7 @@ class DamagedRunError(ValueError):
 
 
 class JournalLockedError(RuntimeError):
-    """Another process is writing this run's journal: the run goes on there.
+    """The run goes on, in another process or in this one, which the message says.
 
     `drawbar.train.attach` gives a handle on it; a run of another `RunConfig.name` is not affected.
     """

@@ -71,7 +71,7 @@ def open_run(spec: RunSpec) -> Run:
 
     Raises:
         ResumeError: What is there and `RunConfig.resume` do not go together.
-        JournalLockedError: The run goes on in another process.
+        JournalLockedError: The run goes on, in this process or another one.
         OSError: The storage cannot be written.
     """
     directory, resume = directory_of(spec.run_config), spec.run_config.resume

@@ -8,6 +8,7 @@ import fcntl
 import os
 import stat
 import time
+import weakref
 from pathlib import Path
 from typing import IO
 
@@ -25,18 +26,19 @@ RETRY_S = 0.01
 
 
 class JournalFile:
-    """A run's journal, open. One process at a time holds it; the lock goes with the process.
+    """A run's journal, open. One run at a time holds it; the lock goes with the process.
 
     Args:
         path: Its file, which is made if it is not there.
 
     Raises:
-        JournalLockedError: Another process holds it.
+        JournalLockedError: Another run holds it, in this process or another one.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = _open_locked(path)
+        _held_here[path.resolve()] = self
         self._drop_torn_line()
 
     def _drop_torn_line(self) -> None:
@@ -75,10 +77,15 @@ class JournalFile:
     def close(self) -> None:
         """Release the lock, also where a forked child has inherited the file, and close it."""
         if not self._file.closed:
+            _held_here.pop(self._path.resolve(), None)  # before another one can have it
             # The lock belongs to the open file, which a forked child shares: closing alone would
             # keep it.
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+_held_here: weakref.WeakValueDictionary[Path, JournalFile] = weakref.WeakValueDictionary()
+"""The journals that runs of this process hold: a lock does not tell whose it is."""
 
 
 def no_file(path: Path, what: str = "a folder") -> DamagedRunError:
@@ -113,8 +120,9 @@ def _open_locked(path: Path) -> IO[bytes]:
             if time.monotonic() < deadline:
                 time.sleep(RETRY_S)
                 continue
+            where = "this" if path.resolve() in _held_here else "another"
             raise JournalLockedError(
-                f"{path.parent} is the directory of a run that is going on in another process; "
+                f"{path.parent} is the directory of a run that is going on in {where} process; "
                 "give this run another RunConfig.name, or wait for the other one"
             ) from None
         if is_open_at(path, file.fileno()):
