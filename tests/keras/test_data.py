@@ -140,6 +140,7 @@ def test_what_does_not_fit_together_is_refused(run_config: RunConfig) -> None:
             lambda: prepare_dataset(DataLoader(TensorDataset(torch.arange(8))), batch_size=4),
             "was given batches, a DataLoader",
         ),
+        (lambda: prepare_dataset(x, sample_weight=x), "sample_weight without y"),
         (lambda: prepare_dataset(iter(x)), "a .*iterator, of which nobody knows how many rows"),
         (lambda: prepare_dataset(DataLoader(Endless(), batch_size=2)), "with a known size"),
     )

@@ -116,6 +116,9 @@ def train_loop(config: dict[str, Path]) -> dict[str, Any]:
         "own statistics": weights_with_own_statistics(x, y),
         "own step": {} if is_jax() else trained_by_a_step_of_its_own(x, y),
         "uneven": trained_on_uneven_batches(model, x, y),
+        "odd": [] if is_jax() else trained_in_odd_ways(x, y),
+        "predicted one": model.predict(prepare_dataset(x[:1], batch_size=BATCH), verbose=0),
+        "sum": told_of_a_sum(),
     }
 
 
@@ -147,9 +150,50 @@ def killer(batches: list[int], begin: int) -> Any:
 
 
 def trained_on_uneven_batches(model: Any, x: Any, y: Any) -> list[float]:
-    data = prepare_dataset(x[:UNEVEN], y[:UNEVEN], batch_size=32)
-    history = model.fit(data, epochs=1, verbose=0).history
+    import keras
+
+    data = prepare_dataset(x[:UNEVEN], y[:UNEVEN].tolist(), batch_size=32)
+    epochs: list[int] = []
+    seen = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
+    history = model.fit(data, None, None, 1, 0, [seen]).history
+    assert epochs == [0]
     return [*history["loss"], *history["accuracy"], *model.evaluate(data, verbose=0)]
+
+
+def trained_in_odd_ways(x: Any, y: Any) -> Any:
+    """Train on rows of several shapes, by hand, on batches whose sizes change on some workers.
+
+    A layer that is not trained has weights that are infinite on all ranks but the first.
+    """
+    import keras
+
+    layers = keras.layers
+    idle = layers.Dense(8, trainable=False, use_bias=False)
+    model = compiled(
+        [layers.Reshape((8, 8)), layers.Dense(4), layers.Flatten(), idle, layers.Dense(10)]
+    )
+    draw = np.random.default_rng(0)
+    model.set_weights([draw.normal(0, 0.1, each.shape) for each in model.get_weights()])
+    rank, size = get_context().get_world_rank(), get_context().get_world_size()
+    if rank:
+        idle.set_weights([np.full(idle.kernel.shape, -np.inf)])
+    prepare_model(model)
+    for rows in (32, 30):  # of three workers' the first two have one row less than before
+        model.train_on_batch(x[:rows][rank::size], y[:rows][rank::size])
+    return model.get_weights()
+
+
+def told_of_a_sum() -> str:
+    import keras
+
+    model = compiled([keras.layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    model.compile("sgd", loss)
+    try:
+        prepare_model(model)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def weights_with_own_statistics(x: Any, y: Any) -> list[Any]:
@@ -173,6 +217,7 @@ def trained_by_a_step_of_its_own(x: Any, y: Any) -> dict[str, Any]:
             self.hidden, self.out = keras.layers.Dense(16), keras.layers.Dense(10)
             adam, sgd = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1)
             self.optimizers = {"hidden": adam, "out": sgd}
+            self.tracker = keras.metrics.Mean(name="tracked")
 
         def call(self, x: Any) -> Any:
             return self.out(keras.ops.relu(self.hidden(x)))
@@ -182,7 +227,8 @@ def trained_by_a_step_of_its_own(x: Any, y: Any) -> dict[str, Any]:
             half = len(self.hidden.trainable_weights)
             self.optimizers["hidden"].apply(gradients[:half], self.hidden.trainable_weights)
             self.optimizers["out"].apply(gradients[half:], self.out.trainable_weights)
-            return {"no metric": loss}
+            self.tracker.update_state(loss, keras.ops.shape(data[0])[0])
+            return {"no metric": loss, "tracked": self.tracker.result()}
 
     model = Model()
     model(x[:1])  # builds it
@@ -190,7 +236,10 @@ def trained_by_a_step_of_its_own(x: Any, y: Any) -> dict[str, Any]:
     with_weights_of_numpy(model)
     data = prepare_dataset(x[:UNEVEN], y[:UNEVEN], batch_size=32)
     history = model.fit(data, epochs=2, verbose=0).history
-    return {"weights": model.get_weights(), "logs": history["no metric"]}
+    return {
+        "weights": model.get_weights(),
+        "logs": [*history["no metric"], *history["tracked"]],
+    }
 
 
 def value_and_gradients(model: Any, x: Any, y: Any) -> tuple[Any, list[Any]]:
@@ -268,6 +317,10 @@ def test_workers_of_which_one_is_killed_train_as_one_process_does(
             assert first["own step"]["logs"] == pytest.approx(alone["own step"]["logs"], 1e-4)
             assert_close(other["own step"]["weights"], alone["own step"]["weights"], 1e-5)
             assert other["uneven"] == pytest.approx(alone["uneven"], 1e-3)
+            assert_close(other["odd"], alone["odd"], 1e-5)
+        np.testing.assert_allclose(other["predicted one"], first["predicted one"], atol=1e-6)
+        assert other["predicted one"].shape == (1, 10)
+        assert ("reduction='sum'" in other["sum"]) == (backend != "jax")
     told = capfd.readouterr().err
     for text in ("2 of every batch are left out", "count several times"):
         assert (text in told) == (backend == "jax")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from drawbar.train.backend import import_failed, require_package
+from drawbar.train.backend import common_checkpoint, import_failed, require_package
 
 try:
     from accelerate import Accelerator
@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise import_failed("accelerate", extra="accelerate") from error
 
-from drawbar.train import get_checkpoint, get_context
+from drawbar.train import get_context
 
 require_package("accelerate", extra="accelerate", at_least="1.0")
 
@@ -70,8 +70,8 @@ def check_ranks(world_size: int, rank: int, name: str) -> None:
 def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | None:
     """Load what `report_state` saved into everything that the `Accelerator` has prepared.
 
-    Call it after `accelerator.prepare`. The checkpoint is the one that `get_checkpoint` gives: the
-    newest of the run, also after a restart.
+    Call it on all ranks after `accelerator.prepare`. The checkpoint is the run's newest one, also
+    after a restart.
 
     Args:
         accelerator: The one whose `prepare` was given model, optimizer and scheduler.
@@ -81,7 +81,7 @@ def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | N
         The metrics that were reported with the checkpoint; None if the run has no checkpoint yet.
     """
     prepare_accelerator(accelerator)
-    checkpoint = get_checkpoint()
+    checkpoint = common_checkpoint()
     if checkpoint is None:
         return None
     with checkpoint.as_directory() as path:

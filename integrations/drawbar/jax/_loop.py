@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
-from drawbar.train import get_checkpoint
+from drawbar.train.backend import common_checkpoint
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ def load_state(like: T) -> tuple[T, dict[str, Any]] | None:
         ValueError: The checkpoint holds another tree, or other shapes.
         FileNotFoundError: The checkpoint was not made by `report_state`.
     """
-    checkpoint = get_checkpoint()
+    checkpoint = common_checkpoint()
     if checkpoint is None:
         return None
     from orbax.checkpoint import StandardCheckpointer  # half a second
@@ -44,8 +45,18 @@ def load_state(like: T) -> tuple[T, dict[str, Any]] | None:
             raise FileNotFoundError(
                 f"{checkpoint} has no folder {STATE!r}, which drawbar.jax.report_state writes"
             )
-        loaded: T = checkpointer.restore(state, jax.tree.map(_abstract, like))
+        loaded: T = checkpointer.restore(state, jax.tree.map(_abstract, savable(like)))
     return loaded, dict(checkpoint.manifest.metrics) if checkpoint.manifest else {}
+
+
+def savable(tree: T) -> T:
+    """Give a tree without scalars of NumPy's, which Orbax saves and does not load: as arrays."""
+
+    def as_array(leaf: Any) -> Any:
+        return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+
+    saved: T = jax.tree.map(as_array, tree)
+    return saved
 
 
 def _abstract(leaf: object) -> object:

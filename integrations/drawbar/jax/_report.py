@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from drawbar.jax._loop import STATE
+from drawbar.jax._loop import STATE, savable
 from drawbar.train import (
     CheckpointUploadMode,
     ValidationTaskConfig,
@@ -47,7 +47,7 @@ def report_state(
         assert folder is not None  # rank 0 has one
         _check_shared(folder)
         with StandardCheckpointer() as checkpointer:  # on the way out it waits until all is written
-            checkpointer.save(folder / STATE, state)
+            checkpointer.save(folder / STATE, savable(state))
         report(
             metrics,
             own,

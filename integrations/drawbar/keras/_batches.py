@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -42,7 +42,7 @@ class SharedBatches(Batches):
         self, data: Iterable[object], batch_size: int, *, shuffle: bool, rank: int, size: int
     ) -> None:
         super().__init__()
-        parts = keras.tree.map_structure(np.asarray, [each for each in data if each is not None])
+        parts = [_arrays_of(each) for each in data if each is not None]
         if keras.backend.backend() == "tensorflow":
             parts = keras.tree.lists_to_tuples(parts)  # tf.data takes a list for one tensor
         lengths = {len(each) for each in keras.tree.flatten(parts)}
@@ -66,10 +66,13 @@ class SharedBatches(Batches):
         rows = self.order()[begin : begin + self.batch_size]
         return self._of(own_rows(rows, self.rank, self.size))
 
-    def part(self) -> object:
-        """Give this worker's part of all rows, in their own order, as one batch."""
-        bounds = [self.rows * rank // self.size for rank in (self.rank, self.rank + 1)]
-        return self._of(range(*bounds))
+    def part(self) -> tuple[object, int]:
+        """Give this worker's part of all rows, in their own order, as one batch, and how many.
+
+        Keras computes nothing of no rows, so then it is one, which is none of the part.
+        """
+        begin, end = (self.rows * rank // self.size for rank in (self.rank, self.rank + 1))
+        return self._of(range(begin, end) if end > begin else range(1)), end - begin
 
     def on_epoch_end(self) -> None:
         """Go on to the next epoch's order; Keras calls it."""
@@ -90,6 +93,17 @@ class SharedBatches(Batches):
             rows = slice(rows.start, rows.stop, rows.step)
         batch = keras.tree.map_structure(lambda part: part[rows], self.arrays)
         return tuple(batch) if len(batch) > 1 else batch[0]
+
+
+def _arrays_of(data: Any) -> Any:
+    """Give a structure of arrays; numbers in lists are one array."""
+    if isinstance(data, Mapping):
+        return {name: _arrays_of(each) for name, each in data.items()}
+    holds_arrays = any(hasattr(each, "shape") for each in keras.tree.flatten(data))
+    if isinstance(data, list | tuple) and holds_arrays:
+        arrays = [_arrays_of(each) for each in data]
+        return tuple(arrays) if isinstance(data, tuple) else arrays
+    return np.asarray(data)
 
 
 class SharedDataset(Batches):

@@ -42,7 +42,8 @@ def prepare_dataset(
 
     Raises:
         ValueError: The batch size is less than the number of workers, is not one for each of them
-            to have as many rows of, for a shard, or is given for batches.
+            to have as many rows of, for a shard, or is given for batches; there are weights
+            without targets.
         TypeError: `x` is none of these, or nobody knows how many rows it has.
     """
     context = get_context()
@@ -51,6 +52,11 @@ def prepare_dataset(
         return _of_shard(x, y, sample_weight, batch_size or 32, shuffle)
     share = _sharing_of(x)
     if share is None:
+        if y is None and sample_weight is not None:
+            raise ValueError(
+                "prepare_dataset was given sample_weight without y, of whose loss it would be the "
+                "weight; give y too"
+            )
         return _of_arrays((x, y, sample_weight), batch_size or 32, shuffle, rank, size)
     if y is not None or sample_weight is not None or batch_size is not None or shuffle:
         raise ValueError(

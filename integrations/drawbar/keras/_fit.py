@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 from drawbar.keras._batches import Batches, ReadBatches, SharedBatches
 from drawbar.keras._files import rank_zero_writes
 from drawbar.keras._model import Model
-from drawbar.keras._progress import Progress, add_metrics, training_of
+from drawbar.keras._progress import Progress, add_metrics, restore_generators, training_of
 from drawbar.keras._totals import gather_rows
 from drawbar.train import collective, get_context
 
@@ -29,6 +30,9 @@ def fit_on(model: Model, fit: Method) -> Method:
     it is over on one rank, all ranks have trained, and the files are there that rank 0 has written.
     """
 
+    parameters = inspect.signature(fit).parameters.values()
+    _, *named = (each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+
     def fit_from_there(x: Any = None, *args: Any, **options: Any) -> Any:
         if isinstance(x, Batches) and options.get("validation_split"):
             raise ValueError(
@@ -38,6 +42,7 @@ def fit_on(model: Model, fit: Method) -> Method:
             )
         if isinstance(x, Batches) or hasattr(x, "element_spec") or hasattr(x, "batch_sampler"):
             options["shuffle"] = False  # of the last two it would only warn
+        options.update(zip(named, args, strict=False))
         given = options.get("callbacks")
         options["callbacks"] = keras.tree.flatten(getattr(given, "callbacks", given) or [])
         if (set_epoch := getattr(getattr(x, "batch_sampler", None), "set_epoch", None)) is not None:
@@ -54,7 +59,7 @@ def fit_on(model: Model, fit: Method) -> Method:
             if options.get("steps_per_epoch") is None:  # an epoch ends as its data does
                 warnings.filterwarnings("ignore", "Your input ran out of data")
             options["callbacks"] = callbacks
-            history = fit(x if rest is None else rest, *args, **options)
+            history = fit(x if rest is None else rest, *args[len(named) :], **options)
         if rest is not None:
             rest.leave_out(0)  # whatever it is read for next
         if get_context().get_world_size() > 1:
@@ -104,21 +109,30 @@ def _rest(model: Model, data: object, options: dict[str, object]) -> Batches | N
     def begin(epoch: int, logs: object) -> None:
         rest.leave_out(batches if epoch == first else 0)
 
+    def begin_batch(batch: int, logs: object) -> None:
+        if training_of(model).begun is begun:
+            restore_generators(begun)  # the loader of the epoch that goes on has drawn one more
+
     def end(batch: int, logs: object) -> None:
         if training_of(model).begun is begun:
             training_of(model).begun = Progress()
             add_metrics(model, begun)  # not before: TensorFlow makes them in the first batch
 
-    _add_first(options, begin, end)
+    _add_first(options, begin, begin_batch, end)
     options["shuffle"] = False
     return rest
 
 
 def _add_first(
-    options: dict[str, Any], on_epoch_begin: Method, on_batch_end: Method | None = None
+    options: dict[str, Any],
+    on_epoch_begin: Method,
+    on_batch_begin: Method | None = None,
+    on_batch_end: Method | None = None,
 ) -> None:
     own = keras.callbacks.LambdaCallback(
-        on_epoch_begin=on_epoch_begin, on_train_batch_end=on_batch_end
+        on_epoch_begin=on_epoch_begin,
+        on_train_batch_begin=on_batch_begin,
+        on_train_batch_end=on_batch_end,
     )
     options["callbacks"] = [own, *options["callbacks"]]
 
@@ -144,9 +158,9 @@ def predict_for_all(model: Model, predict: Method) -> Method:
     def predict_all(x: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(x, SharedBatches):
             return predict(x, *args, **options)
-        part = x.part()
+        part, rows = x.part()
         own = predict(part[0] if isinstance(part, tuple) else part, *args, **options)
-        return keras.tree.map_structure(gather_rows, own)
+        return keras.tree.map_structure(lambda each: gather_rows(each[:rows]), own)
 
     return predict_all
 

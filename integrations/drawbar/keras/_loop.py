@@ -9,7 +9,8 @@ from drawbar.keras._backend import backend_here
 from drawbar.keras._progress import Progress, restore_seeds, training_of
 from drawbar.keras._report import MODEL
 from drawbar.keras._totals import totals_of
-from drawbar.train import get_checkpoint, get_context
+from drawbar.train import get_context
+from drawbar.train.backend import common_checkpoint
 
 Model = TypeVar("Model")
 
@@ -28,7 +29,8 @@ def prepare_model(model: Model) -> Model:
         The same model.
 
     Raises:
-        ValueError: The model is not compiled, or not built.
+        ValueError: The model is not compiled, or not built; or its loss is a sum over rows
+            (`reduction="sum"`), and its backend averages gradients.
         RuntimeError: Called outside a training function.
     """
     anything: Any = model
@@ -39,11 +41,12 @@ def prepare_model(model: Model) -> Model:
             "keras.Input, or whose build() was called, after its compile()"
         )
     from drawbar.keras._fit import fit_on, predict_for_all
-    from drawbar.keras._replicas import copy_rank_zero, keep_equal
+    from drawbar.keras._replicas import copy_rank_zero, keep_equal, require_means
 
     training, backend, size = training_of(model), backend_here(), get_context().get_world_size()
     has_replicas = size > 1 and backend != "jax"  # with JAX Keras computes over all workers
     if has_replicas:
+        require_means(anything)
         copy_rank_zero(anything, totals_of(backend))
     if training.is_prepared:
         return model
@@ -74,7 +77,7 @@ def load_state(model: Any) -> int:
     Raises:
         FileNotFoundError: The checkpoint holds no model of that callback.
     """
-    checkpoint = get_checkpoint()
+    checkpoint = common_checkpoint()
     if checkpoint is None:
         return 0
     with checkpoint.as_directory() as folder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -55,6 +55,7 @@ class Model(Protocol):
 
     variables: Sequence[Variable]
     metrics_variables: Sequence[Variable]
+    loss: object
     compile: Callable[..., object]
     train_step: Callable[..., object]
     test_step: Callable[..., object]
@@ -63,6 +64,7 @@ class Model(Protocol):
     predict_function: object
     jit_compile: object
     stop_training: bool
+    get_metrics_result: Callable[[], Mapping[str, object]]
     _get_metrics_result_or_logs: Callable[[object], object]
 
     def _flatten_layers(self) -> Iterable[Layer]: ...

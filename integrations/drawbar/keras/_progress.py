@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from drawbar.keras._backend import backend_here
 from drawbar.keras._model import Model, Tensor, Variable
 from drawbar.keras._totals import Totals, to_numpy
-from drawbar.train import get_context
+from drawbar.train import collective, get_context
 
 VALUES = "progress.json"
 ARRAYS = "progress.npz"
+GENERATORS = "generators"
 
 
 @dataclass
@@ -106,14 +108,23 @@ def state_of(model: Model) -> dict[str, list[Any]]:
     return {
         "metrics": [to_numpy(each) for each in metrics],
         "seeds": [each.numpy() for each in _seeds(model)],
+        GENERATORS: collective.all_gather(_generator()) if backend_here() == "torch" else [],
     }
 
 
 def restore_seeds(model: Model, progress: Progress) -> None:
     """Have a model draw the numbers that it would have drawn."""
+    restore_generators(progress)
     if found := progress.arrays.get("seeds"):
         for variable, value in zip(_seeds(model), found, strict=False):
             variable.assign(value)
+
+
+def restore_generators(progress: Progress) -> None:
+    """Have PyTorch draw the numbers that it would have drawn, on each rank its own."""
+    if states := progress.arrays.get(GENERATORS):
+        rank = get_context().get_world_rank()
+        _set_generator(states[rank if rank < len(states) else 0])
 
 
 def add_metrics(model: Model, progress: Progress) -> None:
@@ -124,6 +135,26 @@ def add_metrics(model: Model, progress: Progress) -> None:
         pairs = zip(model.metrics_variables, progress.arrays.get("metrics", []), strict=False)
         for variable, value in pairs:
             variable.assign(variable.numpy() + value)
+
+
+def _generator() -> Any:
+    """Give the state of PyTorch's own generators, which draw what a layer has no seed for."""
+    import numpy as np
+    import torch
+
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return np.concatenate([each.numpy() for each in states])
+
+
+def _set_generator(state: Any) -> None:
+    import torch
+
+    on_cpu = len(torch.get_rng_state())
+    torch.set_rng_state(torch.from_numpy(state[:on_cpu]))
+    if len(state) > on_cpu and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(state[on_cpu:]))
 
 
 def _seeds(model: Model) -> list[Variable]:

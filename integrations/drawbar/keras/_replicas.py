@@ -14,10 +14,11 @@ from typing import Any
 from weakref import WeakSet
 
 import keras
+import numpy as np
 
 from drawbar.keras._model import Model, Optimizer, Tensor, Variable
 from drawbar.keras._progress import training_of
-from drawbar.keras._totals import Totals
+from drawbar.keras._totals import Totals, to_numpy
 from drawbar.train import collective, get_context
 
 Step = Callable[[Any], object]
@@ -31,9 +32,9 @@ def copy_rank_zero(model: Model, totals: Totals) -> None:
     states = [variable for each in _optimizers_of(model) for variable in each.variables]
     variables, leads = [*model.variables, *states], get_context().get_world_rank() == 0
     floats = [each for each in variables if "float" in each.dtype]
-    for variable, value in zip(
-        floats, totals([each.value * float(leads) for each in floats]), strict=True
-    ):
+    # Not times 0: what is infinite on another rank would be no number on all of them.
+    own = [each.value if leads else keras.ops.zeros_like(each.value) for each in floats]
+    for variable, value in zip(floats, totals(own), strict=True):
         variable.assign(value)
     others = [each for each in variables if "float" not in each.dtype]  # counters and seeds
     values = collective.broadcast_from_rank_zero([each.numpy() for each in others])
@@ -47,12 +48,29 @@ def keep_equal(model: Model, totals: Totals) -> None:
 
     def compile_and_average(*args: object, **options: object) -> None:
         compile(*args, **options)
+        require_means(model)
         _average_steps(model, totals)
 
     model.compile = compile_and_average
     _count_own_rows(model)
     _average_steps(model, totals)
     _add_metrics_up(model, totals)
+
+
+def require_means(model: Model) -> None:
+    """Refuse a loss that is a sum over rows: what workers have of it is averaged.
+
+    Raises:
+        ValueError: The model was compiled with such a loss.
+    """
+    for each in keras.tree.flatten(model.loss):
+        if getattr(each, "reduction", None) == "sum":
+            raise ValueError(
+                f"the loss {getattr(each, 'name', each)!r} has reduction='sum'; with this backend "
+                "of Keras's the workers' gradients are averaged, which would divide it by their "
+                "number. Set reduction='sum_over_batch_size', and a learning rate that is larger "
+                "by the batch size"
+            )
 
 
 def _optimizers_of(model: object) -> list[Optimizer]:
@@ -148,23 +166,40 @@ def _add_metrics_up(model: Model, totals: Totals) -> None:
 
     def result_of_all(logs: object) -> object:
         variables = model.metrics_variables
+        metrics = model.get_metrics_result()
         own = [variable.numpy() for variable in variables]
         for variable, value in zip(
             variables, totals([each.value for each in variables]), strict=True
         ):
             variable.assign(value)
         try:
-            found = result(logs)
+            found, metrics_of_all = result(logs), model.get_metrics_result()
         finally:
             for variable, value in zip(variables, own, strict=True):
                 variable.assign(value)
-        rows = training_of(model).last_rows.numpy()
-        return _means_of(logs, totals, float(rows)) if found is logs else found
+        if found is not logs or not isinstance(logs, Mapping):
+            return found
+        rows = float(training_of(model).last_rows.numpy())
+        # A step of the user's own gave these: some may be metrics, what else they are is averaged.
+        means = _means_of({"logs": logs, "is": _are_metrics(logs, metrics)}, totals, rows)
+        return {
+            name: metrics_of_all[name] if to_numpy(means["is"][name]) == 1 else mean
+            for name, mean in means["logs"].items()
+        }
 
     model._get_metrics_result_or_logs = result_of_all
 
 
-def _means_of(logs: object, totals: Totals, rows: float) -> object:
-    """Average what a step of the user's own gave for logs, which may be no metrics."""
-    own = [keras.ops.convert_to_tensor(each, "float32") for each in keras.tree.flatten(logs)]
-    return keras.tree.pack_sequence_as(logs, totals(own, weight=rows))
+def _are_metrics(logs: Mapping[str, object], metrics: Mapping[str, object]) -> dict[str, float]:
+    """Say by 1 which logs are what this worker's metrics of their names say."""
+    same = {name: metrics[name] for name in logs if name in metrics}
+    return {
+        name: float(name in same and np.allclose(to_numpy(same[name]), to_numpy(log), rtol=1e-5))
+        for name, log in logs.items()
+    }
+
+
+def _means_of(values: Any, totals: Totals, rows: float) -> Any:
+    """Average a structure of values by the workers' rows of the batch."""
+    own = [keras.ops.convert_to_tensor(each, "float32") for each in keras.tree.flatten(values)]
+    return keras.tree.pack_sequence_as(values, totals(own, weight=rows))

@@ -13,11 +13,10 @@ from drawbar.train import (
     CheckpointUploadMode,
     ValidationTaskConfig,
     checkpoint_dir,
-    get_checkpoint,
     get_context,
     report,
 )
-from drawbar.train.backend import report_soon
+from drawbar.train.backend import common_checkpoint, report_soon
 
 MODEL = "model.keras"
 WEIGHTS = "model.weights.h5"
@@ -223,7 +222,7 @@ class ReportCheckpointCallback:
 
     def _restore(self) -> None:
         self._made_with = [_values_of(each) for each in self._callbacks]
-        checkpoint = get_checkpoint()
+        checkpoint = common_checkpoint()
         if checkpoint is None:
             return
         with checkpoint.as_directory() as folder:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from drawbar.keras._backend import backend_here
 from drawbar.keras._model import Tensor
@@ -24,11 +25,15 @@ class Totals(Protocol):
 
 _GROUP_KEY = 20_000  # of TensorFlow's strategies, which count from 1, none comes so far
 _instances = itertools.count(20_000)
+_IN_GRAPHS = 1 << 30  # the keys from here on
 
 
 def totals_of(backend: str) -> Totals:
-    """Give how ranks sum tensors up; every rank must call it for the same ones in one order."""
-    return {"torch": _torch, "tensorflow": _tensorflow}[backend]
+    """Give how ranks sum tensors up; every rank must call it for the same ones in one order.
+
+    Every rank must also call this in the same order.
+    """
+    return _torch if backend == "torch" else _InTensorFlow()
 
 
 def to_numpy(tensor: Any) -> Any:
@@ -79,49 +84,83 @@ def _torch(tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]:
         flat = [part.detach().reshape(-1) for part in parts]
         return torch.cat(flat if weight is None else [*flat, flat[0].new_ones(1)])
 
-    return _by_type(tensors, concatenate, total, torch.reshape)
+    def apart(flat: Any, parts: list[Any]) -> list[Any]:
+        sizes = [part.numel() for part in parts]
+        pieces = flat[: sum(sizes)].split(sizes)
+        return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+    return _by_type(tensors, concatenate, total, apart)
 
 
-def _tensorflow(tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]:
-    import tensorflow as tf
+class _InTensorFlow:
+    """The sums of TensorFlow, as `Totals` says.
 
-    def total(flat: Any) -> Any:
-        summed = tf.raw_ops.CollectiveReduceV2(
-            input=flat
-            if weight is None
-            else tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype)),
-            group_size=get_context().get_world_size(),
-            group_key=_GROUP_KEY,
-            instance_key=next(_instances),
-            ordering_token=[],
-            merge_op="Add",
-            final_op="Id",
-            communication_hint="NCCL" if tf.config.list_logical_devices("GPU") else "RING",
-        )
-        return summed if weight is None else summed / summed[-1]
+    The ranks' sums meet by keys. In a graph the key follows from the function of the user's or of
+    Keras's that is traced, and from what it has summed up before: a rank may trace it anew alone,
+    say for a batch of another shape.
+    """
 
-    def concatenate(parts: list[Any]) -> Any:
-        flat = [tf.reshape(part, [-1]) for part in parts]
-        return tf.concat(flat if weight is None else [*flat, tf.ones([1], flat[0].dtype)], 0)
+    def __init__(self) -> None:
+        self._number = next(_instances)
+        self._in_graphs: WeakKeyDictionary[object, itertools.count[int]] = WeakKeyDictionary()
 
-    return _by_type(
-        [tf.convert_to_tensor(each) for each in tensors], concatenate, total, tf.reshape
-    )
+    def __call__(self, tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]:
+        import tensorflow as tf
+
+        def total(flat: Any) -> Any:
+            summed = tf.raw_ops.CollectiveReduceV2(
+                input=flat
+                if weight is None
+                else tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype)),
+                group_size=get_context().get_world_size(),
+                group_key=_GROUP_KEY,
+                instance_key=self._next_key(),
+                ordering_token=[],
+                merge_op="Add",
+                final_op="Id",
+                communication_hint="NCCL" if tf.config.list_logical_devices("GPU") else "RING",
+            )
+            return summed if weight is None else summed / summed[-1]
+
+        def concatenate(parts: list[Any]) -> Any:
+            flat = [tf.reshape(part, [-1]) for part in parts]
+            return tf.concat(flat if weight is None else [*flat, tf.ones([1], flat[0].dtype)], 0)
+
+        def apart(flat: Any, parts: list[Any]) -> list[Any]:
+            # Not every shape is known while a graph is traced.
+            sizes = tf.stack([tf.size(part) for part in parts])
+            pieces = tf.split(flat[: tf.reduce_sum(sizes)], sizes, num=len(parts))
+            return [
+                tf.ensure_shape(tf.reshape(piece, tf.shape(part)), part.shape)
+                for piece, part in zip(pieces, parts, strict=True)
+            ]
+
+        own = [tf.convert_to_tensor(each) for each in tensors]
+        return _by_type(own, concatenate, total, apart)
+
+    def _next_key(self) -> int:
+        import tensorflow as tf
+
+        if tf.executing_eagerly():
+            return next(_instances)
+        graph = tf.compat.v1.get_default_graph()
+        while type(graph).__name__ != "FuncGraph" and hasattr(graph, "outer_graph"):
+            graph = graph.outer_graph  # from a branch or a loop to the function that it is in
+        count = self._in_graphs.setdefault(graph, itertools.count())
+        told = f"{self._number} {getattr(graph, 'name', '')} {next(count)}"
+        return _IN_GRAPHS | (zlib.crc32(told.encode()) >> 2)
 
 
 def _by_type(
     tensors: Sequence[Tensor],
     concatenate: Callable[[list[Tensor]], Tensor],
     total: Callable[[Tensor], Tensor],
-    reshape: Callable[..., Tensor],
+    apart: Callable[[Tensor, list[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
     """Sum up all tensors of one type at once."""
     sums: dict[int, Tensor] = {}
     for kind in dict.fromkeys(each.dtype for each in tensors):
         chosen = [number for number, each in enumerate(tensors) if each.dtype == kind]
-        flat, begin = total(concatenate([tensors[number] for number in chosen])), 0
-        for number in chosen:
-            end = begin + math.prod(map(int, tensors[number].shape))
-            sums[number] = reshape(flat[begin:end], tensors[number].shape)
-            begin = end
+        parts = [tensors[number] for number in chosen]
+        sums |= zip(chosen, apart(total(concatenate(parts)), parts), strict=True)
     return [sums[number] for number in range(len(tensors))]

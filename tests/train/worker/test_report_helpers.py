@@ -1,4 +1,4 @@
-"""What integrations use around `report()`: `align_reports` and `discard_checkpoint`."""
+"""What integrations use around `report()`, for checkpoints of ranks that go their own ways."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drawbar import train
 from drawbar.train import CheckpointConfig, RunConfig, get_context
-from drawbar.train.backend import align_reports, discard_checkpoint
+from drawbar.train.backend import align_reports, common_checkpoint, discard_checkpoint
 from drawbar.train.testing import run_in_threads
 
 
@@ -32,6 +32,25 @@ def test_ranks_that_reported_unequally_often_meet_again(run_config: RunConfig) -
 
     result = run_in_threads(function, num_workers=3, run_config=run_config)
     assert result.return_values == [["0", "1", "2"]] * 3
+
+
+def test_ranks_that_load_together_have_the_checkpoint_that_one_of_them_has_just_made(
+    run_config: RunConfig,
+) -> None:
+    def function() -> list[str]:
+        found = []
+        for step in range(20):
+            if get_context().get_world_rank() == 0:
+                save(f"step-{step}")
+            else:  # which waits for nothing
+                train.report({"step": step})
+            checkpoint = common_checkpoint()
+            assert checkpoint is not None
+            found.append(Path(checkpoint).name)
+        return found
+
+    result = run_in_threads(function, num_workers=2, run_config=run_config)
+    assert result.return_values == [[f"step-{step}" for step in range(20)]] * 2
 
 
 def test_ranks_that_decide_by_the_list_decide_alike(run_config: RunConfig) -> None:

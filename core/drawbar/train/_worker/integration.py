@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._worker.context import all_gather, current_session, get_context, report
+from drawbar.train._worker.context import (
+    all_gather,
+    broadcast_from_rank_zero,
+    current_session,
+    get_context,
+    report,
+)
 
 _TRAININGS = "trainings begun"
 
@@ -40,6 +46,16 @@ def inherited_checkpoint() -> Checkpoint | None:
     several times, and what the first training has saved is not what the second one goes on from.
     """
     return current_session("inherited_checkpoint").inherited_checkpoint()
+
+
+def common_checkpoint() -> Checkpoint | None:
+    """Give the newest checkpoint that rank 0 knows, on every rank. All ranks must call it.
+
+    For what ranks load together: after a `report()` a rank that has given no files to it may not
+    have heard yet of the checkpoint that it has made, and `get_checkpoint()` gives the one before.
+    """
+    session = current_session("common_checkpoint")
+    return session.brought_here(broadcast_from_rank_zero(session.checkpoint))
 
 
 def begin_training() -> Checkpoint | None:

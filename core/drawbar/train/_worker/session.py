@@ -244,10 +244,13 @@ class Session:
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """Do what `drawbar.train.get_checkpoint` says."""
-        newest = self.checkpoint
-        if self._unshared is not None and newest is not None:
-            self._unshared.bring(newest)
-        return newest
+        return self.brought_here(self.checkpoint)
+
+    def brought_here(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """Give a checkpoint of the run, of which this node has a copy if it does not share it."""
+        if self._unshared is not None and checkpoint is not None:
+            self._unshared.bring(checkpoint)
+        return checkpoint
 
     def retire(self) -> None:
         """Do what `drawbar.train.backend.retire_process` says."""
