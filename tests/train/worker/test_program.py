@@ -35,9 +35,25 @@ if sys.argv[1:]:
 """
 
 
-def fit(folder: Path, *arguments: str) -> train.Result:
+FORKS = """
+import os, sys
+
+def ended(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+if not (child := os.fork()):
+    sys.exit(3)
+assert ended(child) == 3
+if not (child := os.fork()):
+    raise ValueError("in a fork")
+assert ended(child) == 1
+os._exit(9)
+"""
+
+
+def fit(folder: Path, *arguments: str, source: str = SOURCE) -> train.Result:
     script = folder / "script.py"
-    script.write_text(textwrap.dedent(SOURCE))
+    script.write_text(textwrap.dedent(source))
     return train.DataParallelTrainer(
         lambda: run_program([str(script), *arguments], os.environ),
         scaling_config=train.ScalingConfig(num_workers=0),
@@ -58,3 +74,11 @@ def test_its_exit_code_is_told(tmp_path: Path) -> None:
     (error,) = failed.value.worker_failures.values()
     assert isinstance(error, train.ProgramFailedError)
     assert error.exit_code == 9
+
+
+def test_how_its_forks_end_is_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(train.WorkerGroupError, match="program ended: exited with code 9"):
+        fit(tmp_path, source=FORKS)
+    told = capfd.readouterr().err
+    assert "ValueError: in a fork" in told
+    assert "program_main" not in told

@@ -43,6 +43,8 @@ def main(control: int, session: int, arguments: Sequence[str]) -> None:
     # To a pipe or a file Python writes whole blocks, and the last one is lost with the process.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a text stream
     wire = socket.socket(fileno=control)
+    # A fork of the script has a fate of its own, which its parent alone hears of, as of any child.
+    os.register_at_fork(after_in_child=wire.detach)
     threading.Thread(target=_answer, args=(wire,), name="drawbar-program", daemon=True).start()
     try:
         if arguments[0] == "-m":
