@@ -281,7 +281,7 @@ def test_a_sweep_whose_driver_is_killed_goes_on_from_what_tune_knows(
     def function(config: dict[str, Any]) -> None:
         start, dies = train.get_checkpoint(), (tmp_path / "go").exists()
         if start is None:
-            if dies and config["lr"] == 3 and train.get_context().get_world_rank() == 0:
+            if dies and config["lr"] == 3:
                 (tmp_path / "go").open().readline()
             with train.checkpoint_dir() as folder:
                 (folder / "pid").write_text(str(os.getpid()))
@@ -293,7 +293,7 @@ def test_a_sweep_whose_driver_is_killed_goes_on_from_what_tune_knows(
 
     def main() -> None:
         sweep(
-            trainer(function).as_trainable(),
+            DataParallelTrainer(function).as_trainable(),
             tmp_path,
             {"train_loop_config": {"lr": tune.grid_search([2, 3])}},
             callbacks=[Dies(tmp_path)],
@@ -304,8 +304,9 @@ def test_a_sweep_whose_driver_is_killed_goes_on_from_what_tune_knows(
         assert driver.wait(60) == -signal.SIGKILL
     left = list(tmp_path.glob("sweep/*/run_0/checkpoint_000000/pid"))
     wait_until_gone([int(pid.read_text()) for pid in left])
-    restored = tune.Tuner.restore(str(tmp_path / "sweep"), trainer(function).as_trainable())
-    found = sorted(results_of(restored.fit()), key=lambda each: each.metrics["loss"])
+    trainable = DataParallelTrainer(function).as_trainable()
+    restored = tune.Tuner.restore(str(tmp_path / "sweep"), trainable).fit()
+    found = sorted(results_of(restored), key=lambda each: each.metrics["loss"])
     assert [each.metrics["loss"] for each in found] == [2, 3]
     assert [each.metrics["restored"] for each in found] == [True, False]
     assert [Path(each.checkpoint.path).parent.name for each in found] == ["run_0", "run_1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,10 +42,10 @@ def _go_on(self: LoggerCallback, file_name: str, trial: Trial) -> None:
         _fetch_copy(self, file_name, trial)
     if file.exists() and file_name in _ITERATIONS:
         start = trial.latest_checkpoint_result
-        cut(file, after=start.metrics.get(TRAINING_ITERATION, 0) if start else 0)
+        cut(file, after=start.metrics.get(TRAINING_ITERATION, 0) if start else -math.inf)
 
 
-def cut(file: Path, after: int) -> None:
+def cut(file: Path, after: float) -> None:
     """Take off the results that came after a `training_iteration`, and a last line that is torn."""
     lines = file.read_bytes().splitlines(keepends=True)
     end = 0
