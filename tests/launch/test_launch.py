@@ -140,7 +140,7 @@ def test_it_starts_anew_in_new_processes_and_its_exit_code_is_that_of_the_first_
     assert Result.from_path(done.run).metrics == {"count": 0}
 
 
-def test_ctrl_c_lets_scripts_clean_up_and_a_second_one_kills_them(
+def test_a_closed_terminal_or_ctrl_c_lets_scripts_clean_up_and_a_second_one_kills_them(
     launch: Launch, pipe: Pipe, wait_until_gone: Callable[..., None]
 ) -> None:
     source = f"""
@@ -158,14 +158,14 @@ def test_ctrl_c_lets_scripts_clean_up_and_a_second_one_kills_them(
             if {{endless}}:
                 time.sleep(600)
         """
-    for endless in (False, True):
+    for endless, number, code in ((False, signal.SIGHUP, 129), (True, signal.SIGINT, 130)):
         with launch.start(source.format(endless=endless)) as process:
             pids = [int(pipe.hear()[0]) for _ in range(2)]
-            os.kill(process.pid, signal.SIGINT)
+            os.kill(process.pid, number)
             assert [pipe.hear() for _ in range(2)] == [["cleans", "up"]] * 2
             if endless:
                 os.kill(process.pid, signal.SIGINT)
-            assert launch.ended(process).code == 130
+            assert launch.ended(process).code == code
         wait_until_gone(pids)
 
 
@@ -241,6 +241,39 @@ def test_an_elastic_script_ends_when_nobody_reads_its_output_as_under_torchrun(
         told = process.stderr.read()
     assert process.returncode == 1
     assert b"stopped, since nobody reads its standard output any more; --name run goes on" in told
+
+
+def test_signals_to_the_process_group_end_a_run_on_a_ray_of_its_own_in_order(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal\n"
+        "try:\n"
+        "    print('runs', flush=True)\n"
+        "    signal.pause()\n"
+        "finally:\n"
+        "    print('cleans up')\n"
+    )
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "drawbar.cli", "launch", "--standalone"),
+            *("--storage-path", str(tmp_path), "--name", "run", str(script)),
+        ],
+        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # as `timeout` does
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (143, "cleans up\n"), err
+    assert "stopped by SIGTERM; --name run goes on from the newest checkpoint" in err
+    assert '"outcome":"stopped"' in (tmp_path / "run/journal.jsonl").read_text().splitlines()[-1]
 
 
 def test_a_ray_that_is_not_there_or_does_not_start_is_one_line(

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,35 @@ def connect(address: str | None, *, standalone: bool, cpus: int, stays: bool) ->
         )
     # Ray has its workers stand back (nice 15), which a user who is not root cannot take back.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    _join("local", num_cpus=own_cpus(cpus), include_dashboard=False, **settings)
+    with _out_of_reach_of_signals():
+        _join("local", num_cpus=own_cpus(cpus), include_dashboard=False, **settings)
     return True
+
+
+_starts_ray: ContextVar[bool] = ContextVar("_starts_ray", default=False)
+
+
+@contextlib.contextmanager
+def _out_of_reach_of_signals() -> Iterator[None]:
+    """Have the processes of a Ray be in process groups of their own.
+
+    What `timeout`, a shell or a terminal sends to this process's group would end them at once, and
+    nobody could end the run in order.
+    """
+    token = _starts_ray.set(True)
+    try:
+        yield
+    finally:
+        _starts_ray.reset(token)
+
+
+def _leave_group() -> None:
+    if _starts_ray.get():
+        os.setpgrp()
+
+
+# Ray has no setting for it. These are called where it passes `preexec_fn`, as it does for all.
+os.register_at_fork(after_in_child=_leave_group)
 
 
 def own_cpus(asked: int) -> int:

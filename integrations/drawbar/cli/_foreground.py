@@ -16,14 +16,16 @@ from drawbar.cli._output import CommandError
 if TYPE_CHECKING:
     from drawbar.train import RunHandle, TrainingFailedError, WorkerFailure
 
-INTERRUPTED, TERMINATED = 130, 143  # what a shell says of SIGINT and SIGTERM
+HUNG_UP, INTERRUPTED, TERMINATED = 129, 130, 143  # what a shell says of these signals
 UNREAD = 1  # torchrun's, whose script fails by the broken pipe
 
 _STOPPED_BY = {
+    HUNG_UP: "stopped by SIGHUP",
     INTERRUPTED: "stopped by Ctrl-C",
     TERMINATED: "stopped by SIGTERM",
     UNREAD: "stopped, since nobody reads its standard output any more",
 }
+_STOPS = {signal.SIGHUP: HUNG_UP, signal.SIGTERM: TERMINATED, signal.SIGPIPE: UNREAD}
 
 
 @contextlib.contextmanager
@@ -47,7 +49,8 @@ def refused() -> Iterator[None]:
 def exit_code_when_over(handle: RunHandle) -> int:
     """Wait for the end of a run, say why it has failed if it has, and give the exit code.
 
-    What ends it before: Ctrl-C, SIGTERM, and what rank 0 writes when nobody reads it any more.
+    What ends it before: Ctrl-C, SIGTERM, SIGHUP unless it is ignored, as under `nohup`, and what
+    rank 0 writes when nobody reads it any more.
     """
     from drawbar.launch import exit_code_of
     from drawbar.train import TrainingFailedError
@@ -56,25 +59,27 @@ def exit_code_when_over(handle: RunHandle) -> int:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
-        if number == signal.SIGPIPE:
-            if not _is_broken(sys.stdout):
-                return  # a socket's
-            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        interrupted = UNREAD if number == signal.SIGPIPE else TERMINATED
+        if number == signal.SIGPIPE and not _is_broken(sys.stdout):
+            return  # a socket's
+        if interrupted != INTERRUPTED:
+            return  # `timeout` sends its signal twice, and a second interruption kills the scripts
+        interrupted = _STOPS[signal.Signals(number)]
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGPIPE, interrupt)
+    for each in _STOPS:
+        if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, interrupt)
     code = 0
     try:
         handle.wait()
     except KeyboardInterrupt:  # a `UserAbort`, or one that came when the run was just over
         code = interrupted
-        print(
-            f"drawbar: {_STOPPED_BY[code]}; --name {handle.name} goes on from the newest "
-            f"checkpoint in {handle.path}, if it has one",
-            file=sys.stderr,
-        )
+        with contextlib.suppress(OSError):  # the terminal is closed
+            print(
+                f"drawbar: {_STOPPED_BY[code]}; --name {handle.name} goes on from the newest "
+                f"checkpoint in {handle.path}, if it has one",
+                file=sys.stderr,
+            )
     except TrainingFailedError as error:
         print(_told(error), file=sys.stderr)
         code = exit_code_of(error)

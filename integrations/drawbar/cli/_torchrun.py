@@ -32,7 +32,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "--monitor-interval": "the end of a process is seen at once",
         "--start-method": "every rank is a new Python process",
         "--event-log-handler": "the run's journal has all events",
-        "--signals-to-handle": "SIGINT and SIGTERM stop the run",
+        "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP stop the run",
         "--shutdown-timeout": "a script has 5 s to end when the run is stopped",
         "--run-path": "a script is run as __main__ in any case",
     }
