@@ -108,6 +108,7 @@ def train_loop(config: dict[str, Path]) -> dict[str, Any]:
         "losses": history["loss"],
         "accuracies": history["accuracy"],
         "rates": history["learning_rate"],
+        "steps": int(model.optimizer.iterations.numpy()),
         "weights": model.get_weights(),
         "newest": newest.get_weights(),
         "evaluated": model.evaluate(prepare_dataset(x, y, batch_size=BATCH), verbose=0),
@@ -301,6 +302,7 @@ def test_workers_of_which_one_is_killed_train_as_one_process_does(
         assert found["has tensorflow"] == (backend == "tensorflow")
         assert found["begin"] == FATAL_EPOCH
         assert found["batches"] == 3 + 5  # those that were left of one epoch, and the next
+        assert found["steps"] == alone["steps"] == EPOCHS * 5
         for name in ("losses", "accuracies", "rates"):
             assert found[name] == pytest.approx(alone[name][FATAL_EPOCH:], 1e-3)
         assert found["evaluated"] == pytest.approx(alone["evaluated"], 1e-3)

@@ -46,7 +46,7 @@ def fit_on(model: Model, fit: Method) -> Method:
         given = options.get("callbacks")
         options["callbacks"] = keras.tree.flatten(getattr(given, "callbacks", given) or [])
         if (set_epoch := getattr(getattr(x, "batch_sampler", None), "set_epoch", None)) is not None:
-            _add_first(options, lambda epoch, logs: set_epoch(epoch))
+            _add_first(options, on_epoch_begin=lambda epoch, logs: set_epoch(epoch))
         if _was_stopped(model, options):
             _keep_stopped(model, options)
         rest = _rest(model, x, options)
@@ -110,31 +110,30 @@ def _rest(model: Model, data: object, options: dict[str, object]) -> Batches | N
         rest.leave_out(batches if epoch == first else 0)
 
     def begin_batch(batch: int, logs: object) -> None:
+        # Keras goes by how many an epoch has. A step of TensorFlow's that finds no batch would
+        # have counted itself, and drawn its random numbers, so that later epochs were others.
+        if batch >= len(rest):
+            raise StopIteration  # as Keras does where data runs out
         if training_of(model).begun is begun:
             restore_generators(begun)  # the loader of the epoch that goes on has drawn one more
 
-    def end(batch: int, logs: object) -> None:
+    def end_batch(batch: int, logs: object) -> None:
         if training_of(model).begun is begun:
             training_of(model).begun = Progress()
             add_metrics(model, begun)  # not before: TensorFlow makes them in the first batch
 
-    _add_first(options, begin, begin_batch, end)
+    _add_first(
+        options,
+        on_epoch_begin=begin,
+        on_train_batch_begin=begin_batch,
+        on_train_batch_end=end_batch,
+    )
     options["shuffle"] = False
     return rest
 
 
-def _add_first(
-    options: dict[str, Any],
-    on_epoch_begin: Method,
-    on_batch_begin: Method | None = None,
-    on_batch_end: Method | None = None,
-) -> None:
-    own = keras.callbacks.LambdaCallback(
-        on_epoch_begin=on_epoch_begin,
-        on_train_batch_begin=on_batch_begin,
-        on_train_batch_end=on_batch_end,
-    )
-    options["callbacks"] = [own, *options["callbacks"]]
+def _add_first(options: dict[str, Any], **events: Method) -> None:
+    options["callbacks"].insert(0, keras.callbacks.LambdaCallback(**events))
 
 
 def _readable(data: Any) -> Batches | None:
