@@ -1,12 +1,18 @@
 """What a cluster can never hold is refused with its values; what it can hold never is."""
 
 import json
+import os
+import signal
+import threading
 
+import psutil
 import pytest
 
 from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._group.capacity import NodeShape, check_fits, matches, missing
 from drawbar.train._group.cluster import autoscaling, names_node_types, node_shapes
+from drawbar.train._group.placement import Placement
+from drawbar.train._settings.scaling_config import ScalingConfig
 
 
 def node(name: str, labels: dict[str, str] | None = None, /, **total: float) -> NodeShape:
@@ -153,3 +159,19 @@ def test_the_cluster_as_ray_shows_it() -> None:
     assert not autoscaling()
     with pytest.raises(InsufficientResourcesError, match=f"host {only.hostname}.* has CPU=8"):
         check_fits([only], {"CPU": 50}, 1, "PACK", autoscaling=False)
+
+
+def test_what_is_given_up_does_not_wait_for_a_control_service_that_is_silent(
+    ray_cluster: None,
+) -> None:
+    placement = Placement.made(ScalingConfig(num_workers=1))
+    (service,) = [each for each in psutil.Process().children() if each.name() == "gcs_server"]
+    goes_on = threading.Timer(10, os.kill, [service.pid, signal.SIGCONT])
+    goes_on.start()
+    service.suspend()
+    try:
+        placement.give_up()
+        assert goes_on.is_alive()
+    finally:
+        goes_on.cancel()
+        service.resume()

@@ -7,6 +7,7 @@ fill the cluster wait for each other for ever.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -24,7 +25,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from drawbar.train._group.capacity import room_for
 from drawbar.train._group.cluster import noted_of
 from drawbar.train._settings.scaling_config import ScalingConfig
+from drawbar.train._threads import DaemonThreads
 
+_GIVE_UP_SECONDS = 1.0
 _OF_ACTOR = "drawbar-"  # the actor's id follows, and what makes the name the group's alone
 
 
@@ -82,9 +85,17 @@ class Placement:
         )
 
     def give_up(self) -> None:
-        """Let go of the resources, unless they are somebody else's."""
+        """Let go of the resources, unless they are somebody else's.
+
+        Where Ray does not answer, they go with this process.
+        """
         if self._own:
-            remove_placement_group(self._group)
+            # Ray would wait a minute for its control service, and then end this very process.
+            thread = DaemonThreads(1, "drawbar-give-up")
+            removing = thread.submit(remove_placement_group, self._group)
+            thread.shutdown(wait=False)
+            with contextlib.suppress(TimeoutError):
+                removing.result(_GIVE_UP_SECONDS)
 
 
 def remove_abandoned() -> None:
