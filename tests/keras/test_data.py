@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 ROWS = 40
 BATCH = 8
-FAILS_AT = 3
+IN_THE_MIDDLE, AT_THE_END = (1, 3), (0, 4)  # epoch and batch
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +174,10 @@ def of_arrays() -> Any:
     return prepare_dataset(*table(), batch_size=BATCH)
 
 
+def of_arrays_in_any_order() -> Any:
+    return prepare_dataset(*table(), batch_size=BATCH, shuffle=True)
+
+
 def of_keras() -> Any:
     return prepare_dataset(batches_of(*table(), BATCH))
 
@@ -213,7 +217,7 @@ OF_SHARDS = (of_shard, of_shard_as_tensorflow)
 
 
 def train_loop(config: dict[str, Any]) -> list[float]:
-    """Fail once in the middle of the last epoch, if asked to; give each epoch's loss, and after."""
+    """Fail once after a batch, if asked to; give each epoch's loss, and after."""
     import keras
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
@@ -221,11 +225,11 @@ def train_loop(config: dict[str, Any]) -> list[float]:
     prepare_model(model)
     begin = load_state(model)
     epoch = [begin]
-    fails = config["fails"] and get_context().get_attempt() == 0
+    fails_at = config["fails_at"] if get_context().get_attempt() == 0 else None
 
     def fail(batch: int, logs: Any) -> None:
-        if fails and (epoch[0], batch) == (1, FAILS_AT):
-            raise ConnectionError("in the middle of an epoch")
+        if (epoch[0], batch) == fails_at:
+            raise ConnectionError("after a batch")
 
     watch = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda number, logs: epoch.__setitem__(0, number), on_train_batch_end=fail
@@ -243,15 +247,17 @@ def is_shard(config: dict[str, Any]) -> bool:
     return config["prepare"] in OF_SHARDS  # which has as many epochs as were asked for
 
 
-def losses(prepare: Callable[[], Any], path: Path, fails: bool) -> list[float]:
+def losses(
+    prepare: Callable[[], Any], path: Path, fails_at: tuple[int, int] | None = None
+) -> list[float]:
     result = KerasTrainer(
         train_loop,
         keras_backend="tensorflow",
-        train_loop_config={"prepare": prepare, "fails": fails},
+        train_loop_config={"prepare": prepare, "fails_at": fails_at},
         datasets={"train": rows_of_ray()} if prepare in OF_SHARDS else None,
         scaling_config=ScalingConfig(num_workers=0),
         run_config=RunConfig(
-            name=f"fails-{fails}",
+            name=f"fails-{fails_at is not None}",
             storage_path=path,
             failure_config=FailureConfig(max_failures=1),
         ),
@@ -263,8 +269,17 @@ def losses(prepare: Callable[[], Any], path: Path, fails: bool) -> list[float]:
     "prepare", [of_arrays, of_keras, of_tensorflow, of_torch, of_torch_in_any_order]
 )
 def test_an_epoch_goes_on_in_its_middle(prepare: Callable[[], Any], tmp_path: Path) -> None:
-    undisturbed = losses(prepare, tmp_path, fails=False)
-    assert losses(prepare, tmp_path, fails=True) == pytest.approx(undisturbed[1:], 1e-4)
+    undisturbed = losses(prepare, tmp_path)
+    resumed = losses(prepare, tmp_path, IN_THE_MIDDLE)
+    assert resumed == pytest.approx(undisturbed[1:], 1e-4)
+
+
+def test_the_next_epoch_has_its_own_order_after_a_failure_at_an_epochs_last_batch(
+    tmp_path: Path,
+) -> None:
+    undisturbed = losses(of_arrays_in_any_order, tmp_path)
+    resumed = losses(of_arrays_in_any_order, tmp_path, AT_THE_END)
+    assert resumed == pytest.approx(undisturbed[1:], 1e-4)
 
 
 def stopped_loop() -> tuple[list[int], Any, bool]:
@@ -317,6 +332,6 @@ def test_training_that_was_stopped_is_not_gone_on_with_but_in_another_run(tmp_pa
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_shard_is_given_as_the_arrays_are(tmp_path: Path) -> None:
-    expected = pytest.approx(losses(of_arrays, tmp_path / "arrays", fails=False)[:2], 1e-4)
+    expected = pytest.approx(losses(of_arrays, tmp_path / "arrays")[:2], 1e-4)
     for prepare in OF_SHARDS:
-        assert losses(prepare, tmp_path / prepare.__name__, fails=False) == expected
+        assert losses(prepare, tmp_path / prepare.__name__) == expected

@@ -49,6 +49,8 @@ def fit_on(model: Model, fit: Method) -> Method:
             _add_first(options, on_epoch_begin=lambda epoch, logs: set_epoch(epoch))
         if _was_stopped(model, options):
             _keep_stopped(model, options)
+        if _goes_on(model, options) and isinstance(x, SharedBatches):
+            x.on_epoch_end()
         rest = _rest(model, x, options)
         if rest is None and options.get("steps_per_epoch") is None and _is_tf_faster(x):
             from drawbar.keras._tf_batches import as_tf_dataset
@@ -67,6 +69,13 @@ def fit_on(model: Model, fit: Method) -> Method:
         return history
 
     return fit_from_there
+
+
+def _goes_on(model: Model, options: dict[str, Any]) -> bool:
+    """Whether training goes on from an epoch's last batch, after which its order is over."""
+    begun = training_of(model).begun
+    is_before_end, begun.is_before_end = begun.is_before_end, False
+    return is_before_end and bool(options.get("initial_epoch", 0) == begun.epochs)
 
 
 def _was_stopped(model: Model, options: dict[str, Any]) -> bool:

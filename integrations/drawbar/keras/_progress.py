@@ -32,6 +32,7 @@ class Progress:
         events: How often each event was heard of.
         callbacks: The state of other callbacks.
         arrays: Lists of arrays, by name: of the metrics, of random seeds, of callbacks.
+        is_before_end: Whether the data has not heard yet of the last of these epochs' end.
         stopped_in: The id of the run in which a callback has stopped training there; or nothing.
     """
 
@@ -40,6 +41,7 @@ class Progress:
     events: dict[str, int] = field(default_factory=dict)
     callbacks: list[dict[str, object]] = field(default_factory=list)
     arrays: dict[str, list[Any]] = field(default_factory=dict)
+    is_before_end: bool = False
     stopped_in: str = ""
 
     def write(self, folder: Path) -> None:

@@ -206,9 +206,13 @@ class ReportCheckpointCallback:
     def _progress(self) -> Progress:
         """Say what is done. After an epoch's last batch that is the epoch."""
         epochs, batches = self._epochs, self._batches
-        if batches and batches == self._batches_of_epoch:
+        steps = self._batches_of_epoch or 0
+        # Of an execution of several steps Keras tells the last one, which may be none of the epoch.
+        is_before_end = 0 < steps <= batches
+        if is_before_end:
             epochs, batches = epochs + 1, 0
         progress = Progress(epochs, batches, self._seen, arrays=state_of(self._model))
+        progress.is_before_end = is_before_end
         if getattr(self._model, "stop_training", False):
             progress.stopped_in = get_context().get_run_id()
         for number, (each, begun) in enumerate(zip(self._callbacks, self._made_with, strict=True)):
