@@ -167,7 +167,7 @@ def refusals(prepare: Callable[[], Any], config: RunConfig) -> list[str]:
 
 def table() -> tuple[np.ndarray, np.ndarray]:
     x = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
-    return x, x.sum(1)
+    return x, x @ np.array([3, -1, 0.5], np.float32)
 
 
 def of_arrays() -> Any:
@@ -210,7 +210,8 @@ def of_shard_as_tensorflow() -> Any:
 
 def rows_of_ray() -> Any:
     rows = [{"x": x, "y": y} for x, y in zip(*table(), strict=True)]
-    return ray.data.from_items(rows).materialize()
+    # In one block: Ray Data gives several ones in any order.
+    return ray.data.from_items(rows, override_num_blocks=1).materialize()
 
 
 OF_SHARDS = (of_shard, of_shard_as_tensorflow)
@@ -332,6 +333,11 @@ def test_training_that_was_stopped_is_not_gone_on_with_but_in_another_run(tmp_pa
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_shard_is_given_as_the_arrays_are(tmp_path: Path) -> None:
-    expected = pytest.approx(losses(of_arrays, tmp_path / "arrays")[:2], 1e-4)
+    expected = losses(of_arrays, tmp_path / "arrays")[:2]
     for prepare in OF_SHARDS:
-        assert losses(prepare, tmp_path / prepare.__name__) == expected
+        first, second = losses(prepare, tmp_path / prepare.__name__)
+        assert first == pytest.approx(expected[0], 1e-5)
+        # Of TensorFlow's data Keras does not know the length, and asks for a step too many, which
+        # the optimizer counts.
+        tolerance = 1e-5 if prepare is of_shard else 1e-3
+        assert second == pytest.approx(expected[1], tolerance)
