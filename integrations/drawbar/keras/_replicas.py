@@ -165,20 +165,21 @@ def _add_metrics_up(model: Model, totals: Totals) -> None:
     result = model._get_metrics_result_or_logs
 
     def result_of_all(logs: object) -> object:
-        variables = model.metrics_variables
-        metrics = model.get_metrics_result()
+        are_metrics = result(logs) is not logs
+        metrics, variables = _results_of(model), model.metrics_variables
         own = [variable.numpy() for variable in variables]
         for variable, value in zip(
             variables, totals([each.value for each in variables]), strict=True
         ):
             variable.assign(value)
         try:
-            found, metrics_of_all = result(logs), model.get_metrics_result()
+            metrics_of_all = _results_of(model)
         finally:
             for variable, value in zip(variables, own, strict=True):
                 variable.assign(value)
-        if found is not logs or not isinstance(logs, Mapping):
-            return found
+        if are_metrics:
+            return metrics_of_all
+        assert isinstance(logs, Mapping)  # Keras takes nothing else
         rows = float(training_of(model).last_rows.numpy())
         # A step of the user's own gave these: some may be metrics, what else they are is averaged.
         means = _means_of({"logs": logs, "is": _are_metrics(logs, metrics)}, totals, rows)
@@ -190,11 +191,16 @@ def _add_metrics_up(model: Model, totals: Totals) -> None:
     model._get_metrics_result_or_logs = result_of_all
 
 
-def _are_metrics(logs: Mapping[str, object], metrics: Mapping[str, object]) -> dict[str, float]:
+def _results_of(model: Model) -> dict[str, Any]:
+    """Give what the metrics say now: a result may be the very variable that the metric adds to."""
+    found = model.get_metrics_result()
+    return {name: np.array(to_numpy(each)) for name, each in found.items()}
+
+
+def _are_metrics(logs: Mapping[str, object], metrics: Mapping[str, Any]) -> dict[str, float]:
     """Say by 1 which logs are what this worker's metrics of their names say."""
-    same = {name: metrics[name] for name in logs if name in metrics}
     return {
-        name: float(name in same and np.allclose(to_numpy(same[name]), to_numpy(log), rtol=1e-5))
+        name: float(name in metrics and np.allclose(metrics[name], to_numpy(log), rtol=1e-5))
         for name, log in logs.items()
     }
 
