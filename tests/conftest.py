@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -33,6 +34,28 @@ def pytest_configure() -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_environment_stays() -> None:
+    """Keep Accelerate from clearing and refilling this process's environment.
+
+    It does so for each `Accelerator`, to learn what its settings are by default. The C library
+    frees the table of variables meanwhile, and a native thread of Ray that looks up its time zone
+    then ends the process by SIGSEGV: once in a dozen times that all tests ran.
+    """
+    if "accelerate" in sys.modules:
+        from accelerate.utils import environment
+
+        environment.clear_environment = _without_its_variables
+
+
+@contextlib.contextmanager
+def _without_its_variables() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            patch.delenv(name)
+        yield
 
 
 @pytest.fixture(scope="session")
