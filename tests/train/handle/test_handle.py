@@ -91,7 +91,7 @@ def test_a_run_is_seen_while_it_goes_on(run_config: RunConfig, tmp_path: Path, p
     assert run.logs(rank=1) == "printed by 1\n"
     assert [attempt.world_size for attempt in run.timeline.attempts] == [2]
     # It may still stand in `say`, in these tests' conftest.py.
-    assert f"rank 0: {Path(__file__).parents[1]}" in run.diagnose()
+    assert f": {Path(__file__).parents[1]}" in run.diagnose()
     assert repr(run).startswith("RunHandle('run', running, world size 2, metrics={'seen': 0}, path")
     with pytest.raises(ValueError, match="has the ranks 0 to 1, found 2"):
         run.logs(rank=2)
