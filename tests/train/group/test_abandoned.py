@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, UserCallback
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Pipe
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -44,6 +48,20 @@ class Trial:
 def endless() -> None:
     train.report({})
     threading.Event().wait()
+
+
+def test_what_a_killed_task_had_asked_for_is_free_again(tmp_path: Path, pipe: Pipe) -> None:
+    def sweep() -> None:
+        Trial().start(tmp_path)
+        pipe.say("computes")
+        threading.Event().wait()
+
+    task = ray.remote(num_cpus=0, max_retries=0)(sweep).remote()
+    pipe.hear()
+    ray.cancel(task, force=True)
+    with pytest.raises(RayError):
+        ray.get(task)
+    assert Trial().fit(tmp_path)
 
 
 def test_what_a_killed_actor_had_asked_for_is_free_again(tmp_path: Path) -> None:

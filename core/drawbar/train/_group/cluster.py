@@ -176,7 +176,6 @@ class NotedActor(TypedDict, total=False):
 
     Address: dict[str, str]
     Pid: int
-    State: str
 
 
 def noted_of(actor: str) -> NotedActor:
@@ -187,6 +186,38 @@ def noted_of(actor: str) -> NotedActor:
 
         noted = actors(actor_id=actor)
     return noted
+
+
+def this_process() -> str:
+    """Give the id by which Ray knows this process: a driver, or what an actor or a task runs in.
+
+    That of a Ray Client is its server's, or "" in versions of Ray where a client cannot ask for it.
+    """
+    import ray
+
+    with contextlib.suppress(AttributeError):
+        return str(ray.get_runtime_context().get_worker_id())
+    return ""
+
+
+def process_is_gone(process: str) -> bool:
+    """Whether the process of this id has ended, or its node has, by what Ray has noted."""
+    import ray
+
+    with contextlib.suppress(Exception):  # an interface of Ray's that is not public
+        from ray._private.state import state
+        from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defined]  # Protobuf makes it
+
+        accessor = state._connect_and_get_accessor()
+        noted = accessor.get_worker_info(ray.WorkerID.from_hex(process))
+        known = WorkerTableData.FromString(noted)
+        # Of a process that went with its node Ray notes no end.
+        node = known.worker_address.node_id.hex()
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
+        return not known.is_alive or not any(
+            each["NodeID"] == node and each["Alive"] for each in nodes
+        )
+    return False
 
 
 def left_beside(held: Mapping[str, float]) -> dict[str, float]:

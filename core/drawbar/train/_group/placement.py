@@ -23,12 +23,12 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drawbar.train._group.capacity import room_for
-from drawbar.train._group.cluster import noted_of
+from drawbar.train._group.cluster import process_is_gone, this_process
 from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._threads import DaemonThreads
 
 _GIVE_UP_SECONDS = 1.0
-_OF_ACTOR = "drawbar-"  # the actor's id follows, and what makes the name the group's alone
+_OF_PROCESS = "drawbar-"  # the host's id follows, and what makes the name the group's alone
 
 
 class Placement:
@@ -43,15 +43,13 @@ class Placement:
     def made(cls, scaling: ScalingConfig) -> Self:
         """Ask Ray for a group of the run's own."""
         count = scaling.max_workers
-        actor = ray.get_runtime_context().get_actor_id()
-        if actor is not None:
-            remove_abandoned()  # by the actor before this one: a sweep starts trial after trial
+        remove_abandoned()  # by the process before this one: a sweep starts trial after trial
         group = placement_group(
             # Ray refuses a bundle without any resource.
             [scaling.bundle or {"CPU": 0.001}] * count,
             strategy=scaling.placement_strategy,
             bundle_label_selector=scaling.selectors or None,
-            name="" if actor is None else f"{_OF_ACTOR}{actor}-{uuid.uuid4().hex}",
+            name=f"{_OF_PROCESS}{this_process()}-{uuid.uuid4().hex}",
         )
         return cls(group, range(count), own=True)
 
@@ -99,17 +97,17 @@ class Placement:
 
 
 def remove_abandoned() -> None:
-    """Remove the groups of runs that have gone with the actor which hosted them.
+    """Remove the groups of runs that have gone with the process which hosted them.
 
-    Ray keeps what an actor has asked for until its job ends too: what a trial that Ray Tune has
-    stopped held is nobody's, and the next one waits for it.
+    Ray keeps what an actor or a task has asked for until its job ends: what a trial that Ray Tune
+    has stopped held is nobody's, and the next one waits for it.
     """
     for each in placement_group_table().values():
-        if each["name"].startswith(_OF_ACTOR) and each["state"] != "REMOVED":
-            actor = each["name"].removeprefix(_OF_ACTOR).partition("-")[0]
-            if noted_of(actor).get("State") == "DEAD":
-                group = ray.PlacementGroupID.from_hex(each["placement_group_id"])
-                remove_placement_group(PlacementGroup(group))
+        if not each["name"].startswith(_OF_PROCESS) or each["state"] == "REMOVED":
+            continue
+        if process_is_gone(each["name"].removeprefix(_OF_PROCESS).partition("-")[0]):
+            group = ray.PlacementGroupID.from_hex(each["placement_group_id"])
+            remove_placement_group(PlacementGroup(group))
 
 
 def bundles_with_room(
