@@ -116,6 +116,20 @@ def test_every_row_and_whole_groups_and_the_same_parts_after_a_failure(tmp_path:
     assert sorted(valids) == [[], [0]]
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_one_worker_has_the_rows_of_a_group_side_by_side(run_config: RunConfig) -> None:
+    shuffled = pd.DataFrame({"row": range(7), "group": list("babcacb")})
+    result = DataParallelTrainer(
+        lambda: [rows_of("train"), rows_of("valid")],
+        datasets={"train": shuffled, "valid": shuffled},
+        dataset_config=DataConfig(equalize="join", group_column="group"),
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    ).fit()
+    (rows,) = result.return_values
+    assert rows == [[1, 4, 0, 2, 6, 3, 5], list(range(7))]  # "valid" is not split
+
+
 def one(rows: int = 1) -> ray.data.Dataset:
     """Its blocks stay pandas'."""
     return ray.data.from_pandas(pd.DataFrame([{"row": 0, "group": "x"}] * rows))

@@ -95,7 +95,8 @@ def shard_table(
     """
     of = world_size if config.splits(name) else 1
     grouped = None
-    if of > 1 and config.group_column is not None:
+    # For one worker too: what reads the rows may need those of a group side by side.
+    if config.splits(name) and config.group_column is not None:
         table, grouped = by_groups(name, table, config.group_column, of)
         position = position.begun()  # groups stay whole in whole epochs alone
     bounds = grouped or shares(table.num_rows, of, config.equalize)
