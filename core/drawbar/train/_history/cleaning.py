@@ -31,7 +31,6 @@ from drawbar.train._storage.shared_copy import own_folder, remove_if_unread
 
 _WORK_FOLDER = re.compile(r".+-[0-9a-f]{12}")
 _IN_WORK_FOLDER = frozenset({*OWN_NAMES, ".staging", ".workers", ".bring.lock"})
-_KNOCK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -168,8 +167,8 @@ def leftovers_here(older_than: float) -> Iterator[Leftover]:
     limit = time.time() - older_than
     for path in sorted(own_folder().iterdir()):
         if path.suffix == ".sock":
-            if _is_unanswered(path):
-                remove = partial(_remove_unanswered, path)
+            if is_unanswered(path):
+                remove = partial(path.unlink, missing_ok=True)
                 yield Leftover("the socket of a process that is gone", str(path), 0, remove)
         elif path.is_dir() and path.suffix != ".partial" and _changed(path) < limit:
             remove = partial(remove_if_unread, path)
@@ -181,9 +180,10 @@ def leftovers_here(older_than: float) -> Iterator[Leftover]:
             yield Leftover(what, str(path), tree_size(path), remove)
 
 
-def _is_unanswered(path: Path) -> bool:
+def is_unanswered(path: Path) -> bool:
+    """Whether a socket is that of a process that is gone."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_KNOCK_S)
+        connection.setblocking(False)
         try:
             connection.connect(str(path))
         except ConnectionRefusedError:
@@ -192,11 +192,6 @@ def _is_unanswered(path: Path) -> bool:
         except OSError:
             return False
     return False
-
-
-def _remove_unanswered(path: Path) -> None:
-    if _is_unanswered(path):  # the next start of the run may have taken its name
-        path.unlink(missing_ok=True)
 
 
 def _is_spent(path: Path, limit: float) -> bool:

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from typing import Protocol
 import msgspec
 
 from drawbar.train._errors import CheckpointError
+from drawbar.train._history.cleaning import is_unanswered
 from drawbar.train._storage.shared_copy import own_folder
 
 FOLLOW = "follow"
@@ -52,15 +54,11 @@ class Steered(Protocol):
         ...
 
 
-def control_path(run: Path) -> Path:
-    """Give the place of a run's socket, by the run's local path.
-
-    Raises:
-        CheckpointError, OSError: There is no folder that this user alone may enter.
-    """
+def _name_of(run: Path) -> str:
+    """Say how the names of a run's sockets begin, by the run's local path."""
     # By the real path: a run is reached by whatever path leads to it.
-    digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:24]
-    return own_folder() / f"run_{digest}.sock"
+    digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
+    return f"run_{digest}"
 
 
 class ControlSocket:
@@ -83,11 +81,17 @@ class ControlSocket:
         self._listening = threading.Thread(target=self._listen, name="drawbar-control", daemon=True)
         self._path = path
         try:
-            self._path = control_path(path)
-            self._path.unlink(missing_ok=True)  # of a process that was killed
+            folder = own_folder()
+            for left in folder.glob("run_*.sock"):
+                if is_unanswered(left):  # of a process that was killed
+                    left.unlink(missing_ok=True)
+            # A name that no process has had: others may be removing those of the one before.
+            unheard = folder / f"{_name_of(path)}_{uuid.uuid4().hex[:7]}"
+            self._path = unheard.with_suffix(".sock")
             self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.bind(str(self._path))
+            self._socket.bind(str(unheard))
             self._socket.listen()
+            unheard.rename(self._path)  # not before it listens
         except Exception as error:
             _logger.debug("other processes cannot reach the run: %s", error)
             self.close()
@@ -166,11 +170,14 @@ def say(run: Path, question: str) -> socket.socket | None:
 
     With `FOLLOW`, the connection ends when the run does, and not before.
     """
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(str(control_path(run)))
-        connection.sendall(question.encode() + b"\n")
-    except (OSError, CheckpointError):
-        connection.close()
-        return None
-    return connection
+    with contextlib.suppress(OSError, CheckpointError):
+        for path in own_folder().glob(f"{_name_of(run)}_*.sock"):
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(str(path))
+                connection.sendall(question.encode() + b"\n")
+            except OSError:  # it is that of a process that was killed
+                connection.close()
+            else:
+                return connection
+    return None
