@@ -160,6 +160,15 @@ def test_a_metric_that_is_infinite_or_none_at_all_survives(tmp_path: Path) -> No
     assert manifest.validation.metrics["a"]["b"] == [float("-inf")]
 
 
+def test_a_metric_that_takes_the_place_of_a_reported_one_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validation = ValidationConfig(lambda checkpoint: {"number": 7, "square": 49})
+    result = fit(save_with({}, {}), tmp_path, validation)
+    assert [metrics for _, metrics in result.best_checkpoints] == [{"number": 7, "square": 49}] * 2
+    assert capsys.readouterr().err.count("the validations return 'number', which report()") == 1
+
+
 def test_the_lowest_rank_that_asks_decides(tmp_path: Path) -> None:
     def function() -> list[str]:
         rank = train.get_context().get_world_rank()

@@ -49,6 +49,7 @@ class Validations:
         self._turn = asyncio.Semaphore(validator.max_in_flight if validator else 1)
         self._in_flight: dict[int, _InFlight] = {}
         self._settling = False
+        self._said_replaced: set[str] = set()
 
     def resume(self) -> None:
         """Begin what an earlier driver of this run has left."""
@@ -131,10 +132,24 @@ class Validations:
         return msgspec.structs.replace(validation, seconds=time.monotonic() - began)
 
     async def _keep(self, manifest: Manifest, validation: Validation) -> None:
+        self._say_replaced(manifest.metrics.keys() & validation.metrics.keys())
         try:
             await self._kept.keep_validation(manifest, validation)
         except Exception as error:
             self._emit(Notice(f"the validation of {manifest.name} is not kept: {error}"))
+
+    def _say_replaced(self, names: set[str]) -> None:
+        """Say once of each name that what was reported by it does not stand any more."""
+        new = sorted(names - self._said_replaced)
+        self._said_replaced.update(new)
+        if new:
+            self._emit(
+                Notice(
+                    f"the validations return {', '.join(map(repr, new))}, which report() gave too: "
+                    "the validation's takes its place in the checkpoint and in the result; return "
+                    "it by another name to have both"
+                )
+            )
 
     def _stands(self, manifest: Manifest, where: str) -> None:
         self._in_flight[manifest.index].stands = where
