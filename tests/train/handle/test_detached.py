@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import pytest
 import ray
+from ray.exceptions import WorkerCrashedError
 from ray.util.placement_group import placement_group_table
 
 from drawbar import train
@@ -62,6 +64,17 @@ class TellsWhereItIsUnpickled:
     def _unpickle(pipe: Pipe) -> TellsWhereItIsUnpickled:
         pipe.say("unpickled", os.getpid())
         return TellsWhereItIsUnpickled(pipe)
+
+
+class EndsItsDriver(UserCallback):
+    """Kills the process that packs it, when there is an actor for the run already."""
+
+    def __reduce__(self) -> Any:
+        with suppress(ValueError):  # there is none yet
+            host: Any = ray.get_actor("run", namespace="drawbar")
+            ray.get(host.is_over.remote())  # it is up
+            os.kill(os.getpid(), signal.SIGKILL)
+        return EndsItsDriver, ()
 
 
 class Lesson(Exception):
@@ -291,6 +304,23 @@ def test_the_error_is_found_again_and_the_name_is_free_at_once(
         run.wait()
     first, *_ = raised.value.worker_failures.values()
     assert isinstance(first, Lesson)
+
+
+def test_a_driver_that_is_killed_before_its_run_begins_leaves_no_run(tmp_path: Path) -> None:
+    def drive(ends: bool) -> Any:
+        callbacks = [EndsItsDriver()] if ends else []
+        return trainer(lambda: 7, tmp_path, *callbacks).fit().return_values
+
+    driver: Any = ray.remote(num_cpus=0, max_retries=0)(drive)
+    with pytest.raises(WorkerCrashedError):
+        ray.get(driver.remote(ends=True))
+    asked = time.monotonic()
+    with pytest.raises(LookupError, match="holds no run"):
+        train.attach(tmp_path / "run")
+    assert time.monotonic() - asked < 30
+    with pytest.raises(WorkerCrashedError):
+        ray.get(driver.remote(ends=True))
+    assert ray.get(driver.remote(ends=False)) == [7]
 
 
 def test_ctrl_c_only_detaches(

@@ -19,6 +19,7 @@ import ray
 
 from drawbar.train._carry import Carried, carry, keep
 from drawbar.train._controller.run import Ending, RunSpec
+from drawbar.train._group.cluster import process_is_gone
 from drawbar.train._handle.relay import Position, Relay
 from drawbar.train._history.events import Event
 from drawbar.train._history.timeline import Snapshot
@@ -65,6 +66,7 @@ class HostActor:
         environment: Mapping[str, str],
         surroundings: Surroundings,
         detached: bool,
+        driver: str,
     ) -> None:
         os.environ.update({**environment, **by_runtime_env()})
         self._in_surroundings = surroundings.entered()
@@ -74,20 +76,23 @@ class HostActor:
         self._followers = _Followers(FAREWELL_SECONDS if detached else SILENCE_SECONDS)
         self._host: Host | None = None
         self._facts: RunFacts | None = None
+        self._driver = driver  # its process, as Ray knows it
+        self._beginning = threading.Lock()
         self._begun = threading.Event()
         self._ending: Carried | None = None
         threading.Thread(target=self._attend, name="drawbar-attend", daemon=True).start()
 
     def begin(self, packed: Carried) -> RunFacts:
         """Check, open and start the run."""
-        spec: RunSpec = packed.unpack()
-        spec.backend_config.preflight(spec.scaling_config)
-        self._host = host_workers(spec, lambda path: self._relay)
-        level = spec.run_config.logging_config.level
-        self._facts = RunFacts(self._host.directory, level, self._detached)
-        self._followers.heard_of(_STARTER)
-        self._begun.set()
-        return self._facts
+        with self._beginning:
+            spec: RunSpec = packed.unpack()
+            spec.backend_config.preflight(spec.scaling_config)
+            self._host = host_workers(spec, lambda path: self._relay)
+            level = spec.run_config.logging_config.level
+            self._facts = RunFacts(self._host.directory, level, self._detached)
+            self._followers.heard_of(_STARTER)
+            self._begun.set()
+            return self._facts
 
     def facts(self) -> RunFacts:
         """Say what is hosted, as soon as it has begun."""
@@ -136,8 +141,8 @@ class HostActor:
         return self._run().log(rank)
 
     def is_over(self) -> bool:
-        """Whether the run has ended, and this actor is about to."""
-        return self._ending is not None
+        """Whether the run has ended, or never begins, and this actor is about to end."""
+        return self._ending is not None or self._is_abandoned()
 
     def outlive(self) -> None:
         """Never return: the caller learns when this actor has ended."""
@@ -153,7 +158,7 @@ class HostActor:
     def _attend(self) -> None:
         """See the run to its end, then end this actor."""
         try:
-            if self._begun.wait(START_SECONDS):
+            if self._is_given_a_run():
                 host = self._run()
                 # A client's run ends with the client, as any run does with its driver.
                 if not self._detached:
@@ -164,6 +169,19 @@ class HostActor:
         finally:
             # `ray.actor.exit_actor()` raises an exception, which would end this thread alone.
             ray.kill(ray.get_runtime_context().current_actor)
+
+    def _is_given_a_run(self) -> bool:
+        """Wait until the run has begun; tells whether it has."""
+        until = time.monotonic() + START_SECONDS
+        while not self._begun.wait(POLL_SECONDS):
+            if self._is_abandoned() or time.monotonic() > until:
+                return False
+        return True
+
+    def _is_abandoned(self) -> bool:
+        """Whether the driver has gone before it gave this actor its run."""
+        waits = not self._begun.is_set() and not self._beginning.locked()
+        return waits and process_is_gone(self._driver)
 
     def _end_with_the_client(self) -> None:
         self._followers.wait_until_gone()

@@ -19,7 +19,7 @@ from drawbar.train._carry import carry
 from drawbar.train._console.console import Console
 from drawbar.train._controller.run import Ending, Outcome, RunSpec
 from drawbar.train._errors import ControllerError, JournalLockedError
-from drawbar.train._group.cluster import noted_of
+from drawbar.train._group.cluster import noted_of, this_process
 from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._handle.host_actor import POLL_SECONDS, HostActor, News, RunFacts
 from drawbar.train._handle.relay import Position
@@ -248,7 +248,7 @@ def _make_actor(spec: RunSpec) -> HostHandle:
         actor: HostHandle = (
             remote(HostActor)
             .options(**options)
-            .remote(spec.worker.environment, spec.worker.surroundings, detached)
+            .remote(spec.worker.environment, spec.worker.surroundings, detached, this_process())
         )
         return actor
     except ValueError as error:  # another one was faster
@@ -256,7 +256,7 @@ def _make_actor(spec: RunSpec) -> HostHandle:
 
 
 def _make_way(name: str) -> None:
-    """Refuse a name that a run has; wait for a host whose run is over already.
+    """Refuse a name that a run has; wait for a host whose run is over already, or never begins.
 
     Raises:
         JournalLockedError: The run goes on.
@@ -268,8 +268,9 @@ def _make_way(name: str) -> None:
     with contextlib.suppress(RayError):
         if not _answer(actor, name, actor.is_over.remote()):
             raise _taken(name)
-    # Its run is over, and it only waits for followers that may never ask again. `ray.kill` returns
-    # before the actor has ended, and only then its name is free (ray-project/ray#20611).
+    # Its run is over, and it only waits for followers that may never ask again; or its driver was
+    # killed. `ray.kill` returns before the actor has ended, and only then its name is free
+    # (ray-project/ray#20611).
     ray.kill(actor)
     with contextlib.suppress(RayError):
         _answer(actor, name, actor.outlive.remote())
@@ -308,7 +309,7 @@ def attached(name: str, path: str | None = None) -> HostedRun | None:
         return None
     try:
         _answer(actor, name, actor.is_over.remote())
-        facts: RunFacts = ray.get(actor.facts.remote())
+        facts = _answer(actor, name, actor.facts.remote())
     except RayError:
         return None  # it is just ending
     if path not in (None, facts.directory.location):
