@@ -19,6 +19,7 @@ from drawbar.lightning import (
     RayModelParallelStrategy,
     RayTrainReportCallback,
 )
+from drawbar.lightning._checkpoints import commits
 from drawbar.train import Checkpoint, Result, WorkerGroupError
 from tests.lightning.digits import STEPS, fit, losses
 
@@ -150,6 +151,22 @@ class TestModelCheckpoint:
     ) -> None:
         with pytest.raises(WorkerGroupError, match=message):
             fit(tmp_path, lambda pl: [pl.callbacks.ModelCheckpoint(**arguments)], num_workers=0)
+
+    def test_one_that_saves_on_an_exception_does_not_hide_it(self, tmp_path: Path) -> None:
+        """One rank fails, the other waits for it in a collective of torch."""
+
+        def callbacks(pl: Any) -> list[Any]:
+            class Fails(pl.Callback):  # type: ignore[misc]  # one of two packages
+                def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                    if trainer.global_rank == 1:
+                        raise ValueError("the cause")
+
+            commits.FAILING_SECONDS = 0.1  # this process is the worker
+            return [pl.callbacks.ModelCheckpoint(save_on_exception=True), Fails()]
+
+        with pytest.raises(WorkerGroupError, match=r"^rank 1: ValueError: the cause") as raised:
+            fit(tmp_path, callbacks)
+        assert "was not saved for it: not every rank came within 0.1 s" in str(raised.value)
 
     def test_one_that_saves_the_last_too_goes_on_from_it(self, tmp_path: Path) -> None:
         def callbacks(pl: Any) -> list[Any]:

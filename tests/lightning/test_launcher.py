@@ -73,6 +73,22 @@ def test_metrics_progress_and_states_are_here(fitted: tuple[Any, Any]) -> None:
     assert (Path(trainer.logger.log_dir) / "metrics.csv").read_text().count("\n") > 40
 
 
+def test_a_checkpoint_can_be_saved_here(fitted: tuple[Any, Any], tmp_path: Path) -> None:
+    trainer, module = fitted
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    saved = torch.load(tmp_path / "final.ckpt", weights_only=False)
+    assert saved["global_step"] == 40
+    torch.testing.assert_close(saved["state_dict"], dict(module.state_dict()))
+
+
+def test_a_tuner_is_told_where_it_works(plain: Any, tmp_path: Path) -> None:
+    from lightning.pytorch.tuner.tuning import Tuner
+
+    tuner = Tuner(make_trainer(plain, tmp_path, RayDDPStrategy))
+    with pytest.raises(ValueError, match="whose workers would keep what it finds to themselves"):
+        tuner.lr_find(plain.Digits(), plain.DigitsData(2))
+
+
 def test_the_modules_weights_are_those_of_the_last_checkpoint(fitted: tuple[Any, Any]) -> None:
     trainer, module = fitted
     saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)

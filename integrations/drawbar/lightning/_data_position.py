@@ -31,6 +31,13 @@ class TrainingLoaders:
         self._numbers = Counter[int]()  # loaders made for an epoch
         self._recorded: dict[str, Any] = {}
 
+    def number_anew(self) -> None:
+        """Have the loaders that are made next named like those of any other `fit`.
+
+        One may follow another in this attempt, or Lightning's `Tuner`, that does not in the next.
+        """
+        self._numbers.clear()
+
     def go_on_from(self, checkpoint: Checkpoint) -> None:
         """Have the loaders that are made next begin where this checkpoint was made."""
         manifest = checkpoint.manifest

@@ -20,6 +20,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from drawbar.lightning._checkpoints.resume import tunes
 from drawbar.lightning._loop import prepare_trainer
 from drawbar.torch import TorchConfig, TorchTrainer
 from drawbar.train import RunConfig, ScalingConfig, UserAbort
@@ -98,9 +99,16 @@ class RayLauncher:
         """Do on the workers what the Trainer is about to do here, and give rank 0's result.
 
         Raises:
+            ValueError: Lightning's `Tuner` calls: what it finds would stay in the workers.
             TrainingFailedError: A worker failed, see `TorchTrainer.fit`.
             UserAbort: Ctrl-C stopped the run.
         """
+        if tunes(trainer):
+            raise ValueError(
+                f"Tuner was given a Trainer with {type(trainer.strategy).__name__}(num_workers=...)"
+                ", whose workers would keep what it finds to themselves; tune with a Trainer that "
+                "has no strategy=, or inside the function that drawbar.torch.TorchTrainer runs"
+            )
         state = ProcessState.here()
 
         def run_trainer() -> Outcome:

@@ -47,5 +47,5 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
         )
     decide_who_saves(made, made.strategy.package)
     draw_as_text(made, made.strategy.package)
-    go_on_from_newest_checkpoint(made, made.strategy.package)
+    go_on_from_newest_checkpoint(made)
     return trainer

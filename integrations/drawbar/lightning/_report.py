@@ -76,6 +76,10 @@ class RayTrainReportCallback(OfUsersPackage, Callback, base="callbacks.Callback"
         self.validation = validation
         self._reported_step = 0
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the step that a training goes on from as reported: its checkpoint was made there."""
+        self._reported_step = trainer.global_step
+
     def on_train_batch_end(
         self,
         trainer: Trainer,

@@ -10,6 +10,7 @@ is written there directly.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar import train
 from drawbar.lightning._data_position import ShardBatches, TrainingLoaders
+from drawbar.lightning._environment import in_training_function
 from drawbar.train import Checkpoint, CheckpointConsistencyMode, collective, get_context
 from drawbar.train.backend import align_reports, discard_checkpoint
 
@@ -32,6 +34,9 @@ CHECKPOINT_NAME = "checkpoint.ckpt"
 SAVE_SECONDS = 300.0
 """How long a rank that saves waits for the others to save too."""
 
+FAILING_SECONDS = 10.0
+"""The same for one that saves because of an exception."""
+
 
 class CommitsCheckpoints(ParallelStrategy):
     """The part of a strategy that deals with checkpoints, and with the position in the data."""
@@ -40,10 +45,20 @@ class CommitsCheckpoints(ParallelStrategy):
     def _loaders(self) -> TrainingLoaders:
         return TrainingLoaders()
 
+    def setup_environment(self) -> None:
+        """Begin a `fit`, or one of its companions."""
+        self._loaders.number_anew()
+        super().setup_environment()
+
     def save_checkpoint(
         self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object = None
     ) -> None:
         """Save where Lightning says. In the run's directory, that is a report with a checkpoint."""
+        if not in_training_function():  # the driver, when the workers are gone
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if (error := sys.exception()) is not None:
+            _meet_to_save_in_an_exception(error, filepath)
         name = name_in_run(filepath)
         if name is None:
             _meet_to_save(filepath)
@@ -108,6 +123,22 @@ def _meet_to_save(filepath: str | Path) -> None:
             "Lightning has all of them take part, so call it on every rank, and not only where "
             "trainer.is_global_zero: rank 0 alone writes the file"
         ) from None
+
+
+def _meet_to_save_in_an_exception(error: BaseException, filepath: str | Path) -> None:
+    """Wait for all ranks to save what they have when they fail; not long, for not all may fail.
+
+    Raises:
+        BaseException: The exception itself: it is the cause, and the others do not come.
+    """
+    try:
+        collective.barrier(timeout_s=FAILING_SECONDS)
+    except TimeoutError:
+        error.add_note(
+            f"{str(filepath)!r} was not saved for it: not every rank came within "
+            f"{FAILING_SECONDS:g} s, and Lightning has all of them take part"
+        )
+        raise error from None
 
 
 @contextmanager

@@ -7,30 +7,102 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drawbar.lightning._checkpoints.commits import CHECKPOINT_NAME, path_of
-from drawbar.lightning._package import OfUsersPackage, Package, with_base
+from drawbar.lightning._package import OfUsersPackage, lightning_class, with_base
 from drawbar.train import Checkpoint
-from drawbar.train.backend import inherited_checkpoint
+from drawbar.train.backend import begin_training
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 else:
-    Callback = object
+    Callback = Trainer = object
+
+_CKPT_PATH = 4
+"""The place of `ckpt_path` among the arguments of `fit`."""
 
 
-def go_on_from_newest_checkpoint(trainer: Any, package: Package) -> None:
+def go_on_from_newest_checkpoint(trainer: Any) -> None:
     """Have the Trainer's `fit` go on from the checkpoint that this attempt starts from, if any.
 
-    `fit(ckpt_path=...)` wins. A checkpoint that Lightning did not write is left alone.
+    `fit(ckpt_path=...)` wins. A checkpoint that Lightning did not write is left alone, and so is
+    one of another Trainer's training.
     """
-    checkpoint = inherited_checkpoint()
-    if trainer.state.fn not in (None, "fit"):  # the driver has launched another call
-        return
-    if checkpoint is None or not _is_of_lightning(checkpoint):
-        return
-    trainer.ckpt_path = str(path_of(checkpoint))
-    trainer.callbacks.insert(0, with_base(_LoadOnce, package)())
-    # It is resumable: see _data_position.py.
-    warnings.filterwarnings("ignore", "(?s).*your dataloader is not resumable")
+    kind = type(trainer)
+    if not issubclass(kind, PreparedTrainer):
+        # The class and not the object: loops, callbacks and the user hold on to that.
+        members = {"__module__": kind.__module__}
+        trainer.__class__ = type(kind.__name__, (PreparedTrainer, kind), members)
+
+
+class PreparedTrainer(Trainer):
+    """What a prepared Trainer does other than before."""
+
+    _resume: Resume | None = None
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Train, from the run's newest checkpoint if no other is given."""
+        if tunes(self):  # the training is yet to come
+            return super().fit(*args, **kwargs)
+        if self._resume is None:
+            self._resume = _begin(self)
+        path = self._resume.path
+        if path is None or any(args[_CKPT_PATH : _CKPT_PATH + 1]) or kwargs.get("ckpt_path"):
+            return super().fit(*args, **kwargs)
+        # It is resumable: see _data_position.py.
+        warnings.filterwarnings("ignore", "(?s).*your dataloader is not resumable")
+        self.ckpt_path = path
+        return super().fit(*args, **kwargs)
+
+
+def _begin(trainer: Any) -> Resume:
+    resume = with_base(Resume, trainer.strategy.package)(begin_training())
+    trainer.callbacks.insert(0, resume)
+    return resume
+
+
+def tunes(trainer: Any) -> bool:
+    """Whether a Trainer's `fit` is one of Lightning's `Tuner`, which ends before it trains."""
+    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
+
+
+class Resume(OfUsersPackage, Callback, base="callbacks.Callback"):
+    """Where a Trainer goes on: in the first `fit` that has anything left to train.
+
+    One that was complete when the run stopped, say before `max_epochs` was raised for a second one,
+    loads the checkpoint and leaves it to the next.
+
+    Args:
+        checkpoint: From what its training goes on, if from anything.
+    """
+
+    def __init__(self, checkpoint: Checkpoint | None) -> None:
+        goes_on = checkpoint is not None and _is_of_lightning(checkpoint)
+        self.path = str(path_of(checkpoint)) if checkpoint is not None and goes_on else None
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """Have the Trainer forget the path: `test` would load it, `ModelCheckpoint` keep it."""
+        trainer.ckpt_path = None
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Have a `ModelCheckpoint` know that it has saved the step it goes on from.
+
+        It forgets that, and while gradients are accumulated it would save the same step again.
+        """
+        model_checkpoint = lightning_class("callbacks.ModelCheckpoint", self.package)
+        for each in trainer.callbacks:
+            if isinstance(each, model_checkpoint) and self.path in _saved_by(each):
+                each._last_global_step_saved = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """From here on the training is in this process."""
+        self.path = None
+
+
+def _saved_by(callback: Any) -> list[str]:
+    return [callback.best_model_path, callback.last_model_path, *callback.best_k_models]
 
 
 def _is_of_lightning(checkpoint: Checkpoint) -> bool:
@@ -39,13 +111,3 @@ def _is_of_lightning(checkpoint: Checkpoint) -> bool:
         return any(Path(file.path).parts[0] == CHECKPOINT_NAME for file in manifest.files)
     with checkpoint.as_directory() as folder:  # the user's own, by `resume_from_checkpoint`
         return Path(folder, CHECKPOINT_NAME).exists()
-
-
-class _LoadOnce(OfUsersPackage, Callback, base="callbacks.Callback"):
-    """Has a Trainer forget its `ckpt_path` once `fit` has loaded it, so that `test` does not."""
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: object, checkpoint: dict[str, object]
-    ) -> None:
-        if trainer.state.fn == "fit":
-            trainer.ckpt_path = None
