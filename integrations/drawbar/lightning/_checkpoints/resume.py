@@ -82,7 +82,8 @@ class Resume(OfUsersPackage, Callback, base="callbacks.Callback"):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]
     ) -> None:
         """Have the Trainer forget the path: `test` would load it, `ModelCheckpoint` keep it."""
-        trainer.ckpt_path = None
+        if trainer.ckpt_path == self.path:
+            trainer.ckpt_path = None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Have a `ModelCheckpoint` know that it has saved the step it goes on from.
