@@ -65,6 +65,11 @@ def test_functions_that_can_train(function: Callable[..., Any], takes_config: bo
     assert check_function(function) is takes_config
 
 
+def test_a_builtin_without_a_signature_gets_the_config_if_there_is_one() -> None:
+    assert check_function(dict, has_config=True)
+    assert not check_function(dict)
+
+
 def test_an_argument_with_a_default_gets_the_config_if_there_is_one() -> None:
     assert check_function(a_default, has_config=True)
     assert not check_function(no_argument, has_config=True)

@@ -42,20 +42,24 @@ def check_function(function: Callable[..., object], *, has_config: bool = False)
 
     Returns:
         Whether it gets the config: it has one required positional argument, or it has one with a
-        default and there is a config.
+        default and there is a config. A builtin that does not say what it takes gets one that is.
 
     Raises:
         TypeError: It is not callable, is a coroutine or generator function (a call would run none
             of it), or needs other arguments. The message has its signature.
     """
     check_runs_when_called("training function", function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin that does not say what it takes
+        return has_config
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [p for p in inspect.signature(function).parameters.values() if p.kind not in variable]
+    named = [p for p in signature.parameters.values() if p.kind not in variable]
     required = [parameter for parameter in named if parameter.default is parameter.empty]
     if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
         names = ", ".join(parameter.name for parameter in required)
         raise TypeError(
-            f"{name_of(function)}{inspect.signature(function)} must be given {names}; a training "
+            f"{name_of(function)}{signature} must be given {names}; a training "
             "function takes no argument, or one positional argument: the train_loop_config. "
             "Bind others with functools.partial"
         )
