@@ -41,8 +41,8 @@ def _the_environment_stays() -> None:
     """Keep Accelerate from clearing and refilling this process's environment.
 
     It does so for each `Accelerator`, to learn what its settings are by default. The C library
-    frees the table of variables meanwhile, and a native thread of Ray that looks up its time zone
-    then ends the process by SIGSEGV: once in a dozen times that all tests ran.
+    frees the table of variables meanwhile, and a native thread that reads one, as those of Ray do
+    to find their time zone, may end the process by SIGSEGV: seen once, under load.
     """
     if "accelerate" in sys.modules:
         from accelerate.utils import environment
