@@ -159,13 +159,14 @@ class TestModelCheckpoint:
             class Fails(pl.Callback):  # type: ignore[misc]  # one of two packages
                 def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
                     if trainer.global_rank == 1:
-                        raise ValueError("the cause")
+                        raise ValueError("the cause") from KeyError("behind it")
 
             commits.FAILING_SECONDS = 0.1  # this process is the worker
             return [pl.callbacks.ModelCheckpoint(save_on_exception=True), Fails()]
 
         with pytest.raises(WorkerGroupError, match=r"^rank 1: ValueError: the cause") as raised:
             fit(tmp_path, callbacks)
+        assert "KeyError: 'behind it'" in str(raised.value)
         assert "was not saved for it: not every rank came within 0.1 s" in str(raised.value)
 
     def test_one_that_saves_the_last_too_goes_on_from_it(self, tmp_path: Path) -> None:

@@ -57,11 +57,10 @@ class CommitsCheckpoints(ParallelStrategy):
         if not in_training_function():  # the driver, when the workers are gone
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if (error := sys.exception()) is not None:
-            _meet_to_save_in_an_exception(error, filepath)
-        name = name_in_run(filepath)
+        name, error = name_in_run(filepath), sys.exception()
+        if name is None or error is not None:
+            _meet_to_save(filepath, error)
         if name is None:
-            _meet_to_save(filepath)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         with common_checkpoint_dir() as path:
@@ -108,37 +107,36 @@ def _trainer_of(strategy: ParallelStrategy) -> Trainer:
 # -- saving
 
 
-def _meet_to_save(filepath: str | Path) -> None:
+def _meet_to_save(filepath: str | Path, error: BaseException | None) -> None:
     """Wait for all ranks, since Lightning does, and without end, when it has saved.
+
+    Args:
+        filepath: Where to.
+        error: Because of which exception, if of one: maybe not on every rank.
 
     Raises:
         RuntimeError: They do not all come.
+        BaseException: The same, with `error`: that is the cause.
     """
+    seconds = SAVE_SECONDS if error is None else FAILING_SECONDS
     try:
-        collective.barrier(timeout_s=SAVE_SECONDS)
+        collective.barrier(timeout_s=seconds)
+        return
     except TimeoutError:
-        raise RuntimeError(
-            f"trainer.save_checkpoint() was called for {str(filepath)!r} on rank "
-            f"{get_context().get_world_rank()}, but within {SAVE_SECONDS:g} s not on every rank; "
-            "Lightning has all of them take part, so call it on every rank, and not only where "
-            "trainer.is_global_zero: rank 0 alone writes the file"
-        ) from None
-
-
-def _meet_to_save_in_an_exception(error: BaseException, filepath: str | Path) -> None:
-    """Wait for all ranks to save what they have when they fail; not long, for not all may fail.
-
-    Raises:
-        BaseException: The exception itself: it is the cause, and the others do not come.
-    """
-    try:
-        collective.barrier(timeout_s=FAILING_SECONDS)
-    except TimeoutError:
+        pass
+    # Not in there: raised while another is handled, it would lose its own cause.
+    if error is not None:
         error.add_note(
-            f"{str(filepath)!r} was not saved for it: not every rank came within "
-            f"{FAILING_SECONDS:g} s, and Lightning has all of them take part"
+            f"{str(filepath)!r} was not saved for it: not every rank came within {seconds:g} s, "
+            "and Lightning has all of them take part"
         )
-        raise error from None
+        raise error
+    raise RuntimeError(
+        f"trainer.save_checkpoint() was called for {str(filepath)!r} on rank "
+        f"{get_context().get_world_rank()}, but within {seconds:g} s not on every rank; "
+        "Lightning has all of them take part, so call it on every rank, and not only where "
+        "trainer.is_global_zero: rank 0 alone writes the file"
+    )
 
 
 @contextmanager

@@ -40,17 +40,14 @@ class PreparedTrainer(Trainer):
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Train, from the run's newest checkpoint if no other is given."""
-        if tunes(self):  # the training is yet to come
-            return super().fit(*args, **kwargs)
-        if self._resume is None:
-            self._resume = _begin(self)
-        path = self._resume.path
-        if path is None or any(args[_CKPT_PATH : _CKPT_PATH + 1]) or kwargs.get("ckpt_path"):
-            return super().fit(*args, **kwargs)
-        # It is resumable: see _data_position.py.
-        warnings.filterwarnings("ignore", "(?s).*your dataloader is not resumable")
-        self.ckpt_path = path
-        return super().fit(*args, **kwargs)
+        if not tunes(self):  # else the training is yet to come
+            self._resume = self._resume or _begin(self)
+            given = kwargs.get("ckpt_path") or any(args[_CKPT_PATH : _CKPT_PATH + 1])
+            if self._resume.path is not None and not given:
+                # It is resumable: see _data_position.py.
+                warnings.filterwarnings("ignore", "(?s).*your dataloader is not resumable")
+                self.ckpt_path = self._resume.path
+        super().fit(*args, **kwargs)
 
 
 def _begin(trainer: Any) -> Resume:
@@ -75,8 +72,9 @@ class Resume(OfUsersPackage, Callback, base="callbacks.Callback"):
     """
 
     def __init__(self, checkpoint: Checkpoint | None) -> None:
-        goes_on = checkpoint is not None and _is_of_lightning(checkpoint)
-        self.path = str(path_of(checkpoint)) if checkpoint is not None and goes_on else None
+        self.path: str | None = None
+        if checkpoint is not None and _is_of_lightning(checkpoint):
+            self.path = str(path_of(checkpoint))
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]
