@@ -43,7 +43,8 @@ class Placement:
     def made(cls, scaling: ScalingConfig) -> Self:
         """Ask Ray for a group of the run's own."""
         count = scaling.max_workers
-        remove_abandoned()  # by the process before this one: a sweep starts trial after trial
+        if ray.get_runtime_context().get_actor_id() is not None:
+            remove_abandoned()  # by the actor before this one: a sweep starts trial after trial
         group = placement_group(
             # Ray refuses a bundle without any resource.
             [scaling.bundle or {"CPU": 0.001}] * count,
