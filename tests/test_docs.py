@@ -46,8 +46,10 @@ CLICKS = """
 
 GIVEN = {
     "README.md": """
+        import torch
         make_model = lambda: torch.nn.Linear(2, 1)
-        train_one_epoch = lambda model: model(torch.ones(1, 2)).sum().item()
+        make_loader = lambda: torch.utils.data.DataLoader(torch.ones(8, 2))
+        train_one_epoch = lambda model, loader: sum(model(x).sum().item() for x in loader)
         """,
     "docs/index.md": "loss = 0.5",
     "docs/accelerate.md": """
