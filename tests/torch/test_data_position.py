@@ -242,7 +242,7 @@ def test_other_data_begin_the_epoch_anew(run_config: RunConfig) -> None:
         first = train.get_checkpoint() is None
         loader = prepare_data_loader(DataLoader(Ids(100 if first else 90), 10, collate_fn=list))
         if not first:
-            with pytest.warns(UserWarning, match="10 of its 100 items .* now it has 90 items"):
+            with pytest.warns(UserWarning, match="10 of its 100 items, .* now it has 90 items"):
                 return list(chain(*loader))
         for _ in loader:
             save()
