@@ -164,7 +164,9 @@ def test_unsized_batch_sampler_with_reproducibility_pads_the_last_turn(
     def function() -> list[list[int]]:
         if train.get_context().get_world_rank() == 0:  # the seed belongs to the process
             enable_reproducibility(1)
-        return list(prepare_data_loader(DataLoader(Ids(9), batch_sampler=Threes(), collate_fn=list)))
+        return list(
+            prepare_data_loader(DataLoader(Ids(9), batch_sampler=Threes(), collate_fn=list))
+        )
 
     ranks = run_in_threads(function, num_workers=2, run_config=run_config).return_values
     assert ranks == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [0, 1, 2]]]
