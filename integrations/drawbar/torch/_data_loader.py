@@ -1,7 +1,7 @@
 """Split data loaders between the ranks, and move their batches to the worker's device.
 
 A loader is copied and its sampler replaced. A new loader made from a list of settings would lose
-those of subclasses and of later PyTorch versions.
+the settings of subclasses and later PyTorch versions.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def prepare_data_loader(
     All ranks must call this for the same loaders in the same order. All ranks get the same number
     of batches.
 
-    The order of the samples is that of your sampler, which may be a batch sampler, have no length,
-    or be endless. Each sample goes to one rank. To give all ranks the same number, the first few
+    Your sampler sets the order of the samples. It may be a batch sampler, have no length, or be
+    endless. Each sample goes to one rank. To give all ranks the same number, the first few
     are repeated at the end of the epoch, or the last few are dropped if the loader has `drop_last`.
     Each iteration is a new epoch with a new order. `loader.sampler.set_epoch(n)` works, but is not
-    needed. The order is derived from the epoch and a seed of rank 0: that of the loader's
-    `generator`, or `torch.initial_seed()`. It does not depend on the number of workers.
+    needed. The order is derived from the epoch and a seed of rank 0, which the loader's `generator`
+    or `torch.initial_seed()` gives. It does not depend on the number of workers.
 
     Each checkpoint contains the position in the data: the samples that the training function has
     received when it reports the checkpoint. After a restart, the first iteration gives the rest of
@@ -118,7 +118,7 @@ def prepare_data_loader(
 class PreparedDataLoader(DataLoader[T]):
     """A loader that moves its batches to a device and tracks its position.
 
-    All other attributes are those of the loader inside.
+    All other attributes come from the loader inside.
     """
 
     def __init__(
