@@ -130,7 +130,7 @@ class PreparedDataLoader(DataLoader[T]):
         tracked: TrackedLoader,
         worker_seed: int,
     ) -> None:
-        # Without super().__init__(): all settings are those of `loader`.
+        # Without super().__init__(): all settings come from `loader`.
         self._loader = loader
         self._device = device
         self._ahead = ahead
