@@ -1,25 +1,30 @@
-"""Data loaders in the training function: split between the ranks, their batches on the worker's
-device.
+"""Split data loaders between the ranks, and move their batches to the worker's device.
 
-A loader is copied and its sampler exchanged, rather than made anew from a list of settings, so that
-every setting it has, and every one that a coming version of PyTorch or a subclass gives it, is
-kept.
+A loader is copied and its sampler replaced. A new loader made from a list of settings would lose
+the settings of subclasses and later PyTorch versions.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from drawbar.torch._apart import meeting_of_our_own
-from drawbar.torch._data_position import BatchCounter, Counter, StateCounter, Stateful, keep
+from drawbar.torch._data_position import (
+    BatchCounter,
+    Counter,
+    EpochCounter,
+    StateCounter,
+    Stateful,
+)
 from drawbar.torch._devices import get_device
+from drawbar.torch._loader_registry import TrackedLoader, get_registry
 from drawbar.torch._reproducibility import chosen_seed, derive_seed
-from drawbar.torch._sampler import EpochSampler, Position
+from drawbar.torch._sampler import EpochSampler
 from drawbar.torch._transfer import moved
 from drawbar.train import collective, get_context
 
@@ -35,34 +40,33 @@ def prepare_data_loader(
     resume: bool = True,
     name: str | None = None,
 ) -> DataLoader[T]:
-    """Split a loader's data between the workers, and put its batches on this worker's device.
+    """Split a data loader between the workers, and move its batches to this worker's device.
 
-    All ranks must call this, for the same loaders in the same order. What comes back is a
-    `DataLoader` with all settings of yours, and has the same number of batches on every rank.
+    All ranks must call this for the same loaders in the same order. All ranks get the same number
+    of batches.
 
-    The order of the data is that of your own sampler (shuffled or not, weighted, custom, or a batch
-    sampler), split between the ranks: each sample goes to one of them. A few are repeated so that
-    all ranks get equally many, or left out if the loader has `drop_last`. Each iteration is a new
-    epoch with its own order; `loader.sampler.set_epoch(n)` is honoured but not needed. The order
-    follows from the epoch and a seed that rank 0 gives: that of the loader's `generator`, or
-    `torch.initial_seed()`; it does not depend on the number of workers.
+    Your sampler sets the order of the samples. It may be a batch sampler, have no length, or be
+    endless. Each sample goes to one rank. To give all ranks the same number, the first few
+    are repeated at the end of the epoch, or the last few are dropped if the loader has `drop_last`.
+    Each iteration is a new epoch with a new order. `loader.sampler.set_epoch(n)` works, but is not
+    needed. The order is derived from the epoch and a seed of rank 0, which the loader's `generator`
+    or `torch.initial_seed()` gives. It does not depend on the number of workers.
 
-    Each checkpoint has the position in the data, and an attempt that starts from one goes on after
-    the samples that were received when it was reported, on any number of workers, without loading
-    what comes before: the first iteration gives the rest of the interrupted epoch. `len()` remains
-    that of a whole epoch. See the guide's page on data.
+    Each checkpoint contains the position in the data: the samples that the training function has
+    received when it reports the checkpoint. After a restart, the first iteration gives the rest of
+    the interrupted epoch, on any number of workers, without loading the samples before it. `len()`
+    remains the length of a whole epoch. A loader that is prepared once per epoch continues the
+    epochs of the previous one. See the guide's page on data.
 
-    A sampler that is distributed already is kept as it is, and an `IterableDataset` is left alone:
-    split it by `get_context().get_world_rank()` in its `__iter__`. Such loaders have no position,
-    but for an `IterableDataset` with `state_dict` and `load_state_dict` and `num_workers=0`, whose
-    state, as JSON, is kept. A subclass with an `__iter__` of its own goes on from the beginning of
-    the epoch.
+    A distributed sampler is kept as it is, and an `IterableDataset` is not split: use
+    `get_context().get_world_rank()` in its `__iter__`. These loaders begin an interrupted epoch
+    from its start, except for an `IterableDataset` with `state_dict` and `load_state_dict` and
+    `num_workers=0`, whose state is saved as JSON. So does a subclass with its own `__iter__`.
 
-    The loader's worker processes are seeded by the seed (of `enable_reproducibility`, or
-    `torch.initial_seed()`), the rank and the place in the data, which makes augmentations
-    repeatable and different on every rank. Nothing is drawn from PyTorch's own generator: where its
-    state is restored with the model, dropout goes on as if nothing had been interrupted. A
-    `generator` that the loader has is not replaced.
+    Worker processes of the loader are seeded from the seed of the loader's `generator`, or of
+    `enable_reproducibility`, or `torch.initial_seed()`, together with the rank, the epoch, and the
+    samples consumed. The prepared loader has its own generator for this. So augmentations differ
+    between ranks and epochs, and nothing is drawn from PyTorch's global generator.
 
     Args:
         data_loader: The loader; it is not changed.
@@ -71,13 +75,23 @@ def prepare_data_loader(
             lists, tuples, dataclasses and objects with a method `to`.
         auto_transfer: On a GPU, copy the next batch while the model works on this one. Give the
             loader `pin_memory=True`, otherwise the copy has to wait.
-        resume: Whether checkpoints have this loader's position.
-        name: Tells this loader from others over restarts. Default: its number, in the order of the
-            calls; so name the loaders if that order changes.
+        resume: Whether checkpoints contain this loader's position.
+        name: Identifies the loader after a restart. By default, it is identified by the line that
+            prepares it, and the type and length of its dataset. Loaders of the same name, for
+            example one per epoch, form one sequence of epochs.
+
+    Returns:
+        A `DataLoader` with the attributes of yours, except for samplers and `generator`.
 
     Raises:
-        TypeError: It is not a `torch.utils.data.DataLoader`.
+        TypeError: It is not a `torch.utils.data.DataLoader`, or its sampler is a generator object.
         RuntimeError: Called outside a training function.
+
+    Example:
+        >>> loader = prepare_data_loader(DataLoader(dataset, batch_size=64, shuffle=True))
+        >>> for epoch in range(start_epoch, 3):
+        ...     for batch in loader:
+        ...         loss = train_step(batch)
     """
     get_context()  # raises outside a training function
     if isinstance(data_loader, PreparedDataLoader):
@@ -91,17 +105,21 @@ def prepare_data_loader(
     sampler = None
     if add_dist_sampler and not isinstance(loader.dataset, IterableDataset):
         sampler = _split(loader)
-    counter = _resume(loader, sampler, name) if resume else None
+    counter = _make_counter(loader, sampler)
+    tracked = get_registry().add(counter, name, loader.dataset, is_recorded=resume)
     device = get_device() if move_to_device else torch.device("cpu")
     # A batch that is fetched ahead would be in the dataset's state before it is used.
     ahead = auto_transfer and not isinstance(counter, StateCounter)
     return PreparedDataLoader(
-        loader, device, ahead=ahead, counter=counter, seeding=_seeding(loader, sampler)
+        loader, device, ahead=ahead, tracked=tracked, worker_seed=_replace_generator(loader)
     )
 
 
 class PreparedDataLoader(DataLoader[T]):
-    """A loader whose batches are moved to a device on the way; its attributes are `loader`'s."""
+    """A loader that moves its batches to a device and tracks its position.
+
+    All other attributes come from the loader inside.
+    """
 
     def __init__(
         self,
@@ -109,23 +127,21 @@ class PreparedDataLoader(DataLoader[T]):
         device: torch.device,
         *,
         ahead: bool,
-        counter: Counter | None,
-        seeding: Callable[[], object],
+        tracked: TrackedLoader,
+        worker_seed: int,
     ) -> None:
-        # Without super().__init__(): `loader` has been made already, with settings that this one
-        # only shows.
+        # Without super().__init__(): all settings come from `loader`.
         self._loader = loader
         self._device = device
         self._ahead = ahead
-        self._counter = counter
-        self._seeding = seeding
+        self._tracked = tracked
+        self._worker_seed = worker_seed
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # a plain iterator over the loader's own
-        self._seeding()
-        if self._counter is None:
-            return self._batches()
-        self._counter.begin()
-        return self._counter.count(self._batches())
+        self._tracked.begin()
+        seed = derive_seed(self._worker_seed, *self._tracked.counter.epoch_start)
+        self._loader.generator.manual_seed(seed)
+        return self._tracked.count(self._batches())
 
     def _batches(self) -> Iterator[T]:
         if self._device.type == "cpu":  # where the batches are
@@ -142,7 +158,7 @@ class PreparedDataLoader(DataLoader[T]):
 
 
 def _split(loader: DataLoader[object]) -> EpochSampler[object] | None:
-    """Exchange the sampler of a loader, unless it is a distributed one."""
+    """Replace the sampler of a loader by one for this rank, unless it is a distributed one."""
     if _is_distributed(loader.sampler) or _is_distributed(loader.batch_sampler):
         return None
     context = get_context()
@@ -159,68 +175,50 @@ def _split(loader: DataLoader[object]) -> EpochSampler[object] | None:
     exchanged: dict[str, object]
     sampler: EpochSampler[object]
     batches = loader.batch_sampler
-    if batches is not None and loader.batch_size is None:  # the user's own: split by whole batches
+    if batches is not None and loader.batch_size is None:  # custom: split by whole batches
         sampler = split(batches, bool(getattr(batches, "drop_last", False)))
-        exchanged = {"batch_sampler": sampler}
+        # Also as `sampler`, which PyTorch does not use then, for `loader.sampler.set_epoch()`.
+        exchanged = {"batch_sampler": sampler, "sampler": sampler}
     else:
         sampler = items = split(loader.sampler, loader.drop_last)
         exchanged = {"sampler": items}
         if loader.batch_size is not None:
             exchanged["batch_sampler"] = BatchSampler(items, loader.batch_size, loader.drop_last)
-    # DataLoader refuses to have these set, since an iterator may be running; this copy has none
-    # yet.
+    # DataLoader does not allow setting these, because an iterator may be running. This copy has
+    # none yet.
     vars(loader).update(exchanged, _iterator=None)
     return sampler
 
 
-def _resume(
-    loader: DataLoader[object], sampler: EpochSampler[object] | None, name: str | None
-) -> Counter | None:
-    """Keep the loader's position, if it has one, and go on from the recorded one."""
+def _make_counter(loader: DataLoader[object], sampler: EpochSampler[object] | None) -> Counter:
+    """Return the counter that can count most of a loader: samples, the dataset's state, epochs."""
     if sampler is not None:
-        # A subclass may merge or skip batches: then they do not tell how many items were taken.
-        one_to_one = type(loader).__iter__ is DataLoader.__iter__
-        counter = BatchCounter(sampler, (loader.batch_size or 1) if one_to_one else 0)
-        if recorded := keep(counter, name):
-            sampler.go_on_from(Position(**recorded))
-        return counter
+        # The batches of a subclass with its own `__iter__` may hold any number of items.
+        is_plain = type(loader).__iter__ is DataLoader.__iter__
+        return BatchCounter(sampler, (loader.batch_size or 1) if is_plain else 0)
     dataset = loader.dataset
-    # In worker processes lie copies of the dataset, whose state nobody here can ask for.
-    if loader.num_workers or not isinstance(dataset, IterableDataset):
-        return None
-    if not isinstance(dataset, Stateful):
-        return None
-    states = StateCounter(dataset)
-    if recorded := keep(states, name):
-        states.go_on_from(recorded)
-    return states
+    # Worker processes have copies of the dataset, whose state cannot be read from here.
+    is_readable = not loader.num_workers and isinstance(dataset, IterableDataset)
+    if is_readable and isinstance(dataset, Stateful):
+        return StateCounter(dataset)
+    return EpochCounter()
 
 
-def _seeding(
-    loader: DataLoader[object], sampler: EpochSampler[object] | None
-) -> Callable[[], object]:
-    """Give what seeds the loader's processes, by rank and place in the data, before each pass.
+def _replace_generator(loader: DataLoader[object]) -> int:
+    """Replace the loader's generator by one that is seeded before each epoch, and return the seed.
 
-    A loader without a generator of its own draws this seed from PyTorch's at the beginning of each
-    pass. One that goes on inside an epoch would then draw once more than an uninterrupted one, and
-    every dropout after it would be another. So it gets a generator.
+    PyTorch seeds the loader's worker processes from that generator, or from the global one. The
+    user's generator is the same on every rank, and starts from its seed again after a restart. A
+    draw from the global one would change the dropout of a run that resumes inside an epoch.
     """
     if loader.generator is not None:
-        return lambda: None
-    seed = chosen_seed()
-    if seed is None:
+        seed = loader.generator.initial_seed()
+    elif (reproducible_seed := chosen_seed()) is not None:
+        seed = reproducible_seed
+    else:
         seed = torch.initial_seed()
-    rank = get_context().get_world_rank()
-    generator = loader.generator = torch.Generator()
-    generator.manual_seed(derive_seed(seed, rank))
-    if sampler is None:
-        return lambda: None
-
-    def place() -> object:
-        begin = sampler.upcoming
-        return generator.manual_seed(derive_seed(seed, rank, begin.epoch, begin.consumed))
-
-    return place
+    loader.generator = torch.Generator()
+    return derive_seed(seed, get_context().get_world_rank())
 
 
 def _is_distributed(sampler: object) -> bool:
