@@ -189,6 +189,8 @@ class Controller:
             assignments = await in_daemon_thread(self._plan.assignments, start, workers, ranks)
         except Exception as error:
             raise AttemptFailed(startup_end(error), cause=error) from error
+        for text in self._plan.notices:
+            self._emit(Notice(text))
         attempt = self._attempt = Attempt(
             number=self._number,
             run_id=self._run.run_id,
