@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 from drawbar.train._rows import Segment, Shuffle
 
 if TYPE_CHECKING:
-    import numpy as np
     import pyarrow as pa
     import ray
-    from numpy.typing import NDArray
 
-    Numbers = NDArray[np.int64]
+    from drawbar.train._rows import Numbers
 
 
 def shuffled_rows(segments: list[Segment], shuffle: Shuffle, rank: int, *, epoch: int) -> Numbers:
