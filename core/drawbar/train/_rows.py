@@ -2,7 +2,7 @@
 
 All ranks read equally many rows of their parts, so the entry "each of 2 workers has read 500 rows"
 identifies the unread rows: split the dataset again and leave 500 rows out of each part. A position
-is the list of such entries, one for each world size that the epoch has gone through.
+lists these entries, one for each world size that the epoch has gone through.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class AttemptFailed(Exception):
 
     Attributes:
         end: How it ended.
-        failures: What is known of each rank's failure.
+        failures: Failures of the ranks.
         gone: Processes that died, by rank.
         cause: Exception in the driver; None if workers failed.
         raised: When functions raised, by rank.

@@ -111,7 +111,7 @@ def shard_table(
                 number=number,
                 of=of,
                 rows=bounds[number][1] - bounds[number][0],
-                # Groups may have been sorted: the row numbers are not those of the user's table.
+                # Groups may have been sorted: row numbers of the user's table are unknown.
                 in_all=None if grouped else table.num_rows,
                 equalize=config.equalize,
             ),

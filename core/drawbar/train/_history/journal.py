@@ -237,8 +237,8 @@ def events_of(directory: RunDirectory) -> list[JournaledEvent]:
 
     Raises:
         FileNotFoundError: There is no run.
-        DamagedRunError: The journal cannot be read, is lost beside its checkpoints, or was
-            truncated.
+        DamagedRunError: The journal cannot be read, was truncated, or is lost although
+            checkpoints exist.
     """
     # The journal of an object store is uploaded after a commit, so it may end before it.
     names = directory.checkpoints.names() if directory.folder is None else []
@@ -263,8 +263,8 @@ def history(events: Iterable[JournaledEvent]) -> list[ReportReceived]:
     """Return the reports that count, in order, without duplicates.
 
     An attempt that starts at report k replaces the reports of earlier attempts from k on. There is
-    a gap only where a start has recorded that reports were lost. The metrics of a checkpoint's
-    validation are added to those of its report, on the lowest rank.
+    a gap only where a start has recorded that reports were lost. A checkpoint's validation metrics
+    are added to the metrics of its report, on the lowest rank.
     """
     reports: list[ReportReceived] = []
     validated: dict[int, Metrics] = {}
