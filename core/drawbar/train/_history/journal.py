@@ -179,6 +179,11 @@ def missing_reports(
     if len(ranks) >= newest.world_size:
         return None
     first = min(_next_report(events), newest.index)
+    if newest.attempt not in {
+        event.attempt for event in events if isinstance(event, AttemptStarted)
+    }:
+        # A later attempt began after some checkpoint, and replaced the reports from there on.
+        first = min(first, journaled + 1)
     return ReportsLost(
         time=time.time(), first=first, until=newest.index + 1, checkpoint=newest.name
     )
