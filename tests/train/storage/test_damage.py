@@ -24,6 +24,7 @@ from drawbar.train import (
     ResumeError,
     WorkerGroupError,
 )
+from drawbar.train.runs import find_run
 from drawbar.train.testing import check_run
 from tests.train.local_runs import ASYNC, content, fit, save
 
@@ -173,7 +174,7 @@ def test_resume_of_journal_truncated_at_each_line_leaves_no_unrecorded_gap(
                 Result.from_path(run)
             with pytest.raises(DamagedRunError, match=r'fit\(\) with resume="auto"'):
                 check_run(run)
-            assert "lacks reports" in dict(train.runs.find_run(run).verify())["journal.jsonl"]
+            assert "lacks reports" in dict(find_run(run).verify())["journal.jsonl"]
             with pytest.raises(ResumeError, match="holds a run with damaged parts"):
                 fit(three_steps, run.parent, resume="never")
         capfd.readouterr()
