@@ -213,13 +213,25 @@ class FileAsked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PassEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank has gone through its part of a dataset, or has left it before the end.
+    """The rank has read its part of a dataset to the end, or has left the iteration early.
 
-    `before`: what all ranks had read of the epoch when the attempt began, as `_rows.Read` encodes
-    it. `part`, `parts`: which part it was, of how many. `rows`: that this pass has given; None if
-    that cannot be told. `batches`: 0 if it gave rows one by one. `in_all`, `equalize`: the rows of
-    the dataset, if its parts are made by row numbers, and how they are shared. `empty`: "row" or
-    "batch" if a whole pass has given none. `index`: of the rank's next report.
+    Attributes:
+        dataset: Name of the dataset.
+        epoch: Number of the epoch.
+        before: Rows of the epoch that all ranks had read when the attempt began, as encoded by
+            `_rows.encode_reads`.
+        part: Number of the part.
+        parts: Number of parts.
+        rows: Rows that this iteration returned; None if they cannot be counted.
+        batches: Batches that it returned; 0 if it returned single rows.
+        shuffled: Whether it was shuffled.
+        ended: Whether it reached the end.
+        in_all: Rows of the dataset, if parts are made by row numbers; else None.
+        equalize: How rows are shared then.
+        empty: "row" or "batch" if a whole iteration returned none.
+        index: Number of the rank's next report.
+        discarded: Rows that were read of this epoch before it restarted from its beginning, one
+            entry like `before` for each of its restarts.
     """
 
     dataset: str
@@ -235,6 +247,7 @@ class PassEnded(msgspec.Struct, frozen=True, kw_only=True):
     equalize: Equalize
     empty: str = ""
     index: int = 0
+    discarded: list[Any] = []
 
 
 CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "wishes"]

@@ -1,8 +1,8 @@
-"""Rows of a dataset by number: whose they are, how far they have been read, and what is left.
+"""Row numbers of a dataset: which rank gets which rows, which were read, and which are unread.
 
-All ranks read equally many rows of their parts. So "each of 2 workers had read 500 rows" says which
-rows are left: split the dataset again, leave 500 rows of each part out. The list of such entries,
-one for every world size that an epoch has gone through, is the position.
+All ranks read equally many rows of their parts, so the entry "each of 2 workers has read 500 rows"
+identifies the unread rows: split the dataset again and leave 500 rows out of each part. A position
+lists these entries, one for each world size that the epoch has gone through.
 """
 
 from __future__ import annotations
@@ -10,13 +10,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Numbers = NDArray[np.int64]
 
 Equalize = Literal["drop", "pad", "join", "strict"]
 """What is done about rows that the ranks cannot share equally; see `DataConfig.equalize`."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Rows as (first, one after the last)."""
+
+Segment: TypeAlias = "range | Numbers"
+"""Row numbers of one block, in the order in which they are read: a `range`, or an array."""
+
+SEGMENT_ROWS = 65_536
+"""Maximum length of a segment that is an array."""
 
 T = TypeVar("T")
 
@@ -71,42 +83,56 @@ class Read:
 
 @dataclass(frozen=True)
 class RowPosition:
-    """How far a dataset has been read: so many epochs, and this much of the next.
+    """Position in a dataset: completed epochs, and the rows read of the current epoch.
 
     Attributes:
-        epoch: Number of the epoch.
-        read: What has been read of it.
-        cut_short: How many of the epochs before were left before their end: Ray Data, which
-            shuffles files anew each time it has gone through them, does not count those.
+        epoch: Number of the current epoch.
+        read: Rows that were read of it.
+        cut_short: Number of earlier epochs that were left before their end. Ray Data, which
+            reshuffles files for each execution, does not count those.
+        discarded: Rows that were read of this epoch before it restarted from its beginning, one
+            entry for each of its restarts.
     """
 
     epoch: int = 0
     read: tuple[Read, ...] = ()
     cut_short: int = 0
+    discarded: tuple[tuple[Read, ...], ...] = ()
 
     @staticmethod
     def decode(recorded: Mapping[str, Any] | None) -> RowPosition:
-        """Read what `encode` has made; the beginning for None."""
+        """Decode the result of `encode`; None is the beginning of the first epoch."""
         if recorded is None:
             return RowPosition()
-        read = tuple(Read.decode(*each) for each in recorded["read"])
-        return RowPosition(recorded["epoch"], read, recorded.get("cut_short", 0))
+        discarded = tuple(decode_reads(each) for each in recorded.get("discarded", ()))
+        return RowPosition(
+            recorded["epoch"],
+            decode_reads(recorded["read"]),
+            recorded.get("cut_short", 0),
+            discarded,
+        )
 
     def encode(self) -> dict[str, Any]:
-        """Give plain values."""
-        cut_short = {"cut_short": self.cut_short} if self.cut_short else {}
-        return {"epoch": self.epoch, "read": [each.encode() for each in self.read], **cut_short}
+        """Return the position as plain values for JSON."""
+        encoded: dict[str, Any] = {"epoch": self.epoch, "read": encode_reads(self.read)}
+        if self.cut_short:
+            encoded["cut_short"] = self.cut_short
+        if self.discarded:
+            encoded["discarded"] = [encode_reads(each) for each in self.discarded]
+        return encoded
 
     def begun(self) -> RowPosition:
-        """Give the beginning of the epoch that this one is in."""
-        return replace(self, read=())
+        """Return the beginning of the current epoch; rows that were read are read again."""
+        if not self.read:
+            return self
+        return replace(self, read=(), discarded=(*self.discarded, self.read))
 
     def passed(self, *, cut_short: bool) -> RowPosition:
-        """Give the beginning of the next epoch."""
+        """Return the beginning of the next epoch."""
         return RowPosition(self.epoch + 1, (), self.cut_short + cut_short)
 
     def after(self, world_size: int, rows: int, shuffle: Shuffle | None = None) -> RowPosition:
-        """Give the position after each of so many workers has read so many rows more."""
+        """Return the position after each of `world_size` workers has read `rows` more rows."""
         if not rows:
             return self
         if self.goes_on(world_size, shuffle):
@@ -116,9 +142,19 @@ class RowPosition:
         return replace(self, read=(*self.read, Read(world_size, rows, shuffle)))
 
     def goes_on(self, world_size: int, shuffle: Shuffle | None) -> bool:
-        """Whether so many workers, who shuffle so, go on with what they have read last."""
+        """Return whether workers with this shuffle continue the most recent read."""
         last = self.read[-1] if self.read else None
         return last is not None and (last.workers, last.shuffle) == (world_size, shuffle)
+
+
+def encode_reads(reads: Sequence[Read]) -> list[list[object]]:
+    """Return reads as plain values for JSON."""
+    return [each.encode() for each in reads]
+
+
+def decode_reads(recorded: Sequence[Sequence[Any]]) -> tuple[Read, ...]:
+    """Decode the result of `encode_reads`."""
+    return tuple(Read.decode(*each) for each in recorded)
 
 
 def shares(rows: int, world_size: int, equalize: Equalize) -> Ranges:
@@ -142,17 +178,17 @@ def rest(
     leave_out: Callable[[list[T], Read], list[T]],
     join: Callable[[list[T]], T],
 ) -> list[T]:
-    """Give each rank its part of what has not been read.
+    """Split the unread rows of an epoch between ranks.
 
-    Where the last readers were as many as there are now, each goes on with its own part.
+    If the last readers were as many as there are now, each rank continues with its own part.
 
     Args:
         whole: All rows.
-        read: What has been read of them.
+        read: Rows that were read, in order.
         world_size: Number of parts.
-        split: Gives so many parts.
-        leave_out: Gives what is left of each part after that.
-        join: Gives parts one after the other.
+        split: Splits rows into so many parts.
+        leave_out: Removes the rows that were read from each part.
+        join: Returns all unread rows, given the unread rows of each part.
     """
     left = [whole]
     for each in read:
@@ -162,43 +198,123 @@ def rest(
     return left if len(left) == world_size else split(join(left), world_size)
 
 
-def ranges_of(ranges: Ranges, start: int, stop: int | None = None) -> Ranges:
-    """Give the rows from the `start`-th of these ranges to before the `stop`-th."""
-    found, before = [], 0
-    for low, high in ranges:
-        first = low + max(start - before, 0)
-        last = high if stop is None else min(high, low + stop - before)
-        before += high - low
-        if first < last:
-            found.append((first, last))
-    return tuple(found)
+class NumberedRows:
+    """Rows of a dataset whose row numbers are known, split between ranks.
 
+    A split over another number of workers includes every row that was not read. That includes rows
+    that `equalize="drop"` had left out before, and excludes those that "pad" had duplicated.
 
-def share_ranges(ranges: Ranges, world_size: int, equalize: Equalize) -> list[Ranges]:
-    """Share rows as `shares` does."""
-    rows = sum(high - low for low, high in ranges)
-    return [ranges_of(ranges, low, high) for low, high in shares(rows, world_size, equalize)]
-
-
-def rest_of_ranges(
-    rows: int, read: Sequence[Read], world_size: int, equalize: Equalize
-) -> tuple[list[Ranges], Ranges]:
-    """Give the rows that each rank has left, and those that were read, of so many by number.
-
-    Rows that were read in a shuffled order are counted as if they had not been.
+    Args:
+        blocks: Number of rows of each block. Segments do not cross block boundaries, since the
+            order of a local shuffle depends on them.
+        equalize: How rows are shared that cannot be shared equally.
+        order: Returns the row numbers of a rank's segments in the order of a shuffle. Receives the
+            segments, the shuffle, and the rank. None reads shuffled rows as if they had not been
+            shuffled.
     """
-    taken: list[tuple[int, int]] = []
 
-    def leave_out(left: list[Ranges], each: Read) -> list[Ranges]:
-        taken.extend(found for part in left for found in ranges_of(part, 0, each.rows))
-        return [ranges_of(part, each.rows) for part in left]
+    def __init__(
+        self,
+        blocks: Sequence[int],
+        equalize: Equalize,
+        order: Callable[[list[Segment], Shuffle, int], Numbers] | None = None,
+    ) -> None:
+        ends = list(itertools.accumulate(blocks))
+        self._blocks: list[Segment] = [
+            range(end - rows, end) for rows, end in zip(blocks, ends, strict=True)
+        ]
+        self._rows = sum(blocks)
+        self._equalize = equalize
+        self._order = order
+        self._read: list[Segment] = []
 
-    left: list[Ranges] = rest(
-        ((0, rows),),
-        read,
-        world_size,
-        split=lambda ranges, workers: share_ranges(ranges, workers, equalize),
-        leave_out=leave_out,
-        join=lambda parts: tuple(found for part in parts for found in part),
-    )
-    return left, tuple(taken)
+    @property
+    def read(self) -> list[Segment]:
+        """Rows that were read, in any order; rows that two ranks have read are in it twice."""
+        return self._read
+
+    def rest(self, read: Sequence[Read], world_size: int) -> list[list[Segment]]:
+        """Return the unread rows of each rank. Call it once per object."""
+        return rest(
+            self._blocks,
+            read,
+            world_size,
+            split=self._split,
+            leave_out=self._leave_out,
+            join=lambda _: self._unread(),
+        )
+
+    def _split(self, segments: list[Segment], world_size: int) -> list[list[Segment]]:
+        rows = sum(map(len, segments))
+        windows = shares(rows, world_size, self._equalize)
+        return [cut_segments(segments, low, high) for low, high in windows]
+
+    def _leave_out(self, parts: list[list[Segment]], read: Read) -> list[list[Segment]]:
+        left = []
+        for rank, part in enumerate(parts):
+            if read.shuffle is not None and self._order is not None:
+                part = _in_segments(self._order(part, read.shuffle, rank))
+            self._read += cut_segments(part, 0, read.rows)
+            left.append(cut_segments(part, read.rows))
+        return left
+
+    def _unread(self) -> list[Segment]:
+        if not self._read:
+            return self._blocks
+        if all(isinstance(each, range) for each in self._read):
+            return self._unread_ranges()
+        import numpy as np
+
+        is_unread = np.ones(self._rows, dtype=bool)
+        for each in self._read:
+            is_unread[np.asarray(each)] = False
+        return _in_segments(np.flatnonzero(is_unread))
+
+    def _unread_ranges(self) -> list[Segment]:
+        read = merge_ranges(sorted((each.start, each.stop) for each in self._read if each))
+        unread = [range(*each) for each in complement(read, self._rows)]
+        return [
+            common
+            for block in self._blocks
+            for each in unread
+            if (common := range(max(block.start, each.start), min(block.stop, each.stop)))
+        ]
+
+
+def cut_segments(segments: list[Segment], start: int, stop: int | None = None) -> list[Segment]:
+    """Return the rows from position `start` to before position `stop`."""
+    found: list[Segment] = []
+    before = 0
+    for each in segments:
+        low, high = max(start - before, 0), len(each) if stop is None else max(stop - before, 0)
+        before += len(each)
+        if len(part := each[low:high]):
+            found.append(part)
+    return found
+
+
+def _in_segments(numbers: Numbers) -> list[Segment]:
+    """Cut row numbers into segments of at most `SEGMENT_ROWS` rows."""
+    starts = range(0, len(numbers), SEGMENT_ROWS)
+    return [numbers[start : start + SEGMENT_ROWS] for start in starts]
+
+
+def merge_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Merge sorted ranges that touch or overlap."""
+    merged: list[tuple[int, int]] = []
+    for low, high in ranges:
+        if merged and low <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    return tuple(merged)
+
+
+def complement(ranges: Sequence[tuple[int, int]], rows: int) -> Ranges:
+    """Return the rows below `rows` that are in none of these sorted ranges."""
+    found, until = [], 0
+    for low, high in (*ranges, (rows, rows)):
+        if until < low:
+            found.append((until, low))
+        until = max(until, high)
+    return tuple(found)

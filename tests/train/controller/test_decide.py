@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from drawbar.train import FailureConfig, ResumeError
-from drawbar.train._controller.decisions import GiveUp, Restart, Spent, after_failure, spent_so_far
+from drawbar.train._controller.decisions import (
+    GiveUp,
+    Restart,
+    Spent,
+    after_failure,
+    spent_so_far,
+    startup_delay,
+)
 from drawbar.train._history.events import AttemptEnd
 from drawbar.train._launch.resume import RunState, changes, resume_plan
 
@@ -65,6 +72,14 @@ def test_budgets_are_counted_over_drivers() -> None:
     ends: list[AttemptEnd] = ["worker", "hang", "preemption", "startup", "resize", "storage"]
     assert spent_so_far([]) == Spent()
     assert spent_so_far(ends) == Spent(failures=2, preemptions=1, startups=1)
+
+
+@pytest.mark.parametrize(
+    ("failed_starts", "seconds"),
+    [(0, 0), (1, 2), (2, 4), (3, 8), (5, 32), (6, 60), (7, 60), (10**6, 60)],
+)
+def test_startup_delay_doubles_up_to_a_minute(failed_starts: int, seconds: float) -> None:
+    assert startup_delay(failed_starts) == seconds
 
 
 AUTO_FROM_CHECKPOINT = "training goes on from checkpoint c"

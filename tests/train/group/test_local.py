@@ -439,7 +439,11 @@ def test_a_dataset_that_ends_where_it_should_begin_fails_the_run(tmp_path: Path)
         lambda: None,
         datasets={"train": make},
         scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name="run", storage_path=tmp_path),
+        run_config=RunConfig(
+            name="run",
+            storage_path=tmp_path,
+            failure_config=FailureConfig(max_startup_failures=0),
+        ),
     )
     with pytest.raises(ControllerError, match=r"failed in its start-up: .*StopIteration"):
         trainer.fit()

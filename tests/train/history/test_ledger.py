@@ -85,3 +85,18 @@ def test_a_shuffle_has_read_all_in_the_end() -> None:
     assert only(passed(0, 3, **shuffled), passed(1, 3, **shuffled)).left_out == ()
     part = only(passed(0, 2, ended=False, **shuffled), passed(1, 3, **shuffled))
     assert (part.rows, part.ranges) == (9, None)
+
+
+def test_data_ledger_after_resize_counts_rows_dropped_before_as_read() -> None:
+    """4 workers have read one of 11 rows each; the other 7 are shared by 3 workers."""
+    fields: dict[str, Any] = {"in_all": 11, "before": [[4, 1]], "parts": 3}
+    epoch = only(*(passed(rank, 2, **fields) for rank in range(3)))
+    assert (epoch.rows, epoch.repeated, epoch.left_out) == (10, (), ((10, 11),))
+
+
+def test_data_ledger_of_restarted_epoch_lists_repeated_rows() -> None:
+    again: dict[str, Any] = {"discarded": [[[2, 3]]]}
+    epoch = only(passed(0, 5, **again), passed(1, 5, **again))
+    assert (epoch.rows, epoch.repeated, epoch.restarts) == (16, ((0, 3), (5, 8)), 1)
+    unknown = only(*(passed(rank, 5, in_all=None, **again) for rank in range(2)))
+    assert (unknown.rows, unknown.repeated, unknown.restarts) == (16, None, 1)

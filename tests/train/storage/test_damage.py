@@ -24,6 +24,7 @@ from drawbar.train import (
     ResumeError,
     WorkerGroupError,
 )
+from drawbar.train.runs import find_run
 from drawbar.train.testing import check_run
 from tests.train.local_runs import ASYNC, content, fit, save
 
@@ -130,14 +131,86 @@ def test_a_line_and_a_manifest_that_are_nested_too_deeply_are_damage(run: Path) 
     assert (run / "journal.damaged").exists()
 
 
-def test_no_line_that_is_lost_makes_a_run_unreadable(run: Path) -> None:
+def test_result_of_journal_without_some_lines_is_read_or_damaged(run: Path) -> None:
     lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    for number in range(len(lines)):
-        for left in (lines[:number] + lines[number + 1 :], lines[number:], lines[: number + 1]):
+    for number in range(1, len(lines)):
+        for left in (lines[:number] + lines[number + 1 :], lines[number:], lines[:number]):
             (run / "journal.jsonl").write_bytes(b"".join(left))
-            result = Result.from_path(run)
+            try:
+                result = Result.from_path(run)
+            except DamagedRunError:
+                continue
             assert content(result.checkpoint) == "b"
             assert len(result.timeline.attempts) <= 1
+
+
+def three_steps() -> None:
+    checkpoint = train.get_checkpoint()
+    for text in "abc"[0 if checkpoint is None else "abc".index(content(checkpoint)) + 1 :]:
+        train.report({"text": "between"})
+        save(text)
+
+
+def test_resume_of_journal_truncated_at_each_line_leaves_no_unrecorded_gap(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(three_steps, tmp_path)
+    original = tmp_path / "run"
+    lines = (original / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    kinds = [json.loads(line)["event"] for line in lines]
+    last_report = max(n for n, kind in enumerate(kinds) if kind == "report")
+    for kept in range(1, len(lines) + 1):
+        run = tmp_path / f"after_{kept}" / "run"
+        shutil.copytree(original, run)
+        (run / "journal.jsonl").write_bytes(b"".join(lines[:kept]))
+        is_complete = kept > last_report
+        if is_complete:  # at most the newest commit and the end of the run are not journaled
+            assert content(Result.from_path(run).checkpoint) == "c"
+        else:
+            message = (
+                r"journal\.jsonl ends before checkpoint_000005 was committed: reports \d+ to 5"
+            )
+            with pytest.raises(DamagedRunError, match=message):
+                Result.from_path(run)
+            with pytest.raises(DamagedRunError, match=r'fit\(\) with resume="auto"'):
+                check_run(run)
+            assert "lacks reports" in dict(find_run(run).verify())["journal.jsonl"]
+            with pytest.raises(ResumeError, match="holds a run with damaged parts"):
+                fit(three_steps, run.parent, resume="never")
+        capfd.readouterr()
+        result = fit(save_once, run.parent)
+        assert ("its journal, which lacks reports" in capfd.readouterr().err) == (not is_complete)
+        assert content(result.checkpoint) == "d"
+        check_run(run)
+        assert result.metrics_dataframe["index"].tolist()[-1] == 6
+        assert content(Result.from_path(run).checkpoint) == "d"
+
+
+def save_once() -> None:
+    assert content(train.get_checkpoint()) == "c"
+    save("d")
+
+
+def test_resume_of_truncated_journal_keeps_the_reports_that_it_has(tmp_path: Path) -> None:
+    fit(three_steps, tmp_path)
+    journal = tmp_path / "run" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    reports = [n for n, line in enumerate(lines) if json.loads(line)["event"] == "report"]
+    journal.write_bytes(b"".join(lines[: reports[3]]))
+    result = fit(save_once, tmp_path)
+    assert result.metrics_dataframe["index"].tolist() == [0, 1, 2, 6]
+    lost = [
+        json.loads(line) for line in journal.read_bytes().splitlines() if b"reports_lost" in line
+    ]
+    assert [(each["first"], each["until"]) for each in lost] == [(3, 6)]
+
+
+def test_result_of_run_with_copied_checkpoint_of_another_run_is_read(
+    run: Path, tmp_path: Path
+) -> None:
+    fit(three_steps, tmp_path / "other")
+    shutil.copytree(tmp_path / "other" / "run" / "checkpoint_000005", run / "pretrained")
+    assert Result.from_path(run).error is None
 
 
 def cut(file: Path) -> None:

@@ -26,8 +26,13 @@ _PEER_IS_LOST = re.compile(
 class AttemptFailed(Exception):
     """The attempt is over before its end.
 
-    `gone` has the processes that died, by rank, and `raised` when the functions raised that did.
-    `cause` is set when no worker is to blame.
+    Attributes:
+        end: How it ended.
+        failures: Failures of the ranks.
+        gone: Processes that died, by rank.
+        cause: Exception in the driver; None if workers failed.
+        raised: When functions raised, by rank.
+        started: When the attempt began, if its workers did not start; else 0.
     """
 
     end: AttemptEnd
@@ -35,6 +40,7 @@ class AttemptFailed(Exception):
     gone: dict[int, Gone] = field(default_factory=dict)
     cause: Exception | None = None
     raised: dict[int, float] = field(default_factory=dict)
+    started: float = 0.0
 
     def __post_init__(self) -> None:
         self._heard = asyncio.Event()

@@ -18,7 +18,7 @@ from drawbar.train._controller.backend_hooks import BackendHooks
 from drawbar.train._controller.commits import Committer
 from drawbar.train._controller.decisions import GiveUp
 from drawbar.train._controller.diagnosis import Diagnoses
-from drawbar.train._controller.failures import describe_hang, startup_end
+from drawbar.train._controller.failures import describe_delay, describe_hang, startup_end
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.run import Outcome, Plan, Run
 from drawbar.train._controller.validations import Validations
@@ -151,6 +151,9 @@ class Controller:
                 self._number += 1
                 if self._stops_at_commit:  # the attempt that was to save first is over
                     raise asyncio.CancelledError from failed
+                if decision.delay:
+                    self._emit(Notice(describe_delay(failed, decision)))
+                    await asyncio.sleep(decision.delay)  # stop() cancels it
             else:
                 await self._wait_for_validations()
                 for remark in attempt.remarks():
@@ -188,7 +191,10 @@ class Controller:
             # It may compute datasets for minutes; neither stop() nor the program's end waits.
             assignments = await in_daemon_thread(self._plan.assignments, start, workers, ranks)
         except Exception as error:
-            raise AttemptFailed(startup_end(error), cause=error) from error
+            end = startup_end(error)
+            raise AttemptFailed(end, cause=error, started=start.time) from error
+        for text in self._plan.notices:
+            self._emit(Notice(text))
         attempt = self._attempt = Attempt(
             number=self._number,
             run_id=self._run.run_id,

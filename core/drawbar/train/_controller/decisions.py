@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from drawbar.train._history.events import AttemptEnd
 from drawbar.train._settings.run_config import FailureConfig
 
+STARTUP_DELAY_SECONDS = 2.0
+MAX_STARTUP_DELAY_SECONDS = 60.0
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -32,9 +35,15 @@ class Spent:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start another attempt from the newest committed checkpoint; `spent` is the new count."""
+    """Start another attempt from the newest committed checkpoint.
+
+    Attributes:
+        spent: The new counts.
+        delay: Seconds to wait before the start.
+    """
 
     spent: Spent
+    delay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,19 @@ def after_failure(end: AttemptEnd, spent: Spent, config: FailureConfig) -> Resta
     if limit < 0 or used < limit:
         return Restart(spent.after(end))
     return GiveUp(f"FailureConfig.{name}={limit} is used up")
+
+
+def startup_delay(failed_starts: int) -> float:
+    """Return the seconds to wait before the next start, after so many failed starts in a row.
+
+    The delay doubles with each failed start, up to `MAX_STARTUP_DELAY_SECONDS`. What makes a start
+    fail, such as a storage or a registry that does not respond, often takes longer to recover than
+    the processes take to start.
+    """
+    if not failed_starts:
+        return 0.0
+    doublings = min(failed_starts - 1, 20)
+    return min(STARTUP_DELAY_SECONDS * 2.0**doublings, MAX_STARTUP_DELAY_SECONDS)
 
 
 def spent_so_far(ends: Iterable[AttemptEnd]) -> Spent:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ray.exceptions import RayActorError, RuntimeEnvSetupError
+from ray.exceptions import OutOfMemoryError, RayActorError, RuntimeEnvSetupError
 
+from drawbar.train._controller.attempt_failed import AttemptFailed
+from drawbar.train._controller.decisions import Restart
 from drawbar.train._errors import (
     ControllerError,
     DivergenceError,
@@ -18,7 +21,12 @@ from drawbar.train._errors import (
     WorkerFailure,
     WorkerGroupError,
 )
-from drawbar.train._group.exit_status import verdict, wait_for_report
+from drawbar.train._group.exit_status import (
+    startup_verdict,
+    verdict,
+    wait_for_report,
+    wait_for_report_of_pid,
+)
 from drawbar.train._history.events import AttemptEnd
 from drawbar.train._messages import Gone, WorkerInfo
 from drawbar.train._storage.run_directory import RunDirectory
@@ -54,6 +62,51 @@ async def describe_death(
         time=report.time if report is not None else gone.time,
         reports=reports,
         log_path=str(log),
+    )
+
+
+async def describe_startup_death(
+    error: Exception, directory: RunDirectory, since: float
+) -> WorkerFailure | None:
+    """Describe a worker process that died before the training function started.
+
+    Args:
+        error: Exception that ended the start.
+        directory: The run's directory.
+        since: Start of the attempt, in seconds since the epoch.
+
+    Returns:
+        None if the error does not report a death.
+    """
+    if not isinstance(error, RayActorError | OutOfMemoryError):
+        return None
+    text = str(error)
+    found = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
+    pid = int(found[1]) if found else 0
+    report = None
+    if pid:
+        folder = directory.exit_report("", pid).parent
+        report = await wait_for_report_of_pid(folder, pid, since, EXIT_REPORT_SECONDS)
+    node = re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
+    in_init = getattr(error, "actor_init_failed", False)
+    return WorkerFailure(
+        rank=-1,
+        kind="startup",
+        type_name="a worker process died while it started",
+        message=startup_verdict(report, text),
+        traceback=text if in_init else "",
+        hostname=node[1] if node else "",
+        pid=pid,
+        time=report.time if report is not None else time.time(),
+    )
+
+
+def describe_delay(failed: AttemptFailed, restart: Restart) -> str:
+    """Return the console line about the wait before the workers are started again."""
+    cause = "" if failed.failures else f" ({type(failed.cause).__name__}: {failed.cause})"
+    return (
+        f"The workers did not start{cause}. Starting them again in {restart.delay:g} s "
+        f"(startup failure {restart.spent.startups})"
     )
 
 
@@ -111,15 +164,22 @@ def training_failed(
     path: str,
     loads: str,
 ) -> TrainingFailedError:
-    """Build the error that `fit()` raises: the root cause first, the rest folded under it.
+    """Build the error that `fit()` raises: the root cause first, other failures below it.
 
-    `reason` says why the run ends, `loads` which checkpoint it has.
+    Args:
+        end: How the last attempt ended.
+        failures: Failures of workers, the root cause first.
+        cause: Exception in the driver, if there was one.
+        reason: Why the run ends.
+        path: Location of the run.
+        loads: Line that names the checkpoint that the run has.
     """
     footer = f"\n\nThe run ends: {reason}.\nrun directory: {path}\n{loads}"
     if isinstance(cause, InsufficientResourcesError):
         return InsufficientResourcesError(f"{cause}{footer}", path=path)
-    if not failures:
-        message = f"the run failed in its {_PART[end]}: {type(cause).__name__}: {cause}{footer}"
+    if not failures or failures[0].kind == "startup":
+        what = failures[0].describe() if failures else f"{type(cause).__name__}: {cause}"
+        message = f"the run failed in its {_PART[end]}: {what}{footer}"
         return ControllerError(message, cause, path=path)
     message = failures[0].describe()
     if len(failures) > 1:

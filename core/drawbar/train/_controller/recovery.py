@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.attempt_failed import AttemptFailed
 from drawbar.train._controller.backend_hooks import BackendHooks
 from drawbar.train._controller.commits import Committer
-from drawbar.train._controller.decisions import GiveUp, Restart, after_failure
-from drawbar.train._controller.failures import describe_death, training_failed
+from drawbar.train._controller.decisions import GiveUp, Restart, after_failure, startup_delay
+from drawbar.train._controller.failures import (
+    describe_death,
+    describe_startup_death,
+    training_failed,
+)
 from drawbar.train._controller.run import Run
 from drawbar.train._errors import TrainingFailedError, root_cause_first
 from drawbar.train._group.worker_group import WorkerGroup
@@ -34,6 +39,7 @@ class Recovery:
         self._commits = commits
         self._emit = emit
         self._spent = run.spent
+        self._failed_starts = 0  # in a row
 
     async def after(
         self, number: int, attempt: Attempt | None, failed: AttemptFailed
@@ -48,6 +54,12 @@ class Recovery:
             # Only now: until every process had stopped, ranks told what had become of them.
             attempt.close()
             await self._look_into_deaths(attempt, failed)
+        elif failed.cause is not None and (
+            failure := await describe_startup_death(
+                failed.cause, self._run.directory, failed.started
+            )
+        ):
+            failed.failures.append(failure)
         # Only now all are known. By time, since what peers raise after a death comes through the
         # same streams, in any order.
         failed.failures = root_cause_first(failed.failures)
@@ -59,6 +71,9 @@ class Recovery:
         if _moves(attempt):
             self._group.move()
         decision = self._decide(failed.end)
+        self._failed_starts = self._failed_starts + 1 if failed.end == "startup" else 0
+        if isinstance(decision, Restart):
+            decision = replace(decision, delay=startup_delay(self._failed_starts))
         self._tell(number, failed, is_last=isinstance(decision, GiveUp))
         if isinstance(decision, Restart):
             self._spent = decision.spent
@@ -81,7 +96,8 @@ class Recovery:
             # long for who will be killed anyway.
             grace=RESTART_GRACE_SECONDS if restart and keep else FAIL_GRACE_SECONDS,
             keep=keep,
-            replace=restart,
+            # After a failed start, the next one creates the processes: it waits first.
+            replace=restart and failed.end != "startup",
         )
 
     async def _look_into_deaths(self, attempt: Attempt, failed: AttemptFailed) -> None:
@@ -95,7 +111,7 @@ class Recovery:
 
     def _tell(self, number: int, failed: AttemptFailed, *, is_last: bool) -> None:
         headlines = [failure.headline() for failure in failed.failures]
-        if failed.cause is not None:
+        if failed.cause is not None and not any(f.kind == "startup" for f in failed.failures):
             headlines.append(f"{type(failed.cause).__name__}: {failed.cause}")
         self._emit(
             AttemptEnded(time=time.time(), attempt=number, kind=failed.end, failures=headlines)

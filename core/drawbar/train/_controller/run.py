@@ -38,6 +38,11 @@ class Plan(Protocol):
         """Say what each slot is to do; datasets are sharded anew."""
         ...
 
+    @property
+    def notices(self) -> list[str]:
+        """Console lines about the datasets of the most recent assignments."""
+        ...
+
     def waiting_for(self, up: int, placed: bool) -> str:
         """Say in one line what the workers that have not started are waiting for."""
         ...

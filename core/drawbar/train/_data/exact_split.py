@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train._rows import Equalize, Ranges, RowPosition, rest_of_ranges, shares
+from drawbar.train._data.local_shuffle import shuffled_rows, take_rows
+from drawbar.train._rows import Equalize, NumberedRows, Ranges, RowPosition, Segment, shares
 from drawbar.train._settings.data_config import DataConfig
 
 if TYPE_CHECKING:
@@ -148,7 +149,9 @@ class ExactSplits:
             require_equal(name, whole.count(), world_size, config.equalize)
             if config.equalize == "pad":
                 windows = shares(whole.count(), world_size, "pad")
-                self._parts[name, world_size] = [self._sliced(name, (each,)) for each in windows]
+                self._parts[name, world_size] = [
+                    self._sliced(name, [range(low, high)]) for low, high in windows
+                ]
                 return self._parts[name, world_size]
             cuts = cut_points(whole.count(), world_size, self._starts.get(name))
             parts = whole.split_at_indices(cuts) if cuts else [whole]
@@ -165,34 +168,47 @@ class ExactSplits:
     def rest(
         self, name: str, equalize: Equalize, world_size: int, position: RowPosition
     ) -> list[ExactPart] | None:
-        """Give each rank what is left of the epoch that a position is in.
+        """Return each rank's unread rows of the epoch that a position is in.
 
         Returns:
-            None if that is not known by row numbers: rows that were shuffled, or kept in groups, or
-            that lie in other blocks than Arrow's. The epoch begins anew then.
+            None if the row numbers are unknown, since rows are kept in groups. The epoch then
+            restarts from its beginning.
         """
-        known = name in self._blocks and name not in self._starts
-        if not known or any(each.shuffle for each in position.read):
+        if name not in self._blocks or name in self._starts:
             return None
-        left, _ = rest_of_ranges(self.count(name), position.read, world_size, equalize)
-        return [self._sliced(name, ranges) for ranges in left]
+        _, counts = self._blocks[name]
+        rows = NumberedRows(counts, equalize, partial(shuffled_rows, epoch=position.epoch))
+        return [self._sliced(name, each) for each in rows.rest(position.read, world_size)]
 
-    def _sliced(self, name: str, ranges: Ranges) -> ExactPart:
-        """Find the rows of some ranges in the blocks of a dataset."""
+    def _sliced(self, name: str, segments: Sequence[Segment]) -> ExactPart:
+        """Return rows of a dataset as a part. Shuffled rows are copied into the object store."""
+        import ray
+
         blocks, counts = self._blocks[name]
-        ends = list(itertools.accumulate(counts))
-        found = [
-            (block, max(low - end + count, 0), min(high - end + count, count))
-            for low, high in ranges
+        slices: list[tuple[ray.ObjectRef[pa.Table], int, int]] = []
+        for segment in segments:
+            if isinstance(segment, range):
+                slices += self._slices_of(name, segment)
+            else:
+                table = take_rows(blocks, counts, segment)
+                slices.append((ray.put(table), 0, table.num_rows))
+        return SlicedPart(slices or [(blocks[0], 0, 0)])
+
+    def _slices_of(self, name: str, rows: range) -> list[tuple[ray.ObjectRef[pa.Table], int, int]]:
+        """Return where a range of rows is stored: (block, first row, one after the last)."""
+        blocks, counts = self._blocks[name]
+        ends = itertools.accumulate(counts)
+        return [
+            (block, max(rows.start - end + count, 0), min(rows.stop - end + count, count))
             for block, count, end in zip(blocks, counts, ends, strict=True)
-            if end - count < high and low < end
+            if end - count < rows.stop and rows.start < end
         ]
-        return SlicedPart(found or [(blocks[0], 0, 0)])
 
     def _compute(self, name: str, dataset: Dataset, config: DataConfig) -> None:
         group_column = config.group_column
         whole = dataset.materialize()
-        if config.equalize == "pad" and _arrow_blocks(whole) is None:
+        # Row numbers are only known in Arrow blocks. pandas blocks become Arrow blocks.
+        if group_column is None and _arrow_blocks(whole) is None:
             whole = whole.map_batches(_as_it_is, batch_format="pyarrow").materialize()
         if group_column is not None:
             _require_column(name, group_column, whole.columns() or [])

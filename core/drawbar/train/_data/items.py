@@ -7,12 +7,12 @@ items. A restart inside an epoch makes no item again that was read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from drawbar.train._data.shard import DatasetShard, Part
-from drawbar.train._rows import Equalize, Read, RowPosition, Shuffle, rest, shares
+from drawbar.train._rows import NumberedRows, RowPosition, Segment, Shuffle, shares
 from drawbar.train._settings.data_config import DataConfig
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _mapped(batch: object, change: Callable[[Any], object]) -> object:
 def shard_items(
     name: str, dataset: MapStyle, config: DataConfig, world_size: int, position: RowPosition
 ) -> list[DatasetShard]:
-    """Give each rank its shard of a dataset: items side by side, or all if it is not split.
+    """Return each rank's shard of a dataset: consecutive items, or all if it is not split.
 
     Raises:
         ValueError: It has no columns to group by.
@@ -144,12 +144,10 @@ def shard_items(
             f"datasets[{name!r}] is a {type(dataset).__name__}, which has items"
         )
     of = world_size if config.splits(name) else 1
-    items = np.arange(len(dataset))
     kept = ray.put(dataset) if ray.is_initialized() else dataset
-    split = partial(_split, equalize=config.equalize)
-    parts = split(items, of)
-    leave_out = partial(_leave_out, epoch=position.epoch)
-    first = rest(items, position.read, of, split=split, leave_out=leave_out, join=np.concatenate)
+    parts = [np.arange(low, high) for low, high in shares(len(dataset), of, config.equalize)]
+    order = partial(_in_order, epoch=position.epoch)
+    rest = NumberedRows([len(dataset)], config.equalize, order).rest(position.read, of)
     return [
         DatasetShard(
             ItemsPart(kept, parts[number]),
@@ -158,26 +156,21 @@ def shard_items(
                 number=number,
                 of=of,
                 rows=len(parts[number]),
-                in_all=len(items),
+                in_all=len(dataset),
                 equalize=config.equalize,
             ),
             position=position,
-            rest=ItemsPart(kept, first[number]) if position.read else None,
+            rest=ItemsPart(kept, _numbers(rest[number])) if position.read else None,
         )
         for number in (range(of) if of == world_size else [0] * world_size)
     ]
 
 
-def _split(items: Numbers, of: int, equalize: Equalize) -> list[Numbers]:
-    return [items[low:high] for low, high in shares(len(items), of, equalize)]
+def _numbers(segments: list[Segment]) -> Numbers:
+    import numpy as np
+
+    return np.concatenate([np.empty(0, dtype=np.int64), *segments])
 
 
-def _leave_out(parts: Sequence[Numbers], read: Read, epoch: int) -> list[Numbers]:
-    return [
-        _in_order(part, read.shuffle, epoch, number)[read.rows :]
-        for number, part in enumerate(parts)
-    ]
-
-
-def _in_order(part: Numbers, shuffle: Shuffle | None, epoch: int, number: int) -> Numbers:
-    return part if shuffle is None else shuffled(part, shuffle.seed_of(epoch, number))
+def _in_order(segments: list[Segment], shuffle: Shuffle, rank: int, *, epoch: int) -> Numbers:
+    return shuffled(_numbers(segments), shuffle.seed_of(epoch, rank))

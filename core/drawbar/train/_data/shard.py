@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._messages import PassEnded
-from drawbar.train._rows import Equalize, RowPosition, Shuffle
+from drawbar.train._rows import Equalize, RowPosition, Shuffle, encode_reads
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,6 +99,10 @@ class DatasetShard:
 
     def __bool__(self) -> bool:
         return True
+
+    def is_restarted_from(self, position: RowPosition) -> bool:
+        """Return whether rows read before `position` are read again, in a restarted epoch."""
+        return len(self._begin.discarded) > len(position.discarded)
 
     @property
     def streams(self) -> list[Any]:
@@ -204,13 +208,14 @@ class DatasetShard:
         return source, options
 
     def _end_pass(self, batches: int, *, ended: bool, counts: bool, empty: str) -> None:
-        epoch, read = self._begin.epoch, self._begin.encode()["read"]
+        position = self._begin
         if self.tell is not None:
             self.tell(
                 PassEnded(
                     dataset=self.part.dataset,
-                    epoch=epoch,
-                    before=read,
+                    epoch=position.epoch,
+                    before=encode_reads(position.read),
+                    discarded=[encode_reads(each) for each in position.discarded],
                     part=self.part.number,
                     parts=self.part.of,
                     rows=self._rows if counts else None,

@@ -135,21 +135,6 @@ def check_rows(datasets: Mapping[str, object], config: DataConfig, world_size: i
         require_rows(name, rows, world_size if is_cut else 1)
 
 
-def left_over(datasets: Mapping[str, object], config: DataConfig, world_size: int) -> list[str]:
-    """Say how many rows of each dataset are left out, as far as that is known before the start."""
-    if config.equalize != "drop" or config.is_configured:
-        return []
-    said = []
-    for name, each in datasets.items():
-        rows = None if callable(each) or not config.splits(name) else rows_of(each)
-        if rows is not None and rows % world_size:
-            said.append(
-                f"datasets[{name!r}]: {rows % world_size} of {rows} rows left out, so that "
-                f"{world_size} workers have equally many; DataConfig.equalize says what else to do"
-            )
-    return said
-
-
 def shard(
     datasets: Mapping[str, Any],
     config: DataConfig,
@@ -210,7 +195,6 @@ def _exact_shards(
                 rows=bounds[number][1] - bounds[number][0] if by_number else None,
                 in_all=rows if by_number else None,
                 equalize=config.equalize,
-                ordered=by_number,
             ),
             position=position if first else position.begun(),
             rest=first[number] if first else None,

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._data.exact_split import ExactPart, by_groups
+from drawbar.train._data.local_shuffle import shuffled_rows
 from drawbar.train._data.shard import DatasetShard, Part
-from drawbar.train._rows import Equalize, Read, RowPosition, rest, shares
+from drawbar.train._rows import Equalize, NumberedRows, RowPosition, Segment, shares
 from drawbar.train._settings.data_config import DataConfig
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _nodes() -> list[dict[str, dict[str, float]]]:
 def shard_table(
     name: str, table: pa.Table, config: DataConfig, world_size: int, position: RowPosition
 ) -> list[DatasetShard]:
-    """Give each rank its shard of a table: rows side by side, or the whole if it is not split.
+    """Return each rank's shard of a table: consecutive rows, or the whole if it is not split.
 
     Raises:
         ValueError: There is no column `DataConfig.group_column`.
@@ -98,7 +99,7 @@ def shard_table(
     # For one worker too: what reads the rows may need those of a group side by side.
     if config.splits(name) and config.group_column is not None:
         table, grouped = by_groups(name, table, config.group_column, of)
-        position = position.begun()  # groups stay whole in whole epochs alone
+        position = position.begun()  # cuts inside an epoch would split groups
     bounds = grouped or shares(table.num_rows, of, config.equalize)
     parts = [_part([table.slice(low, high - low)]) for low, high in bounds]
     first = _rest(table, of, config.equalize, position) if position.read else []
@@ -110,7 +111,8 @@ def shard_table(
                 number=number,
                 of=of,
                 rows=bounds[number][1] - bounds[number][0],
-                in_all=table.num_rows,
+                # Groups may have been sorted: row numbers of the user's table are unknown.
+                in_all=None if grouped else table.num_rows,
                 equalize=config.equalize,
             ),
             position=position,
@@ -130,45 +132,19 @@ def _part(pieces: list[pa.Table]) -> ExactPart:
     return ExactPart(part)
 
 
-Pieces = list["pa.Table"]
-"""Tables whose rows follow on one another."""
-
-
 def _rest(table: pa.Table, of: int, equalize: Equalize, position: RowPosition) -> list[ExactPart]:
-    """Put what each rank has left of the epoch that the position is in."""
-    left: list[Pieces] = rest(
-        [table],
-        position.read,
-        of,
-        split=partial(_split, equalize=equalize),
-        leave_out=partial(_leave_out, epoch=position.epoch),
-        join=lambda parts: [piece for part in parts for piece in part],
-    )
-    return [_part(each or [table.slice(0, 0)]) for each in left]
-
-
-def _split(pieces: Pieces, of: int, equalize: Equalize) -> list[Pieces]:
-    rows = sum(piece.num_rows for piece in pieces)
-    return [_rows(pieces, low, high) for low, high in shares(rows, of, equalize)]
-
-
-def _rows(pieces: Pieces, start: int, stop: int | None = None) -> Pieces:
-    """Give the rows from the `start`-th of these tables to before the `stop`-th."""
-    found: Pieces = []
-    for piece in pieces:
-        low = min(start, piece.num_rows)
-        high = piece.num_rows if stop is None else min(stop, piece.num_rows)
-        if low < high:
-            found.append(piece.slice(low, high - low))
-        start, stop = start - low, None if stop is None else stop - high
-    return found
-
-
-def _leave_out(parts: list[Pieces], read: Read, epoch: int) -> list[Pieces]:
-    if read.shuffle is None:
-        return [_rows(part, read.rows) for part in parts]
+    """Put each rank's unread rows of the epoch that the position is in into the object store."""
+    if any(each.shuffle for each in position.read):
+        table = table.combine_chunks()  # else each `take` copies all chunks
+    order = partial(shuffled_rows, epoch=position.epoch)
+    rest = NumberedRows([table.num_rows], equalize, order).rest(position.read, of)
     return [
-        _rows(list(_part(part).iter_batches(**options, batch_format="pyarrow")), read.rows)
-        for number, part in enumerate(parts)
-        if (options := read.shuffle.options(epoch, number))
+        _part([_rows(table, segment) for segment in segments] or [table.slice(0, 0)])
+        for segments in rest
     ]
+
+
+def _rows(table: pa.Table, segment: Segment) -> pa.Table:
+    if isinstance(segment, range):
+        return table.slice(segment.start, len(segment))
+    return table.take(segment)

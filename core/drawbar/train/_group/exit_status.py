@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from drawbar.train._storage.sizes import readable_size
 
 _FATAL_ERROR = "Fatal Python error: "
 _MAX_CRASH_LINES = 40
+_CLOCK_SKEW_SECONDS = 60.0  # between nodes
 
 # What faulthandler calls the signals that it catches (Modules/faulthandler.c), by name.
 _FAULTS = {
@@ -62,16 +64,55 @@ def read_exit_report(report_file: Path) -> ExitReport | None:
 
 
 async def wait_for_report(report_file: Path, timeout_s: float) -> ExitReport | None:
-    """Wait until the sentinel's report is there, normally a few milliseconds after the death.
+    """Wait until the sentinel's report exists, normally a few milliseconds after the death.
 
-    Gives None after `timeout_s` seconds: no sentinel ran, it was killed too, or its node is gone.
+    Returns:
+        None after `timeout_s` seconds: no sentinel ran, it was killed too, or its node is lost.
     """
+    return await _poll(lambda: read_exit_report(report_file), timeout_s)
+
+
+async def wait_for_report_of_pid(
+    folder: Path, pid: int, since: float, timeout_s: float
+) -> ExitReport | None:
+    """Wait for the report of a process whose host is unknown.
+
+    Args:
+        folder: Folder of the exit reports.
+        pid: Process id.
+        since: Reports from before this time, in seconds since the epoch, are of other processes.
+        timeout_s: How long to wait.
+    """
+
+    def find() -> ExitReport | None:
+        reports = [read_exit_report(file) for file in folder.glob(f"*-{pid}.json")]
+        recent = [each for each in reports if each and each.time > since - _CLOCK_SKEW_SECONDS]
+        return max(recent, key=lambda report: report.time, default=None)
+
+    return await _poll(find, timeout_s)
+
+
+async def _poll(find: Callable[[], ExitReport | None], timeout_s: float) -> ExitReport | None:
     deadline = time.monotonic() + timeout_s
-    # Looked for: the sentinel is nobody's child, and the file may lie on a network's filesystem,
-    # which tells of nothing.
-    while (report := read_exit_report(report_file)) is None and time.monotonic() < deadline:
+    # Polled: the sentinel is not a child of this process, and network filesystems send no events.
+    while (report := find()) is None and time.monotonic() < deadline:
         await asyncio.sleep(0.005)
     return report
+
+
+def startup_verdict(report: ExitReport | None, ray_error: str) -> str:
+    """Return why a worker process ended before the training function started, in one sentence.
+
+    Args:
+        report: The sentinel's report, if there is one.
+        ray_error: Ray's error for the dead actor, as text. It is all that is known of a process
+            that died before it had a sentinel.
+    """
+    if report is not None or _RAY_OOM.search(ray_error):
+        return verdict(report, ray_error, "")
+    lines = [line for line in ray_error.splitlines() if line.strip() and not line.startswith("\t")]
+    # An exception in a constructor: Ray's text ends with it. Else the first line is a headline.
+    return lines[-1].strip() if "\nTraceback" in ray_error else " ".join(lines[1:] or lines)
 
 
 def verdict(report: ExitReport | None, ray_detail: str, fault_log: str) -> str:

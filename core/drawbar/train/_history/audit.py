@@ -14,9 +14,10 @@ from drawbar.train._history.events import (
     CheckpointDeleted,
     JournaledEvent,
     ReportReceived,
+    ReportsLost,
     WorkersStarted,
 )
-from drawbar.train._history.journal import events_of, history
+from drawbar.train._history.journal import events_of, history, kept_indices
 from drawbar.train._storage.remote_folder import AnyFileSystem
 from drawbar.train._storage.run_directory import RunDirectory, open_directory
 
@@ -24,13 +25,18 @@ from drawbar.train._storage.run_directory import RunDirectory, open_directory
 def check_run(
     path: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
 ) -> None:
-    """Check that the directory of a run is whole, also while the run goes on or after a kill.
+    """Check that the directory of a run is intact, also while the run is active or after a kill.
 
-    That is: the journal can be read; attempts are numbered upwards; in each attempt the reports of
-    each rank are numbered upwards from the attempt's first, without gap or duplicate, and so is the
-    history that they make together, where the ranks of an elastic group may come and go; a
-    checkpoint was committed only when every rank had made its report; each committed checkpoint
-    that retention has not deleted is there and `verify()`s.
+    The checks are:
+
+    - The journal can be read and was not truncated.
+    - Attempts are numbered upwards.
+    - In each attempt, each rank's reports are numbered upwards from the attempt's first report,
+      without gap or duplicate.
+    - The history of all attempts has no gap or duplicate either, except for reports whose loss
+      a start has recorded. Ranks of an elastic group may leave and join.
+    - Each checkpoint was committed after every rank had made its report.
+    - Each committed checkpoint that retention has not deleted exists and passes `verify()`.
 
     Args:
         path: The run's directory, or its URI.
@@ -39,7 +45,7 @@ def check_run(
     Raises:
         AssertionError: Something of that is not so; the message says what.
         FileNotFoundError: There is no journal at `path`.
-        DamagedRunError: It cannot be read.
+        DamagedRunError: It cannot be read, or was truncated.
     """
     directory = open_directory(path, storage_filesystem)
     events = events_of(directory)
@@ -62,6 +68,8 @@ def _check_reports(events: Sequence[JournaledEvent]) -> None:
                 assert first > committed, (
                     f"attempt {attempt} begins at report {first}, checkpoint {committed} is there"
                 )
+            case ReportsLost():
+                made = {}
             case WorkersStarted():
                 made = dict.fromkeys(range(len(event.workers)), first)
             case ReportReceived():
@@ -93,12 +101,18 @@ def _check_history(events: Sequence[JournaledEvent]) -> None:
 
 
 def _worlds(events: Sequence[JournaledEvent]) -> list[tuple[int, int]]:
-    """List the attempts that the history is made of: the first report of each, and its workers."""
+    """List the attempts that make up the history: the first report of each, and its workers.
+
+    An attempt whose reports were lost ends at the first of them; an entry of no workers follows.
+    """
     worlds: list[tuple[int, int]] = []
     for event in events:
         if isinstance(event, AttemptStarted):
             worlds = [each for each in worlds if each[0] < event.first_index]
             worlds.append((event.first_index, 0))
+        elif isinstance(event, ReportsLost):
+            worlds = [each for each in worlds if each[0] < event.first]
+            worlds.append((event.first, 0))
         elif isinstance(event, WorkersStarted):
             worlds[-1] = (worlds[-1][0], len(event.workers))
     return worlds
@@ -117,13 +131,7 @@ def _due(worlds: Sequence[tuple[int, int]], rank: int, *, end: int) -> list[int]
 
 
 def _kept(events: Sequence[JournaledEvent]) -> list[str]:
-    names: dict[str, None] = {}  # in the order of the commits
-    for event in events:
-        if isinstance(event, CheckpointCommitted):
-            names[event.name] = None
-        elif isinstance(event, CheckpointDeleted):
-            names.pop(event.name, None)
-    return list(names)
+    return list(kept_indices(events))  # in the order of the commits
 
 
 def _check_checkpoint(directory: RunDirectory, name: str) -> None:

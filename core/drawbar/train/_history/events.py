@@ -82,6 +82,17 @@ class DatasetPassEnded(Journaled, frozen=True, kw_only=True, tag="dataset_pass")
     passed: PassEnded
 
 
+class ReportsLost(Journaled, frozen=True, kw_only=True, tag="reports_lost"):
+    """Reports `first` to `until` - 1 are missing from the journal, although the run made them.
+
+    A start that finds `checkpoint` newer than the journal records this.
+    """
+
+    first: int
+    until: int
+    checkpoint: str
+
+
 class CheckpointCommitted(Journaled, frozen=True, kw_only=True, tag="checkpoint"):
     """A checkpoint is committed. `seconds`: from the last rank's report to the commit."""
 
@@ -173,6 +184,7 @@ JournaledEvent = (
     | UserFunctionStarted
     | ReportReceived
     | DatasetPassEnded
+    | ReportsLost
     | CheckpointCommitted
     | CheckpointValidated
     | CheckpointDeleted

@@ -8,7 +8,8 @@ depends on is written before the decision is acted on.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,11 +23,14 @@ from drawbar.train._history.events import (
     CheckpointValidated,
     JournaledEvent,
     ReportReceived,
+    ReportsLost,
+    RunStarted,
+    WorkersStarted,
 )
 from drawbar.train._metrics import Metrics, from_json, to_json
 from drawbar.train._storage.files import is_open_at
 from drawbar.train._storage.journal_file import JournalFile
-from drawbar.train._storage.manifest import UNREADABLE
+from drawbar.train._storage.manifest import UNREADABLE, Manifest
 from drawbar.train._storage.run_directory import RunDirectory
 
 _encoder = msgspec.json.Encoder()
@@ -140,13 +144,109 @@ def journal_lost(place: object, newest: str) -> DamagedRunError:
     )
 
 
+def missing_reports(
+    events: Sequence[JournaledEvent], manifests: Iterable[Manifest]
+) -> ReportsLost | None:
+    """Return the reports that a journal lacks although a later checkpoint exists.
+
+    A driver journals the reports of a round before it commits the round's checkpoint. If it is
+    killed after the commit, the journal lacks the commit, but no report.
+
+    Args:
+        events: Events of the journal.
+        manifests: Committed checkpoints.
+
+    Returns:
+        None if no report is missing.
+    """
+    run_ids = {event.run_id for event in events if isinstance(event, RunStarted)}
+    journaled = max(kept_indices(events).values(), default=-1)
+    # A user may have copied checkpoints of other runs into the directory.
+    newer = [
+        each
+        for each in manifests
+        if each.index > journaled and (not run_ids or each.run_id in {"", *run_ids})
+    ]
+    if not newer:
+        return None
+    newest = max(newer, key=lambda manifest: manifest.index)
+    ranks = {
+        event.rank
+        for event in events
+        if isinstance(event, ReportReceived)
+        and (event.attempt, event.index) == (newest.attempt, newest.index)
+    }
+    if len(ranks) >= newest.world_size:
+        return None
+    first = min(_next_report(events), newest.index)
+    if newest.attempt not in {
+        event.attempt for event in events if isinstance(event, AttemptStarted)
+    }:
+        # A later attempt began after some checkpoint, and replaced the reports from there on.
+        first = min(first, journaled + 1)
+    return ReportsLost(
+        time=time.time(), first=first, until=newest.index + 1, checkpoint=newest.name
+    )
+
+
+def _next_report(events: Sequence[JournaledEvent]) -> int:
+    """Return the lowest report number that some rank of the last attempt has not journaled."""
+    first, made = 0, dict[int, int]()
+    for event in events:
+        if isinstance(event, AttemptStarted):
+            first, made = event.first_index, {}
+        elif isinstance(event, WorkersStarted):
+            made = dict.fromkeys(range(len(event.workers)), first)
+        elif isinstance(event, ReportReceived):
+            made[event.rank] = event.index + 1
+    return min(made.values(), default=first)
+
+
+def kept_indices(events: Iterable[JournaledEvent]) -> dict[str, int]:
+    """Return the report numbers of the checkpoints that were not deleted, by name."""
+    kept: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, CheckpointCommitted):
+            kept[event.name] = event.index
+        elif isinstance(event, CheckpointDeleted):
+            kept.pop(event.name, None)
+    return kept
+
+
+def require_complete(
+    events: Sequence[JournaledEvent], names: Iterable[str], directory: RunDirectory
+) -> None:
+    """Check that a journal was not truncated.
+
+    Args:
+        events: Events of the journal.
+        names: Names of the run's checkpoints, listed before the journal was read. A run that is
+            active may have committed others since.
+        directory: The run's directory.
+
+    Raises:
+        DamagedRunError: The journal lacks reports that were made before a checkpoint.
+    """
+    journaled = {event.name for event in events if isinstance(event, CheckpointCommitted)}
+    unknown = [name for name in names if name not in journaled]
+    if lost := missing_reports(events, directory.checkpoints.committed(unknown)):
+        raise DamagedRunError(
+            f"{directory.journal} ends before {lost.checkpoint} was committed: reports "
+            f"{lost.first} to {lost.until - 1} are missing. The checkpoints are not affected; "
+            'fit() with resume="auto" resumes from the newest intact one and records the gap'
+        )
+
+
 def events_of(directory: RunDirectory) -> list[JournaledEvent]:
-    """Read what happened in a run, wherever it goes on; nothing is written for that.
+    """Read the events of a run, also of one that is active. Nothing is written.
 
     Raises:
         FileNotFoundError: There is no run.
-        DamagedRunError: Its journal cannot be read, or is lost beside its checkpoints.
+        DamagedRunError: The journal cannot be read, was truncated, or is lost although
+            checkpoints exist.
     """
+    # The journal of an object store is uploaded after a commit, so it may end before it.
+    names = directory.checkpoints.names() if directory.folder is None else []
     data, place = directory.files.read_journal(), directory.home / directory.journal.name
     events = list(events_in(io.BytesIO(data or b""), place))
     if not events and (found := directory.checkpoints.committed()):
@@ -155,26 +255,21 @@ def events_of(directory: RunDirectory) -> list[JournaledEvent]:
         raise FileNotFoundError(
             f"{directory.location} holds no Drawbar run: it has no {directory.journal.name}"
         )
+    require_complete(events, names, directory)
     return events
 
 
 def committed(events: Iterable[JournaledEvent]) -> set[str]:
-    """Give the names of the checkpoints that are there by these events."""
-    names: set[str] = set()
-    for event in events:
-        if isinstance(event, CheckpointCommitted):
-            names.add(event.name)
-        elif isinstance(event, CheckpointDeleted):
-            names.discard(event.name)
-    return names
+    """Return the names of the checkpoints that were committed and not deleted."""
+    return set(kept_indices(events))
 
 
 def history(events: Iterable[JournaledEvent]) -> list[ReportReceived]:
-    """Give the reports that count, without gap or duplicate, in order.
+    """Return the reports that count, in order, without duplicates.
 
-    An attempt that starts at report k takes the place of whatever earlier attempts reported from k
-    on. The metrics of a checkpoint's validation are added to those of its report, on the lowest
-    rank.
+    An attempt that starts at report k replaces the reports of earlier attempts from k on. There is
+    a gap only where a start has recorded that reports were lost. A checkpoint's validation metrics
+    are added to the metrics of its report, on the lowest rank.
     """
     reports: list[ReportReceived] = []
     validated: dict[int, Metrics] = {}
@@ -183,8 +278,8 @@ def history(events: Iterable[JournaledEvent]) -> list[ReportReceived]:
             reports.append(event)
         elif isinstance(event, CheckpointValidated):
             validated[event.index] = event.metrics
-        elif isinstance(event, AttemptStarted):
-            first = event.first_index
+        elif isinstance(event, AttemptStarted | ReportsLost):
+            first = event.first_index if isinstance(event, AttemptStarted) else event.first
             reports = [report for report in reports if report.index < first]
             validated = {index: each for index, each in validated.items() if index < first}
     return _with_validations(reports, validated) if validated else reports

@@ -1,4 +1,4 @@
-"""Which rows of its datasets a run has read, told from its journal."""
+"""Rows of its datasets that a run has read, from its journal."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from itertools import pairwise
 
 from drawbar.train._history.events import AttemptStarted, DatasetPassEnded, JournaledEvent
 from drawbar.train._messages import PassEnded
-from drawbar.train._rows import Ranges, Read, ranges_of, rest_of_ranges
+from drawbar.train._rows import NumberedRows, Ranges, cut_segments, decode_reads
 
 
 @dataclass(frozen=True)
 class DatasetEpoch:
-    """What the workers together have read of one dataset in one epoch.
+    """Rows that all workers together have read of one dataset in one epoch.
 
-    An epoch that went through restarts, and other numbers of workers, is one epoch. What was read
-    and then lost with the attempt is not part of it.
+    An epoch that is interrupted by restarts, also with other numbers of workers, is one epoch. Rows
+    that were read after the checkpoint from which a restart resumed are not counted.
 
     Attributes:
         dataset: Name of the dataset.
-        epoch: Its number, from 0.
-        rows: How many rows were read, by all workers together; of a dataset that is not split, by
-            the lowest rank. None if that cannot be told, as where the order is not kept.
-        batches: How many batches each part's last pass had, by the number of the part.
+        epoch: Number of the epoch, from 0.
+        rows: Number of rows that all workers read; for a dataset that is not split, that the lowest
+            rank read. None if it is unknown, for example because the order is not preserved.
+        batches: Number of batches in the last iteration over each part, by the number of the part.
         ended: Whether every part was read to its end.
-        ranges: The rows that were read, by number and in order, where rows are known by number: of
-            tables. Those of one range may be in another one too. Else None.
-        in_all: Rows of the dataset then.
+        ranges: Row numbers that were read, sorted, as (first, one after the last); rows in two
+            ranges were read twice. None if row numbers are unknown, as for streams.
+        in_all: Number of rows of the dataset; None if row numbers are unknown.
+        restarts: How often the epoch restarted from its beginning, because its unread rows were
+            unknown. Rows that had been read before were read again, and count in `rows` again.
     """
 
     dataset: str
@@ -37,6 +39,7 @@ class DatasetEpoch:
     ended: bool
     ranges: Ranges | None
     in_all: int | None
+    restarts: int = 0
 
     @property
     def repeated(self) -> Ranges | None:
@@ -122,6 +125,7 @@ def _epoch(dataset: str, epoch: int, passes: Sequence[DatasetPassEnded]) -> Data
         ended=ended,
         ranges=_ranges(parts, ended=ended),
         in_all=any_part.in_all,
+        restarts=len(any_part.discarded),
     )
 
 
@@ -132,28 +136,38 @@ def _rows(parts: dict[int, PassEnded]) -> int | None:
     counts = [each.rows for each in parts.values()]
     if any(count is None for count in counts):
         return None
-    before = [Read.decode(*each) for each in next(iter(parts.values())).before]
+    one = next(iter(parts.values()))
+    before = [read for reads in (one.before, *one.discarded) for read in decode_reads(reads)]
     return sum(each.workers * each.rows for each in before) + sum(filter(None, counts))
 
 
 def _ranges(parts: dict[int, PassEnded], *, ended: bool) -> Ranges | None:
-    """Give the rows by number. A shuffle takes other ones first, but all of them in the end."""
+    """Return the row numbers that were read.
+
+    Until an epoch has ended, they are unknown if rows were shuffled.
+    """
     one = next(iter(parts.values()))
     if one.in_all is None or any(each.rows is None for each in parts.values()):
         return None
-    before = [Read.decode(*each) for each in one.before]
+    before = decode_reads(one.before)
+    discarded = [decode_reads(each) for each in one.discarded]
     shuffled = any(each.shuffled for each in parts.values()) or any(e.shuffle for e in before)
-    if shuffled and not ended:
+    if (shuffled and not ended) or any(each.shuffle for reads in discarded for each in reads):
         return None
-    left, read = rest_of_ranges(one.in_all, before, one.parts, one.equalize)
-    taken = [*read]
+    rows = NumberedRows([one.in_all], one.equalize)
+    left = rows.rest(before, one.parts)
+    taken = list(rows.read)
     for number, each in parts.items():
-        taken.extend(ranges_of(left[number], 0, each.rows))
-    return _merged(sorted(taken))
+        taken += cut_segments(left[number], 0, each.rows)
+    for reads in discarded:
+        again = NumberedRows([one.in_all], one.equalize)
+        again.rest(reads, reads[-1].workers)
+        taken += again.read
+    return _merged(sorted((each.start, each.stop) for each in taken if isinstance(each, range)))
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Join ranges that meet, and leave those that overlap as they are."""
+    """Merge ranges that touch; ranges that overlap stay separate, since their rows count twice."""
     if not ranges:
         return ()
     merged = [ranges[0]]

@@ -17,12 +17,12 @@ from drawbar.train._history.events import (
     RunStarted,
 )
 from drawbar.train._history.html import curves_of
-from drawbar.train._history.journal import committed, history, legible
+from drawbar.train._history.journal import committed, history, legible, missing_reports
 from drawbar.train._history.timeline import ENDS, Snapshot, Timeline
 from drawbar.train._metrics import Metrics, flatten
 from drawbar.train._storage.contents import MANIFEST
 from drawbar.train._storage.files import tree_size
-from drawbar.train._storage.journal_file import is_held, whole_lines
+from drawbar.train._storage.journal_file import JOURNAL, is_held, whole_lines
 from drawbar.train._storage.manifest import Manifest, read_file
 from drawbar.train._storage.places import PLACES
 from drawbar.train._storage.run_directory import RunDirectory
@@ -174,12 +174,19 @@ class RunRecord:
     def verify(self) -> Iterator[tuple[str, str]]:
         """Check every checkpoint against its manifest and checksums, one after the other.
 
-        Gives the name of each, and what is wrong with it, or "". One that the journal says is there
-        and is not counts too, and the file that lists those in other places if it cannot be read.
+        Yields:
+            The name of each checkpoint, and its damage or "". Checkpoints that are in the journal
+            but do not exist are included, and so are the file that lists external checkpoints and
+            the journal if they are damaged.
         """
         found, unread = self._directory.checkpoints.legible()
         if PLACES in unread:
             yield PLACES, unread.pop(PLACES)
+        # While a run is active, checkpoints may be newer than the events that were read.
+        is_over = self.status in (*ENDS, INTERRUPTED)
+        if is_over and self._events and (lost := missing_reports(self._events, found)):
+            reports = f"reports {lost.first} to {lost.until - 1}"
+            yield JOURNAL, f"it lacks {reports}, which were made before {lost.checkpoint}"
         damaged = self._directory.checkpoints.damaged()
         names = {each.name for each in found} | unread.keys() | committed(self._events)
         for name in sorted(names.union(damaged)):

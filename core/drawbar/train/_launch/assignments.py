@@ -31,9 +31,14 @@ class SpecPlan:
         # With `num_workers=0` there may be none to ask.
         self._in_ray = ray.is_initialized()
 
-    def left_over(self) -> list[str]:
-        """Say which rows of the datasets no worker gets."""
-        return [] if self._datasets is None else self._datasets.left_over()
+    def describe_left_out(self) -> list[str]:
+        """Return a console line for each dataset whose rows are left out."""
+        return [] if self._datasets is None else self._datasets.describe_left_out()
+
+    @property
+    def notices(self) -> list[str]:
+        """Console lines about the datasets of the most recent assignments."""
+        return [] if self._datasets is None else self._datasets.notices
 
     def assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]

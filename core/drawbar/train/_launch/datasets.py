@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from drawbar.train._controller.run import RunSpec
-from drawbar.train._data import preprocessing, split
+from drawbar.train._data import preprocessing, row_notices, split
 from drawbar.train._data.exact_split import ExactSplits
 from drawbar.train._data.shard import DatasetShard
 from drawbar.train._data.streams import end_streams
@@ -18,6 +18,7 @@ from drawbar.train._group.cluster import (
     connect_to_ray,
     left_beside,
 )
+from drawbar.train._rows import RowPosition
 
 if TYPE_CHECKING:
     from ray.data.preprocessor import Preprocessor
@@ -34,6 +35,7 @@ class RunDatasets:
 
     Attributes:
         fitted: The preprocessor; None if there is none.
+        notices: Console lines about the most recent attempt's shards.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -58,19 +60,23 @@ class RunDatasets:
         split.split_exactly(chosen, self._config, sizes, self._exact)
         self._in_use: list[dict[str, DatasetShard]] = []
         self._begun = False
+        self.notices: list[str] = []
 
     @property
     def _most_workers(self) -> int:
         return max(self._scaling.max_workers, 1)
 
-    def left_over(self) -> list[str]:
-        """Say which rows no worker gets."""
-        return split.left_over(self._datasets, self._config, self._most_workers)
+    def describe_left_out(self) -> list[str]:
+        """Return a console line for each dataset whose rows are left out."""
+        return row_notices.describe_left_out(self._datasets, self._config, self._most_workers)
 
     def shards(
         self, node_ids: Sequence[str], positions: Mapping[str, object]
     ) -> Sequence[dict[str, DatasetShard] | ray.ObjectRef[dict[str, DatasetShard]]]:
-        """Split them among the ranks on these nodes, from where they had been read to."""
+        """Split the datasets between the ranks on these nodes, from their data positions.
+
+        Afterwards, `notices` has the console lines about it.
+        """
         made = split.made(self._datasets)
         split.check_rows(made, self._config, len(node_ids))
         # Once more: what functions have made is known only now.
@@ -86,6 +92,11 @@ class RunDatasets:
         if self._config.is_configured:  # it may have made other ones
             self._check_cpus(split.lazily_read(self._in_use))
         self._begun = True
+        before = {
+            name: RowPosition.decode(positions.get(split.position_name(name)))  # type: ignore[arg-type]  # its own JSON
+            for name in self._in_use[0]
+        }
+        self.notices = row_notices.describe_resume(before, self._in_use[0], self._config)
         # One object per rank, so that a node fetches no other ranks' shards.
         return self._in_use if local else [ray.put(each) for each in self._in_use]
 

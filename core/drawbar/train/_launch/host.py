@@ -108,7 +108,7 @@ class Host:
                 self._events.emit(Notice(self._held.warning))
             self._require_checkpoint()
             self._plan = SpecPlan(self._held)
-            for text in self._plan.left_over():
+            for text in self._plan.describe_left_out():
                 self._events.emit(Notice(text))
         except BaseException:
             self._close()

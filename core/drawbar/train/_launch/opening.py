@@ -20,10 +20,11 @@ from drawbar.train._history.events import (
     CheckpointCommitted,
     CheckpointDeleted,
     JournaledEvent,
+    ReportsLost,
     RunEnded,
     RunStarted,
 )
-from drawbar.train._history.journal import Journal
+from drawbar.train._history.journal import Journal, kept_indices, missing_reports
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.preflight import check_storage_path
 from drawbar.train._launch.resume import RunState, changes, resume_plan
@@ -117,12 +118,14 @@ class _Found:
         intact: The checkpoints that are whole, oldest first.
         damaged: The names of newer ones, which are not, or are gone.
         warning: How it goes on, if that is not a matter of course.
+        lost: Reports that the journal lacks; None if it was not truncated.
     """
 
     events: list[JournaledEvent]
     intact: list[Manifest]
     damaged: Collection[str]
     warning: str
+    lost: ReportsLost | None
 
     @property
     def starts(self) -> list[RunStarted]:
@@ -143,7 +146,7 @@ class _Found:
 
 
 def _look(directory: RunDirectory, journal: Journal, resume: Resume) -> _Found:
-    """Look at what is there, and decide how to go on."""
+    """Inspect the run directory, and decide how to resume."""
     checkpoints = directory.checkpoints
     state, events, damage = _state_of(directory, journal)
     found, altered = pass_over_damaged(checkpoints, checkpoints.committed())
@@ -151,26 +154,27 @@ def _look(directory: RunDirectory, journal: Journal, resume: Resume) -> _Found:
     if altered:
         others = [part for part in damage if part not in altered]
         state, damage = RunState.DAMAGED, [*others, *altered.values()]
-    lost = _lost(events, intact)
+    lost = missing_reports(events, intact) if events else None
+    if lost is not None:
+        state = RunState.DAMAGED
+        damage.append(
+            f"its journal, which lacks reports {lost.first} to {lost.until - 1} that were made "
+            f"before {lost.checkpoint}"
+        )
     newest = intact[-1].name if intact else None
     plan = resume_plan(state, resume, path=directory.location, newest=newest, damage=damage)
-    return _Found(events, intact, {*altered, *lost}, plan.warning)
+    missing = _missing_checkpoints(events, intact)
+    return _Found(events, intact, {*altered, *missing}, plan.warning, lost)
 
 
-def _lost(events: list[JournaledEvent], intact: list[Manifest]) -> list[str]:
-    """List the checkpoints that were committed after the newest intact one: they are not whole."""
-    kept: dict[str, int] = {}
-    for event in events:
-        if isinstance(event, CheckpointCommitted):
-            kept[event.name] = event.index
-        elif isinstance(event, CheckpointDeleted):
-            kept.pop(event.name, None)
+def _missing_checkpoints(events: list[JournaledEvent], intact: list[Manifest]) -> list[str]:
+    """List checkpoints that were committed after the newest intact one: their files are lost."""
     newest = intact[-1].index if intact else -1
-    return [name for name, index in kept.items() if index > newest]
+    return [name for name, index in kept_indices(events).items() if index > newest]
 
 
 def _journal_start(journal: Journal, spec: RunSpec, found: _Found) -> list[JournaledEvent]:
-    """Journal that the run starts, and what its directory has and the journal does not say."""
+    """Journal the start, and the differences between the run directory and the journal."""
     now = time.time()
     started = RunStarted(
         time=now,
@@ -180,14 +184,19 @@ def _journal_start(journal: Journal, spec: RunSpec, found: _Found) -> list[Journ
         detached=spec.run_config.detached,
     )
     deleted = [CheckpointDeleted(time=now, name=name) for name in found.damaged]
-    begun: list[JournaledEvent] = [started, *deleted, *_last_commits(found)]
+    lost = [] if found.lost is None else [found.lost]
+    begun: list[JournaledEvent] = [started, *lost, *deleted, *_last_commits(found)]
     for event in begun:
         journal.append(event)
     return begun
 
 
 def _last_commits(found: _Found) -> list[CheckpointCommitted]:
-    """Give the checkpoint that a driver committed in the moment in which it was killed."""
+    """Return the checkpoints that are newer than the journal.
+
+    There is one if a driver was killed between a commit and its journal entry, and there may be
+    several if the journal was truncated.
+    """
     indices = [event.index for event in found.events if isinstance(event, CheckpointCommitted)]
     # By the report and not by the name, which may have been given anew.
     newest = max(indices, default=-1)

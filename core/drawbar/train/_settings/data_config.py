@@ -38,13 +38,14 @@ class DataConfig(ShowsWhatWasSet):
             them it is if they say `preserve_order=True`.
         enable_shard_locality: Prefer giving a worker the blocks that lie on its own node. Ray Data
             does so only where the order is not preserved.
-        equalize: What is done about rows that the workers cannot share equally. "drop" leaves
-            them out, `num_workers` - 1 at most. "pad" gives the workers that have one row less a
-            neighbour's row besides. "join" gives every row to one worker, so that some have one
-            row more, and maybe one batch: for functions in which no worker waits for another at
-            each batch, or PyTorch's `Join`. "strict" is an error where rows are left over. All but
-            "drop" compute a Ray Data dataset once per run, keep it in Ray's object store and give
-            consecutive parts, the same in every attempt.
+        equalize: How to handle rows that the workers cannot share equally. "drop" leaves them out:
+            at most `num_workers` - 1 rows of an epoch, also if it was resumed with other numbers of
+            workers; for streams, that many at each number of workers. "pad" gives workers with one
+            row less one more row from their neighbour. "join" gives every row to one worker, so
+            that some get one row more, and maybe one batch more: for functions in which workers do
+            not wait for each other at each batch, or with PyTorch's `Join`. "strict" raises an
+            error if rows remain. All but "drop" compute a Ray Data dataset once per run, keep it in
+            Ray's object store, and give each worker consecutive rows, the same in every attempt.
         group_column: Rows with the same value in this column go to one worker, side by side; a
             dataset whose groups lie apart is sorted first. Needs `equalize="join"`.
         preprocessor: Of `ray.data.preprocessors`: fitted on "train" before the workers start,

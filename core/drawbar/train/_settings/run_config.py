@@ -86,8 +86,8 @@ class FailureConfig(ShowsWhatWasSet):
             worker failed; 0 never, -1 without limit.
         max_preemption_failures: How often workers may be lost with their nodes, counted apart; -1
             without limit.
-        max_startup_failures: How often starting the workers may fail before the run does; -1
-            without limit.
+        max_startup_failures: How often starting the workers may fail before the run fails; -1 is
+            without limit. The delay before the next start doubles from 2 s up to 60 s.
         keep_survivors: Keep the processes of the workers that did not fail, with their imports and
             `get_context().cache`, when their backend allows it and they stop within a second.
         hang_timeout: When no rank has said anything (report, collective, output) for so long, in

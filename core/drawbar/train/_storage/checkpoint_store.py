@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -150,10 +150,20 @@ class CheckpointStore(ShareSink, ABC):
     def _folders(self) -> list[str]:
         """List the names of folders directly in the run that may be checkpoints."""
 
-    def committed(self) -> list[Manifest]:
-        """List the committed checkpoints, oldest first. Their files are not checked."""
-        names = [*self._folders(), *places_of(self.home)]
-        read = {name: read_manifest(self.place(name)) for name in names}
+    def names(self) -> list[str]:
+        """List the names of folders that may be checkpoints. Nothing in them is read."""
+        return [*self._folders(), *places_of(self.home)]
+
+    def committed(self, names: Collection[str] | None = None) -> list[Manifest]:
+        """List the committed checkpoints, oldest first. Their files are not checked.
+
+        Args:
+            names: Names of the checkpoints to list; None lists all.
+        """
+        read = {
+            name: read_manifest(self.place(name))
+            for name in (self.names() if names is None else names)
+        }
         found: Mapping[str, Manifest] = {name: each for name, each in read.items() if each}
         return under_their_names(found)
 

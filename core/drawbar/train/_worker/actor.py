@@ -135,8 +135,9 @@ class Worker:
         faulthandler.enable(2, all_threads=True)
 
     def set_up(self, process_setup: Callable[[], object] | None) -> WorkerInfo:
-        """Do what a backend wants done in every process, and say where this worker landed."""
+        """Run a backend's setup of this process, and return where the worker is placed."""
         if process_setup is not None:
+            self._sentinel.join()  # it reports how the process ends if the setup crashes
             process_setup()
         context = ray.get_runtime_context()
         return WorkerInfo(
