@@ -41,7 +41,7 @@ def synchronize_batch_norm(model: Model, totals: Totals, *, all_layers: bool) ->
     if any(layer.trainable for layer in layers if layer.name in local):
         remark(
             f"BatchNormalization ({local[0]!r}, {len(local)} in total) normalizes by each worker's "
-            "rows of a batch, so losses differ from those of one process. Set "
+            "rows of a batch, so losses differ from a run of one process. Set "
             "prepare_model(model, sync_batch_norm=True) to normalize by all rows"
         )
 

@@ -46,7 +46,7 @@ class CallbackState:
                 try:
                     attributes[name] = _copy_plain(value)
                 except TypeError:
-                    continue  # an object, which stays what it is in the driver
+                    continue  # the driver keeps its own object
         return cls(state, attributes)
 
     def load_into(self, callback: Any, *, fitted: bool) -> None:
@@ -55,7 +55,7 @@ class CallbackState:
         Args:
             callback: The callback that was sent to the workers.
             fitted: Whether the workers ran `fit`. Otherwise `ModelCheckpoint` keeps its directory,
-                since its checkpoints are in that of an earlier run.
+                since its checkpoints are in an earlier run.
         """
         state = dict(self.state)
         if "dirpath" in state:

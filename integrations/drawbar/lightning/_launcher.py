@@ -208,7 +208,7 @@ class Outcome:
         Args:
             trainer: The worker's Trainer.
             callbacks: The driver's callbacks, as they arrived.
-            result: What the call returned.
+            result: Return value of the call.
         """
         fitted, predicted = trainer.state.fn == "fit", trainer.state.fn == "predict"
         return cls(
