@@ -379,10 +379,10 @@ def test_workers_of_which_one_is_killed_train_as_one_process_does(
         np.testing.assert_allclose(other["predicted one"], first["predicted one"], atol=1e-6)
         assert other["predicted one"].shape == (1, 10)
         assert ("reduction='sum'" in other["sum"]) == (backend != "jax")
-    told = capfd.readouterr().err
+    output = capfd.readouterr().err
     for text in ("2 of every batch are left out", "count several times"):
-        assert (text in told) == (backend == "jax")
-    assert ("normalizes by each worker's rows" in told) == (backend != "jax")
+        assert (text in output) == (backend == "jax")
+    assert ("normalizes by each worker's rows" in output) == (backend != "jax")
     with (tmp_path / "log.csv").open() as log:
         assert [row["epoch"] for row in csv.DictReader(log)] == ["0", "1", "2", "3"]
     assert disturbed.checkpoint is not None

@@ -112,7 +112,7 @@ def test_callbacks_after_fit_have_the_public_attributes_of_plain_lightning(
         for name, value in vars(expected).items():
             if name.startswith("_") or name in RUN_PATHS:
                 continue
-            if name == "modules":  # objects remain those of the driver
+            if name == "modules":  # the driver keeps its own objects
                 assert getattr(callback, name) == []
             else:
                 assert getattr(callback, name) == approximately(value), name

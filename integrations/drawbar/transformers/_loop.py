@@ -95,7 +95,7 @@ def _shards(trainer: Trainer) -> bool:
 
 
 class PreparedTrainer(Trainer):
-    """Methods of a prepared Trainer that differ from those of its class."""
+    """Changed methods of a prepared Trainer."""
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""RayTrainReportCallback: reports what a Trainer logs and saves."""
+"""RayTrainReportCallback: turns a Trainer's logs and saves into reports."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from drawbar.transformers._resume import is_complete
 
 
 class RayTrainReportCallback(TrainerCallback):
-    """Report what the Trainer logs, and commit what it saves as checkpoints of the run.
+    """Report the Trainer's logs, and commit its saves as checkpoints of the run.
 
     - Every log is reported with its `step`, by all ranks; none waits for another. A log after
-      training, such as that of `evaluate()`, is reported together with the newest value of every
+      training, such as by `evaluate()`, is reported together with the newest value of every
       other metric, so that `Result.metrics` keeps them.
     - Every save is reported with the newest value of each metric that was logged up to then. The
       checkpoint is the directory that the Trainer wrote, `checkpoint-<step>`, with the files of all
@@ -49,7 +49,7 @@ class RayTrainReportCallback(TrainerCallback):
         self._is_training = False
         self._is_complete = False
         self.prepared = False
-        """Whether the Trainer that calls this is prepared."""
+        """True if the Trainer that calls this is prepared."""
 
     def on_train_begin(
         self,
