@@ -95,12 +95,12 @@ BY_EPOCHS = {"eval_strategy": "epoch", "save_strategy": "epoch"}
 def early_stopped(tiny: Any, runs: Any, tmp_path: Path) -> Callable[..., Any]:
     """Return a training function that stops early and returns the steps begun and the last step."""
 
-    def make(**options: Any) -> Any:
+    def make(patience: int = 1, **options: Any) -> Any:
         def function() -> tuple[list[int], int]:
             args = {**EARLY_STOPPED, "train_dataset": tiny.windows(12), **options}  # 3 steps
             trainer = runs.on_ray(tiny.trainer(tmp_path / "output", **args))
             steps = StepsBegun()
-            trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=1))
+            trainer.add_callback(EarlyStoppingCallback(patience))
             trainer.add_callback(steps)
             trainer.train()
             trainer.evaluate()
@@ -130,9 +130,9 @@ def test_fit_of_early_stopped_run_trains_no_further(
 def test_fit_of_run_that_stopped_after_its_newest_checkpoint_stops_at_the_same_step(
     fit: Callable[..., Any], early_stopped: Callable[..., Any]
 ) -> None:
-    options = {**BY_STEPS, "eval_steps": 4, "save_steps": 6}
-    assert fit(early_stopped(**options)).return_value == (list(range(8)), 8)
-    assert fit(early_stopped(**options)).return_value == ([6, 7], 8)
+    options = {**BY_STEPS, "eval_steps": 2, "save_steps": 4, "patience": 2}
+    assert fit(early_stopped(**options)).return_value == (list(range(6)), 6)
+    assert fit(early_stopped(**options)).return_value == ([4, 5], 6)
 
 
 def test_checkpoint_of_early_stopped_run_given_to_another_run_trains_on(
