@@ -34,14 +34,15 @@ def synchronize_batch_norm(model: Model, totals: Totals, *, all_layers: bool) ->
         for layer in model._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization)
     ]
+    local = [layer for layer in layers if not (all_layers or layer.synchronized)]
     for layer in layers:
-        if all_layers or layer.synchronized:
+        if layer not in local:
             layer._moments = _synchronized_moments(layer, model, totals)
-    local = [layer.name for layer in layers if not (all_layers or layer.synchronized)]
-    if any(layer.trainable for layer in layers if layer.name in local):
+    names = [repr(layer.name) for layer in local if layer.trainable]
+    if names:
         remark(
-            f"BatchNormalization ({local[0]!r}, {len(local)} in total) normalizes by each worker's "
-            "rows of a batch, so losses differ from a run of one process. Set "
+            f"BatchNormalization layers ({', '.join(names[:3])}; {len(names)} in total) normalize by "
+            "each worker's rows of a batch, so losses differ from a run of one process. Set "
             "prepare_model(model, sync_batch_norm=True) to normalize by all rows"
         )
 
