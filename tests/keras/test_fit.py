@@ -382,7 +382,7 @@ def test_workers_of_which_one_is_killed_train_as_one_process_does(
     output = capfd.readouterr().err
     for text in ("2 of every batch are left out", "count several times"):
         assert (text in output) == (backend == "jax")
-    assert ("normalize by each worker's rows of a batch" in output) == (backend != "jax")
+    assert ("normalizes by each worker's rows of a batch" in output) == (backend != "jax")
     with (tmp_path / "log.csv").open() as log:
         assert [row["epoch"] for row in csv.DictReader(log)] == ["0", "1", "2", "3"]
     assert disturbed.checkpoint is not None

@@ -41,9 +41,10 @@ def synchronize_batch_norm(model: Model, totals: Totals, *, all_layers: bool) ->
     names = [repr(layer.name) for layer in local if layer.trainable]
     if names:
         remark(
-            f"BatchNormalization layers ({', '.join(names[:3])}; {len(names)} in total) normalize by "
-            "each worker's rows of a batch, so losses differ from a run of one process. Set "
-            "prepare_model(model, sync_batch_norm=True) to normalize by all rows"
+            "BatchNormalization normalizes by each worker's rows of a batch in "
+            f"{', '.join(names[:3])} ({len(names)} in total), so losses differ from a run of one "
+            "process. To normalize by all rows, set "
+            "prepare_model(model, sync_batch_norm=True)"
         )
 
 
