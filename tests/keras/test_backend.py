@@ -55,7 +55,7 @@ def test_keras_with_another_backend_in_this_process_is_refused(run_config: RunCo
 
 
 def test_a_model_must_be_compiled_and_built(keras: Any) -> None:
-    with pytest.raises(ValueError, match="is not built; prepare_model takes one that has a keras"):
+    with pytest.raises(ValueError, match=r"is not built. Give it a keras.Input"):
         prepare_model(keras.Sequential([keras.layers.Dense(1)]))
     with pytest.raises(ValueError, match="is not compiled"):
         prepare_model(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))

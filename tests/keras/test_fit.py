@@ -115,6 +115,7 @@ def train_loop(config: dict[str, Path]) -> dict[str, Any]:
         "predicted": model.predict(x, verbose=0),
         "predicted by all": model.predict(prepare_dataset(x, batch_size=BATCH), verbose=0),
         "own statistics": weights_with_own_statistics(x, y),
+        "synchronized": train_synchronized_batch_norm(x, y),
         "own step": {} if is_jax() else trained_by_a_step_of_its_own(x, y),
         "uneven": trained_on_uneven_batches(model, x, y),
         "odd": [] if is_jax() else trained_in_odd_ways(x, y),
@@ -228,6 +229,39 @@ def weights_with_own_statistics(x: Any, y: Any) -> list[Any]:
     return [each for each in model.get_weights() if each.dtype == np.float32]
 
 
+def train_synchronized_batch_norm(x: Any, y: Any) -> list[list[Any]]:
+    """Return the weights after a full epoch and, except with JAX, after one of uneven batches.
+
+    One of the two layers normalizes the timesteps that are not masked.
+    """
+    import keras
+
+    is_tensorflow = os.environ["KERAS_BACKEND"] == "tensorflow"
+    options = {"synchronized": True} if is_tensorflow else {}  # which the other backends refuse
+    layers = keras.layers
+    model = compiled(
+        [
+            layers.Reshape((8, 8)),
+            layers.Masking(),
+            layers.BatchNormalization(momentum=0.5, **options),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(16),
+            layers.BatchNormalization(momentum=0.5, **options),
+            layers.Dense(10),
+        ]
+    )
+    draw = np.random.default_rng(0)
+    model.set_weights([draw.uniform(0.1, 1, each.shape) for each in model.get_weights()])
+    model.compile(keras.optimizers.SGD(0.1), model.loss)
+    prepare_model(model, sync_batch_norm=not is_tensorflow)
+    weights = []
+    for rows in (ROWS,) if is_jax() else (ROWS, UNEVEN):
+        data = prepare_dataset(x[:rows], y[:rows], batch_size=BATCH if rows == ROWS else 32)
+        model.fit(data, epochs=1, verbose=0)
+        weights.append(model.get_weights())
+    return weights
+
+
 def trained_by_a_step_of_its_own(x: Any, y: Any) -> dict[str, Any]:
     """Train with two optimizers, on batches of which the last has no row for some workers."""
     import keras
@@ -330,6 +364,8 @@ def test_workers_of_which_one_is_killed_train_as_one_process_does(
             np.testing.assert_allclose(found[name], alone["predicted"], atol=1e-3)
         for name in ("weights", "newest"):
             assert_close(found[name], alone[name], 1e-3)
+        for weights, expected in zip(found["synchronized"], alone["synchronized"], strict=False):
+            assert_close(weights, expected, 1e-4)
     first, *others = disturbed.return_values
     for other in others:
         for name in ("weights", "own statistics"):
@@ -343,9 +379,10 @@ def test_workers_of_which_one_is_killed_train_as_one_process_does(
         np.testing.assert_allclose(other["predicted one"], first["predicted one"], atol=1e-6)
         assert other["predicted one"].shape == (1, 10)
         assert ("reduction='sum'" in other["sum"]) == (backend != "jax")
-    told = capfd.readouterr().err
+    output = capfd.readouterr().err
     for text in ("2 of every batch are left out", "count several times"):
-        assert (text in told) == (backend == "jax")
+        assert (text in output) == (backend == "jax")
+    assert ("normalizes by each worker's rows of a batch" in output) == (backend != "jax")
     with (tmp_path / "log.csv").open() as log:
         assert [row["epoch"] for row in csv.DictReader(log)] == ["0", "1", "2", "3"]
     assert disturbed.checkpoint is not None

@@ -41,19 +41,38 @@ def make_trainer(
     )
 
 
+def make_callbacks() -> list[Any]:
+    from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+
+    class History(Callback):
+        """A callback without a state_dict()."""
+
+        def __init__(self) -> None:
+            self.losses: list[torch.Tensor] = []
+            self.modules: list[object] = []
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self.losses.append(trainer.callback_metrics["val_loss"])
+            self.modules.append(pl_module)
+
+    return [
+        ModelCheckpoint(monitor="val_loss"),
+        EarlyStopping("val_loss", patience=5),
+        History(),
+    ]
+
+
 @pytest.fixture(scope="module")
 def fitted(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """A Trainer that has fitted, and its module."""
-    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
 
-    callbacks = [ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_loss", patience=5)]
     folder = tmp_path_factory.mktemp("fitted")
     trainer = make_trainer(
         plain,
         folder,
         RayDDPStrategy,
-        callbacks=callbacks,
+        callbacks=make_callbacks(),
         logger=CSVLogger(folder),
         log_every_n_steps=1,
     )
@@ -71,6 +90,60 @@ def test_metrics_progress_and_states_are_here(fitted: tuple[Any, Any]) -> None:
     early_stopping, checkpoint = trainer.early_stopping_callback, trainer.checkpoint_callback
     assert early_stopping.best_score == checkpoint.best_model_score
     assert (Path(trainer.logger.log_dir) / "metrics.csv").read_text().count("\n") > 40
+
+
+def test_callbacks_after_fit_have_the_public_attributes_of_plain_lightning(
+    plain: Any, fitted: tuple[Any, Any], tmp_path: Path
+) -> None:
+    import lightning as L
+
+    trainer, _ = fitted
+    alone = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=tmp_path,
+        max_epochs=2,
+        callbacks=make_callbacks(),
+        **plain.QUIET,
+    )
+    alone.fit(plain.Digits(), plain.DigitsData(1))
+    for callback, expected in zip(trainer.callbacks, alone.callbacks, strict=True):
+        assert type(callback) is type(expected)
+        for name, value in vars(expected).items():
+            if name.startswith("_") or name in RUN_PATHS:
+                continue
+            if name == "modules":  # the driver keeps its own objects
+                assert getattr(callback, name) == []
+            else:
+                assert getattr(callback, name) == approximately(value), name
+    checkpoint = trainer.checkpoint_callback
+    assert Path(checkpoint.best_model_path).exists()
+    assert checkpoint.current_score == checkpoint.best_k_models[checkpoint.best_model_path]
+    assert trainer.callback_metrics == approximately(alone.callback_metrics)
+
+
+RUN_PATHS = {"dirpath", "best_model_path", "best_k_models", "kth_best_model_path"}
+
+
+def approximately(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return pytest.approx(value.item(), rel=1e-3)
+    if isinstance(value, list):
+        return [approximately(each) for each in value]
+    if isinstance(value, dict):
+        return {name: approximately(each) for name, each in value.items()}
+    return pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
+
+
+def test_validate_after_fit_keeps_the_checkpoints_of_fit(
+    plain: Any, fitted: tuple[Any, Any]
+) -> None:
+    trainer, module = fitted
+    checkpoint = trainer.checkpoint_callback
+    before = {name: vars(checkpoint)[name] for name in (*RUN_PATHS, "current_score")}
+    (validated,) = trainer.validate(module, plain.DigitsData(2), verbose=False)
+    assert validated["val_loss"] == pytest.approx(checkpoint.current_score.item(), rel=1e-3)
+    assert {name: vars(checkpoint)[name] for name in before} == before
 
 
 def test_a_checkpoint_can_be_saved_here(fitted: tuple[Any, Any], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from drawbar import train
 from drawbar.train import CheckpointConfig, WorkerGroupError
@@ -79,6 +79,112 @@ def test_a_second_trainer_begins_anew(
         return counts
 
     assert fit(function).return_value == [6, 6]
+
+
+EARLY_STOPPED = {
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,  # the loss decreases, so the second evaluation is not better
+    "max_steps": -1,
+    "num_train_epochs": 5,
+}
+BY_STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+BY_EPOCHS = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+
+
+@pytest.fixture
+def early_stopped(tiny: Any, runs: Any, tmp_path: Path) -> Callable[..., Any]:
+    """Return a training function that stops early and returns the steps begun and the last step."""
+
+    def make(patience: int = 1, **options: Any) -> Any:
+        def function() -> tuple[list[int], int]:
+            args = {**EARLY_STOPPED, "train_dataset": tiny.windows(12), **options}  # 3 steps
+            trainer = runs.on_ray(tiny.trainer(tmp_path / "output", **args))
+            steps = StepsBegun()
+            trainer.add_callback(EarlyStoppingCallback(patience))
+            trainer.add_callback(steps)
+            trainer.train()
+            trainer.evaluate()
+            return steps.begun, trainer.state.global_step
+
+        return function
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("options", "stop"), [(BY_STEPS, 4), (BY_EPOCHS, 6)], ids=["in an epoch", "at its end"]
+)
+def test_fit_of_early_stopped_run_trains_no_further(
+    fit: Callable[..., Any], early_stopped: Callable[..., Any], options: Any, stop: int
+) -> None:
+    first = fit(early_stopped(**options))
+    second = fit(early_stopped(**options))
+    assert first.return_value == (list(range(stop)), stop)
+    assert second.return_value == ([], stop)
+    assert [metrics["step"] for _, metrics in second.best_checkpoints] == [stop // 2, stop]
+    assert second.metrics["eval_loss"] == pytest.approx(first.metrics["eval_loss"], abs=1e-6)
+    assert second.metrics["loss"] == first.metrics["loss"]
+    assert second.metrics.get("train_loss") != 0
+
+
+def test_fit_of_run_that_stopped_after_its_newest_checkpoint_stops_at_the_same_step(
+    fit: Callable[..., Any], early_stopped: Callable[..., Any]
+) -> None:
+    options = {**BY_STEPS, "eval_steps": 2, "save_steps": 4, "patience": 2}
+    assert fit(early_stopped(**options)).return_value == (list(range(6)), 6)
+    assert fit(early_stopped(**options)).return_value == ([4, 5], 6)
+
+
+def test_checkpoint_of_early_stopped_run_given_to_another_run_trains_on(
+    runs: Any, tmp_path: Path, fit: Callable[..., Any], early_stopped: Callable[..., Any]
+) -> None:
+    checkpoint = fit(early_stopped(**BY_STEPS)).checkpoint
+    other = runs.fit(
+        early_stopped(**BY_STEPS),
+        tmp_path / "other",
+        num_workers=0,
+        max_failures=0,
+        resume_from_checkpoint=checkpoint,
+    )
+    assert other.return_value[0][0] == 4
+
+
+def test_fit_of_finished_run_that_ended_within_an_epoch_trains_no_further(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def function() -> list[int]:
+        trainer = runs.on_ray(tiny.trainer(tmp_path / "output", **SAVES))
+        steps = StepsBegun()
+        trainer.add_callback(steps)
+        trainer.train()
+        return steps.begun
+
+    first, second = fit(function), fit(function)
+    assert first.return_value == list(range(6))
+    assert second.return_value == []
+    assert second.metrics["loss"] == first.metrics["loss"]
+    assert "train_loss" not in second.metrics  # of no steps, it would be 0
+
+
+def test_evaluate_after_training_keeps_the_metrics_of_training(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def function() -> dict[int, float]:
+        trainer = runs.on_ray(tiny.trainer(tmp_path / "output", max_steps=3))
+        trainer.evaluate()
+        trainer.train()
+        trainer.predict(trainer.eval_dataset)
+        trainer.evaluate()
+        losses: dict[int, float] = tiny.losses(trainer)
+        return losses
+
+    result = fit(function)
+    assert result.metrics["loss"] == result.return_value[3]
+    assert {"train_loss", "eval_loss", "learning_rate"} <= result.metrics.keys()
+    assert result.metrics["step"] == 3
+    first = result.metrics_dataframe.iloc[0]
+    assert first["step"] == 0
+    assert first["eval_loss"] > result.metrics["eval_loss"]
 
 
 BEST = {

@@ -15,31 +15,39 @@ from drawbar.train.backend import common_checkpoint
 Model = TypeVar("Model")
 
 
-def prepare_model(model: Model) -> Model:
-    """Have a model trained by all workers together: its replicas equal, its metrics global.
+def prepare_model(model: Model, *, sync_batch_norm: bool = False) -> Model:
+    """Train one model on all workers: keep its replicas equal and its metrics global.
 
-    Call it on every rank when the model is compiled; it may be compiled anew afterwards. With one
-    worker it only has `fit` go on where the checkpoint was that `load_state` loads.
+    Call it on every rank after the model is compiled. The model may be compiled again afterwards.
+    With one worker, it only makes `fit` resume from the checkpoint that `load_state` loads.
 
     Args:
-        model: A model of Keras 3, compiled and built: its first layer knows the shape of its input,
+        model: A compiled and built model of Keras 3: its first layer knows the shape of its input,
             or `model.build` was called.
+        sync_batch_norm: Whether `BatchNormalization` layers normalize by the rows of all workers,
+            as in one process, at the cost of two collectives per layer and step. By default, each
+            worker normalizes by its own rows. Layers with `synchronized=True` are always
+            synchronized, and so are all layers with JAX.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: The model is not compiled, or not built; or its loss is a sum over rows
-            (`reduction="sum"`), and its backend averages gradients.
+        ValueError: The model is not compiled or not built, or its loss is a sum over rows
+            (`reduction="sum"`) and its backend averages gradients.
         RuntimeError: Called outside a training function.
+
+    Example:
+        >>> model = prepare_model(make_model(), sync_batch_norm=True)
     """
     anything: Any = model
     if not getattr(anything, "compiled", False) or not anything.built:
         missing = "compiled" if anything.built else "built"
         raise ValueError(
-            f"the model {anything.name!r} is not {missing}; prepare_model takes one that has a "
-            "keras.Input, or whose build() was called, after its compile()"
+            f"The model {anything.name!r} is not {missing}. Give it a keras.Input or call its "
+            "build(), then compile() it before prepare_model"
         )
+    from drawbar.keras._batch_norm import synchronize_batch_norm
     from drawbar.keras._fit import fit_on, predict_for_all
     from drawbar.keras._replicas import copy_rank_zero, keep_equal, require_means
 
@@ -57,6 +65,7 @@ def prepare_model(model: Model) -> Model:
     if has_replicas:
         training.totals = totals_of(backend)
         keep_equal(anything, training.totals)
+        synchronize_batch_norm(anything, training.totals, all_layers=sync_batch_norm)
     return model
 
 

@@ -43,6 +43,13 @@ class Layer(Protocol):
     _non_trainable_variables: Sequence[Variable]
 
 
+class BatchNormLayer(Layer, Protocol):
+    """A `BatchNormalization` layer."""
+
+    _reduction_axes: Sequence[int]
+    _moments: Callable[[Any, Any], tuple[Any, Any]]
+
+
 class Optimizer(Protocol):
     """What a model trains with."""
 

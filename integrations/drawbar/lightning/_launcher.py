@@ -20,13 +20,14 @@ import cloudpickle
 import numpy as np
 import torch
 
+from drawbar.lightning._callback_state import CallbackState, collect_callbacks
 from drawbar.lightning._checkpoints.resume import tunes
 from drawbar.lightning._loop import prepare_trainer
 from drawbar.torch import TorchConfig, TorchTrainer
 from drawbar.train import RunConfig, ScalingConfig, UserAbort
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, Trainer
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,15 @@ class RayLauncher:
 
 
 def _run(trainer: Trainer, args: Sequence[object], kwargs: Mapping[str, object]) -> Outcome:
-    """Take a place in this worker and do what the driver's Trainer was called for."""
+    """Run the method that was called on the driver's Trainer, and return its outcome."""
     strategy: Any = trainer.strategy
+    callbacks = list(trainer.callbacks)
     strategy.arrive(trainer)
     prepare_trainer(trainer)
     assert trainer.state.fn is not None
     method = getattr(trainer, trainer.state.fn.value)  # fit, validate, test or predict
-    return Outcome.of(trainer, method(*args, **kwargs))
+    result = method(*args, **kwargs)
+    return Outcome.of(trainer, callbacks, result)
 
 
 @dataclass(frozen=True)
@@ -193,39 +196,42 @@ class Outcome:
     dataloaders: int
     state: object
     metrics: dict[str, dict[str, object]]
-    callbacks: dict[str, dict[str, object]]
+    callbacks: list[CallbackState]
     loggers: list[bytes | None]
     progress: dict[str, object]
     weights: dict[str, object] | None
 
     @classmethod
-    def of(cls, trainer: Any, result: Any) -> Self:
-        """Take it from a Trainer."""
+    def of(cls, trainer: Any, callbacks: Sequence[Callback], result: Any) -> Self:
+        """Collect the outcome of a call.
+
+        Args:
+            trainer: The worker's Trainer.
+            callbacks: The driver's callbacks, as they arrived.
+            result: Return value of the call.
+        """
         fitted, predicted = trainer.state.fn == "fit", trainer.state.fn == "predict"
         return cls(
             result=result,
             dataloaders=trainer.predict_loop.num_dataloaders if predicted else 1,
             state=trainer.state,
             metrics={name: dict(getattr(trainer, name)) for name in METRICS},
-            callbacks={each.state_key: each.state_dict() for each in trainer.callbacks},
+            callbacks=collect_callbacks(trainer, callbacks),
             loggers=[_pickled(logger) for logger in trainer.loggers],
             progress=trainer.fit_loop.state_dict() if fitted else {},
             weights=trainer.strategy.weights,
         )
 
     def give_to(self, trainer: Any) -> None:
-        """Put it into the driver's Trainer, and the weights into its module."""
+        """Load the outcome into the driver's Trainer, and the weights into its module."""
         trainer.state = self.state
         for name, values in self.metrics.items():
             known = getattr(trainer, name)
             known.clear()
             known.update(values)
-        for callback in trainer.callbacks:
-            state = self.callbacks.get(callback.state_key)
-            if state:
-                if "dirpath" in state:  # ModelCheckpoint chose it there, and wants the same here
-                    callback.dirpath = state["dirpath"]
-                callback.load_state_dict(state)
+        fitted = trainer.state.fn == "fit"
+        for callback, state in zip(trainer.callbacks, self.callbacks, strict=True):
+            state.load_into(callback, fitted=fitted)
         for logger, pickled in zip(trainer.loggers, self.loggers, strict=True):
             if pickled is not None:
                 vars(logger).update(vars(cloudpickle.loads(pickled)))

@@ -19,6 +19,9 @@ from drawbar.train import get_context
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
+REPLACED_ATTRIBUTES = ("dirpath", "filename", "CHECKPOINT_NAME_LAST", "FILE_EXTENSION")
+"""Attributes of a `ModelCheckpoint` that `commit_what_it_saves` sets."""
+
 
 def decide_who_saves(trainer: Any, package: Package) -> None:
     """Have one callback save into the run: the report callback, or else each `ModelCheckpoint`.

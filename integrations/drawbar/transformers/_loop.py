@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from drawbar.train.backend import begin_training, import_failed, require_package
@@ -22,6 +21,13 @@ from drawbar.torch.deepspeed import reduce_by_gloo
 from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_context
 from drawbar.transformers._data import EpochOfSteps, ShardDataset, is_batches, is_shard
 from drawbar.transformers._report import RayTrainReportCallback
+from drawbar.transformers._resume import (
+    SkipCompleteTraining,
+    is_complete,
+    load_state_of_this_run,
+    restore_callbacks,
+    was_stopped,
+)
 
 require_package("transformers", extra="transformers", at_least="4.50")
 
@@ -89,22 +95,43 @@ def _shards(trainer: Trainer) -> bool:
 
 
 class PreparedTrainer(Trainer):
-    """What a prepared Trainer does other than before."""
+    """Changed methods of a prepared Trainer."""
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train, from the run's newest checkpoint if no other is given."""
+        """Train, from the run's newest checkpoint if no other is given.
+
+        A run whose training is complete, or was stopped by a callback, trains no further.
+        """
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, RayTrainReportCallback):
                 callback.prepared = True
+        self.remove_callback(SkipCompleteTraining)  # of an earlier call
+        self.add_callback(SkipCompleteTraining)
         if is_shard(self.train_dataset) or is_batches(self.train_dataset):
             self.args.ignore_data_skip = True  # a shard begins with what is left of the epoch
             self.add_callback(EpochOfSteps)
         inherited = begin_training()
-        checkpoint = _checked(inherited) if resume_from_checkpoint in (None, True) else None
-        with checkpoint.as_directory() if checkpoint else nullcontext() as path:
-            return super().train(path or resume_from_checkpoint, *args, **kwargs)
+        if resume_from_checkpoint not in (None, True) or inherited is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        checkpoint, max_steps = _checked(inherited), self.args.max_steps
+        with checkpoint.as_directory() as path:
+            state = load_state_of_this_run(checkpoint, path)
+            if state is not None:
+                restore_callbacks(self.callback_handler.callbacks, state)
+                if was_stopped(state):
+                    self.args.max_steps = state.global_step
+            try:
+                return super().train(path, *args, **kwargs)
+            finally:
+                self.args.max_steps = max_steps
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of a step; none if training is complete."""
+        if is_complete(self.state):
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader[object]:
         """Give the loader of the training data."""
@@ -171,17 +198,17 @@ class PreparedTrainer(Trainer):
             super()._load_best_model()
 
 
-def _checked(checkpoint: Checkpoint | None) -> Checkpoint | None:
-    """Give a checkpoint that a Trainer is to go on from.
+def _checked(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint from which a Trainer can resume.
 
     Raises:
-        RuntimeError: It is not a Trainer's.
+        RuntimeError: No Trainer made the checkpoint.
     """
-    manifest = None if checkpoint is None else checkpoint.manifest
+    manifest = checkpoint.manifest
     if manifest and all(file.path != TRAINER_STATE_NAME for file in manifest.files):
         raise RuntimeError(
-            f"{checkpoint} has no {TRAINER_STATE_NAME}, so it is not one that a Trainer can go on "
-            "from. Make the run's checkpoints by RayTrainReportCallback only, or say from where to "
-            "go on: trainer.train(resume_from_checkpoint=...), False to begin anew"
+            f"{checkpoint} has no {TRAINER_STATE_NAME}, so a Trainer cannot resume from it. Use "
+            "RayTrainReportCallback for all checkpoints of the run, or set where to resume: "
+            "trainer.train(resume_from_checkpoint=...), False to start from scratch"
         )
     return checkpoint

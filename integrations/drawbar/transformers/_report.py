@@ -1,4 +1,4 @@
-"""From the Trainer's events to `report()`."""
+"""RayTrainReportCallback: turns a Trainer's logs and saves into reports."""
 
 from __future__ import annotations
 
@@ -9,37 +9,47 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from drawbar.train import ValidationTaskConfig, collective, get_checkpoint, report
+from drawbar.transformers._resume import is_complete
 
 
 class RayTrainReportCallback(TrainerCallback):
-    """Reports what the Trainer logs, and makes what it saves a checkpoint of the run.
+    """Report the Trainer's logs, and commit its saves as checkpoints of the run.
 
-    - Every log is reported as it is, with the `step`, by all ranks; none waits for another.
+    - Every log is reported with its `step`, by all ranks; none waits for another. A log after
+      training, such as by `evaluate()`, is reported together with the newest value of every
+      other metric, so that `Result.metrics` keeps them.
     - Every save is reported with the newest value of each metric that was logged up to then. The
-      checkpoint's directory is the one that the Trainer has written, `checkpoint-<step>`, with the
-      parts of all ranks: `from_pretrained(result.checkpoint.path)` opens it. It is moved out of
-      `output_dir`, by a rename if that lies on the filesystem of the run.
-    - At the end of training these newest values are reported once more, so that `Result.metrics`
-      has all.
+      checkpoint is the directory that the Trainer wrote, `checkpoint-<step>`, with the files of all
+      ranks: `from_pretrained(result.checkpoint.path)` opens it. It is moved out of `output_dir`, by
+      a rename if both are on one filesystem.
+    - At the end of training, the newest values are reported once more, so that `Result.metrics`
+      has all of them.
 
-    `save_steps`, `eval_steps` and `logging_steps` may be anything. Which checkpoints stay is set by
+    `save_steps`, `eval_steps` and `logging_steps` are independent. Set which checkpoints to keep by
     `drawbar.train.CheckpointConfig`: the Trainer's `save_total_limit` finds nothing to delete. With
     the `hub_strategy` "checkpoint" or "all_checkpoints" the directory is copied instead, since the
     upload to the Hub still reads it.
 
-    Prepare the Trainer by `prepare_trainer`.
+    Requires a Trainer prepared by `prepare_trainer`.
 
     Args:
-        validation: Have each checkpoint validated, as for `drawbar.train.report`.
+        validation: Whether to validate each checkpoint, as in `drawbar.train.report`.
+
+    Example:
+        >>> trainer.add_callback(RayTrainReportCallback())
+        >>> trainer = prepare_trainer(trainer)
     """
 
     CHECKPOINT_NAME = ""
-    """Where in a checkpoint the Trainer's files lie: `os.path.join(path, CHECKPOINT_NAME)`."""
+    """Path of the Trainer's files in a checkpoint: `os.path.join(path, CHECKPOINT_NAME)`."""
 
     def __init__(self, validation: bool | ValidationTaskConfig = False) -> None:
         self._validation = validation
+        self._newest: dict[str, object] = {}
+        self._is_training = False
+        self._is_complete = False
         self.prepared = False
-        """Whether the Trainer that calls this is a prepared one."""
+        """True if the Trainer that calls this is prepared."""
 
     def on_train_begin(
         self,
@@ -48,16 +58,19 @@ class RayTrainReportCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Check that the Trainer goes on where the run is, and give the best checkpoint its name.
+        """Check that the Trainer is prepared, and restore the metrics and the best checkpoint.
 
         Raises:
             RuntimeError: The Trainer was not prepared.
         """
         if not self.prepared:
             raise RuntimeError(
-                "RayTrainReportCallback belongs to a prepared Trainer, since any other begins anew "
-                "after a restart; before trainer.train() write: trainer = prepare_trainer(trainer)"
+                "RayTrainReportCallback needs a prepared Trainer, since any other starts from "
+                "scratch after a restart. Before trainer.train() write: "
+                "trainer = prepare_trainer(trainer)"
             )
+        self._is_training, self._is_complete = True, is_complete(state)
+        self._newest = {name: value for logs in state.log_history for name, value in logs.items()}
         if state.best_global_step and state.best_model_checkpoint is None:
             state.best_model_checkpoint = str(_directory(args, state.best_global_step))
 
@@ -70,7 +83,11 @@ class RayTrainReportCallback(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Report the log."""
-        report({**(logs or {}), "step": state.global_step})
+        if self._is_training and self._is_complete:
+            return  # the throughput and loss of no steps, which are zeros
+        self._newest.update(logs or {})
+        metrics = (logs or {}) if self._is_training else self._newest
+        report({**metrics, "step": state.global_step})
 
     def on_save(
         self,
@@ -83,7 +100,7 @@ class RayTrainReportCallback(TrainerCallback):
         directory = _directory(args, state.global_step)
         collective.barrier()  # until all ranks have written their files
         report(
-            newest_metrics(state),
+            self._newest_metrics(state),
             directory if directory.is_dir() else None,
             delete_local_checkpoint_after_upload=not _is_read_by_hub(args),
             validation=directory.is_dir() and self._validation,
@@ -100,13 +117,12 @@ class RayTrainReportCallback(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Report the newest value of each metric."""
-        report(newest_metrics(state))
+        self._is_training = False
+        if not self._is_complete:
+            report(self._newest_metrics(state))
 
-
-def newest_metrics(state: TrainerState) -> dict[str, object]:
-    """Give the newest value of each metric that was logged, and where the training is."""
-    newest = {name: value for logs in state.log_history for name, value in logs.items()}
-    return {**newest, "epoch": state.epoch, "step": state.global_step}
+    def _newest_metrics(self, state: TrainerState) -> dict[str, object]:
+        return {**self._newest, "epoch": state.epoch, "step": state.global_step}
 
 
 def _directory(args: TrainingArguments, step: int) -> Path:

@@ -1,0 +1,101 @@
+"""Synchronization of `BatchNormalization` over the replicas of PyTorch and TensorFlow.
+
+JAX needs none of this: it computes a layer over the rows of all workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from drawbar.keras._model import BatchNormLayer, Model
+from drawbar.keras._progress import training_of
+from drawbar.keras._totals import Totals
+from drawbar.train.backend import remark
+
+Moments = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def synchronize_batch_norm(model: Model, totals: Totals, *, all_layers: bool) -> None:
+    """Normalize by the rows of all workers in a model's `BatchNormalization` layers.
+
+    Adds a notice to the run if trainable layers remain unsynchronized.
+
+    Args:
+        model: A built model.
+        totals: Sums over the ranks.
+        all_layers: Whether to synchronize every layer, or only those with `synchronized=True`.
+    """
+    layers: list[Any] = [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+    ]
+    local = [layer for layer in layers if not (all_layers or layer.synchronized)]
+    for layer in layers:
+        if layer not in local:
+            layer._moments = _synchronized_moments(layer, model, totals)
+    names = [repr(layer.name) for layer in local if layer.trainable]
+    if names:
+        remark(
+            "BatchNormalization normalizes by each worker's rows of a batch in "
+            f"{', '.join(names[:3])} ({len(names)} in total), so losses differ from a run of one "
+            "process. To normalize by all rows, set "
+            "prepare_model(model, sync_batch_norm=True)"
+        )
+
+
+def _synchronized_moments(layer: BatchNormLayer, model: Model, totals: Totals) -> Moments:
+    """Return a replacement for `layer._moments` that sums over all ranks during a step."""
+    compute_local = layer._moments
+
+    def compute(inputs: Any, mask: Any) -> tuple[Any, Any]:
+        rows = training_of(model).rows
+        if rows is None:  # outside a step of `fit`, which the other ranks may not call
+            return compute_local(inputs, mask)
+        ops = keras.ops
+        axes = layer._reduction_axes
+        values, count = _masked(inputs, mask, axes)
+        sums = [count, ops.sum(values, axes), ops.sum(ops.square(values), axes)]
+        rows = ops.cast(rows, inputs.dtype)
+        # A rank without rows computes on a row of zeros, which must not count.
+        own = ops.stack(sums) * ops.cast(rows > 0, inputs.dtype)
+        total = _sum_over_ranks(own, rows, totals)
+        mean = total[1] / ops.maximum(total[0], 1)
+        variance = total[2] / ops.maximum(total[0], 1) - ops.square(mean)
+        return mean, ops.maximum(variance, 0)
+
+    return compute
+
+
+def _masked(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, Any]:
+    """Return the inputs with masked entries set to 0, and the number of others per channel."""
+    ops = keras.ops
+    if mask is None:
+        shape = ops.shape(inputs)
+        count = ops.cast(math.prod(shape[axis] for axis in axes), inputs.dtype)
+        (channels,) = (size for axis, size in enumerate(shape) if axis not in axes)
+        return inputs, count * ops.ones(channels, inputs.dtype)
+    chosen = ops.broadcast_to(ops.expand_dims(ops.cast(mask, "bool"), -1), ops.shape(inputs))
+    return ops.where(chosen, inputs, 0), ops.sum(ops.cast(chosen, inputs.dtype), axes)
+
+
+def _sum_over_ranks(own: Any, rows: Any, totals: Totals) -> Any:
+    """Sum a tensor over all ranks, with the gradient of the loss over all rows.
+
+    The loss of a rank is a mean over its rows, and gradients are averaged by rows later. So the
+    gradients with respect to the sum are weighted by rows here, and divided by the own rows.
+    """
+
+    @keras.ops.custom_gradient  # type: ignore[untyped-decorator]  # Keras has no types
+    def sum_over_ranks(own: Any) -> tuple[Any, Callable[..., Any]]:
+        def compute_gradient(*args: Any, upstream: Any = None) -> Any:
+            (total,) = totals([(args[-1] if upstream is None else upstream) * rows])
+            return total / keras.ops.maximum(rows, 1)
+
+        return totals([own])[0], compute_gradient
+
+    return sum_over_ranks(own)

@@ -1,0 +1,103 @@
+"""Transfer of callbacks' results from a worker's Trainer to the driver's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from drawbar.lightning._model_checkpoint import REPLACED_ATTRIBUTES
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
+
+_SCALARS = (
+    bool | int | float | complex | str | bytes | None
+    | Path | Enum | datetime | timedelta | np.generic | np.ndarray
+)  # fmt: skip
+_CONTAINERS = (list, tuple, set, frozenset)
+
+
+@dataclass(frozen=True)
+class CallbackState:
+    """Results of a callback in a worker: its `state_dict()`, and public attributes with plain data.
+
+    `state_dict()` alone is not enough: `ModelCheckpoint` does not load its `current_score` from
+    it, and few callbacks of users have one.
+    """
+
+    state: dict[str, object]
+    attributes: dict[str, object]
+
+    @classmethod
+    def of(cls, callback: Callback) -> Self:
+        """Collect the state of a callback, with tensors on the CPU."""
+        state = callback.state_dict()
+        replaced = REPLACED_ATTRIBUTES if "dirpath" in state else ()
+        attributes = {}
+        for name, value in vars(callback).items():
+            if not name.startswith("_") and name not in replaced:
+                try:
+                    attributes[name] = _copy_plain(value)
+                except TypeError:
+                    continue  # the driver keeps its own object
+        return cls(state, attributes)
+
+    def load_into(self, callback: Any, *, fitted: bool) -> None:
+        """Load the state into the driver's callback.
+
+        Args:
+            callback: The callback that was sent to the workers.
+            fitted: Whether the workers ran `fit`. Otherwise `ModelCheckpoint` keeps its directory,
+                since its checkpoints are in an earlier run.
+        """
+        state = dict(self.state)
+        if "dirpath" in state:
+            # It would not load its scores if the two were different.
+            if fitted:
+                callback.dirpath = state["dirpath"]
+            else:
+                state["dirpath"] = callback.dirpath
+        if state:
+            callback.load_state_dict(state)
+        vars(callback).update(self.attributes)
+
+
+def collect_callbacks(trainer: Trainer, sent: Sequence[Callback]) -> list[CallbackState]:
+    """Collect the state of the callbacks that the driver has sent.
+
+    Args:
+        trainer: The worker's Trainer. The module's `configure_callbacks` may have replaced some.
+        sent: The callbacks as they arrived.
+    """
+    # state_key is a property of a type, or of a type and its settings.
+    replacements = {each.state_key: each for each in trainer.callbacks}
+    current = [
+        each if any(each is other for other in trainer.callbacks)
+        else replacements.get(each.state_key, each)
+        for each in sent
+    ]  # fmt: skip
+    return [CallbackState.of(each) for each in current]
+
+
+def _copy_plain(value: Any) -> Any:
+    """Copy numbers, texts, arrays, tensors, and built-in containers of them.
+
+    Raises:
+        TypeError: There is another object in it, which may be large or not picklable.
+    """
+    if isinstance(value, _SCALARS):
+        return value
+    if type(value) is torch.Tensor:
+        return value.detach().cpu()
+    if type(value) is dict:
+        return {_copy_plain(key): _copy_plain(each) for key, each in value.items()}
+    if type(value) in _CONTAINERS:
+        return type(value)(_copy_plain(each) for each in value)
+    raise TypeError(f"not plain data: {type(value).__name__}")

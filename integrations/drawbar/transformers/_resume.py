@@ -1,0 +1,84 @@
+"""Resuming a Trainer in its own run: callback states, and trainings that are already complete."""
+
+from __future__ import annotations
+
+import os
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+
+from drawbar.train import Checkpoint, get_context
+
+
+def load_state_of_this_run(checkpoint: Checkpoint, path: str) -> TrainerState | None:
+    """Return the Trainer's state in a checkpoint; None if another run made the checkpoint.
+
+    Args:
+        checkpoint: A Trainer's checkpoint.
+        path: A local directory with its files.
+    """
+    manifest = checkpoint.manifest
+    if manifest is None or manifest.run_id != get_context().get_run_id():
+        return None
+    return TrainerState.load_from_json(os.path.join(path, TRAINER_STATE_NAME))
+
+
+def was_stopped(state: TrainerState) -> bool:
+    """Return whether a callback such as `EarlyStoppingCallback` stopped training at this step."""
+    control = (state.stateful_callbacks or {}).get(TrainerControl.__name__, {})
+    should_stop = isinstance(control, dict) and control.get("args", {}).get("should_training_stop")
+    # The Trainer also sets it at the last step, which is no reason not to train more epochs.
+    return bool(should_stop) and state.global_step < state.max_steps
+
+
+def is_complete(state: TrainerState) -> bool:
+    """Return whether there are no steps left to train."""
+    return 0 < state.max_steps <= state.global_step
+
+
+def restore_callbacks(callbacks: list[TrainerCallback], state: TrainerState) -> None:
+    """Restore what callbacks counted, such as the patience of `EarlyStoppingCallback`.
+
+    Unlike with `restore_callback_states_from_checkpoint=True`, the callbacks remain the user's
+    objects, and keep the arguments they were created with.
+    """
+    for name, saved in (state.stateful_callbacks or {}).items():
+        states = saved if isinstance(saved, list) else [saved]
+        named = (each for each in callbacks if type(each).__name__ == name)
+        for callback, values in zip(named, states, strict=False):
+            if isinstance(callback, ExportableState):
+                vars(callback).update(values.get("attributes", {}))
+
+
+class SkipCompleteTraining(TrainerCallback):
+    """Make `train()` end without a step if training is complete.
+
+    If training ended within an epoch, Transformers would train one more step to find that out.
+    """
+
+    def __init__(self) -> None:
+        self._skips = False
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Stop before the first step."""
+        self._skips = is_complete(state)
+        if self._skips:
+            control.should_training_stop = True
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Cancel the actions at the end of an epoch that had no steps."""
+        if self._skips:
+            control.should_log = control.should_evaluate = control.should_save = False
