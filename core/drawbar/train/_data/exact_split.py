@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from drawbar.train._data.shuffling import shuffle_dataset
 from drawbar.train._rows import Equalize, Ranges, RowPosition, rest_of_ranges, shares
 from drawbar.train._settings.data_config import DataConfig
 
@@ -191,6 +192,8 @@ class ExactSplits:
 
     def _compute(self, name: str, dataset: Dataset, config: DataConfig) -> None:
         group_column = config.group_column
+        if config.shuffles(name):
+            dataset = shuffle_dataset(dataset)
         whole = dataset.materialize()
         if config.equalize == "pad" and _arrow_blocks(whole) is None:
             whole = whole.map_batches(_as_it_is, batch_format="pyarrow").materialize()
