@@ -117,7 +117,7 @@ def test_estimator_with_mae_objective_on_sorted_rows_is_as_good_as_one_process(
 def test_weights_and_margins_follow_their_rows_when_rows_are_shuffled(
     run_config: RunConfig,
 ) -> None:
-    """The margin of a row with a weight is its target; that of the others is wrong."""
+    """Rows with a weight have their target as margin; the others have a wrong margin."""
     frame = TRAIN.assign(weight=(TRAIN.index % 2).astype("float32"), margin=TRAIN.y)
     frame.loc[frame.weight == 0, "margin"] = 1e6
     predictions = fit(

@@ -105,7 +105,7 @@ class Fit(ABC):
     @property
     @abstractmethod
     def averages_percentiles(self) -> bool:
-        """Whether the objective sets leaf values to percentiles of a worker's rows.
+        """True if the objective sets leaf values to percentiles of a worker's rows.
 
         The library averages these values over the workers. The result is close to the percentile of
         all rows only if each worker has a random sample of them.

@@ -65,7 +65,7 @@ class LightGBMFit(Fit):
 
     @property
     def averages_percentiles(self) -> bool:
-        """Whether the objective sets leaf values to percentiles of a worker's rows."""
+        """True if the objective sets leaf values to percentiles of a worker's rows."""
         return value_of(self.params, "objective") in PERCENTILE_OBJECTIVES
 
     def check(self, scaling_config: ScalingConfig) -> None:

@@ -44,7 +44,7 @@ class XGBoostFit(Fit):
 
     @property
     def averages_percentiles(self) -> bool:
-        """Whether the objective sets leaf values to percentiles of a worker's rows."""
+        """True if the objective sets leaf values to percentiles of a worker's rows."""
         return self.params.get("objective") in PERCENTILE_OBJECTIVES
 
     def check(self, scaling_config: ScalingConfig) -> None:

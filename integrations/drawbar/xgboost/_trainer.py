@@ -69,7 +69,7 @@ class XGBoostTrainer(BoostingTrainer):
 
     A dataset may also be a pandas DataFrame or an Arrow table.
 
-    All other arguments, and the errors raised, are those of `drawbar.train.DataParallelTrainer`.
+    `drawbar.train.DataParallelTrainer` describes all other arguments and the errors raised.
     Without a `dataset_config`, all datasets are split and every row is used. If the objective is
     `reg:absoluteerror` or `reg:quantileerror`, the rows of "train" are shuffled before the split,
     because XGBoost averages percentiles of each worker's rows.

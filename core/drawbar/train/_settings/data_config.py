@@ -118,7 +118,7 @@ class DataConfig(ShowsWhatWasSet):
             )
 
     def shuffles(self, name: str) -> bool:
-        """Whether the rows of a dataset are shuffled before they are split."""
+        """Return True if the rows of a dataset are shuffled before they are split."""
         return self.splits_exactly(name) and name in self.datasets_to_shuffle
 
     def splits(self, name: str) -> bool:
