@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import lightgbm
@@ -13,6 +14,7 @@ import ray
 import xgboost
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.metrics import mean_absolute_error
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -152,3 +154,27 @@ def test_early_stopping_and_a_metric_of_ones_own() -> None:
     stopper = RayXGBClassifier(n_estimators=200, early_stopping_rounds=4, scaling_config=HERE)
     stopper.fit(x[:300], y[:300], eval_set=[(x[300:], y[300:])])
     assert 0 < stopper.best_iteration < 200
+
+
+def test_callable_metric_on_unequal_parts_is_weighted_by_rows() -> None:
+    x, y = load_diabetes(return_X_y=True)
+    weight = np.where(np.arange(3) < 1, 9.0, 1.0)  # worker 0 has the first of three rows
+    evaluated: dict[str, Any] = {"eval_set": [(x[:3], y[:3])], "sample_weight_eval_set": [weight]}
+    model = RayXGBRegressor(n_estimators=2, eval_metric=mean_absolute_error, scaling_config=TWO)
+    model.fit(x, y, sample_weight=np.ones(len(y)), **evaluated)
+    expected = mean_absolute_error(y[:3], model.predict(x[:3]), sample_weight=weight)
+    history = model.evals_result()["validation_0"]["mean_absolute_error"]
+    assert history[-1] == pytest.approx(expected, rel=1e-6)
+
+
+def test_predict_of_ray_dataset_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = load_diabetes(return_X_y=True)
+    frame = pd.DataFrame(x, columns=[f"c{i}" for i in range(10)])
+    model = RayXGBRegressor(n_estimators=2, scaling_config=HERE).fit(frame, y)
+    logger = logging.getLogger("ray.data")
+    logger.addHandler(caplog.handler)  # Ray Data's logger does not propagate to the root
+    try:
+        model.predict(ray.data.from_pandas(frame))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "deprecated" not in caplog.text

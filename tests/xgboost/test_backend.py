@@ -74,3 +74,11 @@ def test_a_config_checks_itself() -> None:
         XGBoostConfig(timeout_s=0)
     with pytest.raises(TypeError, match="timeout_s must be seconds or a timedelta"):
         XGBoostConfig(timeout_s="1")  # type: ignore[arg-type]
+
+
+def test_communicator_does_not_log_the_rank_of_each_task(
+    capfd: pytest.CaptureFixture[str], run_config: RunConfig
+) -> None:
+    run_in_threads(ranks, num_workers=2, backend_config=XGBoostConfig(), run_config=run_config)
+    output = capfd.readouterr()
+    assert "got rank" not in output.out + output.err

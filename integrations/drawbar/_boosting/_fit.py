@@ -103,6 +103,15 @@ class Fit(ABC):
         return any(getattr(callback, "runs_user_code", True) for callback in self.callbacks)
 
     @property
+    @abstractmethod
+    def averages_percentiles(self) -> bool:
+        """True if the objective sets leaf values to percentiles of a worker's rows.
+
+        The library averages these values over the workers. The result is close to the percentile of
+        all rows only if each worker has a random sample of them.
+        """
+
+    @property
     def folder(self) -> Path | None:
         """Where to keep rows on disk; None for the system's folder for such."""
         return None if isinstance(self.external_memory, bool) else Path(self.external_memory)

@@ -32,7 +32,8 @@ def predict(
         features: The columns to predict from, in the model's order.
         keep_columns: Columns to keep beside the prediction; None for all.
         output_column: Name of the prediction: a number, or a list of one for each class.
-        options: Of `Dataset.map_batches`, such as `batch_size`, `concurrency` and `num_gpus`.
+        options: Of `Dataset.map_batches`, such as `batch_size`, `compute` and `num_gpus`.
+            Default of `compute`: a pool of 1 to 8 actors.
 
     Raises:
         ValueError: The dataset lacks a feature.
@@ -43,11 +44,15 @@ def predict(
         raise ValueError(
             f"the model's features {missing} are not in the dataset, which has {columns}"
         )
+    if not options.keys() & {"compute", "concurrency"}:
+        from ray.data import ActorPoolStrategy
+
+        options["compute"] = ActorPoolStrategy(min_size=1, max_size=8)
     return dataset.map_batches(
         _Worker,
         fn_constructor_args=(make_predictor, list(features), keep_columns, output_column),
         batch_format="pandas",
-        **{"concurrency": (1, 8), **options},
+        **options,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,11 @@ COLUMN_ARGUMENTS = {
 
 
 class BoostingTrainer(DataParallelTrainer):
-    """Runs a training function, or a declared training, with a library's workers connected.
+    """Run a training function, or a declared training, with a library's workers connected.
 
-    Every row counts, and each worker gets a part of every dataset, also of those to evaluate. So
-    unless a `dataset_config` says otherwise, all datasets are split, exactly. A dataset may be a
-    table: a pandas DataFrame or an Arrow table.
+    Unless `dataset_config` is set, all datasets are split between the workers and every row is
+    used. If the objective averages percentiles over the workers, the training rows are shuffled
+    before the split. A dataset may be a table: a pandas DataFrame or an Arrow table.
 
     Args:
         train_loop_per_worker: The training function, if there is one.
@@ -73,11 +74,18 @@ class BoostingTrainer(DataParallelTrainer):
             work = _declared(fit_class, given, datasets, keep_data=restarts)
         else:
             work = _the_function(train_loop_per_worker, given)
+        is_sharded = scaling_config is not None and scaling_config.max_workers > 1
+        averages = isinstance(work, Fit) and work.averages_percentiles and is_sharded
         if dataset_config is None:
             group = work.columns.group if isinstance(work, Fit) else None
             dataset_config = DataConfig(
-                datasets_to_split="all", equalize="join", group_column=group
+                datasets_to_split="all",
+                equalize="join",
+                group_column=group,
+                datasets_to_shuffle=("train",) if averages and group is None else (),
             )
+        elif averages and not dataset_config.shuffles("train"):
+            _warn_of_order(work.params)
         if isinstance(work, Fit):
             backend_config = backend_config.decided(runs_user_code=work.runs_user_code)
         super().__init__(
@@ -99,6 +107,16 @@ class BoostingTrainer(DataParallelTrainer):
                     work.columns.check(name, types_of_table(dataset))
                 elif hasattr(dataset, "schema"):
                     check_dataset(name, dataset, work.columns)
+
+
+def _warn_of_order(params: Mapping[str, object]) -> None:
+    warnings.warn(
+        f"The objective in params ({params.get('objective')!r}) averages leaf values over the "
+        "workers, so each worker needs a random sample of the rows, but dataset_config does not "
+        'shuffle "train". Unless the rows are in random order, set '
+        'DataConfig(datasets_to_split="all", equalize="join", datasets_to_shuffle=["train"]).',
+        stacklevel=4,
+    )
 
 
 def _the_function(function: TrainFunction, given: Mapping[str, object]) -> TrainFunction:

@@ -29,6 +29,7 @@ from drawbar.lightgbm._loop import (
     resume_from,
 )
 from drawbar.lightgbm._parameters import (
+    PERCENTILE_OBJECTIVES,
     SPELLED,
     check_labels,
     check_parameters,
@@ -61,6 +62,11 @@ class LightGBMFit(Fit):
         """Whether code of the user runs on the workers."""
         objective = value_of(self.params, "objective")
         return super().runs_user_code or callable(objective) or bool(self.feval)
+
+    @property
+    def averages_percentiles(self) -> bool:
+        """True if the objective sets leaf values to percentiles of a worker's rows."""
+        return value_of(self.params, "objective") in PERCENTILE_OBJECTIVES
 
     def check(self, scaling_config: ScalingConfig) -> None:
         """Check the parameters in the driver."""

@@ -45,6 +45,13 @@ _ALONE = {
 }
 """What works in one process only, and what happens otherwise."""
 
+PERCENTILE_OBJECTIVES = (
+    *("regression_l1", "l1", "mae", "mean_absolute_error"),
+    *("mape", "mean_absolute_percentage_error"),
+    "quantile",
+)
+"""Objectives whose leaf values are percentiles of a worker's rows."""
+
 _CLASSES = ("multiclass", "softmax", "multiclassova", "multiclass_ova", "ova", "ovr")
 _RANKS = ("lambdarank", "rank_xendcg", "xendcg", "xe_ndcg", "xe_ndcg_mart", "xendcg_mart")
 _PROBABILITIES = ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlambda")

@@ -39,8 +39,10 @@ class LightGBMTrainer(BoostingTrainer):
 
         LightGBMTrainer(train_loop, train_loop_config={"objective": "binary"}, ...).fit()
 
-    Every dataset is split between the workers, with no row left out, unless `dataset_config` says
-    otherwise. What is declared is resumed by itself: only the rounds that are left are trained.
+    Without a `dataset_config`, all datasets are split and every row is used. If the objective is
+    `l1`, `quantile`, or `mape`, the rows of "train" are shuffled before the split, because LightGBM
+    averages percentiles of each worker's rows. The declared form resumes automatically and trains
+    only the remaining rounds.
 
     Args:
         train_loop_per_worker: The training function; takes `train_loop_config` or nothing.

@@ -11,7 +11,9 @@ whoever finds no tracker tries again for ten seconds, and would not be kept for 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -33,11 +35,13 @@ try:
 except ImportError as error:
     raise import_failed("xgboost", extra="xgboost") from error
 
-from xgboost.core import XGBoostError
+from xgboost.core import _LIB, XGBoostError, _log_callback
 from xgboost.tracker import RabitTracker
 
 _tracker_args: dict[str, Any] = {}
 """Where the tracker of this worker's run is."""
+
+_RANK_MESSAGE = re.compile(rb"Task \d+ got rank \d+")
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,25 @@ class XGBoostBackend(Backend):
                 tracker.free()
 
 
+@contextlib.contextmanager
+def _without_rank_message() -> Iterator[None]:
+    """Drop the line "Task 00000000 got rank 0" that XGBoost logs at any verbosity.
+
+    Other messages are logged as usual.
+    """
+
+    def log(message: bytes) -> None:
+        if not _RANK_MESSAGE.search(message):
+            _log_callback(message)
+
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(log)
+    _LIB.XGBRegisterLogCallback(callback)  # of this thread
+    try:
+        yield
+    finally:
+        _LIB.XGBRegisterLogCallback(_LIB.callback)  # the one that `import xgboost` registers
+
+
 def _remember(arguments: Mapping[str, object]) -> None:
     _tracker_args.clear()
     _tracker_args.update(arguments)
@@ -128,7 +151,8 @@ def _communicator(config: XGBoostConfig) -> Iterator[None]:
     made = collective.CommunicatorContext(
         **_tracker_args, dmlc_task_id=task, dmlc_timeout=math.ceil(config.timeout_s)
     )
-    made.__enter__()
+    with _without_rank_message():
+        made.__enter__()
     try:
         yield
     except BaseException:

@@ -13,7 +13,13 @@ from drawbar._boosting import Fit, Shard
 from drawbar.train import ScalingConfig
 from drawbar.xgboost._data import quantile_matrix
 from drawbar.xgboost._loop import train
-from drawbar.xgboost._parameters import SPELLED, check_labels, check_parameters, with_own_threads
+from drawbar.xgboost._parameters import (
+    PERCENTILE_OBJECTIVES,
+    SPELLED,
+    check_labels,
+    check_parameters,
+    with_own_threads,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,11 @@ class XGBoostFit(Fit):
     def runs_user_code(self) -> bool:
         """Whether code of the user runs on the workers."""
         return super().runs_user_code or callable(self.obj) or callable(self.custom_metric)
+
+    @property
+    def averages_percentiles(self) -> bool:
+        """True if the objective sets leaf values to percentiles of a worker's rows."""
+        return self.params.get("objective") in PERCENTILE_OBJECTIVES
 
     def check(self, scaling_config: ScalingConfig) -> None:
         """Check the parameters and the datasets' names in the driver."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from xgboost import Booster, DMatrix
 from xgboost.callback import (
@@ -14,9 +15,14 @@ from xgboost.callback import (
     TrainingCallback,
 )
 
-from drawbar._boosting import History, Progress
+from drawbar._boosting import History, Progress, allreduce_metric
 from drawbar.train.backend import begin_training
 from drawbar.xgboost._report import RayTrainReportCallback
+
+Score: TypeAlias = tuple[str, float]
+"""Name and value of a metric."""
+
+Metric: TypeAlias = Callable[..., Score | list[Score]]
 
 
 def train(
@@ -59,7 +65,9 @@ def train(
         verbose_eval: Print the metrics of each round, or of each so many rounds.
         xgb_model: What to start from in place of nothing. A checkpoint of the run goes before it.
         callbacks: Further callbacks.
-        custom_metric: Gets this worker's rows; see `allreduce_metric`.
+        custom_metric: A custom metric, which receives this worker's rows. Its values are averaged
+            over the workers, weighted by their rows, which is exact for a mean over rows. For other
+            metrics see `allreduce_metric`.
     """
     reports = [each for each in callbacks if isinstance(each, RayTrainReportCallback)]
     reports = reports or [RayTrainReportCallback()]
@@ -74,7 +82,8 @@ def train(
     if early_stopping_rounds:
         others.append(EarlyStopping(rounds=early_stopping_rounds, maximize=maximize))
     watched = list(evals)
-    rounds = CallbackContainer(others, metric=custom_metric, output_margin=callable(obj))
+    metric = None if custom_metric is None else partial(_evaluate_globally, custom_metric)
+    rounds = CallbackContainer(others, metric=metric, output_margin=callable(obj))
     rounds.history.update(progress.history)
     booster = rounds.before_training(booster)
     stop = _catch_up(others, booster, progress)
@@ -92,6 +101,21 @@ def train(
         evals_result.update(rounds.history)
     result: Booster = booster.reset()
     return result
+
+
+def _evaluate_globally(metric: Metric, predictions: object, matrix: DMatrix) -> list[Score]:
+    """Evaluate a custom metric and average its values over the workers, weighted by their rows.
+
+    XGBoost itself gives each worker the same weight. Rows count by their weights, if they have
+    some; a worker without rows counts nothing.
+    """
+    result = metric(predictions, matrix)
+    weights = matrix.get_weight()
+    weight = float(weights.sum()) if weights.size else float(matrix.num_row())
+    return [
+        (name, allreduce_metric(value * weight if weight else 0.0, weight))
+        for name, value in (result if isinstance(result, list) else [result])
+    ]
 
 
 def _catch_up(callbacks: Sequence[TrainingCallback], booster: Booster, progress: Progress) -> bool:

@@ -23,6 +23,9 @@ _LABELS: dict[str, dict[str, Any]] = {
 }
 """What labels an objective takes, where it does not take all."""
 
+PERCENTILE_OBJECTIVES = ("reg:absoluteerror", "reg:quantileerror")
+"""Objectives whose leaf values are percentiles of a worker's rows."""
+
 SPELLED = {
     "num_boost_round": ("num_boost_round", "n_estimators"),
     "early_stopping_rounds": ("early_stopping_rounds",),

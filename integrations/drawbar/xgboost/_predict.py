@@ -35,7 +35,7 @@ def predict(
         keep_columns: Columns to keep beside the prediction. Default: all.
         output_column: Name of the prediction: a number, or a list of one for each class.
         predict_options: Arguments of `Booster.predict`, such as `output_margin=True`.
-        options: Arguments of `Dataset.map_batches`, such as `batch_size` and `concurrency`.
+        options: Arguments of `Dataset.map_batches`, such as `batch_size` and `compute`.
 
     Raises:
         ValueError: The dataset lacks a feature, or the booster does not know its features' names.

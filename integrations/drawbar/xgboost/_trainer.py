@@ -61,14 +61,18 @@ class XGBoostTrainer(BoostingTrainer):
         callbacks: Callbacks of XGBoost, pickled to each worker. A `RayTrainReportCallback` among
             them replaces the one that is there by default.
         obj: A custom objective, as for `xgboost.train`.
-        custom_metric: A custom metric, as for `xgboost.train`; see `allreduce_metric`.
+        custom_metric: A custom metric, as for `xgboost.train`, which receives the rows of one
+            worker. Its values are averaged over the workers, weighted by their rows; see
+            `allreduce_metric` for metrics that are not a mean over rows.
         external_memory: Keep each worker's rows on disk, for more than its memory holds: True, or
             the folder on the workers that the files go to.
 
     A dataset may also be a pandas DataFrame or an Arrow table.
 
-    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`; but
-    unless `dataset_config` says otherwise all datasets are split, and no row is left out.
+    `drawbar.train.DataParallelTrainer` describes all other arguments and the errors raised.
+    Without a `dataset_config`, all datasets are split and every row is used. If the objective is
+    `reg:absoluteerror` or `reg:quantileerror`, the rows of "train" are shuffled before the split,
+    because XGBoost averages percentiles of each worker's rows.
     """
 
     def __init__(

@@ -119,3 +119,11 @@ def test_columns_are_told_from_items() -> None:
     config = DataConfig(equalize="join", group_column="id")
     with pytest.raises(ValueError, match=r"needs columns, and .* is a Squares, which has items"):
         split.shard({"train": Squares(3)}, config, ["node"], {}, ExactSplits())
+
+
+def test_shuffled_items_give_each_worker_a_random_sample() -> None:
+    config = DataConfig(equalize="join", datasets_to_shuffle=["train"])
+    of_ranks = split.shard({"train": Squares(1000)}, config, ["node"] * 2, {}, ExactSplits())
+    parts = [[row["id"] for row in each["train"].iter_rows()] for each in of_ranks]
+    assert sorted(parts[0] + parts[1]) == list(range(1000))
+    assert sum(parts[0]) / 500 == pytest.approx(500, rel=0.1)

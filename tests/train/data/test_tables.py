@@ -255,3 +255,48 @@ def test_a_preprocessor_needs_something_to_fit_on(run_config: RunConfig) -> None
         trainer.fit()
     with pytest.raises(TypeError, match=r"must be one of ray\.data\.preprocessors"):
         DataConfig(preprocessor=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("kind", ["table", "ray"])
+def test_shuffled_dataset_gives_each_worker_a_random_sample(kind: str) -> None:
+    names = pd.Categorical(["low"] * 500 + ["high"] * 500)
+    table = frame(1000).assign(name=names)
+    dataset = table if kind == "table" else ray.data.from_pandas([table[:400], table[400:]])
+    config: dict[str, Any] = {"equalize": "join", "datasets_to_shuffle": ["train"]}
+
+    def read() -> list[pd.DataFrame]:
+        parts = (each.arrow_tables() for each in shards(dataset, 3, **config))
+        return [pd.concat(each.to_pandas() for each in tables) for tables in parts]
+
+    parts = read()
+    assert sorted(chain(*(part["id"] for part in parts))) == list(range(1000))
+    for part in parts:
+        assert len(part) in (333, 334)
+        assert part["id"].mean() == pytest.approx(500, rel=0.1)
+        assert ((part["name"] == "low") == (part["id"] < 500)).all()
+        assert (part["half"] == part["id"] / 2).all()
+    for part, again in zip(parts, read(), strict=True):
+        assert part["id"].tolist() == again["id"].tolist()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_shuffled_table_resumes_inside_an_epoch() -> None:
+    config: dict[str, Any] = {"equalize": "join", "datasets_to_shuffle": ["train"]}
+    first = [take(each, 10) for each in shards(frame(100), 2, **config)]
+    rest = [take(each, 1000) for each in shards(frame(100), 3, first[0][1], **config)]
+    assert sorted(chain(*(ids for ids, _ in first + rest))) == list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"equalize": "drop"}, 'equalize="drop" streams them'),
+        ({"equalize": "join", "group_column": "q"}, "would separate the rows of a group"),
+    ],
+)
+def test_data_config_refuses_shuffle_that_it_cannot_do(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(datasets_to_shuffle=["train"], **options)
+    with pytest.raises(TypeError, match="must be a list of dataset names, found 'train'"):
+        DataConfig(datasets_to_shuffle="train", equalize="join")

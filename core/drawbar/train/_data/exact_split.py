@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._data.local_shuffle import shuffled_rows, take_rows
+from drawbar.train._data.shuffling import shuffle_dataset
 from drawbar.train._rows import Equalize, NumberedRows, Ranges, RowPosition, Segment, shares
 from drawbar.train._settings.data_config import DataConfig
 
@@ -206,6 +207,8 @@ class ExactSplits:
 
     def _compute(self, name: str, dataset: Dataset, config: DataConfig) -> None:
         group_column = config.group_column
+        if config.shuffles(name):
+            dataset = shuffle_dataset(dataset)
         whole = dataset.materialize()
         # Row numbers are only known in Arrow blocks. pandas blocks become Arrow blocks.
         if group_column is None and _arrow_blocks(whole) is None:

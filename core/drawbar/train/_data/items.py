@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from drawbar.train._data.shard import DatasetShard, Part
+from drawbar.train._data.shuffling import shuffle_numbers
 from drawbar.train._rows import NumberedRows, RowPosition, Segment, Shuffle, shares
 from drawbar.train._settings.data_config import DataConfig
 
@@ -130,10 +131,10 @@ def _mapped(batch: object, change: Callable[[Any], object]) -> object:
 def shard_items(
     name: str, dataset: MapStyle, config: DataConfig, world_size: int, position: RowPosition
 ) -> list[DatasetShard]:
-    """Return each rank's shard of a dataset: consecutive items, or all if it is not split.
+    """Return the shard of a dataset for each rank: consecutive items, or all if it is not split.
 
     Raises:
-        ValueError: It has no columns to group by.
+        ValueError: `DataConfig.group_column` is set, but items have no columns.
     """
     import numpy as np
     import ray
@@ -144,8 +145,9 @@ def shard_items(
             f"datasets[{name!r}] is a {type(dataset).__name__}, which has items"
         )
     of = world_size if config.splits(name) else 1
+    items = shuffle_numbers(len(dataset)) if config.shuffles(name) else np.arange(len(dataset))
     kept = ray.put(dataset) if ray.is_initialized() else dataset
-    parts = [np.arange(low, high) for low, high in shares(len(dataset), of, config.equalize)]
+    parts = [items[low:high] for low, high in shares(len(dataset), of, config.equalize)]
     order = partial(_in_order, epoch=position.epoch)
     rest = NumberedRows([len(dataset)], config.equalize, order).rest(position.read, of)
     return [
@@ -160,7 +162,7 @@ def shard_items(
                 equalize=config.equalize,
             ),
             position=position,
-            rest=ItemsPart(kept, _numbers(rest[number])) if position.read else None,
+            rest=ItemsPart(kept, items[_numbers(rest[number])]) if position.read else None,
         )
         for number in (range(of) if of == world_size else [0] * world_size)
     ]

@@ -105,12 +105,15 @@ def lazy(datasets: Mapping[str, object], config: DataConfig) -> list[str]:
 
 
 def computed(datasets: Mapping[str, object], config: DataConfig) -> list[str]:
-    """Name the datasets that Ray Data computes at all; of those that are made already."""
-    transforms = config.preprocessor is not None  # also what lies in memory
+    """Return the names of the datasets that Ray Data has to compute.
+
+    Datasets that a function makes later are left out.
+    """
+    transforms = config.preprocessor is not None  # also applied to materialized datasets
     return [
         name
         for name, each in datasets.items()
-        if _is_ray_dataset(each) and (transforms or rows_of(each) is None)
+        if _is_ray_dataset(each) and (transforms or config.shuffles(name) or rows_of(each) is None)
     ]
 
 

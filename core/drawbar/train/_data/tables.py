@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from drawbar.train._data.exact_split import ExactPart, by_groups
 from drawbar.train._data.local_shuffle import shuffled_rows
 from drawbar.train._data.shard import DatasetShard, Part
+from drawbar.train._data.shuffling import shuffle_table
 from drawbar.train._rows import Equalize, NumberedRows, RowPosition, Segment, shares
 from drawbar.train._settings.data_config import DataConfig
 
@@ -89,17 +90,19 @@ def _nodes() -> list[dict[str, dict[str, float]]]:
 def shard_table(
     name: str, table: pa.Table, config: DataConfig, world_size: int, position: RowPosition
 ) -> list[DatasetShard]:
-    """Return each rank's shard of a table: consecutive rows, or the whole if it is not split.
+    """Return the shard of a table for each rank: consecutive rows, or all rows if it is not split.
 
     Raises:
         ValueError: There is no column `DataConfig.group_column`.
     """
     of = world_size if config.splits(name) else 1
+    if config.shuffles(name):
+        table = shuffle_table(table)
     grouped = None
-    # For one worker too: what reads the rows may need those of a group side by side.
+    # Also for one worker: the training function may need the rows of a group side by side.
     if config.splits(name) and config.group_column is not None:
         table, grouped = by_groups(name, table, config.group_column, of)
-        position = position.begun()  # cuts inside an epoch would split groups
+        position = position.begun()  # a split inside an epoch would separate groups
     bounds = grouped or shares(table.num_rows, of, config.equalize)
     parts = [_part([table.slice(low, high - low)]) for low, high in bounds]
     first = _rest(table, of, config.equalize, position) if position.read else []

@@ -51,6 +51,10 @@ class DataConfig(ShowsWhatWasSet):
         preprocessor: Of `ray.data.preprocessors`: fitted on "train" before the workers start,
             unless it is fitted already, and applied to all datasets. Every checkpoint has it:
             `Checkpoint.get_preprocessor()`.
+        datasets_to_shuffle: Names of split datasets whose rows are shuffled once, before the split,
+            so that the rows of each worker are a random sample of the dataset. The order is the
+            same in every attempt. Needs an `equalize` other than "drop" and no `group_column`.
+            Default: none.
     """
 
     datasets_to_split: Literal["all"] | Sequence[str] = (TRAIN_DATASET_KEY,)
@@ -60,6 +64,7 @@ class DataConfig(ShowsWhatWasSet):
     equalize: Equalize = "drop"
     group_column: str | None = None
     preprocessor: Preprocessor | None = None
+    datasets_to_shuffle: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         require_type("DataConfig.enable_shard_locality", self.enable_shard_locality, bool)
@@ -77,6 +82,7 @@ class DataConfig(ShowsWhatWasSet):
                 "DataConfig.preprocessor must be one of ray.data.preprocessors, such as "
                 f"StandardScaler(columns=[...]), found {self.preprocessor!r}"
             )
+        self._check_shuffle()
         names = self.datasets_to_split
         if names == "all":
             return
@@ -86,6 +92,35 @@ class DataConfig(ShowsWhatWasSet):
                 f"found {names!r}"
             )
         object.__setattr__(self, "datasets_to_split", tuple(names))
+
+    def _check_shuffle(self) -> None:
+        """Check `datasets_to_shuffle` and store it as a tuple.
+
+        Raises:
+            TypeError: It is not a list of names.
+            ValueError: It cannot be combined with the other arguments.
+        """
+        names = self.datasets_to_shuffle
+        if not is_list_of(str, names):
+            raise TypeError(
+                f"DataConfig.datasets_to_shuffle must be a list of dataset names, found {names!r}"
+            )
+        object.__setattr__(self, "datasets_to_shuffle", tuple(names))
+        if names and self.equalize == "drop":
+            raise ValueError(
+                f"DataConfig.datasets_to_shuffle={list(names)} needs rows that are split by "
+                'number, but equalize="drop" streams them. Set equalize="join", or shuffle the '
+                "dataset with ray.data.Dataset.random_shuffle(seed=...)"
+            )
+        if names and self.group_column is not None:
+            raise ValueError(
+                f"DataConfig.datasets_to_shuffle={list(names)} would separate the rows of a group, "
+                f"but group_column={self.group_column!r} keeps them together. Remove one of them"
+            )
+
+    def shuffles(self, name: str) -> bool:
+        """Return True if the rows of a dataset are shuffled before they are split."""
+        return self.splits_exactly(name) and name in self.datasets_to_shuffle
 
     def splits(self, name: str) -> bool:
         """Whether the dataset of this name is split between the workers."""
