@@ -7,14 +7,14 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from drawbar.cli._output import CommandError
 
 if TYPE_CHECKING:
-    from drawbar.train import RunHandle, TrainingFailedError, WorkerFailure
+    from drawbar.train import RunHandle, TrainingFailedError, WorkerGroupError
 
 HUNG_UP, INTERRUPTED, TERMINATED = 129, 130, 143  # what a shell says of these signals
 UNREAD = 1  # torchrun's, whose script fails by the broken pipe
@@ -47,7 +47,7 @@ def refused() -> Iterator[None]:
 
 
 def exit_code_when_over(handle: RunHandle) -> int:
-    """Wait for the end of a run, say why it has failed if it has, and give the exit code.
+    """Wait for the end of a run, print why it failed if it did, and return the exit code.
 
     What ends it before: Ctrl-C, SIGTERM, SIGHUP unless it is ignored, as under `nohup`, and what
     rank 0 writes when nobody reads it any more.
@@ -81,26 +81,47 @@ def exit_code_when_over(handle: RunHandle) -> int:
                 file=sys.stderr,
             )
     except TrainingFailedError as error:
-        print(_told(error), file=sys.stderr)
+        if message := _describe_failure(error):
+            print(message, file=sys.stderr)
         code = exit_code_of(error)
     _leave_stdout()
     return code
 
 
-def _told(error: TrainingFailedError) -> str:
-    """Tell why a run has failed, the traceback that is its cause last."""
+def _describe_failure(error: TrainingFailedError) -> str:
+    """Describe why a run failed, the cause last; "" if rank 0's own output shows all of it."""
     from drawbar.train import WorkerGroupError
 
     if not isinstance(error, WorkerGroupError) or not error.failures:
         return str(error)
     first, *others = error.failures
-    return "\n".join([*_folded(others), f"run directory: {error.path}", "", first.describe()])
+    if first.kind == "exit":
+        return _describe_exit(error)
+    lines = [f"  {failure.headline()}" for failure in others]
+    if lines:
+        lines.insert(0, "failed after it:")
+    cause = first.summary() if _has_shown_traceback(error) else first.describe()
+    return "\n".join([*lines, f"run directory: {error.path}", "", cause])
 
 
-def _folded(failures: Sequence[WorkerFailure]) -> list[str]:
-    if not failures:
-        return []
-    return ["failed after it:", *(f"  {each.headline()}" for each in failures)]
+def _describe_exit(error: WorkerGroupError) -> str:
+    """Name the rank that exited first, unless rank 0 has exited too, whose output is shown."""
+    from drawbar.launch import exit_code_of
+
+    if any(failure.rank == 0 and failure.kind == "exit" for failure in error.failures):
+        return ""
+    first = error.failures[0]
+    code = exit_code_of(error)
+    return f"drawbar: rank {first.rank} exited with code {code}; its output is in {first.log_path}"
+
+
+def _has_shown_traceback(error: WorkerGroupError) -> bool:
+    """Whether the traceback of the first failure was in rank 0's output, which has been shown."""
+    from drawbar.train import ProgramFailedError
+
+    first = error.failures[0]
+    script = error.worker_failures.get(first.rank)
+    return first.rank == 0 and isinstance(script, ProgramFailedError)
 
 
 def _is_broken(stream: TextIO) -> bool:

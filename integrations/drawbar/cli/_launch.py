@@ -73,6 +73,13 @@ def launch(
     env: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable for the script.")
     ] = None,
+    progress: Annotated[
+        bool | None,
+        typer.Option(
+            "--progress/--no-progress",
+            help="Show the run's progress on standard error; by default on a terminal.",
+        ),
+    ] = None,
     accelerate_config: Annotated[
         str | None, typer.Option(metavar="FILE", help="What accelerate config has written.")
     ] = None,
@@ -92,11 +99,13 @@ def launch(
         int | None, typer.Option(metavar="N", help="As for torchrun: --max-failures.")
     ] = None,
 ) -> None:
-    """Run a script as it is, in several processes, as torchrun does.
+    """Run a training script on several processes, like torchrun.
 
-    Its options may be given in torchrun's words. The exit code is the script's.
-    Output of rank 0 passes; the output of every rank is in the run's logs.
+    Accepts torchrun's options. Exits with the script's exit code. Rank 0 prints to this
+    terminal; the output of every rank is saved in the run's logs.
     """
+    if progress is None:
+        progress = sys.stderr.isatty()
     if num_workers is not None and (nproc_per_node or nnodes):
         raise CommandError("give --num-workers, or --nproc-per-node and --nnodes")
     variables = _variables(env or [])
@@ -117,6 +126,8 @@ def launch(
             storage_path,
             failure_config=failures,
             resume=resume,  # type: ignore[arg-type]  # it is checked there
+            # Elsewhere the command prints what the script prints, as `python` and torchrun do.
+            logging_config=train.LoggingConfig("INFO" if progress else "WARNING"),
             detached=detach,
         )
         trainer_on = partial(
