@@ -77,7 +77,7 @@ def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
         (["--num-workers", "2", "--nnodes", "2", "a.py"], "give --num-workers, or"),
         (["--address", "a", "--standalone", "-m", "no.such"], "there is no module no.such in"),
         (["--address", "a", "--standalone", "-m", "json.nosuch"], "there is no module json.nosuch"),
-        (["--address", "a", "--standalone", "/tmp"], "/tmp is a folder"),
+        (["--address", "a", "--standalone", "/tmp"], "/tmp is a directory. Pass a script in it"),
         (["/nowhere.py"], "there is no script /nowhere.py\n"),
         (
             ["--address", "a", "--standalone", "--num-workers", "0", "{script}"],

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from drawbar.cli._cluster import ANY_CLUSTER, ClusterSize, connect, leave
-from drawbar.cli._foreground import exit_code_when_over, refused
+from drawbar.cli._foreground import StopSignals, refused, wait_for_exit_code
 from drawbar.cli._output import CommandError
 from drawbar.cli._torchrun import IGNORED, bounds_of, without_torchruns, workers_of
 
@@ -140,11 +140,13 @@ def launch(
         )
         trainer_on(scaling_config=wanted.scaling(ANY_CLUSTER))  # before Ray, which takes seconds
         joined = connect(address, standalone=standalone, cpus=wanted.cpus, stays=detach)
-        handle = trainer_on(scaling_config=wanted.scaling(ClusterSize.now())).start()
-    if detach:
-        print(handle.name)
-        return
-    code = exit_code_when_over(handle)
+        trainer = trainer_on(scaling_config=wanted.scaling(ClusterSize.now()))
+        if detach:
+            print(trainer.start().name)
+            return
+        signals = StopSignals()
+        handle = trainer.start()
+    code = wait_for_exit_code(handle, signals)
     if joined:
         leave()
     raise typer.Exit(code)
