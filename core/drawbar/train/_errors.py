@@ -262,7 +262,7 @@ class StorageError(OSError):
 class ProgramFailedError(RuntimeError):
     """A script that ran instead of a training function has failed.
 
-    Its message is that of the script's exception.
+    The message is copied from the script's exception.
 
     Attributes:
         type_name: Name of the exception's class, or a description such as "program died".

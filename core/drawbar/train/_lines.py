@@ -20,7 +20,7 @@ class LineSplitter:
 
     A carriage return redraws the line, so the last state counts. While a line is being redrawn, its
     states are sent as transient lines, at most every 0.25 s. Nested progress bars move down with a
-    newline and up again with an escape sequence. After the first such sequence, a newline does not
+    newline and up again with an escape sequence. After the first of them, a newline does not
     finish a redrawn line; its last state is sent before the next plain line, or by `finish()`.
 
     Args:
@@ -101,5 +101,5 @@ class LineSplitter:
 
 
 def last_state(line: str) -> str:
-    """Return what a terminal shows of a line that carriage returns redraw."""
+    """Return the last state of a line that carriage returns redraw."""
     return next((state for state in reversed(line.split("\r")) if state), "")

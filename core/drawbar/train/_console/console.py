@@ -154,8 +154,8 @@ class Console:
             self._view.state_changed()
 
     def _show_failure(self, cause: WorkerFailure, *, is_raised: bool) -> None:
-        # Whoever receives the error shows its traceback, and whoever launched a script its exit
-        # code.
+        # The caller of fit() shows the traceback of an error that is raised, and `drawbar launch`
+        # the exit code of a script.
         if cause.kind == "exit":
             if not is_raised:
                 self._say(logging.CRITICAL, cause.headline())

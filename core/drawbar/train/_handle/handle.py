@@ -216,7 +216,7 @@ class RunHandle:
                 except KeyboardInterrupt:
                     if self._run.detached:
                         raise UserAbort(self._detached_by_user()) from None
-                    # A run that is being stopped is waited for, whatever the timeout was.
+                    # The timeout does not apply to a run that is being stopped.
                     deadline, interrupts = math.inf, interrupts + 1
         if interrupts:
             raise UserAbort(
