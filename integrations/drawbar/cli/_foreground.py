@@ -151,7 +151,7 @@ def _describe_exit(error: WorkerGroupError) -> str:
 
 
 def _has_shown_traceback(error: WorkerGroupError) -> bool:
-    """Whether the traceback of the first failure was in rank 0's output, which has been shown."""
+    """Return whether rank 0's output contains the traceback of the first failure."""
     from drawbar.train import ProgramFailedError
 
     first = error.failures[0]

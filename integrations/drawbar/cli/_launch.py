@@ -126,7 +126,7 @@ def launch(
             storage_path,
             failure_config=failures,
             resume=resume,  # type: ignore[arg-type]  # it is checked there
-            # Elsewhere the command prints what the script prints, as `python` and torchrun do.
+            # Off a terminal, the command prints only the script's output, like torchrun.
             logging_config=train.LoggingConfig("INFO" if progress else "WARNING"),
             detached=detach,
         )

@@ -15,8 +15,8 @@ def exit_code_of(error: TrainingFailedError) -> int:
     """Return the exit code of a failed run, as for a shell.
 
     That is the exit code of the script that failed first. If scripts ended by themselves, for
-    example because all of them reject the same argument, it is that of rank 0, whose output is
-    shown, or else of the first. A script or worker that a signal killed has 128 plus the signal
+    example because all of them reject the same argument, the exit code of rank 0 wins, whose
+    output is shown. A script or worker that a signal killed has 128 plus the signal
     number. The code is 1 if no script failed, for example after a hang.
     """
     if not isinstance(error, WorkerGroupError) or not error.failures:

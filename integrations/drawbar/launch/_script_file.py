@@ -20,13 +20,13 @@ def check_script(path: str) -> None:
     """Check that a script is a regular file, which every rank can read.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         ValueError: The path is a directory, standard input, another open file of this process, or
             a special file.
     """
     if path == "-" or _is_open_file(path):
         raise ValueError(
-            f"{path} is not a script that every rank can read: it stands for standard input or an "
+            f"{path} is not a script that every rank can read: it names standard input or an "
             "open file of this process, which can be read once. Save the script to a file and pass "
             "its path"
         )
@@ -45,7 +45,7 @@ def check_script(path: str) -> None:
 
 
 def _is_open_file(path: str) -> bool:
-    """Whether a path names a file descriptor, such as /dev/stdin and /dev/fd/3.
+    """Return whether a path names a file descriptor, such as /dev/stdin and /dev/fd/3.
 
     Links are followed one by one: where standard input is redirected from a regular file, the last
     one leads to that file.

@@ -37,7 +37,8 @@ class ScriptTrainer(DataParallelTrainer):
     process groups, threads, a CUDA context) is not known to bear another start. Ray's worker
     processes stay, with their place and GPUs.
 
-    The driver prints the standard output and standard error of rank 0, byte for byte. The output of every rank is written to its log.
+    The driver prints the standard output and standard error of rank 0, byte for byte. The log of
+    each rank has its complete output.
 
     `FailureConfig.hang_timeout` counts from when any rank has last written or computed: a process
     that uses less than 1 % of a core counts as waiting. So a rank that spins while it waits for its

@@ -82,8 +82,9 @@ def run_program(
     """Run a Python script instead of a training function, and wait for its end.
 
     The script may call `drawbar.train.report` and related functions, which then act for this rank.
-    The driver prints the standard output and standard error of rank 0, byte for byte. The output of every rank is written to its log. When the attempt ends, the script receives
-    SIGTERM, or SIGINT if the user stops the run. Processes that it leaves behind are killed.
+    The driver prints the standard output and standard error of rank 0, byte for byte. The log of
+    each rank has its complete output. When the attempt ends, the script receives SIGTERM, or
+    SIGINT if the user stops the run. Processes that it leaves behind are killed.
 
     Args:
         arguments: What would follow `python`: a script and its arguments, or "-m", a module and its
