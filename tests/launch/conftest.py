@@ -69,7 +69,9 @@ class Launch:
         except BaseException:
             process.kill()
             raise
-        return Launched(process.returncode, out, err.decode(), self.folder / "run")
+        return Launched(
+            process.returncode, out, err.decode(errors="surrogateescape"), self.folder / "run"
+        )
 
 
 @pytest.fixture
