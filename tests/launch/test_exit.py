@@ -87,7 +87,7 @@ def test_launch_of_script_that_raises_prints_its_traceback_once(launch: Launch) 
     assert done.code == python.returncode == 1
     assert without_start_notices(done.err).startswith(python.stderr.decode())
     assert done.err.count("Traceback") == 1
-    assert f"rank 0: ValueError: boom ({launch.script}:1 in <module>)" in done.err
+    assert done.err.count(f"rank 0: ValueError: boom ({launch.script}:1 in <module>)") == 1
 
 
 def test_launch_with_progress_shows_the_state_of_the_run(launch: Launch) -> None:

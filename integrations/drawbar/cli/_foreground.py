@@ -124,7 +124,10 @@ def _wait(handle: RunHandle, signals: StopSignals) -> None:
 
 
 def _describe_failure(error: TrainingFailedError) -> str:
-    """Describe why a run failed, the cause last; "" if rank 0's own output shows all of it."""
+    """Describe why a run failed, the cause last; "" if rank 0's own output shows all of it.
+
+    The console has printed a summary of the cause already.
+    """
     from drawbar.train import WorkerGroupError
 
     if not isinstance(error, WorkerGroupError) or not error.failures:
@@ -135,8 +138,10 @@ def _describe_failure(error: TrainingFailedError) -> str:
     lines = [f"  {failure.headline()}" for failure in others]
     if lines:
         lines.insert(0, "failed after it:")
-    cause = first.summary() if _has_shown_traceback(error) else first.describe()
-    return "\n".join([*lines, f"run directory: {error.path}", "", cause])
+    lines.append(f"run directory: {error.path}")
+    if not _has_shown_traceback(error):
+        lines += ["", first.describe()]
+    return "\n".join(lines)
 
 
 def _describe_exit(error: WorkerGroupError) -> str:
