@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.ray_start import wait_for_started_nodes
+
 DriversFixture = Callable[..., Any]
 SHOWN = "shown: "
 
@@ -35,8 +37,9 @@ class Stage:
         from ray.cluster_utils import Cluster
 
         self.folder = folder
-        # Ray waits 30 s for a node that it starts, which a busy machine may exceed. So wait=False,
-        # and the events that matter are awaited: the first nodes here, later ones by the run.
+        # Without the limits of Ray, which a busy machine may exceed. The first nodes are awaited
+        # here, later ones by the run.
+        wait_for_started_nodes()
         head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "wait": False}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.cluster.wait_for_nodes(timeout=math.inf)
