@@ -19,6 +19,7 @@ import pytest
 import ray
 
 from drawbar.train import RunConfig
+from tests.ray_start import wait_for_started_nodes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,6 +67,8 @@ def ray_cluster() -> Iterator[None]:
     """
     # Else Ray's log monitor lists the logs of all workers ten times a second instead of twice.
     os.environ["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"] = "0"
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "600")  # a busy machine needs longer
+    wait_for_started_nodes()
     ray.init(
         address="local",  # never one that happens to run on this machine
         num_cpus=8,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from drawbar.cli._cluster import own_cpus
+from drawbar.cli._foreground import StopSignals
 from drawbar.cli._output import CommandError
 from drawbar.cli._torchrun import IGNORED, REFUSED, without_torchruns, workers_of
 from tests.cli.conftest import Command
@@ -77,7 +80,7 @@ def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
         (["--num-workers", "2", "--nnodes", "2", "a.py"], "give --num-workers, or"),
         (["--address", "a", "--standalone", "-m", "no.such"], "there is no module no.such in"),
         (["--address", "a", "--standalone", "-m", "json.nosuch"], "there is no module json.nosuch"),
-        (["--address", "a", "--standalone", "/tmp"], "/tmp is a folder"),
+        (["--address", "a", "--standalone", "/tmp"], "/tmp is a directory. Pass a script in it"),
         (["/nowhere.py"], "there is no script /nowhere.py\n"),
         (
             ["--address", "a", "--standalone", "--num-workers", "0", "{script}"],
@@ -106,3 +109,34 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert (output.code, output.out) == (2, "")
     assert told in output.err
     assert output.err.count("\n") == 1
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("restored_signals")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_stop_signals_while_a_run_starts_are_deferred(number: signal.Signals, code: int) -> None:
+    signals = StopSignals()
+    signal.raise_signal(number)
+    with pytest.raises(KeyboardInterrupt):
+        signals.release()
+    assert signals.exit_code == code
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_stop_signals_second_ctrl_c_while_a_run_starts_interrupts() -> None:
+    StopSignals()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

@@ -16,8 +16,6 @@ from tests.train.conftest import Pipe, pipe, wait_until_gone
 
 __all__ = ["Pipe", "pipe", "wait_until_gone"]
 
-SECONDS = 120
-
 
 @dataclass(frozen=True)
 class Launched:
@@ -65,9 +63,15 @@ class Launch:
             return self.ended(process)
 
     def ended(self, process: subprocess.Popen[bytes]) -> Launched:
-        """Wait for its end."""
-        out, err = process.communicate(timeout=SECONDS)
-        return Launched(process.returncode, out, err.decode(), self.folder / "run")
+        """Wait until the command has ended, and kill it if the test ends first."""
+        try:
+            out, err = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+        return Launched(
+            process.returncode, out, err.decode(errors="surrogateescape"), self.folder / "run"
+        )
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from tests.launch.conftest import Launch
 def test_what_is_no_script_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no script nowhere\.py"):
         ScriptTrainer("nowhere.py")
-    with pytest.raises(ValueError, match="is a folder"):
-        ScriptTrainer(tmp_path)
     with pytest.raises(ValueError, match="num_workers=0"):
         ScriptTrainer(__file__, scaling_config=train.ScalingConfig(num_workers=0))
 

@@ -112,9 +112,22 @@ class Pipe:
         """Say a line; in the other processes."""
         _Speaker(self._path).say(*words)
 
-    def hear(self) -> list[str]:
-        """Wait for the next line; give its words."""
-        assert select.select([self._file], [], [], PATIENCE_S)[0], "nobody says anything"
+    def hear(self, process: subprocess.Popen[Any] | None = None) -> list[str]:
+        """Wait for the next line, and return its words.
+
+        Args:
+            process: Process without which no line comes. Its end fails the test, and there is no
+                other limit.
+        """
+        if process is None:
+            assert select.select([self._file], [], [], PATIENCE_S)[0], "no process has written"
+            return self._file.readline().decode().split()
+        end = os.pidfd_open(process.pid)
+        try:
+            ready = select.select([self._file, end], [], [])[0]
+        finally:
+            os.close(end)
+        assert self._file in ready, f"process {process.pid} ended with {process.wait()}"
         return self._file.readline().decode().split()
 
     def close(self) -> None:
@@ -138,7 +151,7 @@ def pipe(tmp_path: Path) -> Iterator[Pipe]:
     pipe.close()
 
 
-def _wait_until_gone(pids: Iterable[int], seconds: float = 5) -> None:
+def _wait_until_gone(pids: Iterable[int], seconds: float = PATIENCE_S) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
@@ -148,5 +161,5 @@ def _wait_until_gone(pids: Iterable[int], seconds: float = 5) -> None:
 
 @pytest.fixture
 def wait_until_gone() -> Callable[..., None]:
-    """Give a function that waits for each of the processes to end, 5 s if not told otherwise."""
+    """Return a function that waits until each of the processes has ended."""
     return _wait_until_gone

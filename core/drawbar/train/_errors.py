@@ -31,8 +31,10 @@ import cloudpickle
 import msgspec
 
 FailureKind = Literal[
-    "exception", "died", "configuration", "divergence", "hang", "startup", "storage"
+    "exception", "exit", "died", "configuration", "divergence", "hang", "startup", "storage"
 ]
+"""Kinds of failure. "exit" is a script that ended by itself with a non-zero exit code, by
+`sys.exit()` or KeyboardInterrupt."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,11 +260,18 @@ class StorageError(OSError):
 
 
 class ProgramFailedError(RuntimeError):
-    """A program that ran in the place of the training function has failed.
+    """A script that ran instead of a training function has failed.
 
-    Its message is the program's. `type_name`, `traceback` and `where` are as in `WorkerFailure`.
-    `exit_code` is what a shell would say of it: 128 and the signal's number if one has killed it.
-    `time`: when it failed, in seconds since the epoch.
+    The message is copied from the script's exception.
+
+    Attributes:
+        type_name: Name of the exception's class, or a description such as "program died".
+        exit_code: Exit code that a shell would report: 128 plus the signal number if a signal
+            killed the script.
+        time: When the script failed, in seconds since the epoch.
+        traceback: Traceback of the exception, "" if there was none.
+        where: Innermost line of the user's own code, as `file:line in function`.
+        is_exit: Whether the script ended by itself, by `sys.exit()` or KeyboardInterrupt.
     """
 
     def __init__(
@@ -273,13 +282,15 @@ class ProgramFailedError(RuntimeError):
         time: float,
         traceback: str = "",
         where: str = "",
+        is_exit: bool = False,
     ) -> None:
-        super().__init__(message, type_name, exit_code, time, traceback, where)
+        super().__init__(message, type_name, exit_code, time, traceback, where, is_exit)
         self.type_name = type_name
         self.exit_code = exit_code
         self.time = time
         self.traceback = traceback
         self.where = where
+        self.is_exit = is_exit
 
     @property
     def was_killed(self) -> bool:

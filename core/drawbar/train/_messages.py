@@ -315,9 +315,10 @@ class Printed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wrote(msgspec.Struct, frozen=True, kw_only=True):
-    """The program that stands in for the function has written this to its standard output."""
+    """Bytes that a script, which runs instead of a training function, has written to a stream."""
 
     data: bytes
+    stream: Literal["stdout", "stderr"] = "stdout"
 
 
 class SignOfLife(msgspec.Struct, frozen=True, kw_only=True):

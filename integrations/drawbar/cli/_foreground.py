@@ -7,14 +7,14 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from drawbar.cli._output import CommandError
 
 if TYPE_CHECKING:
-    from drawbar.train import RunHandle, TrainingFailedError, WorkerFailure
+    from drawbar.train import RunHandle, TrainingFailedError, WorkerGroupError
 
 HUNG_UP, INTERRUPTED, TERMINATED = 129, 130, 143  # what a shell says of these signals
 UNREAD = 1  # torchrun's, whose script fails by the broken pipe
@@ -46,34 +46,59 @@ def refused() -> Iterator[None]:
         raise CommandError(str(error)) from error
 
 
-def exit_code_when_over(handle: RunHandle) -> int:
-    """Wait for the end of a run, say why it has failed if it has, and give the exit code.
+class StopSignals:
+    """Signals that stop the run in the foreground, from its start on.
 
-    What ends it before: Ctrl-C, SIGTERM, SIGHUP unless it is ignored, as under `nohup`, and what
-    rank 0 writes when nobody reads it any more.
+    They are Ctrl-C, SIGTERM, SIGHUP unless it is ignored, as under `nohup`, and SIGPIPE, when rank
+    0 writes and the reader of standard output has ended. Each raises KeyboardInterrupt. The first
+    one that arrives before `release()` is deferred until then: a run that is being started can be
+    stopped only when there is a handle to it.
+
+    Attributes:
+        exit_code: Exit code of the command if a signal stops the run.
     """
+
+    def __init__(self) -> None:
+        self.exit_code = INTERRUPTED
+        self._is_deferring = True
+        self._is_pending = False
+        for number in (signal.SIGINT, *_STOPS):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+
+    def release(self) -> None:
+        """Stop deferring signals.
+
+        Raises:
+            KeyboardInterrupt: A signal has arrived before.
+        """
+        self._is_deferring = False
+        if self._is_pending:
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGPIPE and not _is_broken(sys.stdout):
+            return  # a socket's
+        if number != signal.SIGINT:
+            if self.exit_code != INTERRUPTED:
+                return  # `timeout` sends its signal twice, and a second one kills the scripts
+            self.exit_code = _STOPS[signal.Signals(number)]
+        if self._is_deferring and not self._is_pending:
+            self._is_pending = True
+            return
+        raise KeyboardInterrupt
+
+
+def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
+    """Wait for the end of a run, print why it failed if it did, and return the exit code."""
     from drawbar.launch import exit_code_of
     from drawbar.train import TrainingFailedError
 
-    interrupted = INTERRUPTED
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if number == signal.SIGPIPE and not _is_broken(sys.stdout):
-            return  # a socket's
-        if interrupted != INTERRUPTED:
-            return  # `timeout` sends its signal twice, and a second interruption kills the scripts
-        interrupted = _STOPS[signal.Signals(number)]
-        raise KeyboardInterrupt
-
-    for each in _STOPS:
-        if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN:
-            signal.signal(each, interrupt)
     code = 0
     try:
-        handle.wait()
+        _wait(handle, signals)
     except KeyboardInterrupt:  # a `UserAbort`, or one that came when the run was just over
-        code = interrupted
+        code = signals.exit_code
         with contextlib.suppress(OSError):  # the terminal is closed
             print(
                 f"drawbar: {_STOPPED_BY[code]}; --name {handle.name} goes on from the newest "
@@ -81,26 +106,62 @@ def exit_code_when_over(handle: RunHandle) -> int:
                 file=sys.stderr,
             )
     except TrainingFailedError as error:
-        print(_told(error), file=sys.stderr)
+        if message := _describe_failure(error):
+            print(message, file=sys.stderr)
         code = exit_code_of(error)
     _leave_stdout()
     return code
 
 
-def _told(error: TrainingFailedError) -> str:
-    """Tell why a run has failed, the traceback that is its cause last."""
+def _wait(handle: RunHandle, signals: StopSignals) -> None:
+    try:
+        signals.release()
+    except KeyboardInterrupt:
+        handle.stop(save=False)
+        handle.wait()
+        raise
+    handle.wait()
+
+
+def _describe_failure(error: TrainingFailedError) -> str:
+    """Describe why a run failed, the cause last; "" if rank 0's own output shows all of it.
+
+    The console has printed a summary of the cause already.
+    """
     from drawbar.train import WorkerGroupError
 
     if not isinstance(error, WorkerGroupError) or not error.failures:
         return str(error)
     first, *others = error.failures
-    return "\n".join([*_folded(others), f"run directory: {error.path}", "", first.describe()])
+    if first.kind == "exit":
+        return _describe_exit(error)
+    lines = [f"  {failure.headline()}" for failure in others]
+    if lines:
+        lines.insert(0, "failed after it:")
+    lines.append(f"run directory: {error.path}")
+    if not _has_shown_traceback(error):
+        lines += ["", first.describe()]
+    return "\n".join(lines)
 
 
-def _folded(failures: Sequence[WorkerFailure]) -> list[str]:
-    if not failures:
-        return []
-    return ["failed after it:", *(f"  {each.headline()}" for each in failures)]
+def _describe_exit(error: WorkerGroupError) -> str:
+    """Name the rank that exited first, unless rank 0 has exited too, whose output is shown."""
+    from drawbar.launch import exit_code_of
+
+    if any(failure.rank == 0 and failure.kind == "exit" for failure in error.failures):
+        return ""
+    first = error.failures[0]
+    code = exit_code_of(error)
+    return f"drawbar: rank {first.rank} exited with code {code}; its output is in {first.log_path}"
+
+
+def _has_shown_traceback(error: WorkerGroupError) -> bool:
+    """Return whether rank 0's output contains the traceback of the first failure."""
+    from drawbar.train import ProgramFailedError
+
+    first = error.failures[0]
+    script = error.worker_failures.get(first.rank)
+    return first.rank == 0 and isinstance(script, ProgramFailedError)
 
 
 def _is_broken(stream: TextIO) -> bool:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from drawbar.cli._cluster import ANY_CLUSTER, ClusterSize, connect, leave
-from drawbar.cli._foreground import exit_code_when_over, refused
+from drawbar.cli._foreground import StopSignals, refused, wait_for_exit_code
 from drawbar.cli._output import CommandError
 from drawbar.cli._torchrun import IGNORED, bounds_of, without_torchruns, workers_of
 
@@ -73,6 +73,13 @@ def launch(
     env: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable for the script.")
     ] = None,
+    progress: Annotated[
+        bool | None,
+        typer.Option(
+            "--progress/--no-progress",
+            help="Show the run's progress on standard error; by default on a terminal.",
+        ),
+    ] = None,
     accelerate_config: Annotated[
         str | None, typer.Option(metavar="FILE", help="What accelerate config has written.")
     ] = None,
@@ -92,11 +99,13 @@ def launch(
         int | None, typer.Option(metavar="N", help="As for torchrun: --max-failures.")
     ] = None,
 ) -> None:
-    """Run a script as it is, in several processes, as torchrun does.
+    """Run a training script on several processes, like torchrun.
 
-    Its options may be given in torchrun's words. The exit code is the script's.
-    Output of rank 0 passes; the output of every rank is in the run's logs.
+    Accepts torchrun's options. Exits with the script's exit code. Rank 0 prints to this
+    terminal; the output of every rank is saved in the run's logs.
     """
+    if progress is None:
+        progress = sys.stderr.isatty()
     if num_workers is not None and (nproc_per_node or nnodes):
         raise CommandError("give --num-workers, or --nproc-per-node and --nnodes")
     variables = _variables(env or [])
@@ -117,6 +126,8 @@ def launch(
             storage_path,
             failure_config=failures,
             resume=resume,  # type: ignore[arg-type]  # it is checked there
+            # Off a terminal, the command prints only the script's output, like torchrun.
+            logging_config=train.LoggingConfig("INFO" if progress else "WARNING"),
             detached=detach,
         )
         trainer_on = partial(
@@ -129,11 +140,13 @@ def launch(
         )
         trainer_on(scaling_config=wanted.scaling(ANY_CLUSTER))  # before Ray, which takes seconds
         joined = connect(address, standalone=standalone, cpus=wanted.cpus, stays=detach)
-        handle = trainer_on(scaling_config=wanted.scaling(ClusterSize.now())).start()
-    if detach:
-        print(handle.name)
-        return
-    code = exit_code_when_over(handle)
+        trainer = trainer_on(scaling_config=wanted.scaling(ClusterSize.now()))
+        if detach:
+            print(trainer.start().name)
+            return
+        signals = StopSignals()
+        handle = trainer.start()
+    code = wait_for_exit_code(handle, signals)
     if joined:
         leave()
     raise typer.Exit(code)

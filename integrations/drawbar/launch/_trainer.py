@@ -10,6 +10,7 @@ from datetime import timedelta
 from drawbar.launch._backend import ScriptConfig
 from drawbar.launch._loop import run_script
 from drawbar.launch._modules import check_module
+from drawbar.launch._script_file import check_script
 from drawbar.train import (
     Checkpoint,
     DataParallelTrainer,
@@ -36,8 +37,8 @@ class ScriptTrainer(DataParallelTrainer):
     process groups, threads, a CUDA context) is not known to bear another start. Ray's worker
     processes stay, with their place and GPUs.
 
-    What rank 0 writes to its standard output goes to the driver's as it is, all else to the ranks'
-    logs; of rank 0 standard error is shown too.
+    The driver prints the standard output and standard error of rank 0, byte for byte. The log of
+    each rank has its complete output.
 
     `FailureConfig.hang_timeout` counts from when any rank has last written or computed: a process
     that uses less than 1 % of a core counts as waiting. So a rank that spins while it waits for its
@@ -54,11 +55,11 @@ class ScriptTrainer(DataParallelTrainer):
         resume_from_checkpoint: As for `DataParallelTrainer`.
 
     `fit()` raises a `WorkerGroupError` when a script has failed; its `worker_failures` are
-    `ProgramFailedError`s with exit codes, and `exit_code_of` gives the first one's.
+    `ProgramFailedError`s with exit codes, and `exit_code_of` returns the exit code of the run.
 
     Raises:
         FileNotFoundError, ModuleNotFoundError: There is no such script or module.
-        TypeError, ValueError: An argument is wrong.
+        TypeError, ValueError: An argument is wrong, or the script is not a regular file.
     """
 
     def __init__(
@@ -104,11 +105,7 @@ def _arguments(
     if is_module:
         check_module(path)
         return ["-m", path, *arguments]
-    if os.path.isdir(path):
-        raise ValueError(f"{path} is a folder: give the script, or -m and a module")
-    if not os.path.isfile(path):
-        where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
-        raise FileNotFoundError(f"there is no script {path}{where}")
+    check_script(path)
     return [path, *arguments]
 
 

@@ -323,7 +323,7 @@ def test_an_exception_is_told_with_the_users_line(
     assert raised.value.path == str(tmp_path / "run")
 
 
-def test_the_cause_of_an_exception_is_told_too(tmp_path: Path) -> None:
+def test_traceback_of_chained_exception_has_cause_and_no_drawbar_frames(tmp_path: Path) -> None:
     def function() -> None:
         try:
             os.environ["NOT SET"]
@@ -334,7 +334,40 @@ def test_the_cause_of_an_exception_is_told_too(tmp_path: Path) -> None:
         fit(function, tmp_path)
     assert "KeyError: 'NOT SET'" in str(raised.value)
     assert "was the direct cause of" in str(raised.value)
-    assert "drawbar" not in raised.value.failures[0].traceback
+    assert str(Path(train.__file__).parent) not in raised.value.failures[0].traceback
+
+
+@pytest.mark.parametrize("module", ["mine_beside", "drawbar.mine_inside"])
+def test_traceback_in_a_folder_named_drawbar_has_user_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    folder = tmp_path / "drawbar"  # becomes a portion of the namespace package
+    folder.mkdir()
+    file = folder / f"{module.rpartition('.')[2]}.py"
+    file.write_text("def function():\n    step()\n\ndef step():\n    raise ValueError('boom')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(importlib.import_module(module).function, tmp_path)
+    (failure,) = raised.value.failures
+    assert failure.where == f"{file}:5 in step"
+    assert failure.traceback.count(f'File "{file}"') == 2
+
+
+def test_warning_names_the_user_line_in_a_folder_named_drawbar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "drawbar").mkdir()
+    file = tmp_path / "drawbar" / "mine_configured.py"
+    file.write_text(
+        "from drawbar.train import FailureConfig\n"
+        "def configure():\n"
+        "    FailureConfig(preemption_grace_s=1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match="preemption_grace_s") as caught:
+        importlib.import_module("drawbar.mine_configured").configure()
+    assert (caught[0].filename, caught[0].lineno) == (str(file), 3)
 
 
 def test_an_error_of_report_shows_no_frames_of_drawbar(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,19 +13,17 @@ from typing import Any
 
 import pytest
 
+from tests.ray_start import wait_for_started_nodes
+
 DriversFixture = Callable[..., Any]
 SHOWN = "shown: "
 
 
 def run_on_cluster(drivers: DriversFixture, main: Callable[[], Any]) -> dict[str, Any]:
-    """Run a driver of its own; gives what it shows by name, see `Stage.show`."""
-    with drivers(main, RAY_ADDRESS="") as driver:
-        try:
-            out, err = driver.communicate(timeout=250)
-        except subprocess.TimeoutExpired:
-            driver.kill()
-            out, err = driver.communicate()
-            pytest.fail(f"the driver hangs:\n{out}\n{err}")
+    """Run `main` in a separate process and return its output by name, see `Stage.show`."""
+    # No limit here: the timeout of pytest ends the test, and `drivers` the process.
+    with drivers(main, RAY_ADDRESS="", RAY_gcs_server_port_wait_time_s="600") as driver:
+        out, err = driver.communicate()
     assert driver.returncode == 0, err
     lines = out.splitlines()  # Ray prints there too
     return dict(json.loads(line.removeprefix(SHOWN)) for line in lines if line.startswith(SHOWN))
@@ -39,11 +37,17 @@ class Stage:
         from ray.cluster_utils import Cluster
 
         self.folder = folder
-        head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True}  # less to start
+        # Without the limits of Ray, which a busy machine may exceed. The first nodes are awaited
+        # here, later ones by the run.
+        wait_for_started_nodes()
+        head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "wait": False}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes = [self.cluster.add_node(num_cpus=1) for _ in range(nodes)]
+        self.cluster.wait_for_nodes(timeout=math.inf)
+        self.nodes: list[Any] = []
+        for _ in range(nodes):
+            self.add_node()
+        self.cluster.wait_for_nodes(timeout=math.inf)
         ray.init(address=self.cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-        self.cluster.wait_for_nodes()
 
     def fit(self, name: str, function: Any, num_workers: Any) -> threading.Thread:
         """Begin a run; its result, or its error, is found in `self.result` in the end.
@@ -75,7 +79,7 @@ class Stage:
         return {word: value for word, value in lines}
 
     def add_node(self) -> None:
-        self.nodes.append(self.cluster.add_node(num_cpus=1))
+        self.nodes.append(self.cluster.add_node(wait=False, num_cpus=1))
 
     def lose_node(self, node_id: str) -> None:
         """Kill the node with this id."""

@@ -291,12 +291,15 @@ def fail() -> None:
         (lambda: None, "RunEnded"),
     ],
 )
-def test_a_run_whose_directory_is_deleted_says_so(
+def test_run_whose_directory_is_deleted_fails_with_its_path(
     tmp_path: Path, then: Callable[[], None], told: str
 ) -> None:
     def function() -> None:
         save("a")
-        shutil.rmtree(tmp_path / "run")
+        # Rename first: the checksums of the checkpoint may be written at this moment, and
+        # rmtree() fails if a file is added to a directory that it has just emptied.
+        os.rename(tmp_path / "run", tmp_path / "deleted")
+        shutil.rmtree(tmp_path / "deleted")
         then()
 
     expected = f"{tmp_path}/run, or the journal in it, was deleted or moved while the run .*{told}"

@@ -23,6 +23,7 @@ from drawbar.train._console.views import (
     View,
     shown_metrics,
 )
+from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import (
     AttemptEnded,
     AttemptStarted,
@@ -103,13 +104,11 @@ class Console:
                 case LinePrinted():
                     self._show_line(event.rank, event.line)
                 case BytesWritten() if self._level <= logging.WARNING:
-                    self._view.user_bytes(event.data)
+                    self._view.user_bytes(event.data, event.stream)
                 case Notice():
                     self._say(logging.WARNING, event.text)
                 case WorkersFailed() if event.failures:
-                    cause = event.failures[0]  # an error shows its traceback where one is raised
-                    text = cause.summary() if event.is_raised else cause.describe()
-                    self._say(logging.CRITICAL, text)
+                    self._show_failure(event.failures[0], is_raised=event.is_raised)
                 case PreemptionAnnounced():
                     ranks = ", ".join(map(str, event.info.preempted_ranks))
                     self._say(logging.WARNING, f"the nodes of ranks {ranks} are to be taken away")
@@ -153,6 +152,15 @@ class Console:
             if first and self._status.path:
                 self._view.line(f"run directory {self._status.path}")
             self._view.state_changed()
+
+    def _show_failure(self, cause: WorkerFailure, *, is_raised: bool) -> None:
+        # The caller of fit() shows the traceback of an error that is raised, and `drawbar launch`
+        # the exit code of a script.
+        if cause.kind == "exit":
+            if not is_raised:
+                self._say(logging.CRITICAL, cause.headline())
+            return
+        self._say(logging.CRITICAL, cause.summary() if is_raised else cause.describe())
 
     def _show_validation(self, event: CheckpointValidated) -> None:
         if event.status is ReportedCheckpointStatus.VALIDATED:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from drawbar.train._console.views import PlainView, Status, StreamName, Streams
+from drawbar.train._console.views import PlainView, Status, Streams
 from drawbar.train._history.html import POINTS, Card, numbers_of
+from drawbar.train._lines import StreamName
 
 _PERIOD_S = 0.5
 

@@ -5,13 +5,17 @@ A view shows what `Console` found worth showing; the `Status` holds what the liv
 
 from __future__ import annotations
 
+import codecs
 import logging
 import queue
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from drawbar.train._lines import LineSplitter, StreamName
+from drawbar.train._messages import Printed
 
 if TYPE_CHECKING:
     from rich.console import RenderHook
@@ -19,8 +23,6 @@ if TYPE_CHECKING:
 # Few enough for the log of a week, often enough for somebody who looks whether it goes on.
 _PLAIN_PERIOD_S = 10.0
 _MAX_METRICS = 6
-
-StreamName = Literal["stdout", "stderr"]
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +152,7 @@ class View(Protocol):
 
     def user_line(self, text: str, stream: StreamName) -> None: ...
 
-    def user_bytes(self, data: bytes) -> None: ...
+    def user_bytes(self, data: bytes, stream: StreamName) -> None: ...
 
     def redrawn(self, text: str, stream: StreamName) -> None: ...
 
@@ -188,15 +190,20 @@ class PlainView:
         self._metrics = _Sparse()
         self._checkpoints = _Sparse()
         self._redraws = _Sparse()
+        self._has_open_line = False  # bytes on stderr that did not end in a newline
 
     def line(self, text: str) -> None:
-        self._streams.write_line("stderr", f"[drawbar {self._status.elapsed()}] {text}")
+        start = "\n" if self._has_open_line else ""
+        self._has_open_line = False
+        self._streams.write_line("stderr", f"{start}[drawbar {self._status.elapsed()}] {text}")
 
     def user_line(self, text: str, stream: StreamName) -> None:
         self._streams.write_line(stream, text)
 
-    def user_bytes(self, data: bytes) -> None:
-        self._streams.write("stdout", data)
+    def user_bytes(self, data: bytes, stream: StreamName) -> None:
+        self._streams.write(stream, data)
+        if stream == "stderr":
+            self._has_open_line = not data.endswith(b"\n")
 
     def redrawn(self, text: str, stream: StreamName) -> None:
         if self._redraws.passes():
@@ -271,7 +278,11 @@ class TerminalView:
 
         self._streams = streams
         self._status = status
-        self._unfinished = b""  # line of a program's
+        names: tuple[StreamName, ...] = ("stdout", "stderr")
+        self._splitters = {name: LineSplitter(name, self._show_line) for name in names}
+        self._decoders = {
+            name: codecs.getincrementaldecoder("utf-8")("backslashreplace") for name in names
+        }
         self._live = Live(
             console=RichConsole(file=file, stderr=True),
             get_renderable=draw,
@@ -291,13 +302,16 @@ class TerminalView:
         else:
             self._streams.write_line(stream, text)
 
-    def user_bytes(self, data: bytes) -> None:
-        if not self._streams.get("stdout").isatty():
-            self._streams.write("stdout", data)
-            return
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-        for line in lines:
-            self._above(line.rpartition(b"\r")[2].decode(errors="backslashreplace"))
+    def user_bytes(self, data: bytes, stream: StreamName) -> None:
+        if self._streams.get(stream).isatty():
+            self._splitters[stream].feed(self._decoders[stream].decode(data))
+        else:
+            self._streams.write(stream, data)
+
+    def _show_line(self, line: Printed) -> None:
+        self._status.redrawn = line.text if line.transient else ""
+        if not line.transient:
+            self._above(line.text)
 
     def _above(self, text: str) -> None:
         self._live.console.out(text, highlight=False)
@@ -311,8 +325,8 @@ class TerminalView:
     reported = committed = state_changed
 
     def close(self) -> None:
-        if self._unfinished:
-            self.user_bytes(b"\n")
+        for splitter in self._splitters.values():
+            splitter.finish()
         self._live.refresh()
         self._live.console.pop_render_hook()  # ours: `stop()` takes the last away, to be rich's own
         self._live.stop()

@@ -133,6 +133,7 @@ class Attempt:
         # Who had raised by then counts for the cause, though it has not told how.
         if isinstance(error, AttemptFailed):
             error.raised = self._raised
+            error.returned = set(self.values)
         self._error = error
         self._is_over.set()
         return True
@@ -171,8 +172,9 @@ class Attempt:
 
     def _hear_late(self, rank: int, message: Message) -> None:
         match message:
-            # It may have been printed before the end came, or while the function cleans up. What is
-            # on stderr then is mostly what libraries say of a peer's end: that is in the log.
+            # Printed before the attempt ended, or while the function cleans up. Lines on stderr are
+            # omitted: most are libraries' messages about lost peers, and the log has them. The
+            # output of a script is complete instead, as under torchrun.
             case Printed(stream="stdout") | Wrote():
                 self._show(rank, message)
             case _ if isinstance(self._error, AttemptFailed):
@@ -182,7 +184,7 @@ class Attempt:
         if isinstance(message, Printed):
             self._emit(LinePrinted(rank, message))
         else:
-            self._emit(BytesWritten(message.data))
+            self._emit(BytesWritten(message.data, message.stream))
 
     def _receive(self, rank: int, message: Message) -> None:
         """Take one message.

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import AttemptEnd
-from drawbar.train._messages import Failed, FunctionRaised, Gone, Message
+from drawbar.train._messages import Failed, Finished, FunctionRaised, Gone, Message
 
 DEATH_SECONDS = 2.0
 """How long a rank's death is waited for, once a peer says that its connection has broken."""
+
+EXIT_SECONDS = 2.0
+"""Time that rank 0 has to end by itself after another rank has exited, before it is stopped."""
 
 # As gloo, NCCL, PyTorch's store, gRPC (JAX, TensorFlow) and the sockets of the system say it.
 _PEER_IS_LOST = re.compile(
@@ -32,6 +35,7 @@ class AttemptFailed(Exception):
         gone: Processes that died, by rank.
         cause: Exception in the driver; None if workers failed.
         raised: When functions raised, by rank.
+        returned: Ranks whose function has returned.
         started: When the attempt began, if its workers did not start; else 0.
     """
 
@@ -41,6 +45,7 @@ class AttemptFailed(Exception):
     cause: Exception | None = None
     raised: dict[int, float] = field(default_factory=dict)
     started: float = 0.0
+    returned: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._heard = asyncio.Event()
@@ -52,6 +57,8 @@ class AttemptFailed(Exception):
                 self.failures.append(message.failure)
             case FunctionRaised():
                 self.raised[rank] = message.time
+            case Finished():
+                self.returned.add(rank)
             case Gone():
                 # Not described yet: its exit report may take two seconds, and this runs on the
                 # event loop.
@@ -76,6 +83,22 @@ class AttemptFailed(Exception):
                 while self._failed_before():
                     self._heard.clear()
                     await self._heard.wait()
+
+    async def wait_for_rank_zero_exit(self) -> None:
+        """Wait until rank 0 has ended by itself, if so far only other ranks have exited.
+
+        All ranks reject wrong arguments in the same way, but the output of rank 0 is the one that
+        is shown, and rank 0 may be the last to get there.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_SECONDS):
+                while self._only_other_ranks_exited():
+                    self._heard.clear()
+                    await self._heard.wait()
+
+    def _only_other_ranks_exited(self) -> bool:
+        exits = all(failure.kind == "exit" and failure.rank > 0 for failure in self.failures)
+        return bool(self.failures) and exits and not self.gone and 0 not in self.returned
 
     def _misses_a_peer(self) -> bool:
         """Whether all that is known comes of a peer that is gone, and none is said to be."""

@@ -47,6 +47,8 @@ class Recovery:
         """End attempt `number`, and decide. `attempt` is None if it has not come to run."""
         # Before anybody is stopped: who is killed in its clean-up tells nothing any more.
         await failed.first_cause(CAUSE_SECONDS)
+        if isinstance(self._decide(failed.end), GiveUp):
+            await failed.wait_for_rank_zero_exit()
         # First of all: as long as peers of a dead rank run, they wait for it, and every second of
         # that is a second of no training.
         await self._stop_workers(failed, moves=_moves(attempt))

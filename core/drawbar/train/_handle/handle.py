@@ -199,10 +199,14 @@ class RunHandle:
                 "timeout", timeout, none_means="waits without limit", may_be_zero=True
             )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
-        interrupts = 0
+        interrupts = handled = 0
         with _diagnosis_on_signal(self._run.diagnose):
             while True:
                 try:
+                    # Inside `try`: a second Ctrl-C may come while the first is handled.
+                    if handled < interrupts:
+                        handled = interrupts
+                        self._interrupt(is_first=interrupts == 1)
                     left = max(0.0, deadline - time.monotonic())
                     # In short waits: a Ctrl-C in the moment before one begins does not end it.
                     if self._run.join(min(left, WAIT_SECONDS)):
@@ -212,12 +216,8 @@ class RunHandle:
                 except KeyboardInterrupt:
                     if self._run.detached:
                         raise UserAbort(self._detached_by_user()) from None
-                    # Whatever the timeout was: what is being stopped is waited for.
+                    # The timeout does not apply to a run that is being stopped.
                     deadline, interrupts = math.inf, interrupts + 1
-                    if interrupts > 1:
-                        self._run.kill()
-                    else:
-                        self._run.stop(save=False)
         if interrupts:
             raise UserAbort(
                 f"stopped by Ctrl-C; the run lies at {self.path} and goes on from its newest "
@@ -225,6 +225,12 @@ class RunHandle:
                 "storage_path"
             )
         return self._run.ending().settle()
+
+    def _interrupt(self, *, is_first: bool) -> None:
+        if is_first:
+            self._run.stop(save=False)
+        else:
+            self._run.kill()
 
     def _not_over(self, seconds: float | None) -> str:
         after = f"after {seconds:g} s run {self.name!r} in {self.path} is not over"

@@ -211,9 +211,10 @@ class LinePrinted:
 
 @dataclass(frozen=True)
 class BytesWritten:
-    """The program that is rank 0 has written this to its standard output."""
+    """Bytes that the script of rank 0 has written to its standard output or standard error."""
 
     data: bytes
+    stream: Literal["stdout", "stderr"] = "stdout"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import PurePath
 from typing import TYPE_CHECKING, TypeVar
 
+from drawbar.train._package_files import is_drawbar_frame
 from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.secrets import cleaned
 
@@ -42,10 +43,9 @@ class ShowsWhatWasSet(ExplainsItsArguments):
 
 
 def warn_caller(message: str) -> None:
-    """Warn of what the innermost line outside Drawbar has asked for."""
-    # By the names of modules: what an integration passes on was still asked for by the user.
+    """Issue a warning at the innermost line outside Drawbar and its integrations."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("drawbar."):
+    while frame.f_back is not None and is_drawbar_frame(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

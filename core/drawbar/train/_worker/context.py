@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
 from drawbar.train._metrics import Metrics
+from drawbar.train._package_files import is_drawbar_frame
 from drawbar.train._settings.checks import require_duration
 from drawbar.train._settings.data_config import TRAIN_DATASET_KEY
 from drawbar.train._settings.validation_config import ValidationTaskConfig
@@ -28,7 +29,6 @@ from drawbar.train._surroundings import Trial
 from drawbar.train._worker.program_session import program_session
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.uploads import CheckpointUploadFn, CheckpointUploadMode
-from drawbar.train._worker.user_code import is_drawbars_own
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -89,7 +89,7 @@ def _session_here(caller: str | None = None) -> Session:
 def _called_by_user() -> str:
     """Name the function of Drawbar, or of an integration, that somebody else has called."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and is_drawbars_own(frame.f_back):
+    while frame.f_back is not None and is_drawbar_frame(frame.f_back):
         frame = frame.f_back
     return frame.f_code.co_qualname.removesuffix(".__init__")
 

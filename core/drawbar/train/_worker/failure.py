@@ -18,7 +18,8 @@ from drawbar.train._errors import (
     WorkerFailure,
 )
 from drawbar.train._messages import Assignment
-from drawbar.train._worker.user_code import is_drawbars, is_pythons, users_line
+from drawbar.train._package_files import is_drawbar_file
+from drawbar.train._worker.user_code import is_pythons, users_line
 
 # Bytes. An exception may hold a whole batch, and travels with whatever is told of it.
 _MAX_PICKLED = 1_000_000
@@ -75,6 +76,8 @@ def _kind_of(error: BaseException) -> FailureKind:
     match error:
         case StorageError():
             return "storage"
+        case ProgramFailedError() if error.is_exit:
+            return "exit"
         case ProgramFailedError() if error.was_killed:
             return "died"
         case _:
@@ -117,7 +120,7 @@ def _causes_of(told: TracebackException) -> Iterator[TracebackException]:
 def _is_own_bug(stack: StackSummary) -> bool:
     """Whether Drawbar has failed, and not refused something: its frames say where."""
     innermost = stack[-1] if stack else None
-    if innermost is None or not is_drawbars(innermost.filename):
+    if innermost is None or not is_drawbar_file(innermost.filename):
         return False
     return not (innermost.line or "").startswith("raise")
 
@@ -127,7 +130,7 @@ def _without_own(stack: StackSummary) -> StackSummary:
     kept = []
     is_own = False
     for frame in stack:
-        is_own = is_drawbars(frame.filename) or (is_own and is_pythons(frame.filename))
+        is_own = is_drawbar_file(frame.filename) or (is_own and is_pythons(frame.filename))
         if not is_own:
             kept.append(frame)
     return StackSummary.from_list(kept)

@@ -13,24 +13,19 @@ import io
 import logging
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TextIO, cast
+from typing import Any, TextIO, cast
 
+from drawbar.train._lines import LineSplitter, StreamName
 from drawbar.train._messages import Printed
 from drawbar.train._worker import forks
 from drawbar.train._worker.log_file import LogFile, flush_c_stdout
 
 Say = Callable[[Printed], None]
 Missed = Callable[[OSError], None]
-StreamName = Literal["stdout", "stderr"]
-
 _FILENO: dict[StreamName, int] = {"stdout": 1, "stderr": 2}
-_REDRAW_S = 0.25
-_CURSOR_UP = "\x1b[A"
 
 
 @contextmanager
@@ -227,94 +222,20 @@ class _Tee:
             self._lines.finish()
 
 
-class _Lines:
-    """Cuts printed text into lines for the driver, as a terminal would show them.
+class _Lines(LineSplitter):
+    """Split printed text into lines; do nothing in a forked child, which must not take the lock."""
 
-    A carriage return redraws the line, so the last state counts. While a line is being redrawn, its
-    states are said as transient, at most every 0.25 s. Nested progress bars move down with a
-    newline and up again with an escape sequence: once that was seen, a newline does not finish a
-    redrawn line. Its last state is held, and said before the next plain line or at the end.
-    """
-
-    def __init__(self, stream: StreamName, say: Say) -> None:
-        self._stream = stream
-        self._say = say
+    def __init__(self, stream: StreamName, send: Say) -> None:
+        super().__init__(stream, send)
         self._forks = forks.count
-        self._lock = threading.RLock()  # a signal handler may print while this prints
-        self._parts: list[str] = []  # of the unfinished line
-        self._redrawn = False  # the unfinished line
-        self._nested = False  # bars
-        self._held = ""
-        self._shown_at = 0.0
 
     def feed(self, text: str) -> None:
-        """Take printed text. In a forked child do nothing, not even take the lock."""
-        if forks.count != self._forks:
-            return
-        with self._lock:
-            if text.isprintable() and not self._redrawn:
-                self._parts.append(text)  # a piece of a line, as `print()` writes many
-            else:
-                self._feed(text)
-
-    def _feed(self, text: str) -> None:
-        if _CURSOR_UP in text:
-            self._nested = True
-            text = text.replace(_CURSOR_UP, "\r")
-        *ends, rest = text.split("\n")
-        for end in ends:
-            self._append(end)
-            self._end_line()
-        self._append(rest)
-        if self._redrawn:
-            self._say_transient(_last_state(self._parts[0]))
-
-    def _append(self, text: str) -> None:
-        """Add to the unfinished line; of a redrawn one keep its last state only."""
-        if text:
-            self._parts.append(text)
-        # Otherwise a bar that is redrawn for hours would be kept whole until its newline.
-        if "\r" in text or (text and self._redrawn):
-            line = "".join(self._parts)
-            self._redrawn = True
-            tail = "\r" if line.endswith("\r") else ""
-            self._parts = [_last_state(line) + tail]
-
-    def _end_line(self) -> None:
-        line = _last_state("".join(self._parts))
-        redrawn = self._redrawn
-        self._parts, self._redrawn = [], False
-        if redrawn and self._nested:
-            self._held = line
-            self._say_transient(line)
-            return
-        self._say_held()
-        self._say(Printed(text=line, stream=self._stream))
-
-    def _say_held(self) -> None:
-        if self._held:
-            self._say(Printed(text=self._held, stream=self._stream))
-            self._held = ""
-
-    def _say_transient(self, state: str) -> None:
-        now = time.monotonic()
-        if state and now - self._shown_at >= _REDRAW_S:
-            self._shown_at = now
-            self._say(Printed(text=state, stream=self._stream, transient=True))
+        if forks.count == self._forks:
+            super().feed(text)
 
     def finish(self) -> None:
-        """Say the line that was never ended."""
-        if forks.count != self._forks:
-            return
-        with self._lock:
-            self._say_held()
-            self._redrawn = False
-            if _last_state("".join(self._parts)):
-                self._end_line()
-
-
-def _last_state(line: str) -> str:
-    return next((state for state in reversed(line.split("\r")) if state), "")
+        if forks.count == self._forks:
+            super().finish()
 
 
 @contextmanager

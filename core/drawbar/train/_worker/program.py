@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import IO, Literal
 
 import msgspec
 
@@ -45,13 +46,17 @@ _READ_BYTES = 1 << 16
 
 
 class Account(msgspec.Struct, frozen=True):
-    """What a program tells of its failure; see `program_main`."""
+    """Failure of a script, as `program_main` describes it.
+
+    `is_exit` is true for SystemExit and KeyboardInterrupt.
+    """
 
     type_name: str
     message: str
     traceback: str
     lines: list[tuple[str, int, str]]
     time: float
+    is_exit: bool
 
 
 class Lines(msgspec.Struct, frozen=True):
@@ -74,12 +79,12 @@ def run_program(
     *,
     sign_seconds: float = SIGN_SECONDS,
 ) -> None:
-    """Run a Python program in the place of the training function, and wait for its end.
+    """Run a Python script instead of a training function, and wait for its end.
 
-    It may call `drawbar.train.report` and its companions, and then speaks for this rank. What rank
-    0 writes to its standard output goes to the driver's as it is; all else that any rank writes
-    goes to its log. When the attempt ends, the program gets SIGTERM, or SIGINT if the user stops
-    the run. Whatever processes it leaves behind are killed.
+    The script may call `drawbar.train.report` and related functions, which then act for this rank.
+    The driver prints the standard output and standard error of rank 0, byte for byte. The log of
+    each rank has its complete output. When the attempt ends, the script receives SIGTERM, or
+    SIGINT if the user stops the run. Processes that it leaves behind are killed.
 
     Args:
         arguments: What would follow `python`: a script and its arguments, or "-m", a module and its
@@ -138,8 +143,9 @@ class Program:
                 env={**environment, MARKER_VARIABLE: self._marker},
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                # Of the other ranks, standard output leads to the log already.
+                # The streams of the other ranks are inherited, and lead to the log.
                 stdout=subprocess.PIPE if rank == 0 else None,
+                stderr=subprocess.PIPE if rank == 0 else None,
                 # As torchrun does: Linux shares the cores out among sessions (sched_autogroup), and
                 # in Ray's all ranks and all of Ray's processes would have one share.
                 start_new_session=True,
@@ -156,8 +162,9 @@ class Program:
         register(self._woken, data=self._take_wake)
         register(self._control, data=self._take_control)
         register(self._wire, data=self._wire.hear)
-        if process.stdout is not None:
-            register(process.stdout, data=partial(self._take_output, process.stdout.fileno()))
+        if process.stdout is not None and process.stderr is not None:
+            register(process.stdout, data=partial(self._pass_output, process.stdout, "stdout"))
+            register(process.stderr, data=partial(self._pass_output, process.stderr, "stderr"))
 
     # -- from other threads
 
@@ -235,11 +242,11 @@ class Program:
                 self._stacks.put(Stack(frames=frames, text=told.stack.text))
         return bool(data)
 
-    def _take_output(self, descriptor: int) -> bool:
-        data = os.read(descriptor, _READ_BYTES)
+    def _pass_output(self, pipe: IO[bytes], stream: Literal["stdout", "stderr"]) -> bool:
+        data = os.read(pipe.fileno(), _READ_BYTES)
         if data:
             write_to_log(data)
-            self._session.pass_on(Wrote(data=data))
+            self._session.pass_on(Wrote(data=data, stream=stream))
         return bool(data)
 
     @property
@@ -281,8 +288,9 @@ class Program:
         deadline = time.monotonic() + _DRAIN_SECONDS
         while self._listen(0) and time.monotonic() < deadline:
             pass
-        if process.stdout is not None:
-            process.stdout.close()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
     def check(self) -> None:
         """Find out how it has ended.
@@ -298,7 +306,13 @@ class Program:
         if account is not None:
             where, code = users_line(account.lines), status if status > 0 else 1
             raise ProgramFailedError(
-                account.message, account.type_name, code, account.time, account.traceback, where
+                account.message,
+                account.type_name,
+                code,
+                account.time,
+                account.traceback,
+                where,
+                account.is_exit,
             )
         if status < 0:
             # As a shell counts: 128 and the number of the signal.

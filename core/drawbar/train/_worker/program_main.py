@@ -52,7 +52,8 @@ def main(control: int, session: int, arguments: Sequence[str]) -> None:
         else:
             _run_script(arguments)
     except SystemExit as error:
-        if error.code not in (None, 0):
+        # As Python does: 0.0 is printed, and the exit code is 1.
+        if error.code is not None and not (isinstance(error.code, int) and error.code == 0):
             error.__traceback__ = _of_the_script(error.__traceback__)
             _tell(wire, error)
         raise
@@ -112,6 +113,7 @@ def _tell(wire: socket.socket, error: BaseException) -> None:
         "traceback": "".join(told.format()),
         "lines": [(each.filename, each.lineno, each.name) for each in told.stack],
         "time": time.time(),
+        "is_exit": isinstance(error, SystemExit | KeyboardInterrupt),
     }
     _send(wire, {"failed": account})
 

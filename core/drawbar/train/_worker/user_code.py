@@ -7,20 +7,13 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import PurePath
-from types import FrameType
 
-import drawbar
+from drawbar.train._package_files import is_drawbar_file, is_drawbar_frame
 
 _INSTALLED = ("site-packages", "dist-packages")  # of whatever environment, also the user's own
 _TYPED = ("<stdin>", "<string>", "<ipython-input")  # other names in brackets are of generated code
 # By real paths: a virtual environment gets to the standard library by links.
 _PYTHON = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
-
-
-def is_drawbars(file: str) -> bool:
-    """Whether a file is part of Drawbar, installed or not."""
-    homes = tuple(os.path.realpath(path) + os.sep for path in drawbar.__path__)
-    return os.path.realpath(file).startswith(homes)
 
 
 def is_pythons(file: str) -> bool:
@@ -57,7 +50,7 @@ def _is_base(file: str) -> bool:
     if is_pythons(file):
         return True
     is_generated = file.startswith("<") and not file.startswith(_TYPED)
-    return is_generated or is_drawbars(file)
+    return is_generated or is_drawbar_file(file)
 
 
 def _package(file: str) -> str | None:
@@ -73,14 +66,7 @@ def caller_line() -> str:
     """Give the innermost line on this thread's stack outside Drawbar as `file:line in function`."""
     # Not `traceback.extract_stack()`, which reads source files: every report() comes through here.
     frame = sys._getframe(1)
-    while frame.f_back is not None and is_drawbars_own(frame):
+    while frame.f_back is not None and is_drawbar_frame(frame):
         frame = frame.f_back
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-
-
-def is_drawbars_own(frame: FrameType) -> bool:
-    """Whether code of Drawbar runs in a frame."""
-    # By the module: comparing paths would take longer than the rest of a report().
-    name: str = frame.f_globals.get("__name__", "")
-    return name.startswith("drawbar.")

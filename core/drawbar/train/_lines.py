@@ -1,0 +1,105 @@
+"""Split printed text into lines for a console, as a terminal shows them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from drawbar.train._messages import Printed
+
+StreamName = Literal["stdout", "stderr"]
+
+_REDRAW_SECONDS = 0.25
+_CURSOR_UP = "\x1b[A"
+
+
+class LineSplitter:
+    """Split the text of one stream into lines.
+
+    A carriage return redraws the line, so the last state counts. While a line is being redrawn, its
+    states are sent as transient lines, at most every 0.25 s. Nested progress bars move down with a
+    newline and up again with an escape sequence. After the first of them, a newline does not
+    finish a redrawn line; its last state is sent before the next plain line, or by `finish()`.
+
+    Args:
+        stream: Name of the stream, which every line carries.
+        send: Receives each line, in the thread that calls `feed()` or `finish()`.
+    """
+
+    def __init__(self, stream: StreamName, send: Callable[[Printed], None]) -> None:
+        self._stream = stream
+        self._send = send
+        self._lock = threading.RLock()  # a signal handler may print while this prints
+        self._parts: list[str] = []  # of the unfinished line
+        self._is_redrawn = False  # the unfinished line
+        self._is_nested = False  # progress bars
+        self._held = ""
+        self._sent_at = 0.0
+
+    def feed(self, text: str) -> None:
+        """Add printed text and send the lines that it completes."""
+        with self._lock:
+            if text.isprintable() and not self._is_redrawn:
+                self._parts.append(text)  # a part of a line, as `print()` writes many
+            else:
+                self._split(text)
+
+    def finish(self) -> None:
+        """Send the unfinished line, if there is one."""
+        with self._lock:
+            self._send_held()
+            self._is_redrawn = False
+            if last_state("".join(self._parts)):
+                self._end_line()
+
+    def _split(self, text: str) -> None:
+        if _CURSOR_UP in text:
+            self._is_nested = True
+            text = text.replace(_CURSOR_UP, "\r")
+        *ends, rest = text.split("\n")
+        for end in ends:
+            self._append(end)
+            self._end_line()
+        self._append(rest)
+        if self._is_redrawn:
+            self._send_transient(last_state(self._parts[0]))
+
+    def _append(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+        # Keep only the last state of a redrawn line: a progress bar may be redrawn for hours
+        # before its newline.
+        if "\r" in text or (text and self._is_redrawn):
+            line = "".join(self._parts)
+            self._is_redrawn = True
+            tail = "\r" if line.endswith("\r") else ""
+            self._parts = [last_state(line) + tail]
+
+    def _end_line(self) -> None:
+        line = last_state("".join(self._parts))
+        is_redrawn = self._is_redrawn
+        self._parts, self._is_redrawn = [], False
+        if is_redrawn and self._is_nested:
+            self._held = line
+            self._send_transient(line)
+            return
+        self._send_held()
+        self._send(Printed(text=line, stream=self._stream))
+
+    def _send_held(self) -> None:
+        if self._held:
+            self._send(Printed(text=self._held, stream=self._stream))
+            self._held = ""
+
+    def _send_transient(self, state: str) -> None:
+        now = time.monotonic()
+        if state and now - self._sent_at >= _REDRAW_SECONDS:
+            self._sent_at = now
+            self._send(Printed(text=state, stream=self._stream, transient=True))
+
+
+def last_state(line: str) -> str:
+    """Return the last state of a line that carriage returns redraw."""
+    return next((state for state in reversed(line.split("\r")) if state), "")

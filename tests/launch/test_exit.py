@@ -1,0 +1,148 @@
+"""Scripts that end by themselves: `drawbar launch` prints what `python` prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drawbar import train
+from drawbar.launch import ScriptTrainer
+from tests.launch.conftest import Launch
+
+EXIT_WITH_MESSAGE = """
+import os, sys
+print("hello")
+sys.stderr.write("10%\\r20%\\r")
+sys.stderr.flush()
+os.write(2, b"\\xff no text, and no newline: ")
+os.write(1, b"\\xfe no newline")
+sys.exit("stopped by the script")
+"""
+
+ARGUMENT_ERROR = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int)
+parser.parse_args(["--epochs", "many"])
+"""
+
+INTERRUPT = """
+def train():
+    raise KeyboardInterrupt
+
+train()
+"""
+
+
+def run_python(launch: Launch) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, str(launch.script)]
+    return subprocess.run(
+        command, cwd=launch.folder, stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+
+
+def without_start_notices(err: str) -> str:
+    """Remove the notices that a start takes long, which appear only on a busy machine."""
+    return re.sub(r"(?m)^\[drawbar [\d:]+\] the processes of .* are starting, .*\n", "", err)
+
+
+@pytest.mark.parametrize(
+    "source", [EXIT_WITH_MESSAGE, ARGUMENT_ERROR, INTERRUPT], ids=["exit", "argparse", "interrupt"]
+)
+def test_launch_of_script_that_exits_prints_what_python_prints(launch: Launch, source: str) -> None:
+    process = launch.start(source)
+    python = run_python(launch)
+    done = launch.ended(process)
+    code = python.returncode if python.returncode >= 0 else 128 - python.returncode
+    err = without_start_notices(done.err).encode(errors="surrogateescape")
+    assert (done.out, err, done.code) == (python.stdout, python.stderr, code)
+
+
+def test_launch_if_only_another_rank_exits_names_its_rank_and_code(launch: Launch) -> None:
+    done = launch(
+        """
+        import os, signal, sys
+        if os.environ["RANK"] == "1":
+            sys.exit(5)
+        print("rank 0 prints", file=sys.stderr, flush=True)
+        open("printed", "w")
+        signal.pause()
+        """
+    )
+    assert done.code == 5
+    lines = without_start_notices(done.err).splitlines()
+    log = done.run / "logs" / "rank_1.log"
+    assert lines[-1] == f"drawbar: rank 1 exited with code 5; its output is in {log}"
+    assert lines[:-1] in ([], ["rank 0 prints"])
+
+
+def test_launch_of_script_that_raises_prints_its_traceback_once(launch: Launch) -> None:
+    done = launch("raise ValueError('boom')", "--num-workers", "1")
+    python = run_python(launch)
+    assert done.code == python.returncode == 1
+    assert without_start_notices(done.err).startswith(python.stderr.decode())
+    assert done.err.count("Traceback") == 1
+    assert done.err.count(f"rank 0: ValueError: boom ({launch.script}:1 in <module>)") == 1
+
+
+def test_launch_with_progress_shows_the_state_of_the_run(launch: Launch) -> None:
+    done = launch("", "--progress")
+    assert done.code == 0
+    assert f"run directory {done.run}" in done.err
+    assert "finished" in done.err
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("-", "- is not a script that every rank can read"),
+        ("/dev/stdin", "/dev/stdin is not a script that every rank can read"),
+        ("/dev/fd/0", "/dev/fd/0 is not a script that every rank can read"),
+        ("link", "link is not a script that every rank can read"),
+        ("fifo", "fifo is a FIFO, but every rank reads the script"),
+        ("/dev/null", "/dev/null is a character device, but every rank reads the script"),
+        (".", r"\. is a directory. Pass a script in it, or -m and a module"),
+    ],
+)
+def test_script_trainer_rejects_a_script_that_is_not_a_regular_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    os.symlink("/dev/stdin", "link")
+    with pytest.raises(ValueError, match=reason):
+        ScriptTrainer(path)
+
+
+def test_launch_of_standard_input_is_rejected_with_a_remedy(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('hello')")
+    with open(script, "rb") as file:  # a regular file: /dev/stdin leads to it
+        done = subprocess.run(
+            [sys.executable, "-m", "drawbar.cli", "launch", "/dev/stdin"],
+            stdin=file,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("Save the script to a file and pass its path\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_exit_of_a_script_is_a_failure_of_kind_exit(launch: Launch) -> None:
+    (launch.folder / "script.py").write_text("import sys; sys.exit(200)")
+    trainer = ScriptTrainer(
+        launch.script, run_config=train.RunConfig(name="run", storage_path=launch.folder)
+    )
+    with pytest.raises(train.WorkerGroupError) as failed:
+        trainer.fit()
+    assert failed.value.failures[0].kind == "exit"
+    (error,) = failed.value.worker_failures.values()
+    assert isinstance(error, train.ProgramFailedError)
+    assert (error.is_exit, error.exit_code) == (True, 200)
