@@ -12,7 +12,7 @@ from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.addresses import LOOPBACK
 
 HERE = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid=1, gpu_ids=())
-MEETS = CollectiveCalled(sequence=0, kind="barrier", payload=None, where="")
+MEETS = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, where="")
 
 
 class Store:
