@@ -16,6 +16,7 @@ import msgspec
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._messages import PassEnded, PreemptionInfo, Printed, Ranks, WorkerInfo
 from drawbar.train._metrics import Metrics
+from drawbar.train._settings.function_identity import FunctionIdentity
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import check_checkpoint_name
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
@@ -32,12 +33,13 @@ class Journaled(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 
 
 class RunStarted(Journaled, frozen=True, kw_only=True, tag="run_started"):
-    """`fit()` was called on this directory. `config` holds the reprs of what was configured."""
+    """`fit()` was called on this directory. `config` holds the reprs of the configuration."""
 
     run_id: str
     name: str
     config: dict[str, object]
     detached: bool = False
+    function: FunctionIdentity | None = None
 
 
 class AttemptStarted(Journaled, frozen=True, kw_only=True, tag="attempt_started"):
@@ -218,15 +220,19 @@ class RoundReported:
 
 @dataclass(frozen=True)
 class WorkersFailed:
-    """What is known of the failures of an attempt, the root cause first.
+    """Failures of an attempt, the root cause first.
 
-    There are none if no worker is to blame. `is_raised`: the run ends by it, so that `fit()` raises
-    it.
+    Attributes:
+        end: Kind of failure.
+        failures: Empty if no worker is to blame.
+        is_raised: Whether the run ends, so that `fit()` raises the failure.
+        budget: Remaining failure budget if the run restarts, such as "max_failures: 2 of 3 left".
     """
 
     end: AttemptEnd
     failures: Sequence[WorkerFailure]
     is_raised: bool
+    budget: str = ""
 
 
 @dataclass(frozen=True)
