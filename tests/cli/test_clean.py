@@ -74,8 +74,8 @@ def test_old_checkpoints_go_by_the_rule_of_the_run(drawbar: Command, storage: Pa
     assert [each.name for each in run.checkpoints()] == ["checkpoint_000002"]
     assert run.status == "finished"
     check_run(run.path)
-    with pytest.raises(ResumeError, match="is finished"):  # as it was
-        fit(storage, "long", 3, resume="must")
+    with pytest.raises(ResumeError, match="holds a finished run"):  # as it was
+        fit(storage, "long", 3, resume="never")
 
 
 def test_leftovers_of_this_machine_go_when_nobody_needs_them(

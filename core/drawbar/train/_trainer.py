@@ -31,6 +31,7 @@ from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.backend import BackendConfig, LauncherStore, TrainFunction
 from drawbar.train._settings.checks import config_or_default
 from drawbar.train._settings.data_config import DataConfig
+from drawbar.train._settings.function_identity import FunctionIdentity
 from drawbar.train._settings.run_config import RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._settings.validation_config import ValidationConfig
@@ -184,6 +185,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         )
         spec = make_spec(
             payload,
+            function=self._function_identity(),
             scaling_config=self.scaling_config,
             run_config=self.run_config,
             datasets=self.datasets,
@@ -193,6 +195,20 @@ class DataParallelTrainer(ExplainsItsArguments):
             validation_config=self.validation_config,
         )
         return RunHandle(self._host(spec, payload, jobs_wait=jobs_wait))
+
+    def _function_identity(self) -> FunctionIdentity:
+        if self._script is None:
+            return FunctionIdentity.of(self.train_loop_per_worker)
+        script, is_module = self._script
+        return FunctionIdentity.of_script(script, is_module=is_module)
+
+    @property
+    def _script(self) -> tuple[str, bool] | None:
+        """Script that the training function runs, and whether it is a module; None if it is none.
+
+        For trainers of integrations whose training function is the same for all scripts.
+        """
+        return None
 
     def _host(self, spec: RunSpec, payload: Payload, *, jobs_wait: bool) -> FollowedRun:
         if self.scaling_config.max_workers == 0:

@@ -162,7 +162,7 @@ def test_a_resume_passes_over_a_damaged_checkpoint(
         save("c")
         return started_from
 
-    result = fit(function, run.parent)
+    result = fit(function, run.parent, resume="must")
     assert result.return_value == "a"
     assert content(result.checkpoint) == "c"
     assert result.metrics_dataframe["index"].tolist() == [0, 1]
@@ -245,7 +245,8 @@ def test_a_run_whose_directory_is_replaced_says_so(tmp_path: Path) -> None:
 def test_checksums_that_a_power_cut_has_emptied_cost_no_checkpoint(tmp_path: Path) -> None:
     fit(two_steps, tmp_path)
     os.truncate(tmp_path / "run" / "checkpoint_000001" / ".drawbar-checksums.json", 0)
-    assert fit(lambda: content(train.get_checkpoint()), tmp_path).return_value == "b"
+    result = fit(lambda: content(train.get_checkpoint()), tmp_path, resume="must")
+    assert result.return_value == "b"
 
 
 def test_no_checkpoint_is_named_that_is_not_there_any_more(tmp_path: Path) -> None:

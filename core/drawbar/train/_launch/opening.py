@@ -27,7 +27,8 @@ from drawbar.train._history.journal import Journal
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.preflight import check_storage_path
 from drawbar.train._launch.resume import RunState, changes, resume_plan
-from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH, Resume, RunConfig
+from drawbar.train._settings.function_identity import FunctionIdentity
+from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH, RunConfig
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import take_mode_of_folder
 from drawbar.train._storage.manifest import Manifest
@@ -65,13 +66,15 @@ def named(config: RunConfig) -> RunConfig:
 
 
 def open_run(spec: RunSpec) -> Run:
-    """Take hold of a run's directory: look at what is there, decide how to go on, sweep leftovers.
+    """Lock a run directory, decide how to resume from it, and delete uncommitted files.
 
-    The spec's settings are journaled; what differs from the last start is named in the warning.
+    The spec's settings are written to the journal. The warning names those that have changed since
+    the last start.
 
     Raises:
-        ResumeError: What is there and `RunConfig.resume` do not go together.
-        JournalLockedError: The run goes on, in this process or another one.
+        ResumeError: The content of the directory conflicts with `RunConfig.resume`, or the run has
+            finished with another training function.
+        JournalLockedError: The run is in progress, in this process or another one.
         OSError: The storage cannot be written.
     """
     directory, resume = directory_of(spec.run_config), spec.run_config.resume
@@ -86,7 +89,7 @@ def open_run(spec: RunSpec) -> Run:
     try:  # from here on nobody else writes to the run, or removes its folders
         # Under the lock: what is read from here on is what the run goes on from.
         directory.files.catch_up(journal)
-        found = _look(directory, journal, resume)
+        found = _look(directory, journal, spec)
         # After the look, which refuses what `resume` forbids: then all is left as it was.
         upkeep.sweep(directory)
         take_mode_of_folder(directory.journal)
@@ -142,8 +145,8 @@ class _Found:
         return max(attempts, default=-1) + 1
 
 
-def _look(directory: RunDirectory, journal: Journal, resume: Resume) -> _Found:
-    """Look at what is there, and decide how to go on."""
+def _look(directory: RunDirectory, journal: Journal, spec: RunSpec) -> _Found:
+    """Read the run directory and decide how to resume from it."""
     checkpoints = directory.checkpoints
     state, events, damage = _state_of(directory, journal)
     found, altered = pass_over_damaged(checkpoints, checkpoints.committed())
@@ -153,8 +156,30 @@ def _look(directory: RunDirectory, journal: Journal, resume: Resume) -> _Found:
         state, damage = RunState.DAMAGED, [*others, *altered.values()]
     lost = _lost(events, intact)
     newest = intact[-1].name if intact else None
-    plan = resume_plan(state, resume, path=directory.location, newest=newest, damage=damage)
+    plan = resume_plan(
+        state,
+        spec.run_config.resume,
+        path=directory.location,
+        newest=newest,
+        damage=damage,
+        conflict=_conflicting_functions(events, spec.function),
+    )
     return _Found(events, intact, {*altered, *lost}, plan.warning)
+
+
+def _conflicting_functions(
+    events: list[JournaledEvent], function: FunctionIdentity
+) -> tuple[str, str] | None:
+    """Return the functions of a finished run and of the trainer if they differ, else None."""
+    starts = [event.function for event in events if isinstance(event, RunStarted)]
+    earlier = starts[-1] if starts else None
+    if earlier is None or earlier.is_same(function) or not _has_finished(events):
+        return None
+    return str(earlier), str(function)
+
+
+def _has_finished(events: list[JournaledEvent]) -> bool:
+    return Snapshot.of(events).status == "finished"  # deletions by `drawbar clean` may follow
 
 
 def _lost(events: list[JournaledEvent], intact: list[Manifest]) -> list[str]:
@@ -170,7 +195,7 @@ def _lost(events: list[JournaledEvent], intact: list[Manifest]) -> list[str]:
 
 
 def _journal_start(journal: Journal, spec: RunSpec, found: _Found) -> list[JournaledEvent]:
-    """Journal that the run starts, and what its directory has and the journal does not say."""
+    """Write the start to the journal, and the checkpoints that the journal has missed."""
     now = time.time()
     started = RunStarted(
         time=now,
@@ -178,6 +203,7 @@ def _journal_start(journal: Journal, spec: RunSpec, found: _Found) -> list[Journ
         name=spec.name,
         config=spec.settings,
         detached=spec.run_config.detached,
+        function=spec.function,
     )
     deleted = [CheckpointDeleted(time=now, name=name) for name in found.damaged]
     begun: list[JournaledEvent] = [started, *deleted, *_last_commits(found)]
@@ -217,7 +243,7 @@ def _failed_since_the_end(events: list[JournaledEvent]) -> list[AttemptEnd]:
 def _state_of(
     directory: RunDirectory, journal: Journal
 ) -> tuple[RunState, list[JournaledEvent], list[str]]:
-    """Say what the directory holds, and name what is damaged there."""
+    """Return the state of the directory, its events, and a description of each damaged part."""
     events, whole = journal.salvage()
     damage = [] if whole else ["its journal, whose unreadable lines are now in journal.damaged"]
     damage += directory.checkpoints.damaged()
@@ -227,5 +253,5 @@ def _state_of(
         damage.insert(0, "its journal, which is empty or gone, so that its history begins anew")
     if damage:
         return RunState.DAMAGED, events, damage
-    ended = Snapshot.of(events).status == "finished"  # what was cleaned up may follow
-    return (RunState.FINISHED if ended else RunState.UNFINISHED), events, damage
+    state = RunState.FINISHED if _has_finished(events) else RunState.UNFINISHED
+    return state, events, damage
