@@ -55,6 +55,7 @@ ERRORS: list[BaseException] = [
     InsufficientResourcesError("no"),
     ResumeError("no"),
     DamagedRunError("no"),
+    UnsupportedFormatError("no"),
     JournalLockedError("no"),
     CheckpointError("no"),
     StorageError(28, "No space left on device"),

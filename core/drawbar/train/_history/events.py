@@ -26,6 +26,10 @@ AttemptEnd = Literal[
 ]
 
 
+JOURNAL_FORMAT = 1
+"""Format version of the journal. New event types and optional fields do not change it."""
+
+
 class Journaled(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """What the journal keeps. `time`: in seconds since the epoch."""
 
@@ -33,13 +37,23 @@ class Journaled(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 
 
 class RunStarted(Journaled, frozen=True, kw_only=True, tag="run_started"):
-    """`fit()` was called on this directory. `config` holds the reprs of the configuration."""
+    """`fit()` was called on this directory.
+
+    Attributes:
+        run_id: Identifier of the run, the same for all its starts.
+        name: Name of the run.
+        config: Configuration as JSON values and reprs.
+        detached: Whether the run may outlive its driver.
+        function: Identity of the training function.
+        format_version: Format version of the events from here on.
+    """
 
     run_id: str
     name: str
     config: dict[str, object]
     detached: bool = False
     function: FunctionIdentity | None = None
+    format_version: int = JOURNAL_FORMAT
 
 
 class AttemptStarted(Journaled, frozen=True, kw_only=True, tag="attempt_started"):
@@ -145,8 +159,7 @@ class CheckpointDeleted(Journaled, frozen=True, kw_only=True, tag="checkpoint_de
         check_checkpoint_name(self.name)
 
 
-# Its tag is what journals have had from the first version on, which must still be read.
-class AttemptEnded(Journaled, frozen=True, kw_only=True, tag="attempt_failed"):
+class AttemptEnded(Journaled, frozen=True, kw_only=True, tag="attempt_ended"):
     """The attempt ended early. `failures` are headlines, the root cause first."""
 
     attempt: int
