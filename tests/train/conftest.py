@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import resource
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -150,3 +153,31 @@ def _wait_until_gone(pids: Iterable[int], seconds: float = 5) -> None:
 def wait_until_gone() -> Callable[..., None]:
     """Give a function that waits for each of the processes to end, 5 s if not told otherwise."""
     return _wait_until_gone
+
+
+@contextlib.contextmanager
+def no_free_file_descriptor() -> Iterator[Callable[[], None]]:
+    """Let this process open no file. Gives a function that waits until an `accept()` has failed."""
+    failed = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "a connection cannot be accepted" in record.getMessage():
+                failed.set()
+
+    def wait_until_accept_failed() -> None:
+        assert failed.wait(PATIENCE_S), "no accept() has failed, or its thread has ended"
+
+    logger, handler = logging.getLogger("drawbar.train"), Handler()
+    logger.addHandler(handler)
+    level, limits = logger.level, resource.getrlimit(resource.RLIMIT_NOFILE)
+    logger.setLevel(logging.DEBUG)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        yield wait_until_accept_failed
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        logger.setLevel(level)
+        logger.removeHandler(handler)

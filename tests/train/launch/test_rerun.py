@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -141,6 +142,26 @@ def test_resume_of_failed_run_with_another_function_names_both(
 def test_restore_of_finished_run_keeps_its_function(tmp_path: Path) -> None:
     fit(train_a, tmp_path)
     assert DataParallelTrainer.restore(tmp_path / "run").fit().checkpoint is not None
+
+
+def test_fit_that_cannot_write_the_journal_releases_the_run(tmp_path: Path) -> None:
+    def start(config: dict[str, str]) -> None:
+        DataParallelTrainer(
+            lambda config: None,
+            train_loop_config=config,
+            scaling_config=ScalingConfig(num_workers=0),
+            run_config=RunConfig(name="run", storage_path=tmp_path),
+        ).fit()
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match=r"writing .* journal\.jsonl") as raised:
+            start({"text": "x" * 10_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    start({})  # not a JournalLockedError, although the traceback still refers to the journal
+    assert raised.tb is not None
 
 
 def run_script(path: Path, storage: Path, body: str = "pass") -> subprocess.CompletedProcess[str]:

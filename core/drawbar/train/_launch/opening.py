@@ -95,10 +95,10 @@ def open_run(spec: RunSpec) -> Run:
         take_mode_of_folder(directory.journal)
         for name in found.damaged:
             set_aside(directory.checkpoints, name)
+        begun = _journal_start(journal, spec, found)
     except BaseException:
         journal.close()
         raise
-    begun = _journal_start(journal, spec, found)
     return Run(
         spec=spec,
         run_id=found.run_id,
