@@ -19,7 +19,7 @@ from drawbar.train._carry import Carried
 from drawbar.train._console.console import Console
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._data import split
-from drawbar.train._errors import DamagedRunError
+from drawbar.train._errors import DamagedRunError, without_internal_frames
 from drawbar.train._group.cluster import connect_to_ray, is_client, started_here
 from drawbar.train._handle.handle import FollowedRun, RunHandle
 from drawbar.train._handle.hosted_run import start_in_actor
@@ -135,7 +135,10 @@ class DataParallelTrainer(ExplainsItsArguments):
             ResumeError: The run's directory and `RunConfig.resume` do not go together.
             TypeError, ValueError, ImportError, OSError: The run cannot start as configured.
         """
-        return self._start(jobs_wait=True).wait()
+        try:
+            return self._start(jobs_wait=True).wait()
+        except Exception as error:
+            raise without_internal_frames(error)  # noqa: B904  # the same error
 
     def start(self) -> RunHandle:
         """Start the run and give a handle on it, which can wait for it, stop it and look at it.
@@ -146,7 +149,10 @@ class DataParallelTrainer(ExplainsItsArguments):
         Raises:
             As `fit()`, but for what happens once the run has started: `RunHandle.wait` raises that.
         """
-        return self._start(jobs_wait=False)
+        try:
+            return self._start(jobs_wait=False)
+        except Exception as error:
+            raise without_internal_frames(error)  # noqa: B904  # the same error
 
     def as_trainable(self) -> type[object]:
         """Give what `ray.tune.Tuner` takes; see `drawbar.tune.as_trainable`.
