@@ -51,8 +51,8 @@ def test_runs_lists_runs_whose_names_have_folders(
     (tmp_path / "elsewhere").mkdir()
     fit(tmp_path / "elsewhere", "linked", 1)
     (storage / "link").symlink_to(tmp_path / "elsewhere")
-    told = json.loads(drawbar("runs", storage, "--json").out)
-    assert sorted(run["name"] for run in told) == ["plain", "x/deep/z", "x/y"]
+    runs = json.loads(drawbar("runs", storage, "--json").out)
+    assert sorted(run["name"] for run in runs) == ["plain", "x/deep/z", "x/y"]
     assert drawbar("show", "x/y").out.splitlines()[1] == str(storage / "x" / "y")
     assert drawbar("clean", storage, "--keep", "1").code == 0
 
@@ -60,8 +60,8 @@ def test_runs_lists_runs_whose_names_have_folders(
 def test_runs_of_object_store_lists_runs_whose_names_have_folders(drawbar: Command) -> None:
     address = f"memory://{uuid.uuid4().hex}"
     fit(address, "x/y", 1)
-    (told,) = json.loads(drawbar("runs", address, "--json").out)
-    assert (told["name"], told["path"].endswith("/x/y")) == ("x/y", True)
+    (run,) = json.loads(drawbar("runs", address, "--json").out)
+    assert (run["name"], run["path"].endswith("/x/y")) == ("x/y", True)
 
 
 def test_show_prints_durations_in_seconds(drawbar: Command, runs_made: Path) -> None:

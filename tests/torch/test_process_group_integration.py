@@ -57,7 +57,7 @@ def test_divergence_error_counts_the_users_collectives_and_names_the_remedy(
             collective.barrier()
 
     with pytest.raises(DivergenceError) as raised:
-        fit(function)
+        fit(function, num_workers=2)
     line = function.__code__.co_firstlineno + 2
     reason, remedy = str(raised.value).splitlines()[:2]
     assert "rank 1 finished after 0 reports and 0 collectives; " in reason

@@ -23,6 +23,7 @@ from drawbar.train import (
     ResumeError,
     StorageError,
     TrainingFailedError,
+    UnsupportedFormatError,
     UserAbort,
     WorkerError,
     WorkerFailure,

@@ -97,8 +97,8 @@ class RankProgress:
         """Describe in words where the rank is."""
         if self.waits_in_collective is not None:
             call = self.waits_in_collective
-            number = "of Drawbar's own" if call.number is None else f"#{call.number}"
-            return f"waits in collective {number} ({_name_of(call)}) at {call.where}"
+            which = "internal collective" if call.number is None else f"collective #{call.number}"
+            return f"waits in {which} ({_name_of(call)}) at {call.where}"
         if self.waits_for_report is not None:
             report = self.waits_for_report
             return f"waits for report #{report.index} with a checkpoint at {report.where}"

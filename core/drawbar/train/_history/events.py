@@ -27,7 +27,11 @@ AttemptEnd = Literal[
 
 
 JOURNAL_FORMAT = 1
-"""Format version of the journal. New event types and optional fields do not change it."""
+"""Format version of the journal.
+
+New event types and optional fields do not change it. Everything else does, also a new value of a
+`Literal` in an event.
+"""
 
 
 class Journaled(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):

@@ -30,7 +30,7 @@ def find_run(
         storage_filesystem: Filesystem of the path, as for `RunConfig`.
 
     Raises:
-        LookupError: There is no such run. The message has the most similar names in the storage.
+        LookupError: The run does not exist. The message has the most similar names in the storage.
         OSError: The storage cannot be read.
         ImportError, ValueError, TypeError: The path and the filesystem do not specify a storage.
     """

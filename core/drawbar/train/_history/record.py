@@ -55,7 +55,7 @@ class RunRecord:
 
         Args:
             directory: Directory of the run.
-            name: Name of the run in the storage path that lists it. Default: that of the directory.
+            name: Name of the run in the storage path that lists it. Default: the directory's name.
 
         Raises:
             FileNotFoundError: There is no run.

@@ -101,7 +101,7 @@ class ControlSocket:
             self._listening.start()
 
     def close(self) -> None:
-        """Stop answering. Connections of followers end, which tells them that the run has ended."""
+        """Stop answering. Connections of followers end, the sign that the run has ended."""
         self._closed.set()
         if self._socket is None:
             return

@@ -67,8 +67,8 @@ def resume_plan(
     damaged parts      "auto" resumes from the latest intact checkpoint, with a warning; "must" does
                        the same, and needs one; "never" is an error
 
-    A journal that is empty or missing beside checkpoints is damage. Report numbers then continue
-    after those of the checkpoints.
+    A run that has checkpoints, but an empty journal or none, is damaged. Report numbers then
+    continue after the newest checkpoint.
 
     Args:
         state: Content of the directory.

@@ -98,7 +98,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         world_size: Number of ranks of that attempt.
         time: Time of the commit, in seconds since the epoch.
         files: The user's files.
-        metrics: Reported metrics, and those of the validation once it has ended.
+        metrics: Reported metrics. A finished validation adds its metrics.
         positions: Positions in the datasets.
         run_id: Identifier of the run.
         validation: None if no validation was requested.
