@@ -180,12 +180,12 @@ def test_plain_view_prints_a_state_once_and_a_change_of_size_again() -> None:
     ]
 
 
-@pytest.mark.parametrize(("attempt", "told"), [(0, "starting:"), (3, "resuming: attempt 3")])
-def test_plain_view_of_resumed_run_names_attempt_and_checkpoint(attempt: int, told: str) -> None:
+@pytest.mark.parametrize(("attempt", "state"), [(0, "starting:"), (3, "resuming: attempt 3")])
+def test_plain_view_of_resumed_run_names_attempt_and_checkpoint(attempt: int, state: str) -> None:
     console, file = plain()
     console.note(attempt_started(attempt, "/runs/mnist/checkpoint_000001"))
     last = file.getvalue().splitlines()[-1]
-    assert last.endswith(f"] {told} from /runs/mnist/checkpoint_000001")
+    assert last.endswith(f"] {state} from /runs/mnist/checkpoint_000001")
 
 
 def test_lines_go_to_the_stream_that_they_came_from(capsys: pytest.CaptureFixture[str]) -> None:

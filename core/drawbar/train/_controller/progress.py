@@ -303,7 +303,8 @@ class Progress:
 
 def _name_of(call: CollectiveCalled) -> str:
     """Return the name of the function that made a collective call."""
-    return "checkpoint_requested" if call.kind == "wishes" else call.kind
+    is_public = call.kind in ("barrier", "broadcast_from_rank_zero", "all_gather")
+    return call.kind if is_public else "checkpoint_requested"
 
 
 def _paths(offer: Offer) -> Iterator[tuple[str, str]]:
