@@ -155,9 +155,19 @@ def wait_until_gone() -> Callable[..., None]:
     return _wait_until_gone
 
 
+def lowest_free_file_descriptor() -> int:
+    lowest = os.dup(0)
+    os.close(lowest)
+    return lowest
+
+
 @contextlib.contextmanager
-def no_free_file_descriptor() -> Iterator[Callable[[], None]]:
-    """Let this process open no file. Gives a function that waits until an `accept()` has failed."""
+def no_free_file_descriptor(lowest: int) -> Iterator[Callable[[], None]]:
+    """Let this process open no file, if all descriptors below `lowest` are in use.
+
+    Gives a function that waits until an `accept()` has failed. An `accept()` that waits already has
+    reserved a descriptor.
+    """
     failed = threading.Event()
 
     class Handler(logging.Handler):
@@ -172,8 +182,6 @@ def no_free_file_descriptor() -> Iterator[Callable[[], None]]:
     logger.addHandler(handler)
     level, limits = logger.level, resource.getrlimit(resource.RLIMIT_NOFILE)
     logger.setLevel(logging.DEBUG)
-    lowest = os.dup(0)
-    os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
     try:
         yield wait_until_accept_failed

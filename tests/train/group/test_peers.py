@@ -12,7 +12,7 @@ from drawbar.train._group.peers import Hello, Lost, Peers, Said, Wire, meet_rank
 from drawbar.train._messages import CollectiveCalled, WorkerInfo
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.addresses import LOOPBACK
-from tests.train.conftest import no_free_file_descriptor
+from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
 
 HERE = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid=1, gpu_ids=())
 MEETS = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, where="")
@@ -54,11 +54,14 @@ def test_what_a_peer_says_before_anybody_listens_is_kept(tmp_path: Path) -> None
 
 def test_peers_accept_again_after_file_descriptors_ran_out(tmp_path: Path) -> None:
     peers, store = Peers(1, LOOPBACK), Store()
-    peers.invite(store, "run", RunDirectory(tmp_path))
-    invitation = json.loads(store.get("run"))
-    with socket.socket() as scanner, no_free_file_descriptor() as wait_until_accept_failed:
-        scanner.connect((invitation["host"], invitation["port"]))
-        wait_until_accept_failed()
+    with socket.socket() as scanner:
+        lowest = lowest_free_file_descriptor()
+        peers.invite(store, "run", RunDirectory(tmp_path))
+        invitation = json.loads(store.get("run"))
+        with no_free_file_descriptor(lowest) as wait_until_accept_failed:
+            scanner.connect((invitation["host"], invitation["port"]))
+            scanner.shutdown(socket.SHUT_RDWR)
+            wait_until_accept_failed()
     store.set("run", json.dumps(invitation))
     wire, _ = meet_rank_zero(store, "run", Hello(1, HERE))
     assert peers.wait(30) == 1

@@ -11,7 +11,7 @@ import pytest
 from drawbar import train
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
 from drawbar.train._storage.shared_copy import own_folder
-from tests.train.conftest import no_free_file_descriptor
+from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
 
 
 def test_a_start_removes_the_sockets_of_processes_that_were_killed(
@@ -44,9 +44,12 @@ def test_control_socket_answers_again_after_file_descriptors_ran_out(
     def reply() -> bytes:
         (path,) = own_folder().glob("run_*.sock")
         with socket.socket(socket.AF_UNIX) as connection:
-            with no_free_file_descriptor() as wait_until_accept_failed:
-                connection.connect(str(path))
+            lowest = lowest_free_file_descriptor()
+            with no_free_file_descriptor(lowest) as wait_until_accept_failed:
+                connection.connect(str(path))  # the reserved descriptor is used, and the next fails
                 wait_until_accept_failed()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
             connection.sendall(b"diagnose\n")
             connection.settimeout(60)
             return connection.recv(1 << 16)

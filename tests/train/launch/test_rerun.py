@@ -156,7 +156,7 @@ def test_fit_that_cannot_write_the_journal_releases_the_run(tmp_path: Path) -> N
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))  # bytes of a file
     try:
-        with pytest.raises(OSError, match=r"writing .* journal\.jsonl") as raised:
+        with pytest.raises(OSError, match=r"writing .*journal\.jsonl") as raised:
             start({"text": "x" * 10_000})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

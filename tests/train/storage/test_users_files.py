@@ -225,7 +225,7 @@ def test_report_accepts_directory_with_reused_inode_of_internal_directory(tmp_pa
     mine = tmp_path / "mine"
 
     def function() -> None:
-        internal = tmp_path / "run" / ".uncommitted"
+        internal = tmp_path / "run" / "stacks"
         internal.mkdir()
         save("a")  # looks up the internal directories
         internal.rename(mine)  # which keeps the inode, on any filesystem
