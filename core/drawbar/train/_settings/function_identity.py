@@ -36,16 +36,15 @@ class FunctionIdentity(msgspec.Struct, frozen=True):
         """
         while isinstance(function, functools.partial):
             function = function.func
+        owner, code, suffix = function, function, ""
         if isinstance(function, types.MethodType):
             bound = function.__self__
-            owner: object = bound if inspect.isclass(bound) else type(bound)
-            suffix, code_of = f".{function.__name__}", function.__func__
-        elif inspect.isroutine(function) or inspect.isclass(function):
-            owner, suffix, code_of = function, "", function
-        else:
-            owner, suffix, code_of = type(function), "", type(function).__call__
+            owner = bound if inspect.isclass(bound) else type(bound)
+            code, suffix = function.__func__, f".{function.__name__}"
+        elif not (inspect.isroutine(function) or inspect.isclass(function)):
+            owner, code = type(function), type(function).__call__
         name = getattr(owner, "__qualname__", type(owner).__qualname__)
-        return cls(getattr(owner, "__module__", None) or "", name + suffix, _source_file(code_of))
+        return cls(getattr(owner, "__module__", None) or "", name + suffix, _source_file(code))
 
     @classmethod
     def of_script(cls, script: str, *, is_module: bool) -> FunctionIdentity:
