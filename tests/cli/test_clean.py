@@ -6,14 +6,25 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import socket
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from drawbar import train
 from drawbar.cli._clean import _remove
-from drawbar.train import ResumeError
+from drawbar.train import (
+    DataParallelTrainer,
+    FailureConfig,
+    ResumeError,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
 from drawbar.train.runs import find_run, list_runs
 from drawbar.train.testing import check_run
 from tests.cli.conftest import Command, fit
@@ -38,6 +49,35 @@ def test_a_storage_without_leftovers_stays_as_it_is(drawbar: Command, storage: P
     before = sorted(storage.rglob("*"))
     assert drawbar("clean", storage, "--yes").out == "nothing to delete\n"
     assert sorted(storage.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ended_run_leaves_no_staging_and_no_exit_reports(drawbar: Command, tmp_path: Path) -> None:
+    def train_func(config: dict[str, Any]) -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").write_text("weights")
+            train.report({}, checkpoint=path)
+        if train.get_context().get_world_rank() == 1 and train.get_context().get_attempt() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if config["fails"]:
+            raise ValueError("boom")
+
+    for fails in (False, True):
+        trainer = DataParallelTrainer(
+            train_func,
+            train_loop_config={"fails": fails},
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(
+                name=f"run_{fails}",
+                storage_path=tmp_path,
+                failure_config=FailureConfig(max_failures=1),
+            ),
+        )
+        with pytest.raises(WorkerGroupError, match="boom") if fails else nullcontext():
+            trainer.fit()
+        left = [path.name for path in (tmp_path / f"run_{fails}").glob(".*")]
+        assert left == []
+    assert found(drawbar, tmp_path) == []
 
 
 def test_what_was_never_committed_goes_and_what_was_handed_over_stays(
@@ -74,8 +114,8 @@ def test_old_checkpoints_go_by_the_rule_of_the_run(drawbar: Command, storage: Pa
     assert [each.name for each in run.checkpoints()] == ["checkpoint_000002"]
     assert run.status == "finished"
     check_run(run.path)
-    with pytest.raises(ResumeError, match="is finished"):  # as it was
-        fit(storage, "long", 3, resume="must")
+    with pytest.raises(ResumeError, match="holds a finished run"):  # as it was
+        fit(storage, "long", 3, resume="never")
 
 
 def test_leftovers_of_this_machine_go_when_nobody_needs_them(
@@ -127,7 +167,6 @@ def test_what_is_the_users_and_what_lies_behind_a_link_stays(
     shutil.move(storage / "short", tmp_path / "theirs" / "short")
     (storage / "short").symlink_to(tmp_path / "theirs" / "short")
     (tmp_path / "theirs" / "stage").mkdir()
-    shutil.rmtree(run / ".staging")
     (run / ".staging").symlink_to(tmp_path / "theirs")
     assert found(drawbar, storage, "--keep", 1) == ["checkpoint_000001"]
     (run / ".staging").unlink()

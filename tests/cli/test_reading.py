@@ -41,6 +41,35 @@ def test_runs_lists_the_newest_first(
     assert told[2]["size"] == size
 
 
+def test_runs_lists_runs_whose_names_have_folders(
+    drawbar: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    storage = tmp_path / "drawbar_results"
+    for name in ("plain", "x/y", "x/deep/z"):
+        fit(storage, name, 1)
+    (tmp_path / "elsewhere").mkdir()
+    fit(tmp_path / "elsewhere", "linked", 1)
+    (storage / "link").symlink_to(tmp_path / "elsewhere")
+    runs = json.loads(drawbar("runs", storage, "--json").out)
+    assert sorted(run["name"] for run in runs) == ["plain", "x/deep/z", "x/y"]
+    assert drawbar("show", "x/y").out.splitlines()[1] == str(storage / "x" / "y")
+    assert drawbar("clean", storage, "--keep", "1").code == 0
+
+
+def test_runs_of_object_store_lists_runs_whose_names_have_folders(drawbar: Command) -> None:
+    address = f"memory://{uuid.uuid4().hex}"
+    fit(address, "x/y", 1)
+    (run,) = json.loads(drawbar("runs", address, "--json").out)
+    assert (run["name"], run["path"].endswith("/x/y")) == ("x/y", True)
+
+
+def test_show_prints_durations_in_seconds(drawbar: Command, runs_made: Path) -> None:
+    out = drawbar("show", runs_made / "short").out
+    assert "timedelta" not in out
+    assert re.search(r"failure_config/quiet_notice +30\.0\n", out)
+
+
 def test_runs_of_an_object_store(drawbar: Command) -> None:
     address = f"memory://{uuid.uuid4().hex}"
     fit(address, "there", 2)

@@ -51,7 +51,7 @@ def test_a_report_by_steps_and_one_at_the_end_of_each_epoch(tmp_path: Path) -> N
     checkpoint = result.checkpoint
     assert checkpoint is not None
     assert [path.name for path in Path(checkpoint).glob("[!.]*")] == ["checkpoint.ckpt"]
-    assert not list(Path(result.path, ".staging").iterdir())
+    assert not Path(result.path, ".staging").exists()
 
 
 def test_every_other_epoch_without_waiting(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drawbar.torch import TorchConfig, prepare_data_loader, prepare_model
 from drawbar.train import (
+    DivergenceError,
     FailureConfig,
     Result,
     RunConfig,
@@ -46,6 +47,22 @@ def boom() -> None:
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_divergence_error_counts_the_users_collectives_and_names_the_remedy(
+    fit: Callable[..., Result],
+) -> None:
+    def function() -> None:  # Drawbar itself has made collective calls before this line
+        if get_context().get_world_rank() == 0:
+            collective.barrier()
+
+    with pytest.raises(DivergenceError) as raised:
+        fit(function, num_workers=2)
+    line = function.__code__.co_firstlineno + 2
+    reason, remedy = str(raised.value).splitlines()[:2]
+    assert "rank 1 finished after 0 reports and 0 collectives; " in reason
+    assert f"rank 0 waits in collective #0 (barrier) at {__file__}:{line} in function" in reason
+    assert "All ranks must call barrier() equally often. Move it out of branches" in remedy
 
 
 def test_a_script_can_make_its_own_group_instead(fit: Callable[..., Result]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import resource
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -163,3 +166,39 @@ def _wait_until_gone(pids: Iterable[int], seconds: float = PATIENCE_S) -> None:
 def wait_until_gone() -> Callable[..., None]:
     """Return a function that waits until each of the processes has ended."""
     return _wait_until_gone
+
+
+def lowest_free_file_descriptor() -> int:
+    lowest = os.dup(0)
+    os.close(lowest)
+    return lowest
+
+
+@contextlib.contextmanager
+def no_free_file_descriptor(lowest: int) -> Iterator[Callable[[], None]]:
+    """Let this process open no file, if all descriptors below `lowest` are in use.
+
+    Gives a function that waits until an `accept()` has failed. An `accept()` that waits already has
+    reserved a descriptor.
+    """
+    failed = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "a connection cannot be accepted" in record.getMessage():
+                failed.set()
+
+    def wait_until_accept_failed() -> None:
+        assert failed.wait(PATIENCE_S), "no accept() has failed, or its thread has ended"
+
+    logger, handler = logging.getLogger("drawbar.train"), Handler()
+    logger.addHandler(handler)
+    level, limits = logger.level, resource.getrlimit(resource.RLIMIT_NOFILE)
+    logger.setLevel(logging.DEBUG)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        yield wait_until_accept_failed
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        logger.setLevel(level)
+        logger.removeHandler(handler)

@@ -256,15 +256,17 @@ def test_a_return_value_that_does_not_pickle_is_told(
         ("unfinished", "auto", "a, b"),
         ("unfinished", "never", "holds an unfinished run"),
         ("unfinished", "must", "a, b"),
-        ("finished", "auto", "a, b"),
+        ("finished", "auto", "has finished with the training function"),
         ("finished", "never", "holds a finished run"),
-        ("finished", "must", "is finished"),
-        ("damaged", "auto", "a"),
+        ("finished", "must", "a, b"),
+        ("damaged", "auto", "has finished with the training function"),
         ("damaged", "never", "holds a run with damaged parts"),
         ("damaged", "must", "a"),
     ],
 )
-def test_a_run_directory_and_resume(tmp_path: Path, state: str, resume: str, outcome: str) -> None:
+def test_fit_with_another_function_follows_resume_setting(
+    tmp_path: Path, state: str, resume: str, outcome: str
+) -> None:
     make_run(tmp_path, state)
     found = "none"
 

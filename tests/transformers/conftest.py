@@ -146,6 +146,7 @@ class Runs:
         num_workers: int = 2,
         max_failures: int = 1,
         checkpoint_config: CheckpointConfig | None = None,
+        resume: Any = "auto",
         **options: Any,
     ) -> Result:
         """Run a training function below a folder."""
@@ -157,6 +158,7 @@ class Runs:
                 storage_path=path,
                 failure_config=FailureConfig(max_failures=max_failures),
                 checkpoint_config=checkpoint_config or CheckpointConfig(),
+                resume=resume,
             ),
             **options,
         ).fit()

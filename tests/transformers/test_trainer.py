@@ -250,7 +250,7 @@ def test_a_checkpoint_that_is_no_trainers(
 
     fit(save_something_else)
     with pytest.raises(WorkerGroupError, match=r"no trainer_state.json"):
-        fit(function)
+        fit(function, resume="must")
 
 
 def test_a_limit_that_would_do_nothing_is_told(

@@ -32,6 +32,7 @@ from drawbar.train._errors import (
     ResumeError,
     StorageError,
     TrainingFailedError,
+    UnsupportedFormatError,
     UserAbort,
     WorkerError,
     WorkerFailure,
@@ -127,6 +128,7 @@ __all__ = [
     "Timeline",
     "TrainContext",
     "TrainingFailedError",
+    "UnsupportedFormatError",
     "UserAbort",
     "UserCallback",
     "ValidationConfig",
@@ -189,8 +191,13 @@ if not TYPE_CHECKING:  # else type checkers would take any name
             return globals()[name]
         if name in _INTEGRATIONS:
             return importlib.import_module(f"{__name__}.{name}")
-        if name in _REPLACED:  # "from drawbar.train import" hides the text of an AttributeError
-            raise ImportError(f"drawbar.train has no {name}: {_REPLACED[name]}", name=__name__)
+        if name in _REPLACED:
+            message = f"drawbar.train has no {name}: {_REPLACED[name]}"
+            # `from drawbar.train import` hides the text of an AttributeError, and `hasattr` needs
+            # one.
+            if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                raise ImportError(message, name=__name__)
+            raise AttributeError(message, name=name, obj=sys.modules[__name__])
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )

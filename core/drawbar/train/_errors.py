@@ -13,6 +13,7 @@ extra. The exceptions below are built from it in the driver, and every one of th
     └── InsufficientResourcesError  the cluster can never hold what was asked for
     ResumeError (ValueError)           the run directory and `RunConfig.resume` do not go together
     DamagedRunError (ValueError)       the journal of a run cannot be read
+    UnsupportedFormatError (ValueError)  a newer version of Drawbar has written the run
     JournalLockedError (RuntimeError)  the run goes on, in another process or thread
     CheckpointError (RuntimeError)     a checkpoint is missing, incomplete or altered
     StorageError (OSError)             the storage refuses a checkpoint: full, read-only, over quota
@@ -24,6 +25,7 @@ extra. The exceptions below are built from it in the driver, and every one of th
 from __future__ import annotations
 
 import contextlib
+import opcode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -61,15 +63,19 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     pickled: bytes | None = None
 
     def headline(self) -> str:
-        """Give the failure in one line: `rank 1: ValueError: boom (train.py:12 in step)`."""
+        """Return the failure in one line: `rank 1: ValueError: boom (train.py:12 in step)`."""
+        return self._headline(shortened, 1_000)
+
+    def _headline(self, shorten: Callable[[str, int], str], max_chars: int) -> str:
         message = self.message.strip()
         first_line = f"{self.type_name}: {message}".splitlines()[0] if message else self.type_name
         who = f"rank {self.rank}: " if self.rank >= 0 else ""
-        return who + shortened(first_line, 1_000) + (f" ({self.where})" if self.where else "")
+        return who + shorten(first_line, max_chars) + (f" ({self.where})" if self.where else "")
 
     def summary(self) -> str:
-        """Give the failure in short: headline, process, reports made and log file."""
-        lines = [self.headline()]
+        """Return the failure in short: headline, process, number of reports, and log file."""
+        # With a traceback, `describe` adds the whole message at its end.
+        lines = [self._headline(_cut, HEADLINE_CHARS) if self.traceback else self.headline()]
         if self.pid:
             lines.append(f"  pid {self.pid} on {self.hostname}, after {self.reports} reports")
         if self.log_path:
@@ -77,9 +83,9 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
     def describe(self) -> str:
-        """Give the failure in full: its summary, and the traceback or the rest of the message.
+        """Return the failure in full: its summary, and the traceback or the rest of the message.
 
-        Of more than `SHOWN_CHARS` the middle is left out; the rank's log has it then.
+        The middle of more than `SHOWN_CHARS` characters is omitted. The rank's log has all of it.
         """
         lines = [self.summary()]
         rest = self.message.strip().splitlines()[1:]
@@ -91,6 +97,9 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
+HEADLINE_CHARS = 160
+"""Length of a message above its traceback."""
+
 SHOWN_CHARS = 20_000
 """How much of what a rank raised is shown."""
 
@@ -101,6 +110,10 @@ def shortened(text: str, limit: int = SHOWN_CHARS) -> str:
         return text
     half = limit // 2
     return f"{text[:half]} [... {len(text) - 2 * half} characters are left out ...] {text[-half:]}"
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit].rstrip()} ..."
 
 
 def root_cause_first(failures: Sequence[WorkerFailure]) -> list[WorkerFailure]:
@@ -241,6 +254,21 @@ class DamagedRunError(ValueError):
     """
 
 
+class UnsupportedFormatError(ValueError):
+    """A journal or manifest has a newer format than this version of Drawbar supports.
+
+    Nothing is changed in the run. The message names both format versions.
+    """
+
+    @classmethod
+    def of(cls, place: object, found: int, supported: int) -> UnsupportedFormatError:
+        """Return the error for a file at a place."""
+        return cls(
+            f"{place} has format version {found}, but this version of Drawbar supports format "
+            f"version {supported}. Upgrade Drawbar to the version that wrote the run"
+        )
+
+
 class JournalLockedError(RuntimeError):
     """The run goes on, in another process or in this one, which the message says.
 
@@ -314,3 +342,18 @@ class WorkerError(RuntimeError):
 
 class UserAbort(KeyboardInterrupt):
     """Ctrl-C stopped the run. The message says where it lies and how to resume it."""
+
+
+def without_internal_frames(error: Exception) -> Exception:
+    """Return an error without its traceback if Drawbar has raised it on purpose.
+
+    Its message is then for the user, who sees it below the line that called Drawbar. Errors of
+    other code, and unexpected errors in Drawbar, keep their tracebacks.
+    """
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    if entry is None or not entry.tb_frame.f_globals.get("__name__", "").startswith("drawbar."):
+        return error
+    is_raised = entry.tb_frame.f_code.co_code[entry.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
+    return error.with_traceback(None) if is_raised else error

@@ -255,9 +255,17 @@ CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "w
 
 
 class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank stands in its `sequence`-th collective. `payload` is packed by the worker."""
+    """The rank is blocked in a collective call.
+
+    Attributes:
+        sequence: Number among all collective calls of the rank in this attempt.
+        number: Number among the calls of the user's code, None for calls that Drawbar makes.
+        payload: Serialized by the worker.
+        where: Line of the user's code, as `file:line in function`.
+    """
 
     sequence: int
+    number: int | None
     kind: CollectiveKind
     payload: Carried | None
     where: str

@@ -8,6 +8,7 @@ has stopped it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -18,6 +19,10 @@ from typing import NamedTuple, ParamSpec, TypeVar, TypeVarTuple
 P = ParamSpec("P")
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
+
+ACCEPT_RETRY_SECONDS = 0.2
+
+_logger = logging.getLogger("drawbar.train")
 
 
 async def in_daemon_thread(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
@@ -125,3 +130,13 @@ def _make(future: Future[T], action: Callable[[], T]) -> None:
         future.set_result(action())
     except BaseException as error:
         future.set_exception(error)
+
+
+def wait_to_accept_again(error: OSError, closed: threading.Event) -> None:
+    """Wait before a listening thread calls `accept()` again, unless its socket is closed.
+
+    Without the wait, the thread would use a whole core as long as no file descriptor is free.
+    """
+    if not closed.is_set():
+        _logger.debug("a connection cannot be accepted and is retried: %s", error)
+        closed.wait(ACCEPT_RETRY_SECONDS)

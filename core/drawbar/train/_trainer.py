@@ -19,7 +19,7 @@ from drawbar.train._carry import Carried
 from drawbar.train._console.console import Console
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._data import split
-from drawbar.train._errors import DamagedRunError
+from drawbar.train._errors import DamagedRunError, without_internal_frames
 from drawbar.train._group.cluster import connect_to_ray, is_client, started_here
 from drawbar.train._handle.handle import FollowedRun, RunHandle
 from drawbar.train._handle.hosted_run import start_in_actor
@@ -31,6 +31,7 @@ from drawbar.train._settings.arguments import ExplainsItsArguments
 from drawbar.train._settings.backend import BackendConfig, LauncherStore, TrainFunction
 from drawbar.train._settings.checks import config_or_default
 from drawbar.train._settings.data_config import DataConfig
+from drawbar.train._settings.function_identity import FunctionIdentity
 from drawbar.train._settings.run_config import RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._settings.validation_config import ValidationConfig
@@ -134,7 +135,10 @@ class DataParallelTrainer(ExplainsItsArguments):
             ResumeError: The run's directory and `RunConfig.resume` do not go together.
             TypeError, ValueError, ImportError, OSError: The run cannot start as configured.
         """
-        return self._start(jobs_wait=True).wait()
+        try:
+            return self._start(jobs_wait=True).wait()
+        except Exception as error:
+            raise without_internal_frames(error)  # noqa: B904  # the same error
 
     def start(self) -> RunHandle:
         """Start the run and give a handle on it, which can wait for it, stop it and look at it.
@@ -145,7 +149,10 @@ class DataParallelTrainer(ExplainsItsArguments):
         Raises:
             As `fit()`, but for what happens once the run has started: `RunHandle.wait` raises that.
         """
-        return self._start(jobs_wait=False)
+        try:
+            return self._start(jobs_wait=False)
+        except Exception as error:
+            raise without_internal_frames(error)  # noqa: B904  # the same error
 
     def as_trainable(self) -> type[object]:
         """Give what `ray.tune.Tuner` takes; see `drawbar.tune.as_trainable`.
@@ -184,6 +191,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         )
         spec = make_spec(
             payload,
+            function=self._function_identity(),
             scaling_config=self.scaling_config,
             run_config=self.run_config,
             datasets=self.datasets,
@@ -193,6 +201,20 @@ class DataParallelTrainer(ExplainsItsArguments):
             validation_config=self.validation_config,
         )
         return RunHandle(self._host(spec, payload, jobs_wait=jobs_wait))
+
+    def _function_identity(self) -> FunctionIdentity:
+        if self._script is None:
+            return FunctionIdentity.of(self.train_loop_per_worker)
+        script, is_module = self._script
+        return FunctionIdentity.of_script(script, is_module=is_module)
+
+    @property
+    def _script(self) -> tuple[str, bool] | None:
+        """Script that the training function runs, and whether it is a module; None if it is none.
+
+        For trainers of integrations whose training function is the same for all scripts.
+        """
+        return None
 
     def _host(self, spec: RunSpec, payload: Payload, *, jobs_wait: bool) -> FollowedRun:
         if self.scaling_config.max_workers == 0:

@@ -124,10 +124,7 @@ def _wait(handle: RunHandle, signals: StopSignals) -> None:
 
 
 def _describe_failure(error: TrainingFailedError) -> str:
-    """Describe why a run failed, the cause last; "" if rank 0's own output shows all of it.
-
-    The console has printed a summary of the cause already.
-    """
+    """Describe why a run failed, the cause last; "" if rank 0's own output shows all of it."""
     from drawbar.train import WorkerGroupError
 
     if not isinstance(error, WorkerGroupError) or not error.failures:
@@ -139,8 +136,8 @@ def _describe_failure(error: TrainingFailedError) -> str:
     if lines:
         lines.insert(0, "failed after it:")
     lines.append(f"run directory: {error.path}")
-    if not _has_shown_traceback(error):
-        lines += ["", first.describe()]
+    # The traceback of a script is part of rank 0's output.
+    lines += ["", first.summary() if _has_shown_traceback(error) else first.describe()]
     return "\n".join(lines)
 
 

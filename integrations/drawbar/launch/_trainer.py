@@ -96,6 +96,12 @@ class ScriptTrainer(DataParallelTrainer):
             resume_from_checkpoint=resume_from_checkpoint,
         )
 
+    @property
+    def _script(self) -> tuple[str, bool]:
+        assert self.train_loop_config is not None  # set by __init__, and again by restore()
+        first, *others = self.train_loop_config["arguments"]
+        return (others[0], True) if first == "-m" else (first, False)
+
 
 def _arguments(
     script: str | os.PathLike[str], arguments: Sequence[str], *, is_module: bool

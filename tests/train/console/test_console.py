@@ -15,7 +15,7 @@ import nbformat
 import pytest
 
 from drawbar.train._console.console import Console
-from drawbar.train._console.views import Status
+from drawbar.train._console.views import MAX_COMMIT_LINES, Status
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import BytesWritten, LinePrinted, Notice, RunEnded, WorkersFailed
 from drawbar.train._messages import Printed
@@ -103,13 +103,58 @@ def test_thousands_of_reports_are_the_first_and_the_last() -> None:
     assert re.findall(r"report (\d+)", file.getvalue()) == ["0", "4999"]
 
 
-def test_of_many_checkpoints_the_first_and_the_last_are_told() -> None:
+def test_plain_view_prints_every_commit_up_to_a_limit_and_the_last_one() -> None:
     console, file = plain()
     for number in range(100):
         console.note(committed(f"checkpoint_{number}", 10, 0.1))
     console.note(RunEnded(time=0, outcome="finished"))
-    assert re.findall(r"checkpoint_(\d+)", file.getvalue()) == ["0", "99"]
-    assert file.getvalue().endswith("finished\n")
+    numbers = [int(number) for number in re.findall(r"checkpoint_(\d+)", file.getvalue())]
+    assert numbers == [*range(MAX_COMMIT_LINES), 99]
+    *_, last, end = file.getvalue().splitlines()
+    assert last.endswith("checkpoint_99 (10 B in 0.1 s); 79 commits before it are not shown")
+    assert end.endswith("finished")
+
+
+def test_plain_view_prints_restart_with_attempt_and_remaining_failures() -> None:
+    console, file = plain()
+    console.note(attempt_started(0))
+    for attempt in (1, 2):  # the second one fails in its start-up
+        budget = f"max_failures: {3 - attempt} of 3 left"
+        console.note(WorkersFailed("worker", [], is_raised=False, budget=budget))
+        console.note(attempt_started(attempt, "/runs/mnist/checkpoint_000001"))
+    console.note(WorkersFailed("resize", [], is_raised=False))
+    console.note(attempt_started(3))
+    assert unstamped(file.getvalue()).splitlines()[1:] == [
+        "[drawbar] starting",
+        "[drawbar] restarting: attempt 1 from /runs/mnist/checkpoint_000001 "
+        "(max_failures: 2 of 3 left)",
+        "[drawbar] restarting: attempt 2 from /runs/mnist/checkpoint_000001 "
+        "(max_failures: 1 of 3 left)",
+        "[drawbar] restarting: attempt 3",
+    ]
+
+
+def test_plain_view_prints_held_metrics_before_a_restart() -> None:
+    console, file = plain()
+    for index in range(3):
+        console.note(reported(0, index, {"loss": index}))
+    console.note(attempt_started(1))
+    console.note(attempt_started(2))
+    assert re.findall(r"report \d|attempt \d", file.getvalue()) == [
+        "report 0",
+        "attempt 1",
+        "report 2",
+        "attempt 2",
+    ]
+
+
+def test_console_leaves_the_failure_that_fit_raises_to_the_exception() -> None:
+    console, file = plain()
+    console.note(workers_started(2))
+    console.note(WorkersFailed("worker", [FAILURE], is_raised=True))
+    console.note(RunEnded(time=0, outcome="failed"))
+    assert "WorkerDied" not in file.getvalue()
+    assert file.getvalue().endswith("failed\n")
 
 
 def test_a_thousand_redraws_are_few_lines() -> None:
@@ -122,7 +167,7 @@ def test_a_thousand_redraws_are_few_lines() -> None:
     assert file.getvalue() == "0/1000\n1000/1000\n"
 
 
-def test_a_state_is_told_once_and_a_change_of_size_again() -> None:
+def test_plain_view_prints_a_state_once_and_a_change_of_size_again() -> None:
     console, file = plain()
     for count in (2, 2, 1):
         console.note(workers_started(count))
@@ -131,16 +176,16 @@ def test_a_state_is_told_once_and_a_change_of_size_again() -> None:
     assert told == [
         "running on 2 workers",
         "running on 1 worker",
-        "restarting: from /runs/mnist/checkpoint_000001",
+        "restarting: attempt 1 from /runs/mnist/checkpoint_000001",
     ]
 
 
-@pytest.mark.parametrize(("attempt", "told"), [(0, "starting"), (3, "resuming")])
-def test_a_run_that_an_earlier_driver_began_is_resumed(attempt: int, told: str) -> None:
+@pytest.mark.parametrize(("attempt", "state"), [(0, "starting:"), (3, "resuming: attempt 3")])
+def test_plain_view_of_resumed_run_names_attempt_and_checkpoint(attempt: int, state: str) -> None:
     console, file = plain()
     console.note(attempt_started(attempt, "/runs/mnist/checkpoint_000001"))
     last = file.getvalue().splitlines()[-1]
-    assert last.endswith(f"] {told}: from /runs/mnist/checkpoint_000001")
+    assert last.endswith(f"] {state} from /runs/mnist/checkpoint_000001")
 
 
 def test_lines_go_to_the_stream_that_they_came_from(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_a_worker_killed_while_it_persists(
 ) -> None:
     with pytest.raises(WorkerGroupError, match="SIGKILL"):
         fit(saving(tmp_path, before=on_rank_1(lambda: kill_at(point)), **how), run_config, 2)
-    assert not os.listdir(tmp_path / "run" / ".staging")
+    assert not (tmp_path / "run" / ".staging").exists()
     assert_intact(tmp_path / "run", newest=FATAL_STEP - 1)
     assert_resumed(fit(saving(tmp_path), run_config, 2), num_workers=2)
 

@@ -16,7 +16,7 @@ from drawbar.train._controller.decisions import (
     startup_delay,
 )
 from drawbar.train._history.events import AttemptEnd
-from drawbar.train._launch.resume import RunState, changes, resume_plan
+from drawbar.train._launch.resume import ResumePlan, RunState, changes, resume_plan
 
 NONE, UNFINISHED, FINISHED, DAMAGED = RunState
 
@@ -82,8 +82,8 @@ def test_startup_delay_doubles_up_to_a_minute(failed_starts: int, seconds: float
     assert startup_delay(failed_starts) == seconds
 
 
-AUTO_FROM_CHECKPOINT = "training goes on from checkpoint c"
-AUTO_FROM_START = "training goes on from the beginning, since it has no checkpoint"
+AUTO_FROM_CHECKPOINT = "training continues from checkpoint c"
+AUTO_FROM_START = "training continues from the beginning, since it has no checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,15 @@ AUTO_FROM_START = "training goes on from the beginning, since it has no checkpoi
         (UNFINISHED, "c", "auto", False, ""),
         (UNFINISHED, None, "auto", False, ""),
         (UNFINISHED, "c", "must", False, ""),
-        (FINISHED, "c", "auto", False, f"is FINISHED already; {AUTO_FROM_CHECKPOINT}"),
-        (FINISHED, None, "auto", False, f"is FINISHED already; {AUTO_FROM_START}"),
+        (FINISHED, "c", "auto", False, f"has already finished; {AUTO_FROM_CHECKPOINT}"),
+        (FINISHED, None, "auto", False, f"has already finished; {AUTO_FROM_START}"),
+        (FINISHED, "c", "must", False, f"has already finished; {AUTO_FROM_CHECKPOINT}"),
         (DAMAGED, "c", "auto", False, f"has damaged parts; {AUTO_FROM_CHECKPOINT}"),
         (DAMAGED, None, "auto", False, f"has damaged parts; {AUTO_FROM_START}"),
         (DAMAGED, "c", "must", False, f"has damaged parts; {AUTO_FROM_CHECKPOINT}"),
     ],
 )
-def test_how_a_run_goes_on(
+def test_resume_plan_warns_about_finished_and_damaged_runs(
     state: RunState, newest: str | None, resume: Any, fresh: bool, warning: str
 ) -> None:
     plan = resume_plan(state, resume, path="/runs/a", newest=newest)
@@ -119,18 +120,27 @@ def test_how_a_run_goes_on(
         (UNFINISHED, None, "must", "/runs/a has no intact checkpoint; set resume"),
         (FINISHED, "c", "never", "/runs/a holds a finished run; choose another name"),
         (FINISHED, None, "never", "/runs/a holds a finished run; choose another name"),
-        (FINISHED, "c", "must", r"/runs/a is finished. Its result is Result.from_path\('/runs/a'"),
-        (FINISHED, None, "must", r"/runs/a is finished. Its result is Result.from_path\('/runs/a'"),
+        (FINISHED, None, "must", "/runs/a has no intact checkpoint; set resume"),
         (DAMAGED, "c", "never", "/runs/a holds a run with damaged parts; choose another name"),
         (DAMAGED, None, "never", "/runs/a holds a run with damaged parts; choose another name"),
         (DAMAGED, None, "must", "/runs/a has no intact checkpoint; set resume"),
     ],
 )
-def test_what_does_not_go_together(
+def test_resume_plan_with_conflicting_directory_names_the_remedy(
     state: RunState, newest: str | None, resume: Any, message: str
 ) -> None:
     with pytest.raises(ResumeError, match=f'RunConfig.resume="{resume}", but .*{message}'):
         resume_plan(state, resume, path="/runs/a", newest=newest)
+
+
+@pytest.mark.parametrize("state", [FINISHED, DAMAGED])
+def test_resume_plan_with_conflicting_functions_needs_must(state: RunState) -> None:
+    def plan(resume: Any) -> ResumePlan:
+        return resume_plan(state, resume, path="/runs/a", newest="c", conflict=("f", "g"))
+
+    with pytest.raises(ResumeError, match="training function f, but this trainer has g"):
+        plan("auto")
+    assert not plan("must").fresh
 
 
 @pytest.mark.parametrize(

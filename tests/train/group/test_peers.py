@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import queue
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ from drawbar.train._group.peers import Hello, Lost, Peers, Said, Wire, meet_rank
 from drawbar.train._messages import CollectiveCalled, WorkerInfo
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.addresses import LOOPBACK
+from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
 
 HERE = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid=1, gpu_ids=())
-MEETS = CollectiveCalled(sequence=0, kind="barrier", payload=None, where="")
+MEETS = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, where="")
 
 
 class Store:
@@ -47,3 +50,19 @@ def test_what_a_peer_says_before_anybody_listens_is_kept(tmp_path: Path) -> None
     wire.close()
     rank, said = heard.get(timeout=30)
     assert (rank, type(said)) == (1, Lost)
+
+
+def test_peers_accept_again_after_file_descriptors_ran_out(tmp_path: Path) -> None:
+    peers, store = Peers(1, LOOPBACK), Store()
+    with socket.socket() as scanner:
+        lowest = lowest_free_file_descriptor()
+        peers.invite(store, "run", RunDirectory(tmp_path))
+        invitation = json.loads(store.get("run"))
+        with no_free_file_descriptor(lowest) as wait_until_accept_failed:
+            scanner.connect((invitation["host"], invitation["port"]))
+            scanner.shutdown(socket.SHUT_RDWR)
+            wait_until_accept_failed()
+    store.set("run", json.dumps(invitation))
+    wire, _ = meet_rank_zero(store, "run", Hello(1, HERE))
+    assert peers.wait(30) == 1
+    wire.close()

@@ -112,7 +112,7 @@ DAMAGES = [
     b"\n",
     b"\xff\xfe\x00\n",
     b"null\n",
-    b'{"event":"new"}\n',
+    b'{"event":"run_ended"}\n',
     b'{"event":"run_ended","time":1.0,"outcome":"\xff"}\n',
 ]
 
@@ -134,6 +134,16 @@ def test_salvage_keeps_all_but_the_damaged_line(path: Path, damage: bytes) -> No
     assert salvage(path) == (ONE_OF_EACH, False)
     assert path.with_name("journal.damaged").read_bytes() == damage
     assert salvage(path) == (ONE_OF_EACH, True)
+
+
+def test_replay_ignores_new_event_types_and_new_fields(path: Path) -> None:
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    added = b'{"event":"new","time":[]}\n'
+    lines = [first[:-2] + b',"added":{"x":1}}\n', added, *rest, added]
+    path.write_bytes(b"".join(lines))
+    assert list(replay(path)) == ONE_OF_EACH
+    assert salvage(path) == (ONE_OF_EACH, True)
+    assert path.read_bytes() == b"".join(lines)
 
 
 def test_salvage_copes_with_damage_and_a_torn_last_line(path: Path) -> None:

@@ -309,7 +309,7 @@ def test_a_damaged_journal_is_told_and_gone_on_from(tmp_path: Path) -> None:
     journal.write_bytes(b"".join([*lines[:4], b"garbage\n", *lines[4:]]))
     with pytest.raises(DamagedRunError, match=f"line 5 of {journal} cannot be read"):
         Result.from_path(tmp_path / "run")
-    assert len(names(fit(lambda: None, tmp_path))) == 3
+    assert len(names(fit(lambda: None, tmp_path, resume="must"))) == 3
 
 
 @pytest.mark.parametrize("folder", [".", "none", "a file"])

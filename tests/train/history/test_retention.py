@@ -12,7 +12,14 @@ from drawbar.train._storage.manifest import Manifest, Validation
 
 def _checkpoint(name: str, index: int, metrics: dict[str, Any]) -> Manifest:
     return Manifest(
-        name=name, index=index, attempt=0, world_size=1, time=0.0, files=(), metrics=metrics
+        name=name,
+        index=index,
+        attempt=0,
+        run_id="ab",
+        world_size=1,
+        time=0.0,
+        files=(),
+        metrics=metrics,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from drawbar import train
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
 from drawbar.train._storage.shared_copy import own_folder
+from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
 
 
 def test_a_start_removes_the_sockets_of_processes_that_were_killed(
@@ -35,3 +36,27 @@ def test_a_start_removes_the_sockets_of_processes_that_were_killed(
         ((own, other),) = result.return_values
         assert (own.partition("_")[0], other) == ("run", "run_there.sock")
         assert [path.name for path in own_folder().iterdir()] == [other]
+
+
+def test_control_socket_answers_again_after_file_descriptors_ran_out(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reply() -> bytes:
+        (path,) = own_folder().glob("run_*.sock")
+        with socket.socket(socket.AF_UNIX) as connection:
+            lowest = lowest_free_file_descriptor()
+            with no_free_file_descriptor(lowest) as wait_until_accept_failed:
+                connection.connect(str(path))  # the reserved descriptor is used, and the next fails
+                wait_until_accept_failed()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(b"diagnose\n")
+            connection.settimeout(60)
+            return connection.recv(1 << 16)
+
+    with tempfile.TemporaryDirectory() as short:  # as a socket's path must be
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        result = DataParallelTrainer(
+            reply, scaling_config=ScalingConfig(num_workers=0), run_config=run_config
+        ).fit()
+    assert b'"error":""' in result.return_value

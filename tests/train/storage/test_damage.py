@@ -22,6 +22,7 @@ from drawbar.train import (
     FailureConfig,
     Result,
     ResumeError,
+    UnsupportedFormatError,
     WorkerGroupError,
 )
 from drawbar.train.runs import find_run
@@ -96,6 +97,51 @@ def test_who_reads_a_run_whose_journal_is_lost_is_told(
     with pytest.raises(DamagedRunError, match=r"journal\.jsonl is empty or gone, and checkpoint_0"):
         read(run)
     assert DataParallelTrainer.restore(run).fit().return_value == 1
+
+
+def set_newer_format(path: Path) -> bytes:
+    """Set a newer format version, and change a field as only a new format may."""
+    newer = re.sub(rb'"format_version": ?1\b', b'"format_version":2', path.read_bytes())
+    newer = newer.replace(b'"name":', b'"title":', 1)
+    assert b'"format_version":2' in newer
+    path.write_bytes(newer)
+    return newer
+
+
+def test_journal_of_newer_format_raises_and_stays_as_it_is(run: Path) -> None:
+    journal = run / "journal.jsonl"
+    newer = set_newer_format(journal)
+    expected = (
+        f"{journal} has format version 2, but this version of Drawbar supports format version 1. "
+        "Upgrade Drawbar"
+    )
+    for use in (
+        lambda: Result.from_path(run),
+        lambda: train.attach(run),
+        lambda: fit(two_steps, run.parent),
+        lambda: DataParallelTrainer.restore(run).fit(),
+    ):
+        with pytest.raises(UnsupportedFormatError, match=re.escape(expected)):
+            use()
+    assert expected in find_run(run).damage
+    assert journal.read_bytes() == newer
+    assert not (run / "journal.damaged").exists()
+
+
+def test_manifest_of_newer_format_raises_and_stays_as_it_is(run: Path) -> None:
+    manifest = run / "checkpoint_000001" / ".drawbar.json"
+    newer = set_newer_format(manifest)
+    for use in (
+        lambda: fit(two_steps, run.parent),
+        lambda: find_run(run).checkpoints(),
+        lambda: train.Checkpoint(manifest.parent).verify(),
+    ):
+        with pytest.raises(
+            UnsupportedFormatError, match=f"{manifest} has format version 2, but .* version 1"
+        ):
+            use()
+    assert manifest.read_bytes() == newer
+    assert not (run / "broken").exists()
 
 
 def test_settings_of_another_version_are_read_as_far_as_they_are_known(run: Path) -> None:
@@ -235,7 +281,7 @@ def test_a_resume_passes_over_a_damaged_checkpoint(
         save("c")
         return started_from
 
-    result = fit(function, run.parent)
+    result = fit(function, run.parent, resume="must")
     assert result.return_value == "a"
     assert content(result.checkpoint) == "c"
     assert result.metrics_dataframe["index"].tolist() == [0, 1]
@@ -321,7 +367,8 @@ def test_a_run_whose_directory_is_replaced_says_so(tmp_path: Path) -> None:
 def test_checksums_that_a_power_cut_has_emptied_cost_no_checkpoint(tmp_path: Path) -> None:
     fit(two_steps, tmp_path)
     os.truncate(tmp_path / "run" / "checkpoint_000001" / ".drawbar-checksums.json", 0)
-    assert fit(lambda: content(train.get_checkpoint()), tmp_path).return_value == "b"
+    result = fit(lambda: content(train.get_checkpoint()), tmp_path, resume="must")
+    assert result.return_value == "b"
 
 
 def test_no_checkpoint_is_named_that_is_not_there_any_more(tmp_path: Path) -> None:

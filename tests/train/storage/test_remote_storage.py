@@ -253,7 +253,7 @@ def test_leftovers_are_swept_and_what_is_the_users_stays(storage: dict[str, Any]
         result.filesystem.create_dir(f"{folder}/{path}".rpartition("/")[0])
         with result.filesystem.open_output_stream(f"{folder}/{path}") as stream:
             stream.write(b"x")
-    fit(lambda: None, storage)
+    fit(lambda: None, storage, resume="must")
     left = {
         path for path in put if result.filesystem.get_file_info([f"{folder}/{path}"])[0].is_file
     }
@@ -268,7 +268,7 @@ def test_a_folder_of_the_users_is_not_written_into(storage: dict[str, Any]) -> N
     with result.filesystem.open_output_stream(f"{users}/model") as stream:
         stream.write(b"x")
     with pytest.raises(WorkerGroupError, match="checkpoint_000003 is there and is no checkpoint"):
-        fit(lambda: save("3"), storage)
+        fit(lambda: save("3"), storage, resume="must")
     with result.filesystem.open_input_stream(f"{users}/model") as stream:
         assert stream.read() == b"x"
 

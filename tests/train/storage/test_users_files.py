@@ -191,7 +191,7 @@ def test_retention_deletes_no_more_than_the_link_that_a_checkpoint_was_replaced_
     config = train.CheckpointConfig(num_to_keep=1)
     fit(function, tmp_path, checkpoint_config=config)
     assert content(moved) == {"model": "a"}
-    assert not list((tmp_path / "run" / ".staging").iterdir())
+    assert not (tmp_path / "run" / ".staging").exists()
 
 
 @pytest.mark.parametrize(
@@ -219,6 +219,21 @@ def test_what_drawbar_keeps_is_no_checkpoint(
     checkpoint = Result.from_path(storage / "run").checkpoint
     assert checkpoint is not None
     checkpoint.verify()
+
+
+def test_report_accepts_directory_with_reused_inode_of_internal_directory(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+
+    def function() -> None:
+        internal = tmp_path / "run" / "stacks"
+        internal.mkdir()
+        save("a")  # looks up the internal directories
+        internal.rename(mine)  # which keeps the inode, on any filesystem
+        write(mine, model="b")
+        train.report({}, checkpoint=mine)
+
+    result = fit(function, tmp_path)
+    assert content(result.checkpoint) == {"model": "b"}
 
 
 def test_the_runs_logs_are_no_checkpoint_in_place(tmp_path: Path) -> None:
@@ -369,7 +384,7 @@ def test_a_folder_that_was_reported_already_is_said_to_be_gone(tmp_path: Path) -
             train.report({}, checkpoint=path)
             train.report({}, checkpoint=path)
 
-    with pytest.raises(WorkerGroupError, match="is gone once it is reported"):
+    with pytest.raises(WorkerGroupError, match=r"checkpoint_dir\(\) is moved by its report"):
         fit(function, tmp_path)
 
 
@@ -462,7 +477,7 @@ def test_a_folder_that_is_handed_over_keeps_to_who_may_read_the_run(tmp_path: Pa
 
     checkpoint = fit(function, tmp_path).checkpoint
     assert checkpoint is not None
-    assert Path(checkpoint.path).stat().st_mode == (tmp_path / "run" / ".staging").stat().st_mode
+    assert Path(checkpoint.path).stat().st_mode == (tmp_path / "run" / "logs").stat().st_mode
 
 
 @pytest.mark.parametrize("links", [False, True])

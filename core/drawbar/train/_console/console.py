@@ -1,9 +1,9 @@
 """What a run shows in the driver. It only watches: it neither waits nor raises.
 
 On a terminal the run is one live line, which the user's own lines pass above; in a notebook it is a
-card, which they follow. Elsewhere (a log file, CI) it is plain lines, few enough to read: metrics,
-checkpoints and redrawn progress bars at most every 10 s. Each is a `View`; `Console` decides what
-is worth showing.
+card, which they follow. Elsewhere (a log file, CI) it prints plain lines: every restart, commits up
+to `views.MAX_COMMIT_LINES` in 10 s, metrics and redrawn progress bars at most every 10 s. Each form
+is a `View`; `Console` decides which events it shows.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Console:
         self, level: int, run_path: str, *, file: TextIO | None = None, live: bool = True
     ) -> None:
         self._level = level
+        self._budget = ""  # that is left for failures
         self._status = Status(run_path)
         self._lock = threading.RLock()
         self._streams = Streams(file)
@@ -107,8 +108,10 @@ class Console:
                     self._view.user_bytes(event.data, event.stream)
                 case Notice():
                     self._say(logging.WARNING, event.text)
-                case WorkersFailed() if event.failures:
-                    self._show_failure(event.failures[0], is_raised=event.is_raised)
+                case WorkersFailed():
+                    self._budget = event.budget
+                    if event.failures and not event.is_raised:  # fit() raises the last one
+                        self._show_failure(event.failures[0])
                 case PreemptionAnnounced():
                     ranks = ", ".join(map(str, event.info.preempted_ranks))
                     self._say(logging.WARNING, f"the nodes of ranks {ranks} are to be taken away")
@@ -129,13 +132,13 @@ class Console:
                     self._show_state(event)
 
     def _show_state(self, event: Event) -> None:
-        """Show what the run does, if the event is a change of that."""
+        """Show the state of the run if the event changes it."""
         first = not self._status.state
         match event:
             case AttemptStarted():
-                # The attempts before the first one that is shown were an earlier driver's.
+                # Attempts before the first one that is shown were started by an earlier driver.
                 name = ("resuming" if first else "restarting") if event.attempt else "starting"
-                detail = f"from {event.checkpoint}" if event.checkpoint else ""
+                detail = self._describe_start(event)
             case WorkersStarted():
                 name, detail = "running", ""
                 self._status.workers = len(event.workers)
@@ -153,14 +156,17 @@ class Console:
                 self._view.line(f"run directory {self._status.path}")
             self._view.state_changed()
 
-    def _show_failure(self, cause: WorkerFailure, *, is_raised: bool) -> None:
-        # The caller of fit() shows the traceback of an error that is raised, and `drawbar launch`
-        # the exit code of a script.
-        if cause.kind == "exit":
-            if not is_raised:
-                self._say(logging.CRITICAL, cause.headline())
-            return
-        self._say(logging.CRITICAL, cause.summary() if is_raised else cause.describe())
+    def _show_failure(self, cause: WorkerFailure) -> None:
+        # The script's own output shows why it exited.
+        text = cause.headline() if cause.kind == "exit" else cause.describe()
+        self._say(logging.CRITICAL, text)
+
+    def _describe_start(self, event: AttemptStarted) -> str:
+        number = f"attempt {event.attempt}" if event.attempt else ""
+        start = f"from {event.checkpoint}" if event.checkpoint else ""
+        budget, self._budget = self._budget, ""
+        detail = " ".join(part for part in (number, start) if part)
+        return f"{detail} ({budget})" if budget else detail
 
     def _show_validation(self, event: CheckpointValidated) -> None:
         if event.status is ReportedCheckpointStatus.VALIDATED:

@@ -20,8 +20,10 @@ from drawbar.train._messages import Printed
 if TYPE_CHECKING:
     from rich.console import RenderHook
 
-# Few enough for the log of a week, often enough for somebody who looks whether it goes on.
+# Few enough lines for the log of a week, but often enough to see that the run makes progress.
 _PLAIN_PERIOD_S = 10.0
+MAX_COMMIT_LINES = 20
+"""Commits in `_PLAIN_PERIOD_S` seconds that get a line each where there is no live line."""
 _MAX_METRICS = 6
 
 logger = logging.getLogger(__name__)
@@ -165,31 +167,46 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
-class _Sparse:
-    """Lets one in `_PLAIN_PERIOD_S` seconds pass, and remembers whether the newest did not."""
+class _RateLimit:
+    """Limit the number of lines in each period of `_PLAIN_PERIOD_S` seconds.
 
-    def __init__(self) -> None:
-        self._next = 0.0
-        self.held = False
+    Attributes:
+        num_held: Number of latest lines that were not let through.
+    """
+
+    def __init__(self, lines_per_period: int = 1) -> None:
+        self._limit = lines_per_period
+        self._left = lines_per_period
+        self._period_ends = 0.0
+        self.num_held = 0
 
     def passes(self) -> bool:
+        """Count one more line. Return whether it may be printed."""
         now = time.monotonic()
-        self.held = now < self._next
-        if not self.held:
-            self._next = now + _PLAIN_PERIOD_S
-        return not self.held
+        if now >= self._period_ends:
+            self._period_ends, self._left = now + _PLAIN_PERIOD_S, self._limit
+        if self._left == 0:
+            self.num_held += 1
+            return False
+        self._left -= 1
+        return True
+
+    def release(self) -> int:
+        """Return the number of held lines, and hold none."""
+        num_held, self.num_held = self.num_held, 0
+        return num_held
 
 
 class PlainView:
-    """Plain lines."""
+    """Plain lines, for log files and CI."""
 
     def __init__(self, streams: Streams, status: Status) -> None:
         self._streams = streams
         self._status = status
         self._shown_state = ""
-        self._metrics = _Sparse()
-        self._checkpoints = _Sparse()
-        self._redraws = _Sparse()
+        self._metrics = _RateLimit()
+        self._commits = _RateLimit(MAX_COMMIT_LINES)
+        self._redraws = _RateLimit()
         self._has_open_line = False  # bytes on stderr that did not end in a newline
 
     def line(self, text: str) -> None:
@@ -212,29 +229,30 @@ class PlainView:
     def state_changed(self) -> None:
         shown = self._status.activity()
         if shown != self._shown_state:
-            if self._status.state in ("finished", "failed", "stopped"):
+            if self._status.state in ("restarting", "finished", "failed", "stopped"):
                 self.close()
             self._shown_state = shown
             self.line(shown)
 
     def reported(self) -> None:
         if self._metrics.passes():
+            self._metrics.release()
             self.line(self._status.metrics())
 
     def committed(self) -> None:
-        if self._checkpoints.passes():
-            self._line_of_checkpoint()
+        if self._commits.passes():
+            self._write_commit(num_omitted=self._commits.release())
 
-    def _line_of_checkpoint(self) -> None:
-        self.line(f"committed {self._status.checkpoint}")
+    def _write_commit(self, num_omitted: int) -> None:
+        omitted = f"; {num_omitted} commits before it are not shown" if num_omitted else ""
+        self.line(f"committed {self._status.checkpoint}{omitted}")
 
     def close(self) -> None:
-        if self._metrics.held:
-            self._metrics.held = False
+        """Print the latest metrics and the latest commit if they were held."""
+        if self._metrics.release():
             self.line(self._status.metrics())
-        if self._checkpoints.held:
-            self._checkpoints.held = False
-            self._line_of_checkpoint()
+        if num_held := self._commits.release():
+            self._write_commit(num_omitted=num_held - 1)
 
 
 def _at_its_beginning() -> RenderHook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from drawbar.train._history.events import AttemptEnd
 from drawbar.train._settings.run_config import FailureConfig
@@ -35,14 +35,16 @@ class Spent:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start another attempt from the newest committed checkpoint.
+    """Start another attempt from the latest committed checkpoint.
 
     Attributes:
-        spent: The new counts.
+        spent: Used budgets, including this failure.
+        budget: Remaining part of the budget that this failure counts in, "" if it counts in none.
         delay: Seconds to wait before the start.
     """
 
     spent: Spent
+    budget: str = field(default="", compare=False)
     delay: float = 0.0
 
 
@@ -54,10 +56,10 @@ class GiveUp:
 
 
 def after_failure(end: AttemptEnd, spent: Spent, config: FailureConfig) -> Restart | GiveUp:
-    """Decide whether a failed attempt is followed by another one.
+    """Decide whether another attempt follows a failed one.
 
-    What will fail again in the same way is not tried again: a mistake in the configuration, ranks
-    that diverge, a storage that refuses to take a checkpoint.
+    Permanent failures are not retried: configuration errors, diverged ranks, and a storage that
+    rejects a checkpoint.
     """
     match end:
         case "worker" | "hang":
@@ -73,7 +75,8 @@ def after_failure(end: AttemptEnd, spent: Spent, config: FailureConfig) -> Resta
             return GiveUp("it would fail again in the same way")
     # -1 is no limit.
     if limit < 0 or used < limit:
-        return Restart(spent.after(end))
+        left = "no limit" if limit < 0 else f"{limit - used - 1} of {limit} left"
+        return Restart(spent.after(end), f"{name}: {left}")
     return GiveUp(f"FailureConfig.{name}={limit} is used up")
 
 

@@ -164,15 +164,15 @@ def training_failed(
     path: str,
     loads: str,
 ) -> TrainingFailedError:
-    """Build the error that `fit()` raises: the root cause first, other failures below it.
+    """Return the error that `fit()` raises: the root cause, then the headlines of the others.
 
     Args:
-        end: How the last attempt ended.
-        failures: Failures of workers, the root cause first.
-        cause: Exception in the driver, if there was one.
-        reason: Why the run ends.
-        path: Location of the run.
-        loads: Line that names the checkpoint that the run has.
+        end: Kind of the failure that ended the run.
+        failures: Failures of the workers, the root cause first.
+        cause: Failure outside the workers.
+        reason: Why the run does not restart.
+        path: Run directory.
+        loads: Latest checkpoint that loads.
     """
     footer = f"\n\nThe run ends: {reason}.\nrun directory: {path}\n{loads}"
     if isinstance(cause, InsufficientResourcesError):
@@ -183,13 +183,20 @@ def training_failed(
         return ControllerError(message, cause, path=path)
     message = failures[0].describe()
     if len(failures) > 1:
-        others = "\n".join(f"  {failure.headline()}" for failure in failures[1:])
+        others = "\n".join(f"  {_in_one_line(failure, failures[0])}" for failure in failures[1:])
         message += f"\n\nafter it also failed:\n{others}"
     if end == "preemption":
         return PreemptionError(message + footer, path=path)
     kinds: dict[str, type[WorkerGroupError]] = {"divergence": DivergenceError, "hang": HangError}
     kind = kinds.get(end, WorkerGroupError)
     return kind(message + footer, failures=failures, path=path)
+
+
+def _in_one_line(failure: WorkerFailure, first: WorkerFailure) -> str:
+    if (failure.type_name, failure.message) != (first.type_name, first.message):
+        return failure.headline()
+    where = f" ({failure.where})" if failure.where else ""
+    return f"rank {failure.rank}: the same {failure.type_name}{where}"
 
 
 _PART = {

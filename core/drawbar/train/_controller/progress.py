@@ -75,20 +75,30 @@ class Sign:
 
 @dataclass
 class RankProgress:
-    """One rank: reports made, collectives entered, what it waits in, whether it has finished."""
+    """Progress of one rank: its calls, the call that blocks it, and whether it has finished.
+
+    Attributes:
+        reports: Number of the next report.
+        collectives: Number of collective calls, including those that Drawbar makes.
+        users_collectives: Number of collective calls of the user's code.
+        last: Line of the last report or collective call of the user's code, "" if there is none.
+    """
 
     reports: int
     collectives: int = 0
+    users_collectives: int = 0
+    last: str = ""
     waits_for_report: Reported | None = None
     waits_in_collective: CollectiveCalled | None = None
     waits_for_rounds: CheckpointsAsked | None = None
     finished: bool = False
 
     def stands_at(self) -> str:
-        """Say in words where the rank stands."""
+        """Describe in words where the rank is."""
         if self.waits_in_collective is not None:
             call = self.waits_in_collective
-            return f"waits in collective #{call.sequence} ({call.kind}) at {call.where}"
+            which = "internal collective" if call.number is None else f"collective #{call.number}"
+            return f"waits in {which} ({_name_of(call)}) at {call.where}"
         if self.waits_for_report is not None:
             report = self.waits_for_report
             return f"waits for report #{report.index} with a checkpoint at {report.where}"
@@ -98,7 +108,8 @@ class RankProgress:
                 f"waits in get_all_reported_checkpoints() for report #{self.reports - 1} at {where}"
             )
         if self.finished:
-            return f"finished after {self.reports} reports and {self.collectives} collectives"
+            calls = f"{self.reports} reports and {self.users_collectives} collectives"
+            return f"finished after {calls}" + (f", the last at {self.last}" if self.last else "")
         return "runs"
 
 
@@ -124,6 +135,7 @@ class Progress:
         """
         # By its number rather than by counting: reports are numbered over the whole run.
         self.ranks[rank].reports = report.index + 1
+        self.ranks[rank].last = report.where
         if report.waits:
             self.ranks[rank].waits_for_report = report
         if report.offer is not None or self.keep_all_rounds:
@@ -164,9 +176,12 @@ class Progress:
                 each.waits_for_report = None
 
     def called(self, rank: int, call: CollectiveCalled) -> dict[int, CollectiveCalled] | None:
-        """Take a collective call. Returns every rank's call when this one completes it."""
+        """Record a collective call. Return every rank's call when this one completes it."""
         self.ranks[rank].collectives = call.sequence + 1
         self.ranks[rank].waits_in_collective = call
+        if call.number is not None:
+            self.ranks[rank].users_collectives = call.number + 1
+            self.ranks[rank].last = call.where
         self._calls[rank] = call
         same = [(c.sequence, c.kind) == (call.sequence, call.kind) for c in self._calls.values()]
         # Calls that differ stay here: they are the proof of a divergence.
@@ -185,17 +200,41 @@ class Progress:
         return all(each.finished for each in self.ranks.values())
 
     def divergence(self) -> str | None:
-        """Prove that some rank waits for what can never come, or return None.
+        """Return why some rank waits forever, and the remedy on a second line; None if none does.
 
-        The proof is one pair of ranks: one waits in something that needs all ranks, and the other
-        one has finished without it, or waits in something else that needs the first.
+        The proof is one pair of ranks: one waits for a call of all ranks, and the other one has
+        finished without that call, or is blocked in a different call that needs the first rank.
         """
         for waiter in self._waiters():
             for other in self.ranks:
                 reason = self._stuck(waiter, other)
                 if reason:
-                    return reason
+                    return f"{reason}\n{self._remedy(waiter, other)}"
         return None
+
+    def _remedy(self, waiter: int, other: int) -> str:
+        """Return what to change in the training function, for ranks that wait forever."""
+        if not self.ranks[other].finished:
+            return (
+                "All ranks must reach both calls, in the same order. Move them out of branches "
+                "that depend on the rank."
+            )
+        call = self.ranks[waiter].waits_in_collective
+        if call is None:
+            return (
+                "All ranks must call report() equally often as long as one of them reports "
+                "checkpoints. Call report(metrics) without a checkpoint at the same step on the "
+                "other ranks."
+            )
+        if call.number is None:
+            return (
+                f"All ranks must run the line that rank {waiter} is at, equally often. Move it out "
+                "of branches that depend on the rank, and run the same number of steps on each."
+            )
+        return (
+            f"All ranks must call {_name_of(call)}() equally often. Move it out of branches that "
+            "depend on the rank, and run the same number of steps on each."
+        )
 
     def waiters_for(self, rank: int) -> tuple[int, ...]:
         """Give the ranks that stand still until this one does something."""
@@ -260,6 +299,12 @@ class Progress:
         offer = self._oldest_offer(rank)
         assert offer is not None  # only called for a rank that needs something
         return f"has a checkpoint pending in report #{offer.index} from {offer.where}"
+
+
+def _name_of(call: CollectiveCalled) -> str:
+    """Return the name of the function that made a collective call."""
+    is_public = call.kind in ("barrier", "broadcast_from_rank_zero", "all_gather")
+    return call.kind if is_public else "checkpoint_requested"
 
 
 def _paths(offer: Offer) -> Iterator[tuple[str, str]]:

@@ -76,7 +76,7 @@ class Recovery:
         self._failed_starts = self._failed_starts + 1 if failed.end == "startup" else 0
         if isinstance(decision, Restart):
             decision = replace(decision, delay=startup_delay(self._failed_starts))
-        self._tell(number, failed, is_last=isinstance(decision, GiveUp))
+        self._tell(number, failed, decision)
         if isinstance(decision, Restart):
             self._spent = decision.spent
         return decision
@@ -111,14 +111,16 @@ class Recovery:
                 await describe_death(rank, gone, worker, self._run.directory, reports)
             )
 
-    def _tell(self, number: int, failed: AttemptFailed, *, is_last: bool) -> None:
+    def _tell(self, number: int, failed: AttemptFailed, decision: Restart | GiveUp) -> None:
         headlines = [failure.headline() for failure in failed.failures]
         if failed.cause is not None and not any(f.kind == "startup" for f in failed.failures):
             headlines.append(f"{type(failed.cause).__name__}: {failed.cause}")
         self._emit(
             AttemptEnded(time=time.time(), attempt=number, kind=failed.end, failures=headlines)
         )
-        self._emit(WorkersFailed(failed.end, failed.failures, is_raised=is_last))
+        is_last = isinstance(decision, GiveUp)
+        budget = "" if isinstance(decision, GiveUp) else decision.budget
+        self._emit(WorkersFailed(failed.end, failed.failures, is_raised=is_last, budget=budget))
 
     def error(self, failed: AttemptFailed, decision: GiveUp) -> TrainingFailedError:
         """Give the error of a run that gives up."""

@@ -18,6 +18,7 @@ from drawbar.train._history.timeline import Snapshot
 from drawbar.train._messages import Assignment, Finished, Ranks, WorkerInfo, WorkerSpec
 from drawbar.train._settings.backend import BackendConfig
 from drawbar.train._settings.data_config import DataConfig
+from drawbar.train._settings.function_identity import FunctionIdentity
 from drawbar.train._settings.run_config import RunConfig, RunContext
 from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._storage.checkpoint import Checkpoint
@@ -54,18 +55,21 @@ class Plan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What a trainer wants to have run, in a form that any process can host.
+    """Everything that a trainer passes to the process that hosts the run.
 
     Attributes:
-        payload: A packed `Payload`, the training function and its config, unpacked by workers only.
-        worker: What each worker gets.
-        trainer: The content of `trainer.pkl`, which `restore()` needs.
-        settings: What a resumed run compares with its last start, key by key.
-        run_config: Has a name.
-        validation: If the trainer has a `validation_config`.
+        payload: Serialized `Payload`: the training function and its config. Only workers
+            deserialize it.
+        function: Identity of the training function.
+        worker: Settings of each worker.
+        trainer: Content of `trainer.pkl`, which `restore()` needs.
+        settings: Settings that a resumed run compares with its last start, by key.
+        run_config: Always has a name.
+        validation: None if the trainer has no `validation_config`.
     """
 
     payload: Carried
+    function: FunctionIdentity
     worker: WorkerSpec
     trainer: bytes
     settings: dict[str, object]

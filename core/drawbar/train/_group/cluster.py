@@ -13,10 +13,10 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._group.capacity import (
@@ -27,6 +27,7 @@ from drawbar.train._group.capacity import (
     room_for,
     shown,
 )
+from drawbar.train._messages import WorkerInfo
 from drawbar.train._settings.scaling_config import ScalingConfig
 
 _ADVICE = ("Token authentication is ", "SIGTERM handler is not set because current thread")
@@ -50,6 +51,37 @@ def connect_to_ray() -> None:
             start = partial(ray.init, logging_level=logging.WARNING, include_dashboard=dashboard)
             with _without_advice() if starts_its_own else contextlib.nullcontext():
                 _in_thread_that_stays(start)
+
+
+_DEATH = re.compile(
+    r"A worker died or was killed .*Node ID: (?P<node>\w+).*Worker PID: (?P<pid>\d+)", re.DOTALL
+)
+_own_workers: set[tuple[str, str]] = set()
+
+
+def hide_deaths_of(workers: Iterable[WorkerInfo]) -> None:
+    """Keep Ray from printing its own paragraph when one of these workers dies.
+
+    Drawbar reports the death, with its cause. Ray has no setting for single processes, so the
+    function that prints errors of raylets in this process is wrapped.
+    """
+    from ray._private import worker as ray_worker
+
+    print_lines: Any = getattr(ray_worker, "print_to_stdstream", None)
+    if print_lines is not None and not _own_workers:
+
+        def print_unless_own(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            is_own = data.get("pid") == "raylet" and all(map(_is_own_death, data["lines"]))
+            if not is_own:
+                print_lines(data, *args, **kwargs)
+
+        ray_worker.print_to_stdstream = print_unless_own
+    _own_workers.update((each.node_id, str(each.pid)) for each in workers)
+
+
+def _is_own_death(line: str) -> bool:
+    death = _DEATH.match(line)
+    return death is not None and (death["node"], death["pid"]) in _own_workers
 
 
 @contextlib.contextmanager

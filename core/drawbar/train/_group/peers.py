@@ -25,6 +25,7 @@ from drawbar.train._messages import Assignment, Message, Ranks, WorkerInfo
 from drawbar.train._orders import Order
 from drawbar.train._settings.backend import LauncherStore
 from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._threads import wait_to_accept_again
 from drawbar.train._worker.addresses import LOOPBACK, node_address
 from drawbar.train._worker.stack import Stack
 
@@ -189,6 +190,7 @@ class Peers:
         self._listener = Listener((self.host, 0), authkey=self._key)
         self._wires: dict[int, Wire] = {}
         self._came = threading.Condition()
+        self._closed = threading.Event()
         self._heard: Future[Callable[[int, FromPeer], object]] = Future()
 
     def hear(self, what: Callable[[int, FromPeer], object]) -> None:
@@ -209,7 +211,8 @@ class Peers:
         store.set(key, json.dumps({"host": host, "port": port, "key": self._key.hex()}))
 
     def refuse(self, store: LauncherStore, key: str, error: Exception) -> None:
-        """Tell them why there is no run."""
+        """Publish why there is no run."""
+        self._closed.set()
         self._listener.close()
         store.set(key, json.dumps({"refused": f"{type(error).__name__}: {error}"}))
 
@@ -230,14 +233,19 @@ class Peers:
 
     def _accept(self, directory: RunDirectory) -> None:
         with self._listener:
-            while len(self._wires) < self.count:
-                # Neither a port scanner nor a peer that dies on its way here ends the listening.
-                with contextlib.suppress(OSError, EOFError, AuthenticationError):
+            while len(self._wires) < self.count and not self._closed.is_set():
+                # Neither a port scanner nor a peer that dies while it connects ends the loop.
+                try:
                     wire = Wire(self._listener.accept())
                     hello = wire.receive()
-                    wire.send(Opened(directory))
-                    self._wires[hello.rank] = wire
-                    threading.Thread(target=self._listen, args=(wire, hello), daemon=True).start()
+                except (EOFError, AuthenticationError):
+                    continue
+                except OSError as error:
+                    wait_to_accept_again(error, self._closed)
+                    continue
+                wire.send(Opened(directory))
+                self._wires[hello.rank] = wire
+                threading.Thread(target=self._listen, args=(wire, hello), daemon=True).start()
 
     def _listen(self, wire: Wire, hello: Hello) -> None:
         with self._came:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from drawbar.train._carry import Carried, carry
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._group.actor_pool import ActorPool, Member, awaited
-from drawbar.train._group.cluster import node_is_safe
+from drawbar.train._group.cluster import hide_deaths_of, node_is_safe
 from drawbar.train._group.worker_group import Hear, OnWait
 from drawbar.train._messages import Assignment, Failed, Gone, Message, Ranks, Retired, WorkerInfo
 from drawbar.train._orders import Interrupt, Order
@@ -56,7 +56,9 @@ class RayWorkerGroup:
 
     async def start(self, on_wait: OnWait) -> list[WorkerInfo]:
         """Create what is missing, all at once, and wait until enough processes are up."""
-        return await self._pool.start(on_wait)
+        workers = await self._pool.start(on_wait)
+        hide_deaths_of(workers)
+        return workers
 
     @property
     def spare(self) -> int:

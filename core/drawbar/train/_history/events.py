@@ -16,6 +16,7 @@ import msgspec
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._messages import PassEnded, PreemptionInfo, Printed, Ranks, WorkerInfo
 from drawbar.train._metrics import Metrics
+from drawbar.train._settings.function_identity import FunctionIdentity
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import check_checkpoint_name
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
@@ -25,6 +26,14 @@ AttemptEnd = Literal[
 ]
 
 
+JOURNAL_FORMAT = 1
+"""Format version of the journal.
+
+New event types and optional fields do not change it. Everything else does, also a new value of a
+`Literal` in an event.
+"""
+
+
 class Journaled(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """What the journal keeps. `time`: in seconds since the epoch."""
 
@@ -32,12 +41,23 @@ class Journaled(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 
 
 class RunStarted(Journaled, frozen=True, kw_only=True, tag="run_started"):
-    """`fit()` was called on this directory. `config` holds the reprs of what was configured."""
+    """`fit()` was called on this directory.
+
+    Attributes:
+        run_id: Identifier of the run, the same for all its starts.
+        name: Name of the run.
+        config: Configuration as JSON values and reprs.
+        detached: Whether the run may outlive its driver.
+        function: Identity of the training function.
+        format_version: Format version of the events from here on.
+    """
 
     run_id: str
     name: str
     config: dict[str, object]
     detached: bool = False
+    function: FunctionIdentity | None = None
+    format_version: int = JOURNAL_FORMAT
 
 
 class AttemptStarted(Journaled, frozen=True, kw_only=True, tag="attempt_started"):
@@ -154,8 +174,7 @@ class CheckpointDeleted(Journaled, frozen=True, kw_only=True, tag="checkpoint_de
         check_checkpoint_name(self.name)
 
 
-# Its tag is what journals have had from the first version on, which must still be read.
-class AttemptEnded(Journaled, frozen=True, kw_only=True, tag="attempt_failed"):
+class AttemptEnded(Journaled, frozen=True, kw_only=True, tag="attempt_ended"):
     """The attempt ended early. `failures` are headlines, the root cause first."""
 
     attempt: int
@@ -231,15 +250,19 @@ class RoundReported:
 
 @dataclass(frozen=True)
 class WorkersFailed:
-    """What is known of the failures of an attempt, the root cause first.
+    """Failures of an attempt, the root cause first.
 
-    There are none if no worker is to blame. `is_raised`: the run ends by it, so that `fit()` raises
-    it.
+    Attributes:
+        end: Kind of failure.
+        failures: Empty if no worker is to blame.
+        is_raised: Whether the run ends, so that `fit()` raises the failure.
+        budget: Remaining failure budget if the run restarts, such as "max_failures: 2 of 3 left".
     """
 
     end: AttemptEnd
     failures: Sequence[WorkerFailure]
     is_raised: bool
+    budget: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,27 +16,32 @@ from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, locate
 from drawbar.train._storage.run_directory import directory_at
 
 _NEAREST = 3
+_MAX_DEPTH = 4  # of folders that are searched for runs: a storage path may hold data sets too
 
 
 def find_run(
     path_or_name: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
 ) -> RunRecord:
-    """Read a run from its directory: of one that goes on, is over, was cut off, or is damaged.
+    """Read a run from its directory, whether it is in progress, ended, interrupted, or damaged.
 
     Args:
-        path_or_name: The run's directory, its URI, or its name in the default storage path.
-        storage_filesystem: The filesystem that the path lies on, as for `RunConfig`.
+        path_or_name: The run's directory, its URI, or its name in the default storage path, such as
+            `run` or `experiment/run`.
+        storage_filesystem: Filesystem of the path, as for `RunConfig`.
 
     Raises:
-        LookupError: There is no such run; the message has the nearest names there.
-        OSError: The storage refuses, or does not answer.
-        ImportError, ValueError, TypeError: The path and the filesystem name no storage.
+        LookupError: The run does not exist. The message has the most similar names in the storage.
+        OSError: The storage cannot be read.
+        ImportError, ValueError, TypeError: The path and the filesystem do not specify a storage.
     """
     given = os.fspath(path_or_name)
     is_name = "/" not in given and storage_filesystem is None and given not in ("", ".", "..")
     default = Path(DEFAULT_STORAGE_PATH).expanduser()
     if is_name and not (default / given).exists() and (Path(given) / JOURNAL).exists():
         is_name = False  # a folder of the working directory
+    if "/" in given and storage_filesystem is None:
+        # The name of a run may have folders. A path from the working directory wins.
+        is_name = not os.path.exists(given) and (default / given / JOURNAL).exists()
     place = default / given if is_name else locate(given, storage_filesystem)
     try:
         return RunRecord.read(directory_at(place))
@@ -60,31 +65,49 @@ def list_runs(
     storage_path: str | os.PathLike[str] = DEFAULT_STORAGE_PATH,
     storage_filesystem: AnyFileSystem | None = None,
 ) -> Iterator[RunRecord]:
-    """Read all runs that lie directly in a storage path, in the order of their names.
+    """Read all runs of a storage path, in the order of their names.
+
+    Runs whose names have folders, such as `RunConfig(name="experiment/run")`, are included.
+    Directories behind symbolic links are not searched for them.
 
     Args:
         storage_path: As `RunConfig.storage_path`.
-        storage_filesystem: The filesystem that it lies on, as for `RunConfig`.
+        storage_filesystem: Filesystem of the storage path, as for `RunConfig`.
 
     Raises:
-        FileNotFoundError: The storage path is not there.
-        OSError: The storage refuses, or does not answer.
-        ImportError, ValueError, TypeError: The path and the filesystem name no storage.
+        FileNotFoundError: The storage path does not exist.
+        OSError: The storage cannot be read.
+        ImportError, ValueError, TypeError: The path and the filesystem do not specify a storage.
     """
     storage = locate(storage_path, storage_filesystem)
     if not storage.exists():
         raise FileNotFoundError(f"{storage} is not there")
+    yield from _runs_in(storage, prefix="", depth=1)
+
+
+def _runs_in(storage: Path | Folder, prefix: str, depth: int) -> Iterator[RunRecord]:
     for name in _folders(storage):
         place = storage / name
-        if isinstance(place, Folder) or _may_hold_run(place):
-            try:
-                yield RunRecord.read(directory_at(place))
-            except FileNotFoundError:
-                continue
+        run = _read_run(place, prefix + name)
+        if run is not None:
+            yield run
+        elif depth < _MAX_DEPTH and not (isinstance(place, Path) and place.is_symlink()):
+            # A folder that this user cannot read, or that was just deleted, hides no other one.
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                yield from _runs_in(place, f"{prefix}{name}/", depth + 1)
+
+
+def _read_run(place: Path | Folder, name: str) -> RunRecord | None:
+    if isinstance(place, Path) and not _may_hold_run(place):
+        return None
+    try:
+        return RunRecord.read(directory_at(place), name)
+    except FileNotFoundError:
+        return None
 
 
 def _may_hold_run(place: Path) -> bool:
-    """Whether there is a journal, or whether that cannot be told: the run is named then too."""
+    """Return whether a directory has a journal, or cannot be searched, which is reported too."""
     try:
         os.lstat(place / JOURNAL)
     except FileNotFoundError:

@@ -11,11 +11,13 @@ import io
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
-from drawbar.train._errors import DamagedRunError
+from drawbar.train._errors import DamagedRunError, UnsupportedFormatError
 from drawbar.train._history.events import (
+    JOURNAL_FORMAT,
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -35,6 +37,7 @@ from drawbar.train._storage.run_directory import RunDirectory
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(JournaledEvent)
+_EVENT_TYPES = {kind.__struct_config__.tag for kind in get_args(JournaledEvent)}
 _WITH_METRICS = (ReportReceived, CheckpointCommitted, CheckpointValidated)
 
 
@@ -59,9 +62,13 @@ class Journal(JournalFile):
         self.write(_encoder.encode(event) + b"\n")
 
     def salvage(self) -> tuple[list[JournaledEvent], bool]:
-        """Read what can be read; tells also whether that was all.
+        """Read the readable lines. Return their events, and whether all lines are readable.
 
-        If it was not, the unreadable lines are cut out and kept beside it in `journal.damaged`.
+        Unreadable lines are moved to `journal.damaged`.
+
+        Raises:
+            UnsupportedFormatError: A newer version of Drawbar has written the journal, which stays
+                as it is.
         """
         try:
             return list(replay(self._path)), True
@@ -90,47 +97,91 @@ def _told(event: JournaledEvent) -> str:
 
 def _is_readable(line: bytes) -> bool:
     try:
-        _decoder.decode(line)
+        _decode(line, "")
     except UNREADABLE:
         return False
     return True
 
 
-def replay(path: Path) -> Iterator[JournaledEvent]:
-    """Read the events of a journal in order. A last line that was cut off is left out.
+class _Header(msgspec.Struct):
+    """Fields by which a line of another format version is recognized."""
+
+    event: str
+    format_version: int = JOURNAL_FORMAT
+
+
+_header_decoder = msgspec.json.Decoder(_Header)
+
+
+def _decode(line: bytes, place: object) -> JournaledEvent | None:
+    """Decode a line. Return None if a newer version of Drawbar has added its type of event.
 
     Raises:
-        DamagedRunError: A line in the middle cannot be read; the message gives its number.
+        UnsupportedFormatError: The line begins a newer format of the journal at `place`.
+        Exception: One of `UNREADABLE`: the line is damaged.
+    """
+    try:
+        event = _decoder.decode(line)
+    except UNREADABLE:
+        header = _header_decoder.decode(line)
+        _check_format(header.format_version, place)
+        if header.event in _EVENT_TYPES:
+            raise
+        return None
+    if isinstance(event, RunStarted):
+        _check_format(event.format_version, place)
+    return event
+
+
+def _check_format(version: int, place: object) -> None:
+    if version > JOURNAL_FORMAT:
+        raise UnsupportedFormatError.of(place, version, JOURNAL_FORMAT)
+
+
+def replay(path: Path) -> Iterator[JournaledEvent]:
+    """Read the events of a journal in order.
+
+    Omits a truncated last line, and types of events that a newer version of Drawbar has added.
+
+    Raises:
+        DamagedRunError: A line in the middle cannot be read. The message names its number.
+        UnsupportedFormatError: A newer version of Drawbar has written the journal.
     """
     with open(path, "rb") as file:
         yield from events_in(file, path)
 
 
 def events_in(lines: Iterable[bytes], place: object) -> Iterator[JournaledEvent]:
-    """Do the same with the lines of a journal that lies in some place."""
+    """Read the events from the lines of the journal at `place`; see `replay`."""
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             return
         try:
-            event = _decoder.decode(line)
+            event = _decode(line, place)
         except UNREADABLE as error:
             raise DamagedRunError(
                 f"line {number} of {place} cannot be read: {error}. The run's checkpoints are "
                 'not touched by that; fit() with resume="auto" keeps the damaged lines in '
                 "journal.damaged and goes on from the newest intact checkpoint"
             ) from error
+        if event is None:
+            continue
         if isinstance(event, _WITH_METRICS):
             event = msgspec.structs.replace(event, metrics=from_json(event.metrics))
         yield event
 
 
-def legible(data: bytes) -> tuple[list[JournaledEvent], list[int]]:
-    """Read what can be read of a journal; gives also the numbers of the lines that cannot be."""
+def legible(data: bytes, place: object = "") -> tuple[list[JournaledEvent], list[int]]:
+    """Return the events of the readable lines, and the numbers of the unreadable lines.
+
+    Raises:
+        UnsupportedFormatError: A newer version of Drawbar has written the journal at `place`.
+    """
     events: list[JournaledEvent] = []
     unreadable: list[int] = []
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         try:
-            events += events_in([line], "")
+            events += events_in([line], place)
         except DamagedRunError:
             unreadable.append(number)
     return events, unreadable

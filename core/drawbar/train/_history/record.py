@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.train._errors import CheckpointError, DamagedRunError
+from drawbar.train._errors import CheckpointError, DamagedRunError, UnsupportedFormatError
 from drawbar.train._history.cleaning import Leftover, leftovers_of
 from drawbar.train._history.events import (
     JournaledEvent,
@@ -45,16 +45,21 @@ class RunRecord:
     _directory: RunDirectory
     _events: tuple[JournaledEvent, ...]
     damage: str = ""
+    _listed_name: str = ""
 
     @classmethod
-    def read(cls, directory: RunDirectory) -> RunRecord:
-        """Read what can be read of a run.
+    def read(cls, directory: RunDirectory, name: str = "") -> RunRecord:
+        """Read as much as possible of a run.
 
-        A journal in a folder of this machine that cannot be opened is damage too.
+        A journal in a directory of this machine that cannot be opened is damage too.
+
+        Args:
+            directory: Directory of the run.
+            name: Name of the run in the storage path that lists it. Default: the directory's name.
 
         Raises:
             FileNotFoundError: There is no run.
-            OSError: The storage refuses, or does not answer.
+            OSError: The storage cannot be read.
         """
         try:
             data = directory.files.read_journal()
@@ -65,24 +70,27 @@ class RunRecord:
             if isinstance(error, OSError) and not is_mounted:
                 raise
             reason = (error.strerror if isinstance(error, OSError) else None) or error
-            return cls(directory, (), f"its journal cannot be read: {reason}")
+            return cls(directory, (), f"its journal cannot be read: {reason}", name)
         if data is None and not any(directory.checkpoints.legible()):
             raise FileNotFoundError(
                 f"{directory.location} holds no Drawbar run: it has no {directory.journal.name}"
             )
-        events, unreadable = legible(data or b"")
+        try:
+            events, unreadable = legible(data or b"", directory.home / JOURNAL)
+        except UnsupportedFormatError as error:
+            return cls(directory, (), str(error), name)
         if not events:
-            return cls(directory, (), "its journal is empty or gone")
+            return cls(directory, (), "its journal is empty or gone", name)
         lines = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
         damage = f"its journal cannot be read in line {lines}" if unreadable else ""
-        return cls(directory, tuple(events), damage)
+        return cls(directory, tuple(events), damage, name)
 
     # -- what it is
 
     @property
     def name(self) -> str:
-        """Name of the run."""
-        return self._directory.name
+        """Name of the run, with the folders between it and the storage path that lists it."""
+        return self._listed_name or self._directory.name
 
     @property
     def path(self) -> str:

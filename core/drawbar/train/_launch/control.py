@@ -23,6 +23,7 @@ import msgspec
 from drawbar.train._errors import CheckpointError
 from drawbar.train._history.cleaning import is_unanswered
 from drawbar.train._storage.shared_copy import own_folder
+from drawbar.train._threads import wait_to_accept_again
 
 FOLLOW = "follow"
 _ASKING_SECONDS = 5.0  # from connecting to having asked
@@ -78,6 +79,7 @@ class ControlSocket:
             "diagnose": run.diagnose,
         }
         self._socket: socket.socket | None = None
+        self._closed = threading.Event()
         self._listening = threading.Thread(target=self._listen, name="drawbar-control", daemon=True)
         self._path = path
         try:
@@ -99,7 +101,8 @@ class ControlSocket:
             self._listening.start()
 
     def close(self) -> None:
-        """Answer no more. Whoever follows the run to its end is told."""
+        """Stop answering. Connections of followers end, the sign that the run has ended."""
+        self._closed.set()
         if self._socket is None:
             return
         with contextlib.suppress(OSError):
@@ -113,13 +116,16 @@ class ControlSocket:
 
     def _listen(self) -> None:
         assert self._socket is not None  # it listens
-        with contextlib.suppress(OSError):  # it is closed
-            while True:
+        while not self._closed.is_set():
+            try:
                 asking, _ = self._socket.accept()
-                # One for each who asks: a diagnosis takes seconds, and a stop must not wait for it.
-                threading.Thread(
-                    target=self._answer, args=(asking,), name="drawbar-answer", daemon=True
-                ).start()
+            except OSError as error:
+                wait_to_accept_again(error, self._closed)
+                continue
+            # One thread per connection: a diagnosis takes seconds, and must not delay a stop.
+            threading.Thread(
+                target=self._answer, args=(asking,), name="drawbar-answer", daemon=True
+            ).start()
 
     def _answer(self, asking: socket.socket) -> None:
         with contextlib.suppress(OSError):  # who asked has gone

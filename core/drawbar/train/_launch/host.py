@@ -89,14 +89,18 @@ class Host:
         # In the thread of the caller, so that what is wrong is raised at the user's own line.
         self._held = open_run(spec)
         self.directory = self._held.directory
-        self._console = make_console(self.path)
-        self._callbacks = Callbacks(spec.run_config.callbacks, self._held.context)
-        self._events = EventStream(
-            self._held.journal, self._held.snapshot, [self._console, self._callbacks]
-        )
-        # Under the journal's lock: only its holder may take the socket over from one who was
-        # killed.
-        self._socket = ControlSocket(self.directory.path, self)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._held.journal.close)
+            self._console = make_console(self.path)
+            on_error.callback(self._console.close)
+            self._callbacks = Callbacks(spec.run_config.callbacks, self._held.context)
+            self._events = EventStream(
+                self._held.journal, self._held.snapshot, [self._console, self._callbacks]
+            )
+            # Under the journal's lock: only its holder may take the socket over from one who was
+            # killed.
+            self._socket = ControlSocket(self.directory.path, self)
+            on_error.pop_all()  # from here on, `_close` does it
         try:
             directory = self.directory
             write_atomically(directory.trainer, spec.trainer, by_way_of=directory.staging.path)

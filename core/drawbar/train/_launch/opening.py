@@ -28,7 +28,8 @@ from drawbar.train._history.journal import Journal, kept_indices, missing_report
 from drawbar.train._history.timeline import Snapshot
 from drawbar.train._launch.preflight import check_storage_path
 from drawbar.train._launch.resume import RunState, changes, resume_plan
-from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH, Resume, RunConfig
+from drawbar.train._settings.function_identity import FunctionIdentity
+from drawbar.train._settings.run_config import DEFAULT_STORAGE_PATH, RunConfig
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import take_mode_of_folder
 from drawbar.train._storage.manifest import Manifest
@@ -66,13 +67,15 @@ def named(config: RunConfig) -> RunConfig:
 
 
 def open_run(spec: RunSpec) -> Run:
-    """Take hold of a run's directory: look at what is there, decide how to go on, sweep leftovers.
+    """Lock a run directory, decide how to resume from it, and delete uncommitted files.
 
-    The spec's settings are journaled; what differs from the last start is named in the warning.
+    The spec's settings are written to the journal. The warning names those that have changed since
+    the last start.
 
     Raises:
-        ResumeError: What is there and `RunConfig.resume` do not go together.
-        JournalLockedError: The run goes on, in this process or another one.
+        ResumeError: The content of the directory conflicts with `RunConfig.resume`, or the run has
+            finished with another training function.
+        JournalLockedError: The run is in progress, in this process or another one.
         OSError: The storage cannot be written.
     """
     directory, resume = directory_of(spec.run_config), spec.run_config.resume
@@ -87,16 +90,16 @@ def open_run(spec: RunSpec) -> Run:
     try:  # from here on nobody else writes to the run, or removes its folders
         # Under the lock: what is read from here on is what the run goes on from.
         directory.files.catch_up(journal)
-        found = _look(directory, journal, resume)
+        found = _look(directory, journal, spec)
         # After the look, which refuses what `resume` forbids: then all is left as it was.
         upkeep.sweep(directory)
         take_mode_of_folder(directory.journal)
         for name in found.damaged:
             set_aside(directory.checkpoints, name)
+        begun = _journal_start(journal, spec, found)
     except BaseException:
         journal.close()
         raise
-    begun = _journal_start(journal, spec, found)
     return Run(
         spec=spec,
         run_id=found.run_id,
@@ -145,8 +148,8 @@ class _Found:
         return max(attempts, default=-1) + 1
 
 
-def _look(directory: RunDirectory, journal: Journal, resume: Resume) -> _Found:
-    """Inspect the run directory, and decide how to resume."""
+def _look(directory: RunDirectory, journal: Journal, spec: RunSpec) -> _Found:
+    """Read the run directory and decide how to resume from it."""
     checkpoints = directory.checkpoints
     state, events, damage = _state_of(directory, journal)
     found, altered = pass_over_damaged(checkpoints, checkpoints.committed())
@@ -162,9 +165,31 @@ def _look(directory: RunDirectory, journal: Journal, resume: Resume) -> _Found:
             f"before {lost.checkpoint}"
         )
     newest = intact[-1].name if intact else None
-    plan = resume_plan(state, resume, path=directory.location, newest=newest, damage=damage)
+    plan = resume_plan(
+        state,
+        spec.run_config.resume,
+        path=directory.location,
+        newest=newest,
+        damage=damage,
+        conflict=_conflicting_functions(events, spec.function),
+    )
     missing = _missing_checkpoints(events, intact)
     return _Found(events, intact, {*altered, *missing}, plan.warning, lost)
+
+
+def _conflicting_functions(
+    events: list[JournaledEvent], function: FunctionIdentity
+) -> tuple[str, str] | None:
+    """Return the functions of a finished run and of the trainer if they differ, else None."""
+    starts = [event.function for event in events if isinstance(event, RunStarted)]
+    earlier = starts[-1] if starts else None
+    if earlier is None or earlier.is_same(function) or not _has_finished(events):
+        return None
+    return str(earlier), str(function)
+
+
+def _has_finished(events: list[JournaledEvent]) -> bool:
+    return Snapshot.of(events).status == "finished"  # deletions by `drawbar clean` may follow
 
 
 def _missing_checkpoints(events: list[JournaledEvent], intact: list[Manifest]) -> list[str]:
@@ -182,6 +207,7 @@ def _journal_start(journal: Journal, spec: RunSpec, found: _Found) -> list[Journ
         name=spec.name,
         config=spec.settings,
         detached=spec.run_config.detached,
+        function=spec.function,
     )
     deleted = [CheckpointDeleted(time=now, name=name) for name in found.damaged]
     lost = [] if found.lost is None else [found.lost]
@@ -226,7 +252,7 @@ def _failed_since_the_end(events: list[JournaledEvent]) -> list[AttemptEnd]:
 def _state_of(
     directory: RunDirectory, journal: Journal
 ) -> tuple[RunState, list[JournaledEvent], list[str]]:
-    """Say what the directory holds, and name what is damaged there."""
+    """Return the state of the directory, its events, and a description of each damaged part."""
     events, whole = journal.salvage()
     damage = [] if whole else ["its journal, whose unreadable lines are now in journal.damaged"]
     damage += directory.checkpoints.damaged()
@@ -236,5 +262,5 @@ def _state_of(
         damage.insert(0, "its journal, which is empty or gone, so that its history begins anew")
     if damage:
         return RunState.DAMAGED, events, damage
-    ended = Snapshot.of(events).status == "finished"  # what was cleaned up may follow
-    return (RunState.FINISHED if ended else RunState.UNFINISHED), events, damage
+    state = RunState.FINISHED if _has_finished(events) else RunState.UNFINISHED
+    return state, events, damage

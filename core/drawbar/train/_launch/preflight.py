@@ -78,14 +78,14 @@ def check_config(takes_config: bool, config: object) -> None:
 
 
 def check_function_pickles(function: Callable[..., object]) -> None:
-    """Check that a training function can be sent to the workers, with what it captures.
+    """Check that a training function and the variables it captures can be sent to the workers.
 
     Warns with a `UserWarning` that names the largest captured variables if each worker would load
     more than `LARGE_PICKLE` bytes.
 
     Raises:
-        TypeError: Something that it captures cannot be pickled. The message has the path of each
-            such variable, its type, and the reason.
+        TypeError: A captured variable cannot be pickled. The message has the path of each such
+            variable, its type, and the reason.
     """
     try:
         size = carry(function, shares=True).size
@@ -96,7 +96,7 @@ def check_function_pickles(function: Callable[..., object]) -> None:
             f"{name_of(function)} cannot be sent to the workers, since it captures what cannot be "
             f"pickled:\n{listed or f'  {error}'}\n"
             "Create it inside the training function; pass what that needs as train_loop_config"
-        ) from error
+        ) from None  # the traceback of the pickler has only internal frames
     if size > LARGE_PICKLE:
         warnings.warn(_too_large(function, size), UserWarning, stacklevel=2)
 
@@ -136,7 +136,7 @@ def check_storage_path(path: Path) -> None:
             error.errno,
             f"storage_path={str(path)!r} cannot be written by user {_user()}: {error.strerror}; "
             f"{_advice(error.errno)}",
-        ) from error
+        ) from None
 
 
 def _advice(number: int | None) -> str:

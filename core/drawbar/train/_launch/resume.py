@@ -55,28 +55,31 @@ def resume_plan(
     path: str,
     newest: str | None,
     damage: Sequence[str] = (),
+    conflict: tuple[str, str] | None = None,
 ) -> ResumePlan:
-    """Decide what a run directory and `RunConfig.resume` mean together.
+    """Decide how to start in a run directory.
 
-    no run             "auto" and "never" begin a new one; "must" is an error
-    an unfinished run  "auto" goes on from its newest checkpoint, or from the start if it has none;
-                       "must" needs a checkpoint; "never" is an error
-    a finished run     "auto" goes on, with a warning; "never" and "must" are errors
-    damaged parts      "auto" goes on from the newest intact checkpoint, with a warning; "must" the
-                       same, and needs one; "never" is an error
+    no run             "auto" and "never" start a new run; "must" is an error
+    an unfinished run  "auto" resumes from its latest checkpoint, or starts from scratch if it has
+                       none; "must" needs a checkpoint; "never" is an error
+    a finished run     as an unfinished one, with a warning; "auto" with another training function
+                       is an error
+    damaged parts      "auto" resumes from the latest intact checkpoint, with a warning; "must" does
+                       the same, and needs one; "never" is an error
 
-    A journal that is empty or gone beside checkpoints is damage: they are of a run, whose numbers
-    go on after theirs.
+    A run that has checkpoints, but an empty journal or none, is damaged. Report numbers then
+    continue after the newest checkpoint.
 
     Args:
-        state: What the directory holds.
-        resume: What the user wants.
+        state: Content of the directory.
+        resume: `RunConfig.resume`.
         path: The directory, for messages.
-        newest: Name of the newest intact checkpoint, None if there is none.
+        newest: Name of the latest intact checkpoint, None if there is none.
         damage: The damaged parts, for the warning.
+        conflict: Training functions of the finished run and of this start, if they differ.
 
     Raises:
-        ResumeError: They do not go together; the message says what to set instead.
+        ResumeError: The directory conflicts with `resume`. The message names the remedies.
     """
     if state is RunState.NONE:
         if resume == "must":
@@ -90,10 +93,13 @@ def resume_plan(
             f'RunConfig.resume="never", but {path} holds {state.value}; '
             'choose another name, delete it, or set resume="auto" to go on from it'
         )
-    if resume == "must" and state is RunState.FINISHED:
+    if resume == "auto" and conflict is not None:
+        earlier, function = conflict
         raise ResumeError(
-            f'RunConfig.resume="must", but the run at {path} is finished. Its result is '
-            f'Result.from_path({path!r}); to train further set resume="auto"'
+            f"the run at {path} has finished with the training function {earlier}, but this "
+            f"trainer has {function}. Set another RunConfig.name to start a new run "
+            '(resume="never" rejects every name that is in use), or set resume="must" to continue '
+            "the finished run with the new function"
         )
     if resume == "must" and newest is None:
         raise ResumeError(
@@ -107,11 +113,11 @@ def _warning(state: RunState, path: str, newest: str | None, damage: Sequence[st
     start = f"checkpoint {newest}" if newest else "the beginning, since it has no checkpoint"
     if state is RunState.FINISHED:
         return (
-            f"the run at {path} is FINISHED already; training goes on from {start}. "
-            "A function that counts its epochs from the checkpoint may find nothing left to do. "
-            'For a new run choose another RunConfig.name; resume="never" makes this an error'
+            f"the run at {path} has already finished; training continues from {start}. A function "
+            "that resumes its epoch number from the checkpoint may have nothing left to do. Set "
+            'another RunConfig.name to start a new run; resume="never" makes this an error'
         )
     if state is RunState.DAMAGED:
         named = f": {'; '.join(damage)}" if damage else ""
-        return f"the run at {path} has damaged parts{named}; training goes on from {start}"
+        return f"the run at {path} has damaged parts{named}; training continues from {start}"
     return ""

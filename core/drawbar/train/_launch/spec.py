@@ -14,6 +14,7 @@ from drawbar.train._messages import WorkerSpec
 from drawbar.train._settings.checks import fields_of
 from drawbar.train._settings.data_config import DataConfig
 from drawbar.train._settings.forwarded import forwarded
+from drawbar.train._settings.function_identity import FunctionIdentity
 from drawbar.train._settings.run_config import RunConfig
 from drawbar.train._settings.scaling_config import ScalingConfig
 from drawbar.train._settings.secrets import without_secrets
@@ -26,6 +27,7 @@ from drawbar.train._worker.actor import Payload
 def make_spec(
     payload: Payload,
     *,
+    function: FunctionIdentity,
     scaling_config: ScalingConfig,
     run_config: RunConfig,
     datasets: Mapping[str, object],
@@ -34,10 +36,15 @@ def make_spec(
     resume_from_checkpoint: Checkpoint | None,
     validation_config: ValidationConfig | None,
 ) -> RunSpec:
-    """Pack what a trainer wants to have run. The arguments are the trainer's.
+    """Serialize the arguments of a trainer into a `RunSpec`.
+
+    Args:
+        payload: Training function and its config.
+        function: Identity of the training function.
+        scaling_config: As for the trainer, like all arguments that follow.
 
     Raises:
-        TypeError, ValueError: Something of it cannot be packed; the message says which part.
+        TypeError, ValueError: An argument cannot be serialized. The message names it.
     """
     preflight.check_pickles("train_loop_config", payload.config)
     if validation_config is not None:
@@ -64,9 +71,10 @@ def make_spec(
     }
     return RunSpec(
         payload=carry(payload, shares=True),
+        function=function,
         worker=worker,
         trainer=keep({name: carry(value) for name, value in restorable.items()}),
-        settings=_settings(payload, scaling_config, run_config, validation_config),
+        settings=_settings(payload, function, scaling_config, run_config, validation_config),
         scaling_config=scaling_config,
         run_config=named(run_config),
         backend_config=payload.backend_config,
@@ -90,16 +98,16 @@ def _validation(
 
 def _settings(
     payload: Payload,
+    function: FunctionIdentity,
     scaling_config: ScalingConfig,
     run_config: RunConfig,
     validation_config: ValidationConfig | None,
 ) -> dict[str, object]:
-    """Give what a resumed run compares with the last start, key by key."""
-    function = payload.function
+    """Return the settings that a resumed run compares with its last start, by key."""
     config = {} if payload.config is None else payload.config
     named = config if isinstance(config, Mapping) else {"": config}
     return {
-        "train_loop_per_worker": getattr(function, "__qualname__", repr(function)),
+        "train_loop_per_worker": str(function),
         "train_loop_config": without_secrets(named, run_config.secrets),
         "scaling_config": fields_of(scaling_config),
         "failure_config": fields_of(run_config.failure_config),

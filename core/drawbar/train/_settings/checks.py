@@ -134,10 +134,19 @@ def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 
 def fields_of(config: DataclassInstance) -> dict[str, object]:
-    """Give a config's fields as JSON-able values without secrets, for the journal."""
-    plain = (str, int, float, bool, type(None))
-    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-    return {name: v if isinstance(v, plain) else cleaned(repr(v)) for name, v in values.items()}
+    """Return the fields of a config as JSON values without secrets, for the journal.
+
+    Durations are in seconds.
+    """
+    return {
+        item.name: _json_value(getattr(config, item.name)) for item in dataclasses.fields(config)
+    }
+
+
+def _json_value(value: object) -> object:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return value if isinstance(value, str | int | float | None) else cleaned(repr(value))
 
 
 def check_runs_when_called(what: str, function: object) -> None:

@@ -236,8 +236,10 @@ class RunConfig(ShowsWhatWasSet):
         logging_config: What the console shows; see `LoggingConfig`.
         forward_env: Names of environment variables, or patterns such as "MY_*", that the workers
             get from the driver besides the documented default set.
-        resume: What to do if the run's directory already holds a run. "auto": go on from its newest
-            checkpoint. "never": fail. "must": fail if there is nothing to go on from.
+        resume: What to do if the run directory already holds a run. "auto": resume from its latest
+            checkpoint, but raise an error if the run has finished with another training function.
+            "never": raise an error. "must": always resume, and raise an error if there is no run or
+            no checkpoint.
         detached: The run outlives the driver: it is hosted in an actor, and `drawbar.train.attach`
             finds it by its name from any process on the cluster. Callbacks then run in that actor.
         secrets: Names of keys in `train_loop_config`, at any depth, whose values are not written to

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from drawbar.train._errors import CheckpointError
+from drawbar.train._errors import CheckpointError, UnsupportedFormatError
 from drawbar.train._metrics import Metrics, from_json, to_json
 from drawbar.train._storage.contents import (
     CHECKSUMS,
@@ -81,16 +81,28 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+MANIFEST_FORMAT = 1
+"""Format version of manifests. New optional fields do not change it."""
+
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, CheckpointError)
 """What decoding raises for data that is damaged, or names what it must not."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint consists of. It is the commit: without it there is no checkpoint.
+    """Content of a checkpoint. Writing it is the commit: without it there is no checkpoint.
 
-    `name` is that of its folder in the run, or says where it lies else (`places.py`). `validation`
-    is None if none was asked for. One that has ended is read from a file of its own;
-    its metrics are among `metrics` then.
+    Attributes:
+        name: Name of its directory in the run, or its location elsewhere (`places.py`).
+        index: Number of its report.
+        attempt: Number of the attempt that reported it.
+        world_size: Number of ranks of that attempt.
+        time: Time of the commit, in seconds since the epoch.
+        files: The user's files.
+        metrics: Reported metrics. A finished validation adds its metrics.
+        positions: Positions in the datasets.
+        run_id: Identifier of the run.
+        validation: None if no validation was requested.
+        format_version: Format version of the manifest.
     """
 
     name: str
@@ -101,9 +113,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[FileEntry, ...] = ()
     metrics: Metrics
     positions: dict[str, object] = {}
-    run_id: str = ""
+    run_id: str
     validation: Validation | None = None
-    version: int = 1
+    format_version: int = MANIFEST_FORMAT
 
     def __post_init__(self) -> None:
         check_checkpoint_name(self.name)
@@ -143,9 +155,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(plain), indent=1)
 
     @staticmethod
-    def decode(data: bytes) -> Manifest:
-        """Read a manifest. Raises `msgspec.MsgspecError` or `CheckpointError` if it is damaged."""
-        return msgspec.convert(from_json(msgspec.json.decode(data)), Manifest)
+    def decode(data: bytes, place: object = "the manifest") -> Manifest:
+        """Read a manifest that is stored at `place`.
+
+        Raises:
+            UnsupportedFormatError: A newer version of Drawbar has written it.
+            msgspec.MsgspecError, CheckpointError: It is damaged.
+        """
+        plain = from_json(msgspec.json.decode(data))
+        version = plain.get("format_version") if isinstance(plain, dict) else None
+        if isinstance(version, int) and version > MANIFEST_FORMAT:
+            raise UnsupportedFormatError.of(place, version, MANIFEST_FORMAT)
+        return msgspec.convert(plain, Manifest)
 
 
 def under_their_names(found: Mapping[str, Manifest]) -> list[Manifest]:
@@ -237,7 +258,7 @@ def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> Non
 def _read_manifest(place: Path | Folder, name: str) -> Manifest | None:
     try:
         data = read_file(place, name)
-        return None if data is None else Manifest.decode(data)
+        return None if data is None else Manifest.decode(data, f"{place}/{name}")
     except UNREADABLE:
         return None
     except OSError as error:

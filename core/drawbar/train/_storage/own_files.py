@@ -65,8 +65,11 @@ class OwnFiles:
         return read_file(self.path, name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write one of them where others find it."""
-        write_atomically(self.path / name, data, by_way_of=self.spare)
+        """Write a file where other processes find it."""
+        # Those who copy the run directory must not find temporary files; after the run it has no
+        # directory for them.
+        spare = self.spare if self.spare.is_dir() else None
+        write_atomically(self.path / name, data, by_way_of=spare)
 
     def delete(self, name: str) -> None:
         """Delete one of them, which may not be there."""

@@ -8,9 +8,11 @@
         logs/rank_N.log           every rank's full output
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
         broken/                   checkpoints that were damaged when a start looked at them
-        .staging/                 whatever is not committed yet; emptied when its attempt is over
+        .staging/                 files that are not committed yet
         .uncommitted/             what was handed over for a checkpoint that did not come about
-        .workers/                 how each worker process ended (_worker/sentinel.py)
+        .workers/                 exit reports of worker processes (_worker/sentinel.py)
+
+`.staging` and `.workers` are deleted when the run ends.
 
 Where the storage is not mounted, such as an object store, that is a work folder on the driver's
 node, and checkpoints, journal, logs, stacks and `trainer.pkl` lie in the storage.

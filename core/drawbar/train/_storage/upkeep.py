@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.own_files import OUTCOME
@@ -39,9 +40,24 @@ def set_aside(run: RunDirectory) -> None:
 
 
 def leave(run: RunDirectory) -> None:
-    """Remove the work folder, unless it has what a user has handed over and nobody else has."""
+    """Delete the directories that a run needs only while it is in progress.
+
+    Of a remote run, this is its whole work folder. Files that a user has handed over, and that are
+    not part of a checkpoint, stay.
+    """
+    _remove_at_once(run, run.path / ".workers")
+    if not run.staging.handed_over():
+        remove_tree(run.staging.path)
     if run.folder is not None and not run.staging.uncommitted.exists():
         remove_tree(run.path)
+
+
+def _remove_at_once(run: RunDirectory, folder: Path) -> None:
+    # A process that has just been killed may still write its exit report. By a rename, the path is
+    # gone before the files are, so that no late report brings it back.
+    with contextlib.suppress(OSError):
+        run.staging.path.mkdir(exist_ok=True)
+        remove_tree(run.staging.bury(folder))
 
 
 def leave_node(run: RunDirectory, rank: int) -> None:

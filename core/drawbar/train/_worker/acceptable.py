@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.train._storage.contents import MANIFEST, Contents, FileEntry
+from drawbar.train._storage.journal_file import JOURNAL
 from drawbar.train._storage.manifest import read_manifest
-from drawbar.train._storage.own_files import OWN_NAMES
+from drawbar.train._storage.own_files import OWN_NAMES, TRAINER
 from drawbar.train._storage.remote_folder import Folder
 from drawbar.train._storage.run_directory import RunDirectory
 
@@ -59,11 +60,14 @@ def check_upload_fn(function: object) -> None:
 
 @dataclass(frozen=True)
 class Grounds:
-    """Where a run lies on this node, looked up once, since each checkpoint is held against it.
+    """Directories of a run on this node that must not be reported as a checkpoint.
+
+    They are looked up once, since every checkpoint is compared with them.
 
     Attributes:
-        forbidden: The run's directory, its own folders in it, and all that they lie in.
-        inside: The run's own folders, which may come later.
+        forbidden: The run directory, its internal directories, and all parents, by device and
+            inode.
+        inside: The internal directories, which may be created later.
     """
 
     forbidden: dict[tuple[int, int], str]
@@ -71,7 +75,7 @@ class Grounds:
 
     @staticmethod
     def of(run: RunDirectory) -> Grounds:
-        """Look up where a run lies."""
+        """Look up the directories of a run."""
         roots = [RunDirectory(Path(os.path.realpath(place))) for place in run.local_places()]
         around = [
             str(own) for run in roots for own in (run.path, *run.path.parents, run.staging.path)
@@ -85,15 +89,17 @@ class Grounds:
 
 
 def check_place(directory: Path, grounds: Grounds) -> None:
-    """Check that a directory is not the run's own one, nor one around it.
+    """Check that a directory is neither internal to the run nor a parent of it.
 
     Raises:
-        ValueError: It is the storage path, the run's directory, one that they lie in, or one of the
-            run's own folders.
+        ValueError: It is the storage path, the run directory, a parent of them, or an internal
+            directory of the run.
     """
     found = _identity(directory)
-    if found in grounds.forbidden:
-        raise _refused(directory, grounds.forbidden[found])
+    own = None if found is None else grounds.forbidden.get(found)
+    # Filesystems reuse the inodes of deleted directories, so the path is looked up again.
+    if own is not None and _identity(own) == found:
+        raise _refused(directory, own)
     real = f"{os.path.realpath(directory)}/"
     for own in grounds.inside:
         if real.startswith(f"{own}/"):
@@ -175,9 +181,8 @@ def may_be_given_away(directory: Path, files: Sequence[FileEntry], run: RunDirec
 
 
 def _holds_run(place: str) -> bool:
-    return (
-        os.path.exists(f"{place}/journal.jsonl") and RunDirectory(Path(place)).staging.path.is_dir()
-    )
+    # A user may have a file named like the journal.
+    return all(os.path.exists(f"{place}/{name}") for name in (JOURNAL, TRAINER))
 
 
 def _is_text(name: str) -> bool:

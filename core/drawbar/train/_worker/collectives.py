@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 from drawbar.train._carry import carry
 from drawbar.train._messages import CollectiveCalled, CollectiveKind, Message, Wishes
 from drawbar.train._orders import CollectiveDone
+from drawbar.train._package_files import is_drawbar_frame
 from drawbar.train._worker.callers import Callers
 from drawbar.train._worker.mailbox import Mailbox
 from drawbar.train._worker.user_code import caller_line
+
+_CORE = "drawbar.train."
 
 
 class Collectives:
@@ -39,6 +43,7 @@ class Collectives:
         self._say = say
         self._mailbox = mailbox
         self._next = 0
+        self._next_of_user = 0
 
     @property
     def called(self) -> int:
@@ -52,15 +57,21 @@ class Collectives:
     def meet(
         self, kind: CollectiveKind, value: object = None, *, timeout: float | None = None
     ) -> list[Any]:
-        """Meet all ranks once; gives the values that came of it (none for a barrier)."""
+        """Run one collective call and return its values (none for a barrier)."""
         # What nobody reads is not packed: it may be large, or not pickle.
         gives = kind == "all_gather" or (kind == "broadcast_from_rank_zero" and self._rank == 0)
         payload = carry(value) if gives else None
-        where = caller_line()
+        where, is_users = caller_line(), not _is_called_by_integration()
         with self._order:
             self._callers.check_speaker("a collective")
             sequence, self._next = self._next, self._next + 1
-            self._say(CollectiveCalled(sequence=sequence, kind=kind, payload=payload, where=where))
+            number = self._next_of_user if is_users else None
+            self._next_of_user += is_users
+            self._say(
+                CollectiveCalled(
+                    sequence=sequence, number=number, kind=kind, payload=payload, where=where
+                )
+            )
         done = self._mailbox.wait((CollectiveDone, sequence), timeout=timeout)
         assert isinstance(done, CollectiveDone)
         return [p.unpack() for p in done.payloads if p is not None]
@@ -70,3 +81,11 @@ class Collectives:
         (wishes,) = self.meet("wishes")
         found: Wishes = wishes
         return found
+
+
+def _is_called_by_integration() -> bool:
+    """Return whether an integration made this collective call, and not the user's code."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_CORE):
+        frame = frame.f_back
+    return is_drawbar_frame(frame)

@@ -246,11 +246,10 @@ class Uploads:
         directory = Path(checkpoint.path)
         if not checkpoint.is_local or not directory.is_dir():
             raise FileNotFoundError(
-                f"report() was given the checkpoint {checkpoint!r}, which is not a directory "
-                f"on this worker's node ({os.uname().nodename}). That of checkpoint_dir() is gone "
-                "once it is reported, and so is one that any rank has handed over, by ASYNC or "
-                "delete_local_checkpoint_after_upload=True; one that lies in the run's storage "
-                "already is reported with CheckpointUploadMode.NO_UPLOAD"
+                f"report() received {checkpoint!r}, which is not a directory on this worker's "
+                f"node ({os.uname().nodename}). A directory of checkpoint_dir() is moved by its "
+                "report, so report it once; files in the run's storage need "
+                "CheckpointUploadMode.NO_UPLOAD"
             )
         in_staging = self._staging.holds(directory)
         if not in_staging:

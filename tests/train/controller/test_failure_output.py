@@ -1,0 +1,91 @@
+"""Output of a failed run: one account of the failure, at the user's line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import logging, os, sys, threading
+import ray
+from drawbar import train
+from drawbar.train import (
+    Checkpoint, DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig
+)
+
+def missing():
+    train.report({}, checkpoint=Checkpoint("/nonexistent/checkpoint"))
+
+def die():
+    if train.get_context().get_world_rank() == 1 and train.get_context().get_attempt() == 0:
+        os.kill(os.getpid(), 9)
+    train.collective.barrier()
+    raise ValueError("boom")
+
+lock = threading.Lock()
+
+def captures_a_lock():
+    lock.acquire()
+
+name, storage, num_workers = sys.argv[1:]
+if num_workers != "0":
+    ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR)
+DataParallelTrainer(
+    globals()[name],
+    scaling_config=ScalingConfig(num_workers=int(num_workers)),
+    run_config=RunConfig(
+        name="run",
+        storage_path=storage,
+        failure_config=FailureConfig(max_failures=int(name == "die")),
+    ),
+).fit()
+"""
+
+
+RunScript = Callable[[str, int], subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> RunScript:
+    """Run a function of the script, which must fail, on a number of workers."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run_script(name: str, num_workers: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), name, str(tmp_path / "runs"), str(num_workers)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1, done.stderr
+        return done
+
+    return run_script
+
+
+def test_missing_checkpoint_prints_its_message_once(run_script: RunScript) -> None:
+    done = run_script("missing", 2)
+    assert done.stderr.count("report() received Checkpoint") == 2  # a short headline, a traceback
+    assert done.stderr.count("need CheckpointUploadMode.NO_UPLOAD") == 1
+    assert ": the same FileNotFoundError (" in done.stderr
+
+
+def test_failure_is_in_the_exception_only_and_ray_prints_no_death(run_script: RunScript) -> None:
+    done = run_script("die", 2)
+    before, _, exception = done.stderr.partition("Traceback (most recent call last):\n  File")
+    assert before.count("killed by SIGKILL") == 1  # of the attempt that is followed by another one
+    assert "restarting: attempt 1 (max_failures: 0 of 1 left)" in before
+    assert "boom" not in before
+    assert "ValueError: boom" in exception
+    assert "(raylet)" not in done.stdout + done.stderr
+
+
+def test_preflight_error_starts_at_the_users_line(run_script: RunScript) -> None:
+    done = run_script("captures_a_lock", 0)
+    lines = done.stderr.splitlines()
+    files = [line for line in lines if line.startswith("  File ")]
+    assert "script.py" in files[0]
+    assert len(files) <= 2, done.stderr  # the user's line, and fit()
+    assert "cannot be sent to the workers" in done.stderr
+    assert "The above exception was the direct cause" not in done.stderr
