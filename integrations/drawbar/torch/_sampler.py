@@ -140,7 +140,7 @@ class EpochSampler(Sampler[T_co]):
         if get_length(self.source) is None:
             return self._iterate_stream(begin)
         self._stream = None
-        with OrderRandom(self.source, derive_seed(begin.seed, begin.epoch)):
+        with OrderRandom(self.source, derive_seed(begin.seed, begin.epoch)).drawing():
             order = list(self.source)
         self.current = self._locate(begin, order)
         return iter(
