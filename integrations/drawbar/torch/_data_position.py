@@ -174,8 +174,9 @@ class StateCounter:
     def record(self) -> object:
         """Return the dataset's state, or the loaded one if no batch has been requested since."""
         dataset = self._dataset()
-        is_readable = self._is_running and dataset is not None
-        return dataset.state_dict() if is_readable else self._loaded
+        if dataset is None or not self._is_running:
+            return self._loaded
+        return dataset.state_dict()
 
 
 class EpochCounter:
