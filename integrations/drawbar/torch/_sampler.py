@@ -24,8 +24,8 @@ from drawbar.torch._reproducibility import derive_seed
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-# Items of an unsized sampler drawn at once. Each draw changes the random state of the process, which
-# takes some 0.3 ms.
+# Items of an unsized sampler drawn at once. Each draw exchanges the random state of the process,
+# which takes some 0.3 ms.
 _MAX_BLOCK_SIZE = 1024
 
 
