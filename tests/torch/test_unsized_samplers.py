@@ -172,12 +172,19 @@ def test_unsized_batch_sampler_with_reproducibility_pads_the_last_turn(
     assert ranks == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [0, 1, 2]]]
 
 
+@pytest.mark.parametrize("num_loader_workers", [0, 1])
 @pytest.mark.parametrize("workers", [(1, 1), (2, 2), (2, 3), (3, 1)])
 def test_unsized_batch_sampler_resumed_gives_every_sample_once(
-    run_config: RunConfig, workers: tuple[int, int]
+    run_config: RunConfig, workers: tuple[int, int], num_loader_workers: int
 ) -> None:
     def loader() -> DataLoader[Any]:
-        return DataLoader(Ids(), batch_sampler=TokenBudgetBatches(1000), collate_fn=list)
+        return DataLoader(
+            Ids(),
+            batch_sampler=TokenBudgetBatches(1000),
+            collate_fn=list,
+            num_workers=num_loader_workers,
+            multiprocessing_context="fork" if num_loader_workers else None,
+        )
 
     samples = everything(interrupted(loader, run_config, *workers))
     assert sorted(set(samples)) == list(range(1000))

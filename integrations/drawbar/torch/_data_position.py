@@ -87,7 +87,8 @@ class BatchCounter:
             self._resume(previous.next_position)
 
     def _resume(self, position: Position) -> None:
-        if sampler := self._sampler():
+        sampler = self._sampler()
+        if sampler is not None:  # not `if sampler`, which calls its __len__
             sampler.go_on_from(position)
 
     def begin(self) -> None:
@@ -152,7 +153,8 @@ class StateCounter:
     def go_on_from(self, state: Any) -> None:
         """Load a recorded state into the dataset."""
         self._loaded = state
-        if dataset := self._dataset():
+        dataset = self._dataset()
+        if dataset is not None:
             dataset.load_state_dict(state)
 
     def follow(self, previous: Any) -> None:
@@ -172,7 +174,9 @@ class StateCounter:
     def record(self) -> object:
         """Return the dataset's state, or the loaded one if no batch has been requested since."""
         dataset = self._dataset()
-        return dataset.state_dict() if self._is_running and dataset else self._loaded
+        if dataset is None or not self._is_running:
+            return self._loaded
+        return dataset.state_dict()
 
 
 class EpochCounter:

@@ -131,7 +131,8 @@ class LoaderRegistry:
         self._prepared: set[LoaderIdentity] = set()
         self._ordinals = Multiset[LoaderIdentity]()
         recorded = keep_data_position("data_loaders", self.record)
-        self._unclaimed: dict[str, dict[str, Any]] = recorded or {}
+        # A copy, since ranks in threads of one process get the same object.
+        self._unclaimed: dict[str, dict[str, Any]] = dict(recorded or {})
 
     def tick(self) -> int:
         """Advance the registry's clock, which orders preparations and iterations."""

@@ -6,9 +6,9 @@ import random
 import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -23,9 +23,9 @@ _lock = threading.Lock()
 class OrderRandom:
     """Random state in which a sampler draws, separate from the state of the process.
 
-    Use it as a context manager around each draw. The first draw starts from the seed, and each
-    later draw continues where the previous one ended. So all ranks draw the same order, and the
-    training loop may draw random numbers in between.
+    The first `with random.drawing()` starts from the seed, and each later one continues where the
+    previous one ended. So all ranks draw the same order, and the training loop may draw random
+    numbers in between.
 
     Covers Python's `random`, NumPy's global generator, PyTorch's CPU generator, and the attribute
     `generator` of the sampler and of its `sampler`. A sampler whose `generator` is None gets one,
@@ -54,13 +54,25 @@ class OrderRandom:
         ]
         self._seed = seed
         self._state: Sequence[Any] | None = None
-        self._outer_state: Sequence[Any] = ()
 
-    def __enter__(self) -> None:
-        _lock.acquire()
-        for sampler, generator in self._added:
-            vars(sampler)["generator"] = generator
-        self._outer_state = self._capture()
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Make this the random state of the process."""
+        # A `with` statement, since an interrupt at any line must not leave the lock acquired.
+        with _lock:
+            outer_state = self._capture()
+            try:
+                for sampler, generator in self._added:
+                    vars(sampler)["generator"] = generator
+                self._activate()
+                yield
+            finally:
+                self._state = self._capture()
+                self._restore(outer_state)
+                for sampler, _ in self._added:
+                    vars(sampler)["generator"] = None
+
+    def _activate(self) -> None:
         if self._state is not None:
             self._restore(self._state)
             return
@@ -68,20 +80,6 @@ class OrderRandom:
             generator.manual_seed(self._seed)
         random.seed(self._seed)
         np.random.seed(self._seed % 2**32)  # NumPy accepts 32 bits
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self._state = self._capture()
-            self._restore(self._outer_state)
-            for sampler, _ in self._added:
-                vars(sampler)["generator"] = None
-        finally:
-            _lock.release()
 
     def _capture(self) -> Sequence[Any]:
         states = [generator.get_state() for generator in self._generators]
@@ -112,7 +110,7 @@ class OrderStream(Generic[T]):
 
     def __init__(self, source: Iterable[T], seed: int, head_size: int) -> None:
         self._random = OrderRandom(source, seed)
-        with self._random:
+        with self._random.drawing():
             self._items = iter(source)
         self._head_size = head_size
         self._checksum = PrefixChecksum()
@@ -121,7 +119,7 @@ class OrderStream(Generic[T]):
 
     def read(self, count: int) -> list[T]:
         """Return the next items, fewer than `count` at the end of the epoch."""
-        with self._random:
+        with self._random.drawing():
             block = list(islice(self._items, count))
         self.head += block[: self._head_size - len(self.head)]
         self._checksum.update(block)
