@@ -220,9 +220,7 @@ class NumberedRows:
         order: Callable[[list[Segment], Shuffle, int], Numbers] | None = None,
     ) -> None:
         ends = list(itertools.accumulate(blocks))
-        self._blocks: list[Segment] = [
-            range(end - rows, end) for rows, end in zip(blocks, ends, strict=True)
-        ]
+        self._blocks = [range(end - rows, end) for rows, end in zip(blocks, ends, strict=True)]
         self._rows = sum(blocks)
         self._equalize = equalize
         self._order = order
@@ -235,8 +233,9 @@ class NumberedRows:
 
     def rest(self, read: Sequence[Read], world_size: int) -> list[list[Segment]]:
         """Return the unread rows of each rank. Call it once per object."""
+        whole: list[Segment] = [*self._blocks]
         return rest(
-            self._blocks,
+            whole,
             read,
             world_size,
             split=self._split,
@@ -259,10 +258,9 @@ class NumberedRows:
         return left
 
     def _unread(self) -> list[Segment]:
-        if not self._read:
-            return self._blocks
-        if all(isinstance(each, range) for each in self._read):
-            return self._unread_ranges()
+        ranges = [each for each in self._read if isinstance(each, range)]
+        if len(ranges) == len(self._read):
+            return self._unread_ranges(ranges)
         import numpy as np
 
         is_unread = np.ones(self._rows, dtype=bool)
@@ -270,8 +268,8 @@ class NumberedRows:
             is_unread[np.asarray(each)] = False
         return _in_segments(np.flatnonzero(is_unread))
 
-    def _unread_ranges(self) -> list[Segment]:
-        read = merge_ranges(sorted((each.start, each.stop) for each in self._read if each))
+    def _unread_ranges(self, ranges: list[range]) -> list[Segment]:
+        read = merge_ranges(sorted((each.start, each.stop) for each in ranges))
         unread = [range(*each) for each in complement(read, self._rows)]
         return [
             common
