@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
 
 _SCALARS = (
-    bool | int | float | complex | str | bytes | None
-    | Path | Enum | datetime | timedelta | np.generic | np.ndarray
-)  # fmt: skip
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(Path, Enum, datetime, timedelta, np.generic, np.ndarray),
+)
 _CONTAINERS = (list, tuple, set, frozenset)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -21,12 +22,13 @@ def load_state_of_this_run(checkpoint: Checkpoint, path: str) -> TrainerState | 
     manifest = checkpoint.manifest
     if manifest is None or manifest.run_id != get_context().get_run_id():
         return None
-    return TrainerState.load_from_json(os.path.join(path, TRAINER_STATE_NAME))
+    state: TrainerState = TrainerState.load_from_json(os.path.join(path, TRAINER_STATE_NAME))
+    return state
 
 
 def was_stopped(state: TrainerState) -> bool:
     """Return whether a callback such as `EarlyStoppingCallback` stopped training at this step."""
-    control = (state.stateful_callbacks or {}).get(TrainerControl.__name__, {})
+    control = _saved_callbacks(state).get(TrainerControl.__name__, {})
     should_stop = isinstance(control, dict) and control.get("args", {}).get("should_training_stop")
     # The Trainer also sets it at the last step, which is no reason not to train more epochs.
     return bool(should_stop) and state.global_step < state.max_steps
@@ -43,12 +45,19 @@ def restore_callbacks(callbacks: list[TrainerCallback], state: TrainerState) -> 
     Unlike with `restore_callback_states_from_checkpoint=True`, the callbacks remain the user's
     objects, and keep the arguments they were created with.
     """
-    for name, saved in (state.stateful_callbacks or {}).items():
+    for name, saved in _saved_callbacks(state).items():
+        named = [each for each in callbacks if type(each).__name__ == name]
         states = saved if isinstance(saved, list) else [saved]
-        named = (each for each in callbacks if type(each).__name__ == name)
-        for callback, values in zip(named, states, strict=False):
+        # For several callbacks of a class, the Trainer appends their states at each save.
+        for callback, values in zip(named, states[-len(named) :], strict=False):
             if isinstance(callback, ExportableState):
                 vars(callback).update(values.get("attributes", {}))
+
+
+def _saved_callbacks(state: TrainerState) -> dict[str, Any]:
+    """Return the saved states by class name: one, or a list for several callbacks of a class."""
+    saved: Any = state.stateful_callbacks  # annotated as a list, which it is only before training
+    return saved if isinstance(saved, dict) else {}
 
 
 class SkipCompleteTraining(TrainerCallback):
