@@ -74,18 +74,10 @@ class BoostingTrainer(DataParallelTrainer):
             work = _declared(fit_class, given, datasets, keep_data=restarts)
         else:
             work = _the_function(train_loop_per_worker, given)
-        is_sharded = scaling_config is not None and scaling_config.max_workers > 1
-        averages = isinstance(work, Fit) and work.averages_percentiles and is_sharded
         if dataset_config is None:
-            group = work.columns.group if isinstance(work, Fit) else None
-            dataset_config = DataConfig(
-                datasets_to_split="all",
-                equalize="join",
-                group_column=group,
-                datasets_to_shuffle=("train",) if averages and group is None else (),
-            )
-        elif averages and not dataset_config.shuffles("train"):
-            _warn_of_order(work.params)
+            dataset_config = _default_data_config(work, scaling_config)
+        elif _needs_random_samples(work, scaling_config) and not dataset_config.shuffles("train"):
+            _warn_of_order()
         if isinstance(work, Fit):
             backend_config = backend_config.decided(runs_user_code=work.runs_user_code)
         super().__init__(
@@ -109,11 +101,31 @@ class BoostingTrainer(DataParallelTrainer):
                     check_dataset(name, dataset, work.columns)
 
 
-def _warn_of_order(params: Mapping[str, object]) -> None:
+def _default_data_config(
+    work: TrainFunction | Fit, scaling_config: ScalingConfig | None
+) -> DataConfig:
+    """Split all datasets and use every row; shuffle the training rows if the objective needs it."""
+    group = work.columns.group if isinstance(work, Fit) else None
+    shuffles = group is None and _needs_random_samples(work, scaling_config)
+    return DataConfig(
+        datasets_to_split="all",
+        equalize="join",
+        group_column=group,
+        datasets_to_shuffle=("train",) if shuffles else (),
+    )
+
+
+def _needs_random_samples(work: TrainFunction | Fit, scaling_config: ScalingConfig | None) -> bool:
+    """Return True if each worker needs a random sample of the training rows."""
+    is_split = scaling_config is not None and scaling_config.max_workers > 1
+    return is_split and isinstance(work, Fit) and work.averages_percentiles
+
+
+def _warn_of_order() -> None:
     warnings.warn(
-        f"The objective in params ({params.get('objective')!r}) averages leaf values over the "
-        "workers, so each worker needs a random sample of the rows, but dataset_config does not "
-        'shuffle "train". Unless the rows are in random order, set '
+        "The objective averages leaf values over the workers, so each worker needs a random sample "
+        'of the rows, but dataset_config does not shuffle "train". Unless the rows are in random '
+        "order, set "
         'DataConfig(datasets_to_split="all", equalize="join", datasets_to_shuffle=["train"]).',
         stacklevel=4,
     )
