@@ -127,7 +127,8 @@ class Pipe:
             return self._file.readline().decode().split()
         end = os.pidfd_open(process.pid)
         try:
-            ready = select.select([self._file, end], [], [])[0]
+            sources: list[Any] = [self._file, end]
+            ready = select.select(sources, [], [])[0]
         finally:
             os.close(end)
         assert self._file in ready, f"process {process.pid} ended with {process.wait()}"
