@@ -19,9 +19,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from benchmarks._soak_scenario import BATCH_SAMPLERS, Scenario
+from benchmarks._soak_scenario import SamplerKind, Scenario
 
 Item = tuple[int, tuple[int, ...]]
+EVAL_BATCH_SIZE = 2
 
 
 class Samples(Dataset[Item]):
@@ -72,6 +73,25 @@ class Shuffled(_Randomness, Sampler[int]):
         return iter(self.permute(self._samples))
 
 
+class ShuffledByEpoch(Sampler[int]):
+    """A sampler whose order follows from its epoch only."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._samples = scenario.samples
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._epoch)
+        return iter(torch.randperm(self._samples, generator=generator).tolist())
+
+
 class Unsized(_Randomness, Sampler[int]):
     """A sampler without a length that draws random numbers while it is iterated."""
 
@@ -119,35 +139,29 @@ class TokenBatches(_Randomness, Sampler[list[int]]):
             yield batch
 
 
-class BatchesWithEpoch(Sampler[list[int]]):
-    """A batch sampler whose order follows from its own seed and `set_epoch`."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self._scenario = scenario
-        self._epoch = 0
-        self.drop_last = scenario.drop_last
+class BatchesByEpoch(BatchSampler):
+    """A batch sampler that must be notified of the epoch, although its sampler cannot be."""
 
     def set_epoch(self, epoch: int) -> None:
         """Select the epoch."""
-        self._epoch = epoch
-
-    def _batches(self) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(self._epoch)
-        order = torch.randperm(self._scenario.samples, generator=generator).tolist()
-        size = self._scenario.batch_size or 1
-        batches = [order[first : first + size] for first in range(0, len(order), size)]
-        return [batch for batch in batches if len(batch) == size or not self.drop_last]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches())
-
-    def __len__(self) -> int:
-        return len(self._batches())
+        generator = torch.Generator().manual_seed(epoch)
+        self.sampler = torch.randperm(len(self.sampler), generator=generator).tolist()  # type: ignore[arg-type]
 
 
-def _make_batches(scenario: Scenario) -> Sampler[list[int]]:
-    sampler = RandomSampler(range(scenario.samples))
-    return BatchSampler(sampler, scenario.batch_size or 1, scenario.drop_last)
+def _batch(
+    make_sampler: Callable[[Scenario], Any], make_batches: type[BatchSampler] = BatchSampler
+) -> Callable[[Scenario], Sampler[list[int]]]:
+    """Return a function that creates a batch sampler over a sampler."""
+
+    def make(scenario: Scenario) -> Sampler[list[int]]:
+        size = scenario.batch_size or 1
+        return make_batches(make_sampler(scenario), size, scenario.drop_last)
+
+    return make
+
+
+def _make_shuffled(scenario: Scenario) -> Sampler[int]:
+    return RandomSampler(range(scenario.samples))
 
 
 def _make_weighted(scenario: Scenario) -> Sampler[int]:
@@ -155,16 +169,19 @@ def _make_weighted(scenario: Scenario) -> Sampler[int]:
     return WeightedRandomSampler(weights, scenario.samples)
 
 
-SAMPLERS: dict[str, Callable[[Scenario], Sampler[Any]]] = {
-    "shuffled": lambda scenario: RandomSampler(range(scenario.samples)),
+SAMPLERS: dict[SamplerKind, Callable[[Scenario], Sampler[Any]]] = {
+    "shuffled": _make_shuffled,
     "sequential": lambda scenario: SequentialSampler(range(scenario.samples)),
     "weighted": _make_weighted,
     "custom": Shuffled,
+    "custom_with_epoch": ShuffledByEpoch,
     "custom_unsized": Unsized,
     "endless": Endless,
-    "batches": _make_batches,
+    "batches": _batch(_make_shuffled),
+    "batches_with_epoch": _batch(lambda scenario: range(scenario.samples), BatchesByEpoch),
+    "batches_of_sampler_with_epoch": _batch(ShuffledByEpoch),
     "batches_unsized": TokenBatches,
-    "batches_with_epoch": BatchesWithEpoch,
+    "batches_of_unsized": _batch(Unsized),
 }
 
 
@@ -175,7 +192,7 @@ def make_train_loader(scenario: Scenario, seed: int) -> DataLoader[Any]:
         scenario: The scenario.
         seed: Seed of the loader's generator, if it has one.
     """
-    if scenario.sampler in BATCH_SAMPLERS:
+    if scenario.has_batch_sampler:
         batches = SAMPLERS[scenario.sampler](scenario)
         return _make_loader(scenario, seed, scenario.samples, batch_sampler=batches)
     batch_size, drop_last = scenario.batch_size, scenario.drop_last
@@ -186,9 +203,15 @@ def make_train_loader(scenario: Scenario, seed: int) -> DataLoader[Any]:
     return _make_loader(scenario, seed, scenario.samples, sampler=sampler, **options)
 
 
+def eval_samples(scenario: Scenario) -> int:
+    """Return the size of the evaluation dataset."""
+    return 1 + scenario.samples // 3
+
+
 def make_eval_loader(scenario: Scenario, seed: int) -> DataLoader[Any]:
-    """Create the evaluation loader: a third of the samples, shuffled to tell its epochs apart."""
-    return _make_loader(scenario, seed, 1 + scenario.samples // 3, batch_size=2, shuffle=True)
+    """Create the evaluation loader, which shuffles so that its epochs differ."""
+    samples = eval_samples(scenario)
+    return _make_loader(scenario, seed, samples, batch_size=EVAL_BATCH_SIZE, shuffle=True)
 
 
 def _make_loader(scenario: Scenario, seed: int, samples: int, **options: Any) -> DataLoader[Any]:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from benchmarks._soak_loaders import EVAL_BATCH_SIZE, eval_samples
 from benchmarks._soak_run import Part, Pass
-from benchmarks._soak_scenario import BATCH_SAMPLERS, Scenario
+from benchmarks._soak_scenario import Scenario
 
 FEWEST_FOR_DISTINCT_ORDERS = 12  # two permutations of so many samples are never equal by chance
 
@@ -85,8 +86,10 @@ def group_by_epoch(parts: Sequence[Part]) -> Iterator[Epoch]:
 def check_order(scenario: Scenario, order: Pass) -> Iterator[str]:
     """Check that an order has the samples that the sampler yields."""
     ids = list(chain(*order.batches))
-    wanted = range(1 + scenario.samples // 3 if order.loader == "eval" else scenario.samples)
-    match "shuffled" if order.loader == "eval" else scenario.sampler:
+    is_train = order.loader == "train"
+    wanted = range(scenario.samples if is_train else eval_samples(scenario))
+    drops_batch = scenario.drop_last and scenario.sampler != "batches_unsized"
+    match scenario.sampler if is_train else "shuffled":
         case "sequential":
             is_right = ids == list(wanted)
         case "weighted":
@@ -94,7 +97,7 @@ def check_order(scenario: Scenario, order: Pass) -> Iterator[str]:
         case "endless":
             cycles = [ids[at : at + len(wanted)] for at in range(0, len(ids), len(wanted))]
             is_right = all(len(set(cycle)) == len(cycle) for cycle in cycles)
-        case "batches" | "batches_with_epoch" if scenario.drop_last:
+        case kind if kind.startswith("batches") and drops_batch:
             size = scenario.batch_size or 1
             is_right = len(set(ids)) == len(ids) == len(wanted) // size * size
         case _:
@@ -119,16 +122,12 @@ def check_epochs_differ(scenario: Scenario, orders: dict[str, list[Pass]]) -> It
 
 def check_split(scenario: Scenario, epoch: Epoch, order: Pass) -> Iterator[str]:
     """Check that the ranks take turns in an order, each item once but for padding."""
-    takes_batches = epoch.loader == "train" and scenario.sampler in BATCH_SAMPLERS
-    drop_last = epoch.loader == "train" and scenario.drop_last
-    size = 2 if epoch.loader == "eval" else scenario.batch_size or 1
-    if takes_batches:
-        size = 1  # items are batches
+    is_train = epoch.loader == "train"
+    takes_batches = is_train and scenario.has_batch_sampler
+    drop_last = is_train and scenario.drop_last
+    is_endless = is_train and scenario.sampler == "endless"
+    size = 1 if takes_batches else (scenario.batch_size or 1) if is_train else EVAL_BATCH_SIZE
     wanted = list(_items(order, takes_batches))
-    is_endless = epoch.loader == "train" and scenario.sampler == "endless"
-    steps = scenario.steps if epoch.loader == "train" else None
-    has_length = scenario.sampler not in ("custom_unsized", "endless", "batches_unsized")
-
     stream: list[Hashable] = []
     is_over, world_size = False, 1
     for part in epoch.parts:
@@ -141,21 +140,18 @@ def check_split(scenario: Scenario, epoch: Epoch, order: Pass) -> Iterator[str]:
         if turns[0] or not stream:
             world_size = len(part)
         stream += chain.from_iterable(zip(*turns, strict=True))
-        left = len(wanted) - len(stream)
-        is_over = left < len(part) * size if drop_last else left <= 0
-        length = _length(len(wanted), len(part), size, drop_last=drop_last)
-        if has_length or epoch.loader == "eval":
-            found = {each.length for each in part}
-            if found != {length}:
-                yield f"len(loader) is {found}, expected {length}"
-    is_left_early = steps == sum(len(part[0].batches) for part in epoch.parts)
+        missing = len(wanted) - len(stream)
+        is_over = not is_endless and (missing < len(part) * size if drop_last else missing <= 0)
+        if scenario.has_length or not is_train:
+            length = _length(len(wanted), len(part), size, drop_last=drop_last)
+            if {each.length for each in part} != {length}:
+                yield f"len(loader) is {part[0].length} instead of {length}"
+    is_left_early = is_train and scenario.steps == sum(len(part[0].batches) for part in epoch.parts)
+    padding = stream[len(wanted) :]
     if stream[: len(wanted)] != wanted[: len(stream)]:
         yield f"the order differs from {wanted}: {_describe(epoch)}"
     elif not is_over and not is_left_early:
-        yield f"{len(wanted) - len(stream)} items are missing: {_describe(epoch)}"
-    padding = stream[len(wanted) :]
-    if is_endless:
-        return
+        yield f"{missing} items are missing: {_describe(epoch)}"
     if len(padding) >= world_size or not set(padding) <= set(wanted) or (padding and drop_last):
         yield f"{len(padding)} items are repeated on {world_size} ranks: {_describe(epoch)}"
 

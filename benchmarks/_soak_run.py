@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks._soak_loaders import Item, make_eval_loader, make_train_loader
-from benchmarks._soak_scenario import BATCH_SAMPLERS, Attempt, Scenario
+from benchmarks._soak_scenario import Attempt, Scenario
 from drawbar.torch import TorchTrainer, prepare_data_loader
 from drawbar.train import (
     FailureConfig,
@@ -130,7 +130,8 @@ class TrainLoop:
     def _train(self, train: DataLoader[Any], evaluation: DataLoader[Any]) -> None:
         scenario, progress = self._scenario, self._progress
         if scenario.set_epoch:
-            target: Any = train if scenario.set_epoch == "loader" else train.sampler
+            is_loader = scenario.set_epoch == "loader"
+            target: Any = train if is_loader else getattr(train, scenario.set_epoch)
             target.set_epoch(progress.epoch)
         for _ in self._record(train, "train", progress.epoch):
             progress.step += 1
@@ -278,7 +279,7 @@ def read_orders(scenario: Scenario, epochs: dict[str, int], limit: int) -> dict[
     # The complete order: the ranks drop the last samples after the split.
     scenario = dataclasses.replace(
         scenario,
-        drop_last=scenario.drop_last and scenario.sampler in BATCH_SAMPLERS,
+        drop_last=scenario.drop_last and scenario.has_batch_sampler,
         num_workers=0,
         persistent_workers=False,
     )

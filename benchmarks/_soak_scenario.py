@@ -12,26 +12,31 @@ SamplerKind = Literal[
     "sequential",
     "weighted",
     "custom",
+    "custom_with_epoch",
     "custom_unsized",
     "endless",
     "batches",
-    "batches_unsized",
     "batches_with_epoch",
+    "batches_of_sampler_with_epoch",
+    "batches_unsized",
+    "batches_of_unsized",
 ]
+SetEpoch = Literal["loader", "sampler", "batch_sampler"]
 Randomness = Literal["torch", "numpy", "python", "generator"]
 
-BATCH_SAMPLERS: tuple[SamplerKind, ...] = ("batches", "batches_unsized", "batches_with_epoch")
-CUSTOM: tuple[SamplerKind, ...] = ("custom", "custom_unsized", "endless", "batches_unsized")
 WEIGHTS: dict[SamplerKind, int] = {
     "shuffled": 5,
     "sequential": 2,
     "weighted": 2,
-    "custom": 3,
+    "custom": 2,
+    "custom_with_epoch": 1,
     "custom_unsized": 3,
     "endless": 2,
-    "batches": 3,
-    "batches_unsized": 3,
+    "batches": 2,
     "batches_with_epoch": 2,
+    "batches_of_sampler_with_epoch": 1,
+    "batches_unsized": 3,
+    "batches_of_unsized": 1,
 }
 MAX_ATTEMPTS = 4
 MAX_WORLD_SIZE = 4
@@ -76,8 +81,8 @@ class Scenario:
             the second batch of each epoch.
         is_per_epoch: Whether the function creates its loaders in each epoch.
         is_named: Whether the loaders have names.
-        set_epoch: Whether the function calls `loader.set_epoch`, `loader.sampler.set_epoch`, or
-            none of them.
+        set_epoch: The object on which the function calls `set_epoch`: the loader or one of its
+            attributes.
         epochs: Number of epochs.
         steps: Number of batches after which the function leaves an epoch with `break`.
         is_on_ray: Whether the ranks are Ray workers that die by SIGKILL, instead of threads.
@@ -97,11 +102,21 @@ class Scenario:
     evaluation: Literal["after_epoch", "in_epoch"] | None = None
     is_per_epoch: bool = False
     is_named: bool = False
-    set_epoch: Literal["loader", "sampler"] | None = None
+    set_epoch: SetEpoch | None = None
     epochs: int = 2
     steps: int | None = None
     is_on_ray: bool = False
     attempts: tuple[Attempt, ...] = (Attempt(world_size=2),)
+
+    @property
+    def has_batch_sampler(self) -> bool:
+        """Whether the training loader has a batch sampler of the user."""
+        return self.sampler.startswith("batches")
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the training loader has a length."""
+        return self.sampler != "endless" and not self.sampler.endswith("unsized")
 
     def __str__(self) -> str:
         """Return the fields that differ from their defaults."""
@@ -132,9 +147,8 @@ def draw_scenario(seed: int, number: int, *, is_on_ray: bool = False) -> Scenari
     """
     rng = random.Random(f"{seed}/{number}")
     (sampler,) = rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))
-    is_batch_sampler = sampler in BATCH_SAMPLERS
     samples = rng.choice([rng.randint(1, 8), rng.randint(9, 60)])
-    has_batches = is_batch_sampler or rng.random() < 0.95
+    has_batches = sampler.startswith("batches") or rng.random() < 0.95
     batch_size = rng.randint(1, 6) if has_batches else None
     num_workers = rng.choices([0, 1, 2], weights=[9, 1, 1])[0]
     is_per_epoch = rng.random() < 0.25
@@ -159,12 +173,20 @@ def draw_scenario(seed: int, number: int, *, is_on_ray: bool = False) -> Scenari
         evaluation=evaluation,  # type: ignore[arg-type]  # random.choices widens literals
         is_per_epoch=is_per_epoch,
         is_named=rng.random() < 0.4 or (is_per_epoch and evaluation is not None),
-        set_epoch=rng.choices([None, "loader", "sampler"], weights=[4, 1, 1])[0],  # type: ignore[arg-type]
+        set_epoch=_draw_set_epoch(rng, sampler),
         epochs=epochs,
         steps=steps,
         is_on_ray=is_on_ray,
         attempts=tuple(_draw_attempts(rng, epochs * (per_epoch + 2), is_on_ray)),
     )
+
+
+def _draw_set_epoch(rng: random.Random, sampler: SamplerKind) -> SetEpoch | None:
+    if rng.random() < 0.65:
+        return None
+    if sampler.startswith("batches"):
+        return rng.choice(("loader", "sampler", "batch_sampler"))
+    return rng.choice(("loader", "sampler"))
 
 
 def _draw_attempts(rng: random.Random, total_batches: int, is_on_ray: bool) -> Iterator[Attempt]:
