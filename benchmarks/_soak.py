@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import cloudpickle
+import ray
 
 from benchmarks import _soak_loaders, _soak_run, _soak_scenario
 from benchmarks._soak_oracle import Outcome, find_violations, group_by_epoch
@@ -72,6 +73,8 @@ def run_soak(scenarios: int, seed: int, only: int | None = None) -> int:
         Number of scenarios with violations.
     """
     warnings.simplefilter("ignore")
+    # More CPUs than this machine may have: Ray counts them, the ranks share them.
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     # Ray workers cannot import this package.
     for module in (_soak_loaders, _soak_run, _soak_scenario):
         cloudpickle.register_pickle_by_value(module)

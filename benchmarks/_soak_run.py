@@ -98,12 +98,11 @@ class TrainLoop:
     def run(self) -> list[Part]:
         """Run all epochs; return the parts."""
         scenario, progress = self._scenario, self._progress
-        train, evaluation = self._prepare()
-        is_first = True
+        loaders = None
         while progress.epoch < scenario.epochs:
-            if scenario.is_per_epoch and not is_first:
-                train, evaluation = self._prepare()
-            is_first = False
+            if loaders is None or scenario.is_per_epoch:
+                loaders = self._prepare()
+            train, evaluation = loaders
             if not progress.is_trained:
                 self._train(train, evaluation)
                 progress.is_trained, progress.step = True, 0

@@ -150,8 +150,7 @@ def draw_scenario(seed: int, number: int, *, is_on_ray: bool = False) -> Scenari
     samples = rng.choice([rng.randint(1, 8), rng.randint(9, 60)])
     has_batches = sampler.startswith("batches") or rng.random() < 0.95
     batch_size = rng.randint(1, 6) if has_batches else None
-    num_workers = rng.choices([0, 1, 2], weights=[9, 1, 1])[0]
-    is_per_epoch = rng.random() < 0.25
+    num_workers = rng.choices([0, 1, 2], weights=[18, 1, 1])[0]
     evaluation = rng.choices([None, "after_epoch", "in_epoch"], weights=[5, 2, 2])[0]
     epochs = rng.randint(2, 4)
     has_steps = sampler == "endless" or rng.random() < 0.15
@@ -171,8 +170,8 @@ def draw_scenario(seed: int, number: int, *, is_on_ray: bool = False) -> Scenari
         num_workers=num_workers,
         persistent_workers=num_workers > 0 and rng.random() < 0.5,
         evaluation=evaluation,  # type: ignore[arg-type]  # random.choices widens literals
-        is_per_epoch=is_per_epoch,
-        is_named=rng.random() < 0.4 or (is_per_epoch and evaluation is not None),
+        is_per_epoch=rng.random() < 0.25,
+        is_named=rng.random() < 0.4,
         set_epoch=_draw_set_epoch(rng, sampler),
         epochs=epochs,
         steps=steps,
