@@ -13,6 +13,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
     TensorDataset,
     get_worker_info,
@@ -63,7 +64,7 @@ SETTINGS = {
         "worker_init_fn",
         "dataset",
     ),
-    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order", "generator"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order"),
 }
 
 
@@ -108,14 +109,15 @@ def test_a_sequence_stays_in_order_and_a_shuffle_changes(fit: Callable[..., Resu
     assert three != four != one != three
 
 
-def test_the_loaders_generator_seeds_the_order(fit: Callable[..., Result]) -> None:
+def test_generator_of_the_loader_seeds_the_order(fit: Callable[..., Result]) -> None:
     def function() -> Any:
         orders = []
-        for seed in (1, 1, 2):
-            generator = torch.Generator()
-            generator.manual_seed(seed)
+        for number, seed in enumerate((1, 1, 2)):
+            generator = torch.Generator().manual_seed(seed)
+            state = generator.get_state()
             loader = DataLoader(numbers(), shuffle=True, generator=generator, collate_fn=collate)
-            orders.append(list(prepare_data_loader(loader)))
+            orders.append(list(prepare_data_loader(loader, name=f"loader {number}")))
+            assert torch.equal(generator.get_state(), state)
         return orders
 
     one, again, other = fit(function).return_value
@@ -137,6 +139,22 @@ def test_a_custom_batch_sampler_is_kept(fit: Callable[..., Result]) -> None:
     loader = DataLoader(numbers(), batch_sampler=batches, collate_fn=collate)
     result = fit(lambda: list(prepare_data_loader(loader)))
     assert result.return_value == [[0, 2], [4, 6], [1, 3]]
+
+
+def test_set_epoch_of_a_loader_with_batch_sampler_sets_the_order(
+    fit: Callable[..., Result],
+) -> None:
+    def function() -> Any:
+        batches = BatchSampler(RandomSampler(range(10)), 3, drop_last=False)
+        loader = prepare_data_loader(
+            DataLoader(numbers(), batch_sampler=batches, collate_fn=collate)
+        )
+        orders = [list(loader) for _ in range(3)]
+        loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+        return orders, list(loader)
+
+    orders, again = fit(function).return_value
+    assert again == orders[1] != orders[0]
 
 
 def test_loading_without_batches_is_kept(fit: Callable[..., Result]) -> None:

@@ -242,7 +242,7 @@ def test_other_data_begin_the_epoch_anew(run_config: RunConfig) -> None:
         first = train.get_checkpoint() is None
         loader = prepare_data_loader(DataLoader(Ids(100 if first else 90), 10, collate_fn=list))
         if not first:
-            with pytest.warns(UserWarning, match="10 of its 100 items .* now it has 90 items"):
+            with pytest.warns(UserWarning, match="10 of its 100 items, .* now it has 90 items"):
                 return list(chain(*loader))
         for _ in loader:
             save()
@@ -344,10 +344,3 @@ def test_set_epoch_goes_on_with_the_recorded_epoch_only(epoch: int, left: int) -
     sampler.set_epoch(epoch)
     assert [len(list(sampler)) for _ in range(2)] == [left, 60]
     assert sampler.upcoming == Position(seed=2**64 - 1, epoch=epoch + 2)
-
-
-def test_a_stream_of_indices_is_gone_on_with() -> None:
-    (sampler,) = [EpochSampler(iter(range(9)), rank=0, world_size=1, seed=0)]
-    sampler.go_on_from(Position(seed=0, consumed=4))
-    assert list(sampler) == [4, 5, 6, 7, 8]
-    assert sampler.current.after(3) == Position(seed=0, consumed=7)

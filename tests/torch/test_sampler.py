@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import count, islice
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, WeightedRandomSampler
 
-from drawbar.torch._sampler import EpochSampler, share, turns
+from drawbar.torch._sampler import EpochSampler, share
 
 
 def samplers(source: Any, world_size: int, **options: Any) -> list[EpochSampler[Any]]:
@@ -108,8 +107,17 @@ def test_a_batch_sampler_is_split_by_whole_batches() -> None:
     assert samplers(batches, 2)[0].batch_size == 3
 
 
-def test_a_stream_without_a_length_is_split_as_it_comes() -> None:
-    assert list(islice(turns(count(), 1, 3), 3)) == [1, 4, 7]
-    (sampler,) = samplers((item for item in range(3)), 1)
-    with pytest.raises(TypeError, match="generator has no length"):
-        len(sampler)
+class RecordsEpochs(RandomSampler):
+    """A sampler that is called with the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs = [*getattr(self, "epochs", []), epoch]
+
+
+def test_set_epoch_reaches_the_sampler_of_a_batch_sampler() -> None:
+    inner = RecordsEpochs(range(12))
+    (sampler,) = samplers(BatchSampler(inner, 3, drop_last=False), 1)
+    sampler.set_epoch(4)
+    list(sampler)
+    list(sampler)
+    assert inner.epochs == [4, 5]

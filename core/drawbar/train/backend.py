@@ -24,6 +24,7 @@ from drawbar.train._surroundings import enter_trial
 from drawbar.train._worker.addresses import node_address, worker_address
 from drawbar.train._worker.integration import (
     align_reports,
+    attempt_local,
     begin_training,
     collectives_called,
     common_checkpoint,
@@ -45,6 +46,7 @@ __all__ = [
     "WorkerGroupView",
     "align_reports",
     "as_public",
+    "attempt_local",
     "begin_training",
     "collectives_called",
     "common_checkpoint",

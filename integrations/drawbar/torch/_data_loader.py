@@ -9,17 +9,24 @@ kept.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from drawbar.torch._apart import meeting_of_our_own
-from drawbar.torch._data_position import BatchCounter, Counter, StateCounter, Stateful, keep
+from drawbar.torch._data_position import (
+    BatchCounter,
+    Counter,
+    EpochCounter,
+    StateCounter,
+    Stateful,
+)
 from drawbar.torch._devices import get_device
+from drawbar.torch._loader_registry import TrackedLoader, get_registry
 from drawbar.torch._reproducibility import chosen_seed, derive_seed
-from drawbar.torch._sampler import EpochSampler, Position
+from drawbar.torch._sampler import EpochSampler
 from drawbar.torch._transfer import moved
 from drawbar.train import collective, get_context
 
@@ -91,17 +98,21 @@ def prepare_data_loader(
     sampler = None
     if add_dist_sampler and not isinstance(loader.dataset, IterableDataset):
         sampler = _split(loader)
-    counter = _resume(loader, sampler, name) if resume else None
+    counter = _make_counter(loader, sampler)
+    tracked = get_registry().add(counter, name, loader.dataset, is_recorded=resume)
     device = get_device() if move_to_device else torch.device("cpu")
     # A batch that is fetched ahead would be in the dataset's state before it is used.
     ahead = auto_transfer and not isinstance(counter, StateCounter)
     return PreparedDataLoader(
-        loader, device, ahead=ahead, counter=counter, seeding=_seeding(loader, sampler)
+        loader, device, ahead=ahead, tracked=tracked, worker_seed=_replace_generator(loader)
     )
 
 
 class PreparedDataLoader(DataLoader[T]):
-    """A loader whose batches are moved to a device on the way; its attributes are `loader`'s."""
+    """A loader that moves its batches to a device and tracks its position.
+
+    All other attributes are those of the loader inside.
+    """
 
     def __init__(
         self,
@@ -109,23 +120,21 @@ class PreparedDataLoader(DataLoader[T]):
         device: torch.device,
         *,
         ahead: bool,
-        counter: Counter | None,
-        seeding: Callable[[], object],
+        tracked: TrackedLoader,
+        worker_seed: int,
     ) -> None:
-        # Without super().__init__(): `loader` has been made already, with settings that this one
-        # only shows.
+        # Without super().__init__(): all settings are those of `loader`.
         self._loader = loader
         self._device = device
         self._ahead = ahead
-        self._counter = counter
-        self._seeding = seeding
+        self._tracked = tracked
+        self._worker_seed = worker_seed
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # a plain iterator over the loader's own
-        self._seeding()
-        if self._counter is None:
-            return self._batches()
-        self._counter.begin()
-        return self._counter.count(self._batches())
+        self._tracked.begin()
+        seed = derive_seed(self._worker_seed, *self._tracked.counter.epoch_start)
+        self._loader.generator.manual_seed(seed)
+        return self._tracked.count(self._batches())
 
     def _batches(self) -> Iterator[T]:
         if self._device.type == "cpu":  # where the batches are
@@ -161,7 +170,8 @@ def _split(loader: DataLoader[object]) -> EpochSampler[object] | None:
     batches = loader.batch_sampler
     if batches is not None and loader.batch_size is None:  # the user's own: split by whole batches
         sampler = split(batches, bool(getattr(batches, "drop_last", False)))
-        exchanged = {"batch_sampler": sampler}
+        # Also as `sampler`, which PyTorch does not use then, for `loader.sampler.set_epoch()`.
+        exchanged = {"batch_sampler": sampler, "sampler": sampler}
     else:
         sampler = items = split(loader.sampler, loader.drop_last)
         exchanged = {"sampler": items}
@@ -173,54 +183,35 @@ def _split(loader: DataLoader[object]) -> EpochSampler[object] | None:
     return sampler
 
 
-def _resume(
-    loader: DataLoader[object], sampler: EpochSampler[object] | None, name: str | None
-) -> Counter | None:
-    """Keep the loader's position, if it has one, and go on from the recorded one."""
+def _make_counter(loader: DataLoader[object], sampler: EpochSampler[object] | None) -> Counter:
+    """Return the counter that can count most of a loader: samples, the dataset's state, epochs."""
     if sampler is not None:
-        # A subclass may merge or skip batches: then they do not tell how many items were taken.
-        one_to_one = type(loader).__iter__ is DataLoader.__iter__
-        counter = BatchCounter(sampler, (loader.batch_size or 1) if one_to_one else 0)
-        if recorded := keep(counter, name):
-            sampler.go_on_from(Position(**recorded))
-        return counter
+        # The batches of a subclass with its own `__iter__` may hold any number of items.
+        is_plain = type(loader).__iter__ is DataLoader.__iter__
+        return BatchCounter(sampler, (loader.batch_size or 1) if is_plain else 0)
     dataset = loader.dataset
-    # In worker processes lie copies of the dataset, whose state nobody here can ask for.
-    if loader.num_workers or not isinstance(dataset, IterableDataset):
-        return None
-    if not isinstance(dataset, Stateful):
-        return None
-    states = StateCounter(dataset)
-    if recorded := keep(states, name):
-        states.go_on_from(recorded)
-    return states
+    # Worker processes have copies of the dataset, whose state cannot be read from here.
+    is_readable = not loader.num_workers and isinstance(dataset, IterableDataset)
+    if is_readable and isinstance(dataset, Stateful):
+        return StateCounter(dataset)
+    return EpochCounter()
 
 
-def _seeding(
-    loader: DataLoader[object], sampler: EpochSampler[object] | None
-) -> Callable[[], object]:
-    """Give what seeds the loader's processes, by rank and place in the data, before each pass.
+def _replace_generator(loader: DataLoader[object]) -> int:
+    """Replace the loader's generator by one that is seeded before each epoch, and return the seed.
 
-    A loader without a generator of its own draws this seed from PyTorch's at the beginning of each
-    pass. One that goes on inside an epoch would then draw once more than an uninterrupted one, and
-    every dropout after it would be another. So it gets a generator.
+    PyTorch seeds the loader's worker processes from that generator, or from the global one. The
+    user's generator is the same on every rank, and starts from its seed again after a restart. A
+    draw from the global one would change the dropout of a run that resumes inside an epoch.
     """
     if loader.generator is not None:
-        return lambda: None
-    seed = chosen_seed()
-    if seed is None:
+        seed = loader.generator.initial_seed()
+    elif (reproducible_seed := chosen_seed()) is not None:
+        seed = reproducible_seed
+    else:
         seed = torch.initial_seed()
-    rank = get_context().get_world_rank()
-    generator = loader.generator = torch.Generator()
-    generator.manual_seed(derive_seed(seed, rank))
-    if sampler is None:
-        return lambda: None
-
-    def place() -> object:
-        begin = sampler.upcoming
-        return generator.manual_seed(derive_seed(seed, rank, begin.epoch, begin.consumed))
-
-    return place
+    loader.generator = torch.Generator()
+    return derive_seed(seed, get_context().get_world_rank())
 
 
 def _is_distributed(sampler: object) -> bool:

@@ -1,9 +1,9 @@
-"""How far the user has come with a loader, put into every checkpoint.
+"""Track how much of a data loader the training function has consumed.
 
-What counts is what the training function has received. The loader itself is ahead of that: its
-processes load several batches in advance, and one more is on its way to the GPU. So batches are
-counted where they are handed out, and multiplied by the samples of a batch and the number of ranks,
-which all receive the same number of batches between two reports.
+A batch counts when the training function receives it. The loader itself is ahead of that: its
+worker processes load several batches in advance, and one more may be on its way to the GPU. All
+ranks receive the same number of batches between two reports, so the position of all ranks is the
+number of batches times the batch size times the world size.
 """
 
 from __future__ import annotations
@@ -14,54 +14,92 @@ from dataclasses import asdict
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from drawbar.torch._sampler import EpochSampler, Position
-from drawbar.train.backend import keep_data_position
 
 T = TypeVar("T")
 
 
 class Counter(Protocol):
-    """Something that counts the batches of a loader as they are handed out."""
+    """Counts the batches of a loader as the training function receives them.
+
+    The counter of a loader may outlive it, so it must not keep the loader's dataset alive.
+
+    Attributes:
+        epoch_start: Epoch of the newest iteration, and samples of it that were consumed before.
+    """
+
+    epoch_start: tuple[int, int]
+
+    def go_on_from(self, state: Any) -> None:
+        """Resume from what `record` returned in an earlier attempt."""
+        ...
+
+    def follow(self, previous: Any) -> None:
+        """Continue after the epochs of an earlier loader, whose counter this is."""
+        ...
 
     def begin(self) -> None:
-        """Take note that an iteration begins; called before anything is loaded."""
+        """Begin an iteration; called before anything is loaded."""
         ...
 
     def count(self, batches: Iterator[T]) -> Iterator[T]:
-        """Hand the batches of that iteration out."""
+        """Yield the batches of that iteration."""
         ...
 
-    def record(self) -> dict[str, object] | None:
-        """Say what goes into a checkpoint made now."""
+    def record(self) -> object:
+        """Return the state for a checkpoint that is reported now, None if there is none."""
         ...
 
 
 class BatchCounter:
-    """The position of a loader whose sampler is an `EpochSampler`.
+    """Position of a loader whose sampler is an `EpochSampler`.
 
-    An iteration that is over, by its end or because it was left by `break`, is followed by the next
-    epoch, so that is what is recorded then.
+    The end of an iteration, also by `break`, ends its epoch. The next epoch is recorded then.
 
     Args:
         sampler: The loader's sampler or batch sampler.
-        items: How many of the sampler's items one batch holds; 0 if that is not known, so that only
-            whole epochs count.
+        items: Number of the sampler's items in a batch; 0 if it is unknown, so that only complete
+            epochs count.
     """
 
-    def __init__(self, sampler: EpochSampler[object], items: int) -> None:
-        self._sampler = sampler
-        self._items_of_all = items * sampler.num_replicas
+    def __init__(self, sampler: EpochSampler[Any], items: int) -> None:
+        # A running iteration keeps the sampler alive.
+        self._sampler = weakref.ref(sampler)
+        self._items_per_batch = items * sampler.num_replicas
         self._iteration = 0
-        self._begin: Position | None = None  # of the iteration that goes on, if one does
+        self._begin: Position | None = None  # of the running iteration
+        self._next = sampler.upcoming
         self._received = 0
+        self.epoch_start = (0, 0)
+
+    @property
+    def next_position(self) -> Position:
+        """Position at which the next iteration would begin."""
+        sampler = self._sampler()
+        return self._next if sampler is None else sampler.upcoming
+
+    def go_on_from(self, state: Any) -> None:
+        """Resume from a recorded position."""
+        self._resume(Position(**state))
+
+    def follow(self, previous: Any) -> None:
+        """Begin with the epoch after those of another loader, in the orders of its seed."""
+        if isinstance(previous, BatchCounter):
+            self._resume(previous.next_position)
+
+    def _resume(self, position: Position) -> None:
+        if sampler := self._sampler():
+            sampler.go_on_from(position)
 
     def begin(self) -> None:
-        """Take note that an iteration begins."""
+        """Begin an iteration."""
         self._iteration += 1
-        self._begin = self._sampler.upcoming
+        self._begin = self.next_position
+        self._next = Position(seed=self._begin.seed, epoch=self._begin.epoch + 1)
         self._received = 0
+        self.epoch_start = (self._begin.epoch, self._begin.consumed)
 
     def count(self, batches: Iterator[T]) -> Iterator[T]:
-        """Hand the batches of the newest iteration out."""
+        """Yield the batches of the newest iteration."""
         return self._count(batches, self._iteration)
 
     def _count(self, batches: Iterator[T], iteration: int) -> Iterator[T]:
@@ -74,75 +112,104 @@ class BatchCounter:
             if iteration == self._iteration:
                 self._begin = None
 
-    def record(self) -> dict[str, object]:
-        """Give the position as plain values."""
-        if self._begin is None:
-            return asdict(self._sampler.upcoming)
-        if self._received == 0:
+    def record(self) -> object:
+        """Return the position as a dict."""
+        sampler = self._sampler()
+        if self._begin is not None and self._received == 0:
             return asdict(self._begin)
-        return asdict(self._sampler.current.after(self._received * self._items_of_all))
+        if self._begin is None or sampler is None:
+            return asdict(self.next_position)
+        return asdict(sampler.position_after(self._received * self._items_per_batch))
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A dataset that knows how far it has been read, as plain values."""
+    """A dataset that can save and load its position as JSON values."""
 
     def state_dict(self) -> dict[str, object]:
-        """Give the position."""
+        """Return the position."""
         ...
 
     def load_state_dict(self, state: dict[str, object], /) -> object:
-        """Go on from a position."""
+        """Resume from a position."""
         ...
 
 
 class StateCounter:
-    """The position of a dataset that knows it: its own `state_dict`, while it is iterated."""
+    """State of a dataset with `state_dict`, while it is iterated.
+
+    Nothing is recorded between two iterations, because the next one begins from the start.
+    """
+
+    epoch_start = (0, 0)
 
     def __init__(self, dataset: Stateful) -> None:
-        self._dataset = dataset
-        self._running = False
-        self._recorded: dict[str, object] | None = None
+        # A running iteration keeps the dataset alive.
+        self._dataset = weakref.ref(dataset)
+        self._is_running = False
+        self._loaded: object = None
 
-    def go_on_from(self, state: dict[str, object]) -> None:
-        """Have the dataset begin there."""
-        self._recorded = state
-        self._dataset.load_state_dict(state)
+    def go_on_from(self, state: Any) -> None:
+        """Load a recorded state into the dataset."""
+        self._loaded = state
+        if dataset := self._dataset():
+            dataset.load_state_dict(state)
+
+    def follow(self, previous: Any) -> None:
+        """Begin from the start, after another loader."""
 
     def begin(self) -> None:
-        """Nothing has been taken from the dataset yet."""
+        """Begin an iteration; nothing has been read from the dataset yet."""
 
     def count(self, batches: Iterator[T]) -> Iterator[T]:
-        """Hand the batches out."""
-        self._running, self._recorded = True, None
+        """Yield the batches."""
+        self._is_running, self._loaded = True, None
         try:
             yield from batches
         finally:
-            self._running = False
+            self._is_running = False
 
-    def record(self) -> dict[str, object] | None:
-        """Give the dataset's state; nothing after an iteration, since the next begins anew."""
-        if not self._running:
-            return self._recorded
-        return self._dataset.state_dict()
+    def record(self) -> object:
+        """Return the dataset's state, or the loaded one if no batch has been requested since."""
+        dataset = self._dataset()
+        return dataset.state_dict() if self._is_running and dataset else self._loaded
 
 
-def keep(counter: Counter, name: str | None) -> Any:
-    """Record the position of a loader as long as it lives.
+class EpochCounter:
+    """Number of the epoch, for a loader whose samples cannot be counted.
 
-    Args:
-        counter: Counts the loader's batches.
-        name: Name of the loader, or None to number it.
-
-    Returns:
-        What the checkpoint has recorded that this attempt goes on from, None if nothing.
+    An interrupted epoch begins from its start after a restart.
     """
-    alive = weakref.ref(counter)
 
-    def record() -> dict[str, object] | None:
-        counter = alive()
-        return None if counter is None else counter.record()
+    def __init__(self) -> None:
+        self._next = 0
+        self._is_running = False
+        self.epoch_start = (0, 0)
 
-    if name is None:
-        return keep_data_position("data_loader", record, numbered=True)
-    return keep_data_position(f"data_loader:{name}", record)
+    def go_on_from(self, state: Any) -> None:
+        """Resume at a recorded epoch."""
+        self._next = state["epoch"]
+
+    def follow(self, previous: Any) -> None:
+        """Begin with the epoch after those of another loader."""
+        if isinstance(previous, EpochCounter):
+            self._next = previous._next
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self.epoch_start = (self._next, 0)
+        self._next += 1
+        self._is_running = True
+
+    def count(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches."""
+        epoch = self._next
+        try:
+            yield from batches
+        finally:
+            if epoch == self._next:
+                self._is_running = False
+
+    def record(self) -> object:
+        """Return the running epoch, or the next one."""
+        return {"epoch": self._next - self._is_running, "consumed": 0}

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -66,26 +64,6 @@ def derive_seed(*parts: int) -> int:
     """Mix numbers into a seed of 63 bits; any change of a part changes it thoroughly."""
     digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-@contextmanager
-def seeded(seed: int, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Seed Python, NumPy, PyTorch on the CPU and some generators, and put all back after."""
-    every = [torch.default_generator, *generators]
-    states = [generator.get_state() for generator in every]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    for generator in every:
-        generator.manual_seed(seed)
-    random.seed(seed)
-    # NumPy takes no more than 32 bits.
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        for generator, state in zip(every, states, strict=True):
-            generator.set_state(state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 def _set_seed(seed: int | None) -> None:

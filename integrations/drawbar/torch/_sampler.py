@@ -1,44 +1,42 @@
-"""One rank's share of what a sampler yields.
+"""One rank's share of a sampler's items.
 
-The order of an epoch depends on the seed and the epoch alone, not on the number of ranks: it is
-what the user's own sampler gives under that seed. The ranks take turns: of the first `world_size`
-items each gets one, and so on. So what all ranks together have consumed at any time is the
-beginning of one known order, and a `Position` of a few numbers says what is left, for any number of
-ranks; to go on from it is to begin the order later, at no cost.
+The order of an epoch depends on the seed and the epoch, not on the world size: it is the order that
+the user's sampler draws under that seed. In each *turn*, every rank takes one item. So the items
+that all ranks have consumed are a prefix of one known order. A `Position` of a few numbers
+describes that prefix, and training can resume from it on any number of ranks.
 """
 
 from __future__ import annotations
 
-import threading
+import inspect
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, TypeVar
 
-import torch
 from torch.utils.data import Sampler
 
-from drawbar.torch._reproducibility import derive_seed, seeded
+from drawbar.torch._order_stream import OrderRandom, OrderStream
+from drawbar.torch._reproducibility import derive_seed
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-_drawing = threading.Lock()  # random generators belong to the process, ranks may be its threads
+_BLOCK_SIZE = 64  # items drawn at once; changing the random state costs as much as some 50 items
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far all ranks together are in an epoch. Holds for any number of ranks.
+    """Progress of all ranks together in an epoch, valid for any world size.
 
     Args:
-        seed: What the order of every epoch follows from.
-        epoch: The epoch.
-        consumed: Items that the ranks together have consumed, padding not counted.
-        length: Items of the epoch; None before it has begun, or if it has no length.
-        check: Checksum of some items of the order: tells whether it is the same order again.
+        seed: Seed from which the order of every epoch is derived.
+        epoch: The epoch, from 0.
+        consumed: Items that all ranks together have consumed, without padding.
+        length: Items of the epoch; None before it has begun, or if the sampler has no length.
+        check: Checksum with which a resumed run verifies that the order is the same.
     """
 
     seed: int
@@ -48,29 +46,34 @@ class Position:
     check: int = 0
 
     def after(self, items: int) -> Position:
-        """Give the position so many items further on, at most at the end of the epoch."""
+        """Return the position after that many more items, at most the end of the epoch."""
         consumed = self.consumed + items
         return replace(self, consumed=min(consumed, self.length or consumed))
 
 
 class EpochSampler(Sampler[T_co]):
-    """Split a sampler, or a batch sampler, between the ranks; a new order each time it is iterated.
+    """Split a sampler or batch sampler between the ranks, with a new order in each epoch.
 
-    Whatever randomness the source has (that of PyTorch, NumPy, Python or its own generator), all
-    ranks see the same order, since it is drawn under a seed that they share. A source without a
-    length is split as it streams; it must then yield the same on every rank by itself.
+    All ranks draw the same order, because they share the seed under which the source draws. The
+    source may use the global generators of PyTorch, NumPy, or Python, or its attribute `generator`.
+
+    A source with a length is drawn at the beginning of the epoch. A source without a length is read
+    in blocks of 64 items, so it may be infinite.
 
     Args:
-        source: The sampler or batch sampler to split.
-        rank: This worker's rank.
+        source: The sampler or batch sampler. Each `iter(source)` must begin a new epoch.
+        rank: Rank of this worker.
         world_size: Number of ranks.
         seed: The same number on every rank.
-        drop_last: Whether the ranks get equally many items by leaving the last few out, or by
-            repeating the first few.
+        drop_last: Whether an incomplete last turn is dropped. By default it is padded with the
+            first items of the epoch.
 
     Attributes:
-        upcoming: Where the next iteration begins.
-        current: Where the newest iteration began.
+        upcoming: Position at which the next iteration begins.
+        current: Position at which the newest iteration began.
+
+    Raises:
+        TypeError: The source is a generator or another iterator that can be read only once.
     """
 
     def __init__(
@@ -82,38 +85,64 @@ class EpochSampler(Sampler[T_co]):
         seed: int,
         drop_last: bool = False,
     ) -> None:
+        # Classes with an `__iter__` method may begin a new epoch in it although they return self.
+        is_iterator = isinstance(source, Iterator)
+        if is_iterator and not inspect.isfunction(getattr(type(source), "__iter__", None)):
+            raise TypeError(
+                f"The sampler is a {type(source).__name__}, which can be read only once. Pass an "
+                "object whose __iter__ returns a new iterator for each epoch."
+            )
         self.source = source
         self.rank = rank
         self.num_replicas = world_size
         self.drop_last = drop_last
         self.upcoming = self.current = Position(seed=seed)
+        self._requested_epoch: int | None = None
+        self._stream: OrderStream[T_co] | None = None  # of the newest iteration
 
     def go_on_from(self, position: Position) -> None:
-        """Have the next iteration begin there, in the order that the position's seed gives."""
+        """Begin the next iteration at a position, in the order of that position's seed.
+
+        An epoch that `set_epoch` has requested before takes precedence.
+        """
         self.upcoming = self.current = position
+        if self._requested_epoch is not None:
+            self.set_epoch(self._requested_epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration goes through; without it, the one after the last.
+        """Set the epoch of the next iteration; the default is the one after the previous epoch.
 
-        The epoch that `go_on_from` is in is gone on with; any other is gone through from its
-        beginning.
+        If the next iteration would resume inside this epoch, it still does.
         """
+        self._requested_epoch = epoch
         if epoch != self.upcoming.epoch:
             self.upcoming = Position(seed=self.upcoming.seed, epoch=epoch)
 
+    def position_after(self, items: int) -> Position:
+        """Return the position after so many items of the newest iteration, of all ranks together.
+
+        Only items that this rank has already taken from the sampler, or padding, may be counted.
+        """
+        position = self.current.after(items)
+        if self._stream is None:
+            return position
+        consumed = min(position.consumed, self._stream.length or position.consumed)
+        return replace(position, consumed=consumed, check=self._stream.checksum(consumed))
+
     def __iter__(self) -> Iterator[T_co]:
         begin = self.upcoming
-        # Now and not at the end, which a loop that is left by `break` never comes to.
+        # Now and not at the end of the epoch, which a loop that is left by `break` never reaches.
         self.upcoming = Position(seed=begin.seed, epoch=begin.epoch + 1)
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(begin.epoch)
-        if not isinstance(self.source, Sized):
-            self.current = begin
-            return turns(islice(self.source, begin.consumed, None), self.rank, self.num_replicas)
-        seed = derive_seed(begin.seed, begin.epoch)
-        with _drawing, own_generators(self.source) as generators, seeded(seed, generators):
+        self._requested_epoch = None
+        for sampler in (getattr(self.source, "sampler", None), self.source):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(begin.epoch)
+        if get_length(self.source) is None:
+            return self._iterate_stream(begin)
+        self._stream = None
+        with OrderRandom(self.source, derive_seed(begin.seed, begin.epoch)):
             order = list(self.source)
-        self.current = self._in_order(begin, order)
+        self.current = self._locate(begin, order)
         return iter(
             share(
                 order,
@@ -124,31 +153,73 @@ class EpochSampler(Sampler[T_co]):
             )
         )
 
-    def _in_order(self, begin: Position, order: Sequence[object]) -> Position:
-        """Give where to begin in an order: at its beginning, if it is not the recorded one."""
+    def _locate(self, begin: Position, order: Sequence[object]) -> Position:
+        """Return the position to begin at: the start of the order if it is not the recorded one."""
         found = replace(begin, length=len(order), check=checksum(order))
         if begin.length is None or begin == found:
             return found
-        if self.rank == 0:
-            warnings.warn(
-                f"epoch {begin.epoch} of the data is begun anew: the checkpoint was made when "
-                f"{begin.consumed} of its {begin.length} items were consumed, and now it has "
-                f"{len(order)} items, or another order. Give the loader the same data and a "
-                "sampler whose order follows from PyTorch's, NumPy's or Python's seed, or "
-                "prepare_data_loader(..., resume=False)",
-                stacklevel=2,
-            )
+        self._warn_of_other_order(begin, f"now it has {len(order)} items, or another order")
         return replace(found, consumed=0)
 
+    def _iterate_stream(self, begin: Position) -> Iterator[T_co]:
+        stream = self._open_stream(begin)
+        is_same = stream.skip(begin.consumed) and stream.checksum(begin.consumed) == begin.check
+        if begin.consumed and not is_same:
+            self._warn_of_other_order(begin, "now it has fewer items, or another order")
+            begin = replace(begin, consumed=0)
+            stream = self._open_stream(begin)
+        self.current = replace(begin, length=None, check=0)
+        self._stream = stream
+        return self._share_stream(stream)
+
+    def _open_stream(self, begin: Position) -> OrderStream[T_co]:
+        seed = derive_seed(begin.seed, begin.epoch)
+        return OrderStream(self.source, seed, head_size=self.num_replicas)
+
+    def _share_stream(self, stream: OrderStream[T_co]) -> Iterator[T_co]:
+        world_size = self.num_replicas
+        block_size = -(-_BLOCK_SIZE // world_size) * world_size
+        while block := stream.read(block_size):
+            if extra := len(block) % world_size:  # only at the end of the epoch
+                if self.drop_last:
+                    block = block[:-extra]
+                else:
+                    block += islice(cycle(stream.head), world_size - extra)
+            yield from block[self.rank :: world_size]
+
+    def _warn_of_other_order(self, begin: Position, found: str) -> None:
+        if self.rank != 0:
+            return
+        items = "" if begin.length is None else f" of its {begin.length}"
+        warnings.warn(
+            f"Epoch {begin.epoch} of the data starts from its beginning: the checkpoint was saved "
+            f"after {begin.consumed}{items} items, and {found}. Use the same data and a sampler "
+            "that draws from the generators of PyTorch, NumPy, or Python, pass name= to tell "
+            "loaders apart, or set prepare_data_loader(..., resume=False).",
+            stacklevel=3,
+        )
+
     def __len__(self) -> int:
-        if not isinstance(self.source, Sized):
-            raise TypeError(f"the sampler {type(self.source).__name__} has no length")
-        return share_length(len(self.source), self.num_replicas, drop_last=self.drop_last)
+        length = get_length(self.source)
+        if length is None:
+            raise TypeError(f"The sampler {type(self.source).__name__} has no length.")
+        return share_length(length, self.num_replicas, drop_last=self.drop_last)
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # not set yet: this object is being copied or unpickled
             raise AttributeError(name)
         return getattr(self.source, name)
+
+
+def get_length(source: object) -> int | None:
+    """Return the length of a sampler, or None if it has none.
+
+    PyTorch's `BatchSampler` has `__len__`, which raises if its own sampler has no length.
+    """
+    try:
+        return len(source)  # type: ignore[arg-type]  # TypeError is handled
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def share(
@@ -166,34 +237,6 @@ def share_length(items: int, world_size: int, *, drop_last: bool) -> int:
     return items // world_size if drop_last else -(-items // world_size)
 
 
-def turns(items: Iterable[T], rank: int, world_size: int) -> Iterator[T]:
-    """Give each `world_size`-th item of a stream, as long as there is one for every rank."""
-    for turn in zip(*[iter(items)] * world_size, strict=False):
-        yield turn[rank]
-
-
 def checksum(order: Sequence[object]) -> int:
     """Give a number that tells orders apart, from some 64 items, however many there are."""
     return zlib.crc32(repr(order[:: max(1, len(order) // 64)]).encode())
-
-
-@contextmanager
-def own_generators(source: object) -> Iterator[list[torch.Generator]]:
-    """Give the generators that a sampler draws from; one that has none gets one meanwhile.
-
-    So the samplers of PyTorch do not depend on what other threads draw from the process's own.
-    """
-    samplers = [
-        each
-        for each in (source, getattr(source, "sampler", None))
-        if "generator" in getattr(each, "__dict__", {})
-    ]
-    without = [each for each in samplers if vars(each)["generator"] is None]
-    for each in without:
-        vars(each)["generator"] = torch.Generator()
-    try:
-        generators = (vars(each)["generator"] for each in samplers)
-        yield [each for each in generators if isinstance(each, torch.Generator)]
-    finally:
-        for each in without:
-            vars(each)["generator"] = None

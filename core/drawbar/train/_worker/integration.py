@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._worker.context import (
@@ -15,6 +15,27 @@ from drawbar.train._worker.context import (
 )
 
 _TRAININGS = "trainings begun"
+
+T = TypeVar("T")
+
+
+def attempt_local(factory: Callable[[], T]) -> T:
+    """Return this rank's object of a kind, which lives as long as the attempt.
+
+    For integrations that keep state between calls in a training function. A module's variables
+    would be shared by the ranks that run in threads of one process, and outlive the attempt.
+
+    Args:
+        factory: A class or function that makes the object at the first call. Later calls with the
+            same factory return the same object.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> registry = attempt_local(LoaderRegistry)
+    """
+    return current_session("attempt_local").get_local(factory)
 
 
 def keep_data_position(name: str, position: Callable[[], object], *, numbered: bool = False) -> Any:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -63,6 +63,8 @@ from drawbar.train._worker.uploads import (
 )
 from drawbar.train._worker.user_code import caller_line
 
+T = TypeVar("T")
+
 
 class StandIn(Protocol):
     """A program that runs in the place of the training function."""
@@ -102,8 +104,17 @@ class Session:
         self._next_report = assignment.first_index
         self._offers: dict[int, Offer] = {}
         self.remarks: list[str] = []
+        self._locals: dict[object, Any] = {}  # of integrations, by factory
         self.trainings = itertools.count(1)  # of the function, which may train several times
         self.program: StandIn | None = None
+
+    def get_local(self, factory: Callable[[], T]) -> T:
+        """Return the object of this attempt that a factory makes at the first call."""
+        with self._order:
+            if factory not in self._locals:
+                self._locals[factory] = factory()
+            made: T = self._locals[factory]
+        return made
 
     @property
     def is_unshared(self) -> bool:
