@@ -136,6 +136,20 @@ def test_only_padding_is_repeated(run_config: RunConfig) -> None:
     assert len(seen) == SAMPLES + 1
 
 
+@pytest.mark.parametrize("workers", [(4, 3), (3, 4), (2, 3), (1, 4)])
+def test_drop_last_resumed_on_other_world_size_drops_less_than_one_batch_per_worker(
+    run_config: RunConfig, workers: tuple[int, int]
+) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Ids(), 7, shuffle=True, drop_last=True, collate_fn=list)
+
+    result = interrupted(loader, run_config, *workers)
+    samples = everything(result)
+    dropped = (SAMPLES - 16 * 7 * workers[0]) % (7 * workers[1])
+    assert len(samples) == len(set(samples)) == SAMPLES - dropped
+    assert len({len(rank[-1]) for rank in result.return_values}) == 1
+
+
 @pytest.mark.parametrize("save_at", [2, 80])
 def test_going_on_loads_nothing_that_was_consumed(run_config: RunConfig, save_at: int) -> None:
     def function() -> int:

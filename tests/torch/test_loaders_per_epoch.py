@@ -20,7 +20,7 @@ from tests.train.seen import save, saved
 
 
 class Recorder:
-    """What the training function has received; saves and ends the first attempt at one place."""
+    """Received batches; saves and ends the first attempt at one place."""
 
     def __init__(self, is_place: Callable[[int, str, int], bool]) -> None:
         before = saved()

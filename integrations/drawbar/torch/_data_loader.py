@@ -1,9 +1,7 @@
-"""Data loaders in the training function: split between the ranks, their batches on the worker's
-device.
+"""Split data loaders between the ranks, and move their batches to the worker's device.
 
-A loader is copied and its sampler exchanged, rather than made anew from a list of settings, so that
-every setting it has, and every one that a coming version of PyTorch or a subclass gives it, is
-kept.
+A loader is copied and its sampler replaced. A new loader made from a list of settings would lose
+the settings of subclasses and later PyTorch versions.
 """
 
 from __future__ import annotations
@@ -42,34 +40,33 @@ def prepare_data_loader(
     resume: bool = True,
     name: str | None = None,
 ) -> DataLoader[T]:
-    """Split a loader's data between the workers, and put its batches on this worker's device.
+    """Split a data loader between the workers, and move its batches to this worker's device.
 
-    All ranks must call this, for the same loaders in the same order. What comes back is a
-    `DataLoader` with all settings of yours, and has the same number of batches on every rank.
+    All ranks must call this for the same loaders in the same order. All ranks get the same number
+    of batches.
 
-    The order of the data is that of your own sampler (shuffled or not, weighted, custom, or a batch
-    sampler), split between the ranks: each sample goes to one of them. A few are repeated so that
-    all ranks get equally many, or left out if the loader has `drop_last`. Each iteration is a new
-    epoch with its own order; `loader.sampler.set_epoch(n)` is honoured but not needed. The order
-    follows from the epoch and a seed that rank 0 gives: that of the loader's `generator`, or
-    `torch.initial_seed()`; it does not depend on the number of workers.
+    Your sampler sets the order of the samples. It may be a batch sampler, have no length, or be
+    endless. Each sample goes to one rank. To give all ranks the same number, the first few
+    are repeated at the end of the epoch, or the last few are dropped if the loader has `drop_last`.
+    Each iteration is a new epoch with a new order. `loader.sampler.set_epoch(n)` works, but is not
+    needed. The order is derived from the epoch and a seed of rank 0, which the loader's `generator`
+    or `torch.initial_seed()` gives. It does not depend on the number of workers.
 
-    Each checkpoint has the position in the data, and an attempt that starts from one goes on after
-    the samples that were received when it was reported, on any number of workers, without loading
-    what comes before: the first iteration gives the rest of the interrupted epoch. `len()` remains
-    that of a whole epoch. See the guide's page on data.
+    Each checkpoint contains the position in the data: the samples that the training function has
+    received when it reports the checkpoint. After a restart, the first iteration gives the rest of
+    the interrupted epoch, on any number of workers, without loading the samples before it. `len()`
+    remains the length of a whole epoch. A loader that is prepared once per epoch continues the
+    epochs of the previous one. See the guide's page on data.
 
-    A sampler that is distributed already is kept as it is, and an `IterableDataset` is left alone:
-    split it by `get_context().get_world_rank()` in its `__iter__`. Such loaders have no position,
-    but for an `IterableDataset` with `state_dict` and `load_state_dict` and `num_workers=0`, whose
-    state, as JSON, is kept. A subclass with an `__iter__` of its own goes on from the beginning of
-    the epoch.
+    A distributed sampler is kept as it is, and an `IterableDataset` is not split: use
+    `get_context().get_world_rank()` in its `__iter__`. These loaders begin an interrupted epoch
+    from its start, except for an `IterableDataset` with `state_dict` and `load_state_dict` and
+    `num_workers=0`, whose state is saved as JSON. So does a subclass with its own `__iter__`.
 
-    The loader's worker processes are seeded by the seed (of `enable_reproducibility`, or
-    `torch.initial_seed()`), the rank and the place in the data, which makes augmentations
-    repeatable and different on every rank. Nothing is drawn from PyTorch's own generator: where its
-    state is restored with the model, dropout goes on as if nothing had been interrupted. A
-    `generator` that the loader has is not replaced.
+    Worker processes of the loader are seeded from the seed of the loader's `generator`, or of
+    `enable_reproducibility`, or `torch.initial_seed()`, together with the rank, the epoch, and the
+    samples consumed. The prepared loader has its own generator for this. So augmentations differ
+    between ranks and epochs, and nothing is drawn from PyTorch's global generator.
 
     Args:
         data_loader: The loader; it is not changed.
@@ -78,13 +75,23 @@ def prepare_data_loader(
             lists, tuples, dataclasses and objects with a method `to`.
         auto_transfer: On a GPU, copy the next batch while the model works on this one. Give the
             loader `pin_memory=True`, otherwise the copy has to wait.
-        resume: Whether checkpoints have this loader's position.
-        name: Tells this loader from others over restarts. Default: its number, in the order of the
-            calls; so name the loaders if that order changes.
+        resume: Whether checkpoints contain this loader's position.
+        name: Identifies the loader after a restart. By default, it is identified by the line that
+            prepares it, and the type and length of its dataset. Loaders of the same name, for
+            example one per epoch, form one sequence of epochs.
+
+    Returns:
+        A `DataLoader` with the attributes of yours, except for samplers and `generator`.
 
     Raises:
-        TypeError: It is not a `torch.utils.data.DataLoader`.
+        TypeError: It is not a `torch.utils.data.DataLoader`, or its sampler is a generator object.
         RuntimeError: Called outside a training function.
+
+    Example:
+        >>> loader = prepare_data_loader(DataLoader(dataset, batch_size=64, shuffle=True))
+        >>> for epoch in range(start_epoch, 3):
+        ...     for batch in loader:
+        ...         loss = train_step(batch)
     """
     get_context()  # raises outside a training function
     if isinstance(data_loader, PreparedDataLoader):
@@ -111,7 +118,7 @@ def prepare_data_loader(
 class PreparedDataLoader(DataLoader[T]):
     """A loader that moves its batches to a device and tracks its position.
 
-    All other attributes are those of the loader inside.
+    All other attributes come from the loader inside.
     """
 
     def __init__(
@@ -123,7 +130,7 @@ class PreparedDataLoader(DataLoader[T]):
         tracked: TrackedLoader,
         worker_seed: int,
     ) -> None:
-        # Without super().__init__(): all settings are those of `loader`.
+        # Without super().__init__(): all settings come from `loader`.
         self._loader = loader
         self._device = device
         self._ahead = ahead
@@ -151,7 +158,7 @@ class PreparedDataLoader(DataLoader[T]):
 
 
 def _split(loader: DataLoader[object]) -> EpochSampler[object] | None:
-    """Exchange the sampler of a loader, unless it is a distributed one."""
+    """Replace the sampler of a loader by one for this rank, unless it is a distributed one."""
     if _is_distributed(loader.sampler) or _is_distributed(loader.batch_sampler):
         return None
     context = get_context()
@@ -168,7 +175,7 @@ def _split(loader: DataLoader[object]) -> EpochSampler[object] | None:
     exchanged: dict[str, object]
     sampler: EpochSampler[object]
     batches = loader.batch_sampler
-    if batches is not None and loader.batch_size is None:  # the user's own: split by whole batches
+    if batches is not None and loader.batch_size is None:  # custom: split by whole batches
         sampler = split(batches, bool(getattr(batches, "drop_last", False)))
         # Also as `sampler`, which PyTorch does not use then, for `loader.sampler.set_epoch()`.
         exchanged = {"batch_sampler": sampler, "sampler": sampler}
@@ -177,8 +184,8 @@ def _split(loader: DataLoader[object]) -> EpochSampler[object] | None:
         exchanged = {"sampler": items}
         if loader.batch_size is not None:
             exchanged["batch_sampler"] = BatchSampler(items, loader.batch_size, loader.drop_last)
-    # DataLoader refuses to have these set, since an iterator may be running; this copy has none
-    # yet.
+    # DataLoader does not allow setting these, because an iterator may be running. This copy has
+    # none yet.
     vars(loader).update(exchanged, _iterator=None)
     return sampler
 

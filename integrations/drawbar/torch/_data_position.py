@@ -82,7 +82,7 @@ class BatchCounter:
         self._resume(Position(**state))
 
     def follow(self, previous: Any) -> None:
-        """Begin with the epoch after those of another loader, in the orders of its seed."""
+        """Begin with the next epoch of another loader, with the same seed."""
         if isinstance(previous, BatchCounter):
             self._resume(previous.next_position)
 
@@ -191,7 +191,7 @@ class EpochCounter:
         self._next = state["epoch"]
 
     def follow(self, previous: Any) -> None:
-        """Begin with the epoch after those of another loader."""
+        """Begin with the next epoch of another loader."""
         if isinstance(previous, EpochCounter):
             self._next = previous._next
 

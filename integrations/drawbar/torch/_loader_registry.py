@@ -212,8 +212,8 @@ def match_recorded(
     """Return the key of the position in a checkpoint that belongs to a loader without a name.
 
     Positions of the same identity match. Otherwise the positions are considered that match no other
-    loader prepared in this attempt: first those of the same place and dataset, then those of the
-    same dataset, since the program may have been edited, and then those of the same place.
+    loader prepared in this attempt: first with the same place and dataset, then with the same
+    dataset, since the program may have been edited, and then with the same place.
 
     Args:
         identity: Identity of the loader.

@@ -194,8 +194,8 @@ class EpochSampler(Sampler[T_co]):
         warnings.warn(
             f"Epoch {begin.epoch} of the data starts from its beginning: the checkpoint was saved "
             f"after {begin.consumed}{items} items, and {found}. Use the same data and a sampler "
-            "that draws from the generators of PyTorch, NumPy, or Python, pass name= to tell "
-            "loaders apart, or set prepare_data_loader(..., resume=False).",
+            "that draws from the generators of PyTorch, NumPy, or Python, pass name= to "
+            "distinguish loaders, or set prepare_data_loader(..., resume=False).",
             stacklevel=3,
         )
 
