@@ -129,9 +129,7 @@ class TrainLoop:
     def _train(self, train: DataLoader[Any], evaluation: DataLoader[Any]) -> None:
         scenario, progress = self._scenario, self._progress
         if scenario.set_epoch:
-            is_loader = scenario.set_epoch == "loader"
-            target: Any = train if is_loader else getattr(train, scenario.set_epoch)
-            target.set_epoch(progress.epoch)
+            getattr(train, scenario.set_epoch).set_epoch(progress.epoch)
         for _ in self._record(train, "train", progress.epoch):
             progress.step += 1
             if scenario.evaluation == "in_epoch" and progress.step == EVALUATION_STEP:

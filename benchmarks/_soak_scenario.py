@@ -21,7 +21,7 @@ SamplerKind = Literal[
     "batches_unsized",
     "batches_of_unsized",
 ]
-SetEpoch = Literal["loader", "sampler", "batch_sampler"]
+SetEpoch = Literal["sampler", "batch_sampler"]
 Randomness = Literal["torch", "numpy", "python", "generator"]
 
 WEIGHTS: dict[SamplerKind, int] = {
@@ -81,8 +81,7 @@ class Scenario:
             the second batch of each epoch.
         is_per_epoch: Whether the function creates its loaders in each epoch.
         is_named: Whether the loaders have names.
-        set_epoch: The object on which the function calls `set_epoch`: the loader or one of its
-            attributes.
+        set_epoch: Attribute of the prepared loader on which the function calls `set_epoch`.
         epochs: Number of epochs.
         steps: Number of batches after which the function leaves an epoch with `break`.
         is_on_ray: Whether the ranks are Ray workers that die by SIGKILL, instead of threads.
@@ -181,11 +180,9 @@ def draw_scenario(seed: int, number: int, *, is_on_ray: bool = False) -> Scenari
 
 
 def _draw_set_epoch(rng: random.Random, sampler: SamplerKind) -> SetEpoch | None:
-    if rng.random() < 0.65:
+    if rng.random() < 0.7:
         return None
-    if sampler.startswith("batches"):
-        return rng.choice(("loader", "sampler", "batch_sampler"))
-    return rng.choice(("loader", "sampler"))
+    return rng.choice(("sampler", "batch_sampler")) if sampler.startswith("batches") else "sampler"
 
 
 def _draw_attempts(rng: random.Random, total_batches: int, is_on_ray: bool) -> Iterator[Attempt]:
