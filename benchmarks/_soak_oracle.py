@@ -1,4 +1,4 @@
-"""Violations of the documented behaviour of loaders (docs/data.md) in what a run consumed.
+"""Find violations of the documented behaviour of loaders (docs/data.md) in recorded samples.
 
 Pure functions over recorded samples: this module knows the documentation, not the implementation.
 """
@@ -48,7 +48,7 @@ class Epoch:
 
     @property
     def is_in_one_part(self) -> bool:
-        """Whether one attempt consumed all samples."""
+        """True if one attempt consumed all samples."""
         return sum(any(each.batches for each in part) for part in self.parts) <= 1
 
 

@@ -62,7 +62,7 @@ class Pass:
 
 
 Part = list[list[Pass]]
-"""What an attempt consumed up to the checkpoint from which the next one resumes, by rank."""
+"""Samples of an attempt up to the checkpoint from which the next one resumes, by rank."""
 
 
 @dataclass
@@ -199,7 +199,7 @@ def train(config: dict[str, Any]) -> list[Part]:
 
 
 def run_scenario(scenario: Scenario) -> list[Part]:
-    """Run all attempts of a scenario; return what they consumed.
+    """Run all attempts of a scenario; return their samples.
 
     Raises:
         TrainingFailedError: The run failed for another reason than the planned ones.

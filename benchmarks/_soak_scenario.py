@@ -109,12 +109,12 @@ class Scenario:
 
     @property
     def has_batch_sampler(self) -> bool:
-        """Whether the training loader has a batch sampler of the user."""
+        """True if the training loader has a custom batch sampler."""
         return self.sampler.startswith("batches")
 
     @property
     def has_length(self) -> bool:
-        """Whether the training loader has a length."""
+        """True if the training loader has a length."""
         return self.sampler != "endless" and not self.sampler.endswith("unsized")
 
     def __str__(self) -> str:
