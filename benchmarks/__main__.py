@@ -1,9 +1,13 @@
-"""`python -m benchmarks [--rounds N] [--only NAME]... [--list] [--results DIR]`."""
+"""`python -m benchmarks [--rounds N] [--only NAME]... [--list] [--results DIR]`.
+
+`python -m benchmarks soak` runs the soak test of data loaders instead.
+"""
 
 from __future__ import annotations
 
 import argparse
 import compileall
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,4 +96,9 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["soak"]:
+        from benchmarks import _soak  # needs PyTorch, which the benchmarks import in subprocesses
+
+        _soak.main(sys.argv[2:])
+    else:
+        main()

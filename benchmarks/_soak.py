@@ -1,0 +1,114 @@
+"""Run random scenarios of interrupted training, and check the samples that each rank consumed.
+
+    python -m benchmarks soak --scenarios 1000 --seed 7
+
+Each scenario is a training function with data loaders, and a plan of its interruptions
+(`_soak_scenario`). The ranks are threads of this process. One of 50 scenarios runs on Ray workers,
+which die by SIGKILL. The recorded samples (`_soak_run`) must agree with docs/data.md
+(`_soak_oracle`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import logging
+import secrets
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+
+import cloudpickle
+import ray
+
+from benchmarks import _soak_loaders, _soak_run, _soak_scenario
+from benchmarks._soak_oracle import Outcome, find_violations, group_by_epoch
+from benchmarks._soak_run import Part, Pass, read_orders, run_scenario
+from benchmarks._soak_scenario import Scenario, draw_scenario
+
+ON_RAY_EVERY = 50
+PROGRESS_EVERY = 100
+SHOWN = 3  # violations of a scenario, each up to this length:
+SHOWN_LENGTH = 300
+
+
+def check_scenario(scenario: Scenario) -> list[str]:
+    """Run a scenario and its references; return a line for each violation."""
+    parts = run_scenario(scenario)
+    outcome = Outcome(parts, _read_orders(scenario, parts), _run_uninterrupted(scenario, parts))
+    return list(find_violations(scenario, outcome))
+
+
+def _read_orders(scenario: Scenario, parts: Sequence[Part]) -> dict[str, list[Pass]]:
+    epochs, limit = Counter[str](), 0
+    for epoch in group_by_epoch(parts):
+        epochs[epoch.loader] = max(epochs[epoch.loader], epoch.number + 1)
+        batches = (batch for part in epoch.parts for each in part for batch in each.batches)
+        limit = max(limit, sum(map(len, batches)))
+    return read_orders(scenario, dict(epochs), limit)
+
+
+def _run_uninterrupted(scenario: Scenario, parts: Sequence[Part]) -> Part | None:
+    """Run a scenario without interruptions, if all attempts had the same world size."""
+    if len({len(part) for part in parts}) > 1:
+        return None
+    attempt = dataclasses.replace(scenario.attempts[0], checkpoints=(), stop=None)
+    (part,) = run_scenario(dataclasses.replace(scenario, attempts=(attempt,), is_on_ray=False))
+    return part
+
+
+def run_soak(scenarios: int, seed: int, only: int | None = None) -> int:
+    """Run scenarios and print the violations of each.
+
+    Args:
+        scenarios: Number of scenarios.
+        seed: Seed from which the scenarios are drawn.
+        only: Number of the only scenario to run; None for all.
+
+    Returns:
+        Number of scenarios with violations.
+    """
+    warnings.simplefilter("ignore")
+    # More CPUs than this machine may have: Ray counts them, the ranks share them.
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    # Ray workers cannot import this package.
+    for module in (_soak_loaders, _soak_run, _soak_scenario):
+        cloudpickle.register_pickle_by_value(module)
+    failed, begin = 0, time.perf_counter()
+    for number in range(scenarios) if only is None else [only]:
+        is_on_ray = number % ON_RAY_EVERY == ON_RAY_EVERY - 1
+        scenario = draw_scenario(seed, number, is_on_ray=is_on_ray)
+        console = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
+                violations = check_scenario(scenario)
+        except Exception as error:
+            violations = [f"{type(error).__name__}: {error}"]
+        if violations:
+            failed += 1
+            print(f"scenario {number} of seed {seed} failed: {scenario}")
+            for violation in violations if only is not None else violations[:SHOWN]:
+                print(f"  {violation if only is not None else violation[:SHOWN_LENGTH]}")
+            print(console.getvalue() if only is not None else "", end="", flush=True)
+        if (number + 1) % PROGRESS_EVERY == 0:
+            seconds = time.perf_counter() - begin
+            print(f"{number + 1} scenarios in {seconds:.0f} s, {failed} failed", flush=True)
+    return failed
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command `python -m benchmarks soak`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description=__doc__)
+    parser.add_argument("--scenarios", type=int, default=1000, help="number of scenarios (1000)")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="run a single scenario")
+    options = parser.parse_args(arguments)
+    logging.getLogger("drawbar").setLevel(logging.ERROR)
+    print(f"seed {options.seed}", flush=True)
+    failed = run_soak(options.scenarios, options.seed, options.only)
+    print(f"{failed} scenarios failed" if failed else "all scenarios passed")
+    sys.exit(failed > 0)

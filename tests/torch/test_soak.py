@@ -1,0 +1,55 @@
+"""Tests of the soak test of data loaders: a fixed part of it, and what its oracle reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks._soak import check_scenario
+from benchmarks._soak_oracle import Outcome, find_violations
+from benchmarks._soak_run import Pass
+from benchmarks._soak_scenario import Attempt, Scenario, draw_scenario
+
+SEED = 1
+SCENARIOS = 30
+
+
+@pytest.mark.parametrize("number", range(SCENARIOS))
+def test_loader_in_random_scenario_behaves_as_documented(number: int) -> None:
+    scenario = draw_scenario(SEED, number)
+    assert check_scenario(scenario) == [], scenario
+
+
+def test_draw_scenario_with_equal_seeds_returns_equal_scenarios() -> None:
+    assert draw_scenario(1, 2) == draw_scenario(1, 2) != draw_scenario(1, 3)
+
+
+SEQUENTIAL = Scenario(
+    sampler="sequential", samples=5, batch_size=1, epochs=1, attempts=(Attempt(world_size=2),)
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "violation"),
+    [
+        ([[0, 2, 4], [1, 3, 0]], None),
+        ([[0, 2], [1, 3]], "1 items are missing"),
+        ([[0, 2, 4], [1, 3]], "different numbers of batches"),
+        ([[1, 2, 4], [0, 3, 0]], "the order differs"),
+        ([[0, 2, 4, 1], [1, 3, 0, 2]], "3 items are repeated"),
+    ],
+)
+def test_find_violations_reports_lost_and_repeated_samples(
+    ranks: list[list[int]], violation: str | None
+) -> None:
+    part = [[Pass("train", 0, 3, [[item] for item in items])] for items in ranks]
+    order = Pass("train", 0, None, [[item] for item in range(5)])
+    found = list(find_violations(SEQUENTIAL, Outcome([part], {"train": [order]}, None)))
+    assert len(found) == (violation is not None)
+    assert all(violation in each for each in found if violation)
+
+
+def test_find_violations_with_dropped_samples_accepts_one_less_than_ranks() -> None:
+    scenario = Scenario(sampler="sequential", samples=5, batch_size=1, drop_last=True)
+    part = [[Pass("train", 0, 2, [[0], [2]])], [Pass("train", 0, 2, [[1], [3]])]]
+    order = Pass("train", 0, None, [[item] for item in range(5)])
+    assert list(find_violations(scenario, Outcome([part], {"train": [order]}, None))) == []
