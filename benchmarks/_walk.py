@@ -19,14 +19,14 @@ from unittest import mock
 
 from drawbar import train
 from drawbar.train._console import console
-from drawbar.train._console.views import PlainView
+from drawbar.train._console.displays import PlainDisplay
 
 CORE = str(Path(train.__file__).parent) + os.sep
-HANDED_ON = ("_say_from_thread", "put")  # by the function's thread, to the loop or to the actor
+HANDED_ON = ("_send_from_thread", "put")  # by the function's thread, to the loop or to the actor
 TAKEN_UP = ("hear", "_listen")  # by the controller's thread
 
 
-class WatchedView(PlainView):
+class WatchedView(PlainDisplay):
     """Keeps the stack of what shows a report."""
 
     shown_by: list[str]
@@ -34,7 +34,7 @@ class WatchedView(PlainView):
     def reported(self) -> None:
         """Show a report."""
         WatchedView.shown_by = files_on(sys._getframe(1), since=TAKEN_UP)
-        super().reported()
+        super().on_report()
 
 
 def files_on(frame: FrameType | None, since: tuple[str, ...]) -> list[str]:
@@ -85,7 +85,7 @@ class FitWatch:
 
 def train_func() -> tuple[list[str], list[str]]:
     """Report once; gives the files up to this line, and up to where the report is handed on."""
-    begun_by = files_on(sys._getframe(1), since=("run", "_perform_in_process", "job"))
+    begun_by = files_on(sys._getframe(1), since=("run", "_run_and_send_outcome", "job"))
     said_by: list[str] = []
 
     def look(frame: FrameType, event: str, _: object) -> None:
@@ -105,7 +105,9 @@ def walk(num_workers: int) -> tuple[list[str], list[str], int]:
     That is the files from `fit()` to the user's first line, those of a report, both in order, and
     the number of files in which `fit()` calls anything until the workers are told to run.
     """
-    view = mock.patch.object(console, "PlainView", WatchedView)  # what is not a terminal gets one
+    view = mock.patch.object(
+        console, "PlainDisplay", WatchedView
+    )  # what is not a terminal gets one
     with view, tempfile.TemporaryDirectory() as folder:
         trainer = train.DataParallelTrainer(
             train_func,

@@ -12,7 +12,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drawbar.lightning import JournalLogger, RayDDPStrategy, prepare_trainer
+from drawbar.lightning import DrawbarLogger, RayDDPStrategy, prepare_trainer
 from drawbar.torch import TorchTrainer
 from drawbar.train import RunConfig, ScalingConfig
 
@@ -64,7 +64,7 @@ def train_loop(config):
         max_epochs=config["epochs"],
         strategy=RayDDPStrategy(),  # this line,
         callbacks=[best],
-        logger=JournalLogger(),
+        logger=DrawbarLogger(),
         log_every_n_steps=10,
         enable_progress_bar=False,
     )

@@ -89,6 +89,6 @@ if __name__ == "__main__":
     rows = result.metrics_dataframe.query("rank == 0")
     curves = rows.plot("epoch", ["loss", "accuracy"], subplots=True, grid=True)
     curves[0].figure.savefig(f"{result.path}/curves.png")
-    read = [each.rows for each in result.data_ledger if each.dataset == "train"]
+    read = [each.num_rows for each in result.data_ledger if each.dataset == "train"]
     print(f"{result.metrics}\n{result.checkpoint}\nrows of each epoch: {read}")
     print(f"{result.path}/curves.png")

@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 from drawbar import train
 from drawbar.lightning import _package
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
-from drawbar.train._launch import opening
+from drawbar.train._driver import open_run
 
 REPO = Path(__file__).parents[1]
 IN_THE_FUNCTION = "In the training function"
@@ -110,7 +110,7 @@ GIVEN = {
     "docs/runs.md": """
         from drawbar import train
         def loop():
-            while not train.checkpoint_requested():
+            while not train.should_checkpoint():
                 train.report({"loss": 0.5})
             with train.checkpoint_dir() as path:
                 (path / "state").touch()
@@ -256,7 +256,7 @@ def test_the_quick_start_is_the_example_that_is_run() -> None:
 @pytest.mark.parametrize("page", GIVEN)
 def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(opening, "DEFAULT_STORAGE_PATH", str(tmp_path / "runs"))
+    monkeypatch.setattr(open_run, "DEFAULT_STORAGE_PATH", str(tmp_path / "runs"))
     monkeypatch.setattr(_package, "_told", None)  # the page on Lightning says which
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)

@@ -14,8 +14,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 from drawbar.accelerate import launch, load_state, prepare_accelerator
-from drawbar.torch._accelerate_state import accelerate_anew
-from drawbar.torch._undo import undone_at_end
+from drawbar.torch._accelerate_state import reset_accelerate_state
+from drawbar.torch._attempt_cleanup import attempt_cleanup
 from drawbar.train import RunConfig, ScalingConfig, WorkerGroupError
 
 
@@ -28,30 +28,30 @@ def clean() -> Iterator[None]:
 
 def attempt(environment: dict[str, str]) -> int:
     """Make an `Accelerator` as in an attempt; gives its number of processes."""
-    with undone_at_end():
-        accelerate_anew()
+    with attempt_cleanup():
+        reset_accelerate_state()
         os.environ.update(environment)
         return int(Accelerator(cpu=True).num_processes)
 
 
 def test_an_attempt_leaves_nothing_of_accelerate_behind() -> None:
-    with undone_at_end():
-        accelerate_anew()
+    with attempt_cleanup():
+        reset_accelerate_state()
         Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
         os.environ["ACCELERATE_USE_FSDP"] = "true"
     assert "ACCELERATE_USE_FSDP" not in os.environ
     for kind in (PartialState, AcceleratorState, GradientState):
         assert kind._shared_state == {}
-    with undone_at_end():
-        accelerate_anew()
+    with attempt_cleanup():
+        reset_accelerate_state()
         assert Accelerator(cpu=True).mixed_precision == "no"
 
 
 def test_the_process_gets_its_own_accelerator_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     own = Accelerator(cpu=True)
-    with undone_at_end():
-        accelerate_anew()
+    with attempt_cleanup():
+        reset_accelerate_state()
         del os.environ["ACCELERATE_MIXED_PRECISION"]
         assert Accelerator(cpu=True).mixed_precision == "no"
     assert own.state.mixed_precision == AcceleratorState().mixed_precision == "bf16"

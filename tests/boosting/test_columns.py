@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drawbar._boosting import Columns
+from drawbar._boosting import ColumnRoles
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,10 @@ from drawbar._boosting import Columns
 )
 def test_a_mistake_is_told(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        Columns(**arguments)
+        ColumnRoles(**arguments)
 
 
 def test_what_has_no_role_is_a_feature() -> None:
-    columns = Columns(label="y", weight="w", group="g", base_margin="m")
+    columns = ColumnRoles(label="y", weight="w", group="g", base_margin="m")
     names = ["a", "y", "w", "__index_level_0__", "b", "g", "m"]
     assert columns.features(names) == ("a", "b")

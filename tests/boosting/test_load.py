@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from drawbar._boosting import Block, Columns, Shard, load
+from drawbar._boosting import Block, ColumnRoles, Shard, load_shards
 from drawbar.train import (
     FailureConfig,
     Result,
@@ -25,13 +25,16 @@ Rows = dict[str, Any]
 
 
 def load_on_ranks(
-    run_config: RunConfig, columns: Columns, *ranks: Mapping[str, Sequence[Rows]], **options: Any
+    run_config: RunConfig,
+    columns: ColumnRoles,
+    *ranks: Mapping[str, Sequence[Rows]],
+    **options: Any,
 ) -> list[dict[str, list[Block]]]:
     """Load datasets on as many ranks as there are; each is given its tables by dataset."""
 
     def function() -> Any:
         given = ranks[get_context().get_world_rank()]
-        shards = load(
+        shards = load_shards(
             list(given), columns, source=lambda name: [pa.table(t) for t in given[name]], **options
         )
         return {name: list(shard) for name, shard in shards.items()}, shards["train"].schema
@@ -43,13 +46,15 @@ def load_on_ranks(
 
 
 def train_blocks(
-    run_config: RunConfig, columns: Columns, *ranks: Rows, **options: Any
+    run_config: RunConfig, columns: ColumnRoles, *ranks: Rows, **options: Any
 ) -> list[Any]:
     loaded = load_on_ranks(run_config, columns, *({"train": [each]} for each in ranks), **options)
     return [each["train"] for each in loaded]
 
 
-def error_of(run_config: RunConfig, columns: Columns, *ranks: Mapping[str, Sequence[Rows]]) -> str:
+def error_of(
+    run_config: RunConfig, columns: ColumnRoles, *ranks: Mapping[str, Sequence[Rows]]
+) -> str:
     with pytest.raises(WorkerGroupError) as raised:
         load_on_ranks(run_config, columns, *ranks)
     failure = raised.value.failures[0]
@@ -57,13 +62,13 @@ def error_of(run_config: RunConfig, columns: Columns, *ranks: Mapping[str, Seque
     return failure.message
 
 
-LABEL = Columns(label="y")
+LABEL = ColumnRoles(label="y")
 
 
 def test_columns_come_in_one_order_and_categories_get_one_code(run_config: RunConfig) -> None:
     first, second = train_blocks(
         run_config,
-        Columns(label="y", categorical=["c"]),
+        ColumnRoles(label="y", categorical=["c"]),
         {"y": [0, 1], "a": [1.5, None], "c": ["pear", "fig"], "n": [True, False]},
         {"n": [True], "c": ["apple"], "y": [1], "a": [2]},
     )
@@ -85,8 +90,8 @@ def test_the_order_of_a_pandas_category_is_kept_where_all_agree(run_config: RunC
 def test_integers_that_are_categories_are_their_own_codes(run_config: RunConfig) -> None:
     def function() -> Any:
         rows = {"y": [0], "c": [7 * get_context().get_world_rank()]}
-        shards = load(
-            ["train"], Columns(label="y", categorical=["c"]), source=lambda _: [pa.table(rows)]
+        shards = load_shards(
+            ["train"], ColumnRoles(label="y", categorical=["c"]), source=lambda _: [pa.table(rows)]
         )
         return shards["train"].schema.features[0].categories
 
@@ -95,13 +100,13 @@ def test_integers_that_are_categories_are_their_own_codes(run_config: RunConfig)
 
 
 def test_a_worker_without_rows_gets_one_that_counts_nothing(run_config: RunConfig) -> None:
-    columns = Columns(label="y", base_margin=["m0", "m1"], group="g")
+    columns = ColumnRoles(label="y", base_margin=["m0", "m1"], group="g")
     some = {"train": [{"y": [3.0], "a": [1.0], "m0": [0.5], "m1": [0.25], "g": ["q"]}]}
     full, empty = load_on_ranks(run_config, columns, some, {"train": []})
     assert full["train"][0].weight is not None
     assert full["train"][0].weight.tolist() == [1]
     (block,) = empty["train"]
-    assert np.isnan(block.matrix()).all()
+    assert np.isnan(block.to_numpy()).all()
     assert block.label.tolist() == [3]
     assert [block.weight, block.group] == [np.array([0]), np.array([0])]
     assert block.base_margin is not None
@@ -112,11 +117,11 @@ def test_a_worker_without_rows_gets_one_that_counts_nothing(run_config: RunConfi
 def test_blocks_have_one_size_and_hold_whole_queries(
     run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_disk: bool
 ) -> None:
-    monkeypatch.setattr("drawbar._boosting._read.BLOCK_BYTES", 4 * 10)  # of one feature: ten rows
+    monkeypatch.setattr("drawbar._boosting._reader.BLOCK_BYTES", 4 * 10)  # of one feature: ten rows
     group = np.repeat(np.arange(12), 4) + 100
     rows = {"y": np.zeros(48), "a": np.arange(48.0), "g": group}
     tables = [{name: values[i : i + 7] for name, values in rows.items()} for i in range(0, 48, 7)]
-    columns = Columns(label="y", group="g")
+    columns = ColumnRoles(label="y", group="g")
     (loaded,) = load_on_ranks(
         run_config, columns, {"train": tables}, on_disk=on_disk, folder=tmp_path
     )
@@ -135,7 +140,7 @@ def test_blocks_have_one_size_and_hold_whole_queries(
 def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
     run_config: RunConfig, tmp_path: Path, words: list[str], codes: list[float]
 ) -> None:
-    columns = Columns(label="y", categorical=["c"])
+    columns = ColumnRoles(label="y", categorical=["c"])
 
     def function() -> Any:
         rank = get_context().get_world_rank()
@@ -143,12 +148,14 @@ def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
         folder.mkdir()
         here = words[rank:]
         table = pa.table({"y": [1.0] * len(here), "c": here})
-        shards = load(["train"], columns, source=lambda _: [table], on_disk=True, folder=folder)
+        shards = load_shards(
+            ["train"], columns, source=lambda _: [table], on_disk=True, folder=folder
+        )
         assert not list(folder.iterdir())  # not even now, so that a killed worker leaves none
-        one_by_one = [block.matrix().tolist() for block in shards["train"]]
-        (block,) = shards["train"].blocks()
+        one_by_one = [block.to_numpy().tolist() for block in shards["train"]]
+        (block,) = shards["train"].list_blocks()
         shards.clear()  # the file is gone, the view stays
-        assert [block.matrix().tolist()] == one_by_one
+        assert [block.to_numpy().tolist()] == one_by_one
         assert not block.features[0].flags.writeable
         return block.features[0].tolist()
 
@@ -157,14 +164,14 @@ def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
 
 
 def test_errors_name_what_is_wrong(run_config: RunConfig, tmp_path: Path) -> None:
-    def message(columns: Columns, train: Rows, **more: Rows) -> str:
+    def message(columns: ColumnRoles, train: Rows, **more: Rows) -> str:
         ranks = {"train": [train], **{name: [rows] for name, rows in more.items()}}
         config = RunConfig(storage_path=tmp_path)
         return error_of(config, columns, ranks)
 
     fine = {"y": [0, 1], "a": [1, 2]}
     assert "label_column is 'z', but datasets['train'] has the columns 'y', 'a'" in message(
-        Columns(label="z"), fine
+        ColumnRoles(label="z"), fine
     )
     assert "feature 's' of datasets['train'] holds string; name it in categorical_features" in (
         message(LABEL, {**fine, "s": ["p", "q"]})
@@ -179,10 +186,10 @@ def test_errors_name_what_is_wrong(run_config: RunConfig, tmp_path: Path) -> Non
         LABEL, fine, valid={"y": [0], "b": [1]}
     )
     assert "must be 0, 1, 2 ..., found -3" in message(
-        Columns(label="y", categorical=["a"]), {"y": [0, 1], "a": [1, -3]}
+        ColumnRoles(label="y", categorical=["a"]), {"y": [0, 1], "a": [1, -3]}
     )
     assert "rows of group 5 in column 'g' of datasets['train'] lie apart" in message(
-        Columns(label="y", group="g"), {"y": [0, 0, 0], "a": [1, 2, 3], "g": [5, 6, 5]}
+        ColumnRoles(label="y", group="g"), {"y": [0, 0, 0], "a": [1, 2, 3], "g": [5, 6, 5]}
     )
     assert "datasets['train'] has no rows" in message(LABEL, {"y": [], "a": []})
 
@@ -205,7 +212,7 @@ def test_a_survivor_reads_nothing_again(tmp_path: Path) -> None:
             reads.append((context.get_attempt(), context.get_world_rank()))
             return [pa.table({"y": [0.0], "a": [1.0]})]
 
-        shards: dict[str, Shard] = load(["train"], LABEL, source=source, keep=True)
+        shards: dict[str, Shard] = load_shards(["train"], LABEL, source=source, should_cache=True)
         if context.get_attempt() == 0:
             raise ZeroDivisionError
         return len(shards["train"])

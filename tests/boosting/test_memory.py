@@ -22,11 +22,11 @@ COLUMNS, PIECE = 40, 50_000
 
 if library == "xgboost":
     from drawbar.xgboost import XGBoostConfig as Config
-    from drawbar.xgboost._fit import XGBoostFit as Fit
+    from drawbar.xgboost._training_spec import XGBoostFit as Fit
     objective = "binary:logistic"
 else:
     from drawbar.lightgbm import LightGBMConfig as Config
-    from drawbar.lightgbm._fit import LightGBMFit as Fit
+    from drawbar.lightgbm._training_spec import LightGBMTrainingSpec as Fit
     objective = "binary"
 
 def private():

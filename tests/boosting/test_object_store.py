@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 import ray.data
 
-from drawbar._boosting import Columns, load
+from drawbar._boosting import ColumnRoles, load_shards
 from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -29,13 +29,19 @@ ROWS = 100_000
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_columns_of_float32_are_not_copied(tmp_path: Path, on_disk: bool) -> None:
     def function() -> Any:
-        columns = Columns(label="y", categorical=["word"])
-        (block,) = load(["train"], columns, on_disk=on_disk, folder=tmp_path)["train"].blocks()
-        (again,) = load(["train"], columns)["train"].blocks()
+        columns = ColumnRoles(label="y", categorical=["word"])
+        (block,) = load_shards(["train"], columns, on_disk=on_disk, folder=tmp_path)[
+            "train"
+        ].list_blocks()
+        (again,) = load_shards(["train"], columns)["train"].list_blocks()
         pairs = zip(block.features, again.features, strict=True)
         addresses = [(one.ctypes.data, other.ctypes.data) for one, other in pairs]
         same_place = [one == other for one, other in addresses]
-        return same_place, [float(np.nansum(each)) for each in again.features], sorted(again.shared)
+        return (
+            same_place,
+            [float(np.nansum(each)) for each in again.features],
+            sorted(again.shared_features),
+        )
 
     ramp = np.arange(ROWS, dtype=np.float32)
     holes = pa.array(ramp, mask=ramp % 2 == 0)
@@ -52,7 +58,7 @@ def test_columns_of_float32_are_not_copied(tmp_path: Path, on_disk: bool) -> Non
     result = DataParallelTrainer(
         function,
         datasets={"train": ray.data.from_arrow(table)},
-        dataset_config=DataConfig(datasets_to_split="all", equalize="join"),
+        dataset_config=DataConfig(datasets_to_split="all", uneven_rows="keep"),
         scaling_config=ScalingConfig(num_workers=1),
         run_config=RunConfig(storage_path=tmp_path),
     ).fit()

@@ -133,7 +133,7 @@ def test_weights_and_margins_follow_their_rows_when_rows_are_shuffled(
 
 
 def test_own_dataset_config_without_shuffle_warns_for_quantile_objective(tmp_path: Path) -> None:
-    config = DataConfig(datasets_to_split="all", equalize="join")
+    config = DataConfig(datasets_to_split="all", uneven_rows="keep")
     with pytest.warns(UserWarning, match=r"needs a random sample.*datasets_to_shuffle"):
         XGBoostTrainer(
             params=QUANTILE["xgboost"],

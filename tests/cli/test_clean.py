@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from drawbar import train
-from drawbar.cli._clean import _remove
+from drawbar.cli._commands.clean import _delete_all
 from drawbar.train import (
     DataParallelTrainer,
     FailureConfig,
@@ -111,7 +111,7 @@ def test_old_checkpoints_go_by_the_rule_of_the_run(drawbar: Command, storage: Pa
     assert found(drawbar, storage / "long", "--keep", 1) == old
     assert drawbar("clean", storage / "long", "--keep", 1, "--yes").code == 0
     run = find_run(storage / "long")
-    assert [each.name for each in run.checkpoints()] == ["checkpoint_000002"]
+    assert [each.name for each in run.list_checkpoints()] == ["checkpoint_000002"]
     assert run.status == "finished"
     check_run(run.path)
     with pytest.raises(ResumeError, match="holds a finished run"):  # as it was
@@ -179,10 +179,10 @@ def test_what_cannot_be_deleted_is_named_and_the_rest_goes(storage: Path) -> Non
     stages = [storage / name / ".staging" / "stage" for name in ("long", "short")]
     for stage in stages:
         stage.mkdir(parents=True)
-    leftovers = [each for run in list_runs(storage) for each in run.leftovers()]
+    leftovers = [each for run in list_runs(storage) for each in run.find_unused_files()]
     with open(storage / "long" / "journal.jsonl", "ab") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)  # it goes on from here
-        stays = _remove(leftovers)
+        stays = _delete_all(leftovers)
     assert list(stays) == [str(stages[0].parent)]
     assert "is going on in another process" in stays[str(stages[0].parent)]
     assert [stage.exists() for stage in stages] == [True, False]
@@ -199,7 +199,7 @@ def test_leftovers_of_an_object_store_go_too(drawbar: Command) -> None:
     assert name == "checkpoint_000000"
     assert drawbar("clean", f"{address}/runs", "--keep", 1, "--yes").code == 0
     assert not files.exists("/clean/runs/there/checkpoint_000000/model")
-    assert [each.name for each in find_run(f"{address}/runs/there").checkpoints()] == [
+    assert [each.name for each in find_run(f"{address}/runs/there").list_checkpoints()] == [
         "checkpoint_000001"
     ]
 

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 import ray
 
-from drawbar.cli._doctor import judge
-from drawbar.cli._doctor.cluster import Probe, pair_findings
-from drawbar.cli._doctor.machine import Machine
+from drawbar.cli._doctor import checks
+from drawbar.cli._doctor.cluster import NodeProbe, check_node_pairs
+from drawbar.cli._doctor.machine import MachineInfo
 from tests.cli.conftest import Command
 
 GB = 10**9
-WELL = Machine(
+WELL = MachineInfo(
     host="a",
     python="3.11.7",
     packages={"ray": "2.60.0", "torch": "2.9.0"},
     gpus=["GPU 0: H100"],
     torch_cuda="12.8",
     torch_gpus=1,
-    unsupported=[],
+    unsupported_gpus=[],
     open_files=65536,
     processes=-1,
     shared_memory=(8 * GB, 8 * GB),
@@ -32,7 +32,7 @@ WELL = Machine(
 
 
 def test_a_machine_that_is_well_has_no_advice() -> None:
-    assert {each.advice for each in judge.of_machine(WELL)} == {""}
+    assert {each.advice for each in checks.check_machine(WELL)} == {""}
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,20 @@ def test_a_machine_that_is_well_has_no_advice() -> None:
 def test_each_ill_is_named_with_what_to_do(
     change: dict[str, object], state: str, subject: str, advice: str
 ) -> None:
-    found = [each for each in judge.of_machine(replace(WELL, **change)) if each.state != "ok"]  # type: ignore[arg-type]
+    found = [each for each in checks.check_machine(replace(WELL, **change)) if each.status != "ok"]  # type: ignore[arg-type]
     (ill,) = found
-    assert (ill.state, ill.subject, ill.node) == (state, subject, "a")
+    assert (ill.status, ill.subject, ill.node) == (state, subject, "a")
     assert advice in ill.advice
 
 
 def test_versions_and_clocks_are_compared() -> None:
     other = replace(WELL, host="b", packages={"ray": "2.59.0", "torch": "2.9.0"})
-    ills = [each for each in judge.of_all([WELL, other], [0.0, -9.0]) if each.state != "ok"]
+    ills = [
+        each for each in checks.check_consistency([WELL, other], [0.0, -9.0]) if each.status != "ok"
+    ]
     assert [each.subject for each in ills] == ["ray", "clock"]
-    assert ills[0].found == "2.60.0 on a, 2.59.0 on b"
-    assert ills[1].found == "-9.00 s"
+    assert ills[0].value == "2.60.0 on a, 2.59.0 on b"
+    assert ills[1].value == "-9.00 s"
 
 
 def test_this_machine_is_looked_at_without_ray(drawbar: Command, tmp_path: Path) -> None:
@@ -81,12 +83,12 @@ def test_a_cluster_is_looked_at_and_pairs_of_nodes_meet(drawbar: Command, tmp_pa
     assert found["storage path"]["found"] == f"{storage} is shared"
     assert found["clock"]["state"] == "ok"
     assert list(tmp_path.iterdir()) == []
-    pair = {name: ray.remote(Probe).options(num_cpus=0).remote() for name in ("a", "b")}
-    (well,) = pair_findings(pair, "gloo")
-    assert (well.state, well.node) == ("ok", "a and b")
-    assert float(well.found.split()[0]) > 0
-    (ill,) = pair_findings(pair, "nothing")
-    assert (ill.state, "SOCKET_IFNAME" in ill.advice) == ("problem", True)
+    pair = {name: ray.remote(NodeProbe).options(num_cpus=0).remote() for name in ("a", "b")}
+    (well,) = check_node_pairs(pair, "gloo")
+    assert (well.status, well.node) == ("ok", "a and b")
+    assert float(well.value.split()[0]) > 0
+    (ill,) = check_node_pairs(pair, "nothing")
+    assert (ill.status, "SOCKET_IFNAME" in ill.advice) == ("problem", True)
 
 
 def test_a_cluster_that_is_not_there_is_one_line(drawbar: Command) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.cli._cluster import own_cpus
-from drawbar.cli._foreground import StopSignals
+from drawbar.cli._exit_handling import StopSignals
 from drawbar.cli._output import CommandError
-from drawbar.cli._torchrun import IGNORED, REFUSED, without_torchruns, workers_of
+from drawbar.cli._ray_connection import num_local_cpus
+from drawbar.cli._torchrun import IGNORED, UNSUPPORTED, remove_torchrun_options, resolve_num_workers
 from tests.cli.conftest import Command
 
 
@@ -26,7 +26,7 @@ def test_torchruns_options_are_taken_from_before_the_script_alone() -> None:
         "--detach",
         "--master-port=1",
     ]
-    kept, ignored = without_torchruns([*given, "a.py", "--tee", "1"], {"--detach"})
+    kept, ignored = remove_torchrun_options([*given, "a.py", "--tee", "1"], {"--detach"})
     assert kept == ["--nproc-per-node", "2", "--detach", "a.py", "--tee", "1"]
     assert ignored == ["--rdzv-backend", "--tee", "--master-port"]
 
@@ -43,20 +43,20 @@ def test_torchruns_options_are_taken_from_before_the_script_alone() -> None:
     ],
 )
 def test_torchruns_workers(each: str, nodes: str, workers: object) -> None:
-    assert workers_of(each, nodes, gpus=8, cpus=64) == workers
+    assert resolve_num_workers(each, nodes, gpus=8, cpus=64) == workers
 
 
 @pytest.mark.parametrize(("each", "nodes"), [("0", "1"), ("two", "1"), ("2", "3:1"), ("2", "x")])
 def test_wrong_numbers_of_workers(each: str, nodes: str) -> None:
     with pytest.raises(CommandError, match=r"is a number"):
-        workers_of(each, nodes, gpus=0, cpus=1)
+        resolve_num_workers(each, nodes, gpus=0, cpus=1)
 
 
 def test_what_no_machine_has_is_refused_before_ray_starts() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert [own_cpus(0), own_cpus(cores + 1)] == [cores, cores + 1]
+    assert [num_local_cpus(0), num_local_cpus(cores + 1)] == [cores, cores + 1]
     with pytest.raises(CommandError, match=f"^100000000000 processes .* has {cores} CPUs"):
-        own_cpus(10**11)
+        num_local_cpus(10**11)
 
 
 def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
@@ -69,7 +69,7 @@ def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
         for option in action.option_strings
         if option.startswith("--") and "_" not in option
     }
-    assert theirs - known - IGNORED.keys() - REFUSED.keys() == set()
+    assert theirs - known - IGNORED.keys() - UNSUPPORTED.keys() == set()
 
 
 @pytest.mark.parametrize(

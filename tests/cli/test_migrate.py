@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drawbar.cli._rewrite import Note, rewrite
+from drawbar.cli._migrate.rewriter import MigrationNote, rewrite
 from tests.cli.conftest import Command
 
 IDIOMS = sorted((Path(__file__).parents[1] / "migration" / "idioms").glob("*.py"))
@@ -209,5 +209,5 @@ def test_what_is_no_notebook_of_pythons_stays(drawbar: Command, tmp_path: Path) 
 
 def test_a_note_is_told_once() -> None:
     assert rewrite("Tuner(t); Tuner(t)\n").notes == [
-        Note(1, "Tuner takes trainer.as_trainable(), if it was given a trainer")
+        MigrationNote(1, "Tuner takes trainer.as_trainable(), if it was given a trainer")
     ]

@@ -67,7 +67,7 @@ def test_runs_of_object_store_lists_runs_whose_names_have_folders(drawbar: Comma
 def test_show_prints_durations_in_seconds(drawbar: Command, runs_made: Path) -> None:
     out = drawbar("show", runs_made / "short").out
     assert "timedelta" not in out
-    assert re.search(r"failure_config/quiet_notice +30\.0\n", out)
+    assert re.search(r"failure_config/stall_warning_after +30\.0\n", out)
 
 
 def test_runs_of_an_object_store(drawbar: Command) -> None:

@@ -15,7 +15,7 @@ from tests.cli.conftest import Command
 
 
 def until_asked() -> None:
-    while not train.checkpoint_requested():
+    while not train.should_checkpoint():
         train.report({"loss": 0.5})
     with train.checkpoint_dir() as path:
         (path / "model").write_text("weights")

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from drawbar.jax import JaxConfig, JaxTrainer
-from drawbar.jax._slices import multislice_variables, slice_name
+from drawbar.jax._tpu_slices import multislice_env, slice_name
 from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
 from drawbar.train.testing import BackendContract, run_in_threads
 
@@ -43,7 +43,7 @@ def test_a_worker_has_a_host_of_its_slice() -> None:
     config = slice_of(num_workers=2, label_selector={"ray.io/tpu-slice-name": "a"})
     assert config.bundle == {"TPU": 4, "accelerator_type:TPU-V4": 0.001}
     labels = {"ray.io/tpu-topology": "2x2x2", "ray.io/tpu-slice-name": "a"}
-    assert config.selectors == [labels, labels]
+    assert config.label_selectors == [labels, labels]
     assert slice_of(num_workers=8, resources_per_worker={"TPU": 1}).num_tpus_per_worker == 1
 
 
@@ -74,7 +74,7 @@ def test_a_host_is_one_of_the_slice_that_its_labels_name() -> None:
 
 
 def test_several_slices_are_joined_to_one_program() -> None:
-    by_rank = [multislice_variables(["b", "b", "a", "a"], rank, "10.0.0.1") for rank in range(4)]
+    by_rank = [multislice_env(["b", "b", "a", "a"], rank, "10.0.0.1") for rank in range(4)]
     assert [each["MEGASCALE_SLICE_ID"] for each in by_rank] == ["0", "0", "1", "1"]
     assert by_rank[3] == {
         "MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.1",
@@ -82,19 +82,19 @@ def test_several_slices_are_joined_to_one_program() -> None:
         "MEGASCALE_SLICE_ID": "1",
     }
     for one in ("a", None):
-        assert multislice_variables([one, one], 1, "10.0.0.1") == {}
+        assert multislice_env([one, one], 1, "10.0.0.1") == {}
 
 
 def test_slices_of_which_one_lacks_workers_are_refused() -> None:
     with pytest.raises(RuntimeError, match="3 on 'a', 1 on 'b'; name each worker's slice by"):
-        multislice_variables(["a", "a", "a", "b"], 0, "10.0.0.1")
+        multislice_env(["a", "a", "a", "b"], 0, "10.0.0.1")
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
 def test_an_accelerator_that_the_workers_do_not_have_is_refused(kind: str) -> None:
     config = JaxConfig(**{f"use_{kind}": True})
     with pytest.raises(ValueError, match=rf"set ScalingConfig\(use_{kind}=True\)"):
-        config.preflight(ScalingConfig(num_workers=2))
+        config.check_requirements(ScalingConfig(num_workers=2))
 
 
 @pytest.mark.parametrize(

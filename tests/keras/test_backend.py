@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from drawbar.keras import KerasConfig, KerasTrainer, prepare_model
-from drawbar.keras._backend import backend_here
+from drawbar.keras._backend import current_keras_backend
 from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
 from drawbar.train.testing import BackendContract
 
@@ -26,10 +26,10 @@ def keras() -> Any:
 class TestContract(BackendContract):
     backend_config = KerasConfig("jax")
 
-    def test_this_very_process_works(self, tmp_path: Path) -> None:
+    def test_fit_with_zero_workers_restores_environment(self, tmp_path: Path) -> None:
         """With the backend that Keras has in it already, if it was imported."""
-        self.backend_config = KerasConfig(backend_here())
-        super().test_this_very_process_works(tmp_path)
+        self.backend_config = KerasConfig(current_keras_backend())
+        super().test_fit_with_zero_workers_restores_environment(tmp_path)
 
 
 def test_a_backend_that_does_not_exist_is_refused() -> None:
@@ -43,7 +43,7 @@ def test_a_backend_that_is_not_installed_names_the_extra(monkeypatch: pytest.Mon
         importlib.util, "find_spec", lambda name: None if name == "jax" else found(name)
     )
     with pytest.raises(ModuleNotFoundError, match=r'pip install "drawbar\[jax\]"'):
-        KerasConfig("jax").preflight(ScalingConfig(num_workers=2))
+        KerasConfig("jax").check_requirements(ScalingConfig(num_workers=2))
 
 
 @pytest.mark.usefixtures("keras")
@@ -66,7 +66,7 @@ def test_tensorflow_beside_another_backend_is_imported_for_its_users_alone() -> 
     code = """if True:
         import sys
         from drawbar.keras import KerasConfig
-        KerasConfig("jax").process_setup()
+        KerasConfig("jax").process_setup_hook()
         import keras
         keras.utils.set_random_seed(3)
         keras.saving.serialize_keras_object(keras.layers.Dense(1))

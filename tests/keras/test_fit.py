@@ -25,7 +25,7 @@ from drawbar.keras import (
     prepare_dataset,
     prepare_model,
 )
-from drawbar.keras._backend import KerasBackend
+from drawbar.keras._backend import KerasBackendName
 from drawbar.train import (
     FailureConfig,
     Result,
@@ -317,7 +317,7 @@ def is_jax() -> bool:
     return os.environ["KERAS_BACKEND"] == "jax"
 
 
-def fit(path: Path, backend: KerasBackend, num_workers: int, max_failures: int = 1) -> Result:
+def fit(path: Path, backend: KerasBackendName, num_workers: int, max_failures: int = 1) -> Result:
     return KerasTrainer(
         train_loop,
         keras_backend=backend,
@@ -341,7 +341,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
 def test_workers_of_which_one_is_killed_train_as_one_process_does(
-    backend: KerasBackend,
+    backend: KerasBackendName,
     alone: dict[str, Any],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],

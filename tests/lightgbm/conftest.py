@@ -15,9 +15,9 @@ import pyarrow as pa
 import pytest
 import ray
 
-from drawbar._boosting import load
+from drawbar._boosting import load_shards
 from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer
-from drawbar.lightgbm._fit import LightGBMFit
+from drawbar.lightgbm._training_spec import LightGBMTrainingSpec
 from drawbar.train import (
     FailureConfig,
     Result,
@@ -112,14 +112,14 @@ def declare(tmp_path: Path) -> Callable[..., Result]:
             run_config=run_config,
             **{"num_boost_round": 15, **declared},
         ).train_loop_per_worker
-        assert isinstance(work, LightGBMFit)
+        assert isinstance(work, LightGBMTrainingSpec)
 
         def function() -> None:
             rank, size = get_context().get_world_rank(), get_context().get_world_size()
             tables = {name: table(part(frame, rank, size)) for name, frame in datasets.items()}
             mine = copy.deepcopy(work)  # its callbacks keep state, and a process would have its own
-            shards = load(
-                mine.datasets, mine.columns, mine.reading, source=lambda name: [tables[name]]
+            shards = load_shards(
+                mine.datasets, mine.columns, mine.column_format, source=lambda name: [tables[name]]
             )
             mine.train(shards)
 

@@ -21,7 +21,7 @@ import pytest
 
 from drawbar._rendezvous import reserved_port
 from drawbar._rendezvous._ports import _ephemeral
-from drawbar.lightgbm import LightGBMConfig, _native, get_network_params
+from drawbar.lightgbm import LightGBMConfig, _c_api, get_network_params
 from drawbar.train import Result, ScalingConfig, get_context
 from drawbar.train.testing import BackendContract
 
@@ -140,9 +140,9 @@ def join(rank: int, reserved: Barrier, barrier: Barrier, machines: list[str]) ->
     with reserved_port() as port:
         machines[rank] = f"127.0.0.1:{port}"
         reserved.wait()  # all hold their ports at once
-        _native.join_network(machines, port, timeout_minutes=1)
+        _c_api.init_network(machines, port, timeout_minutes=1)
         barrier.wait()
-        _native.leave_network()
+        _c_api.free_network()
     return port
 
 

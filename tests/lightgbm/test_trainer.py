@@ -14,7 +14,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.metrics import log_loss, r2_score, roc_auc_score
 
 from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
-from drawbar.lightgbm._parameters import histogram_layout
+from drawbar.lightgbm._parameters import choose_histogram_layout
 from drawbar.train import Checkpoint, Result, ScalingConfig, ValidationConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
@@ -106,7 +106,7 @@ def test_a_parameter_that_is_none_is_not_set(declare: Callable[..., Result], bin
 def test_the_layout_of_histograms(
     params: dict[str, Any], features: int, found: dict[str, bool]
 ) -> None:
-    assert histogram_layout(params, features) == found
+    assert choose_histogram_layout(params, features) == found
 
 
 def test_held_out_loss_is_that_of_one_process(declare_on_ray: Callable[..., Result]) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drawbar.lightning import (
-    JournalLogger,
+    DrawbarLogger,
     RayDDPStrategy,
     RayModelParallelStrategy,
     prepare_trainer,
@@ -127,7 +127,7 @@ def fit(
                 accelerator="cpu",
                 strategy=strategy,
                 callbacks=callbacks(pl),
-                logger=JournalLogger(),
+                logger=DrawbarLogger(),
                 log_every_n_steps=1,
                 num_sanity_val_steps=0,
                 enable_model_summary=False,

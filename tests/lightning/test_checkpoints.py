@@ -18,8 +18,8 @@ from drawbar.lightning import (
     RayFSDPStrategy,
     RayModelParallelStrategy,
     RayTrainReportCallback,
+    _checkpoint,
 )
-from drawbar.lightning._checkpoints import commits
 from drawbar.train import Checkpoint, Result, WorkerGroupError
 from tests.lightning.digits import STEPS, fit, losses
 
@@ -161,7 +161,7 @@ class TestModelCheckpoint:
                     if trainer.global_rank == 1:
                         raise ValueError("the cause") from KeyError("behind it")
 
-            commits.FAILING_SECONDS = 0.1  # this process is the worker
+            _checkpoint.SAVE_TIMEOUT_AFTER_ERROR_S = 0.1  # this process is the worker
             return [pl.callbacks.ModelCheckpoint(save_on_exception=True), Fails()]
 
         with pytest.raises(WorkerGroupError, match=r"^rank 1: ValueError: the cause") as raised:

@@ -22,7 +22,7 @@ from drawbar.lightning import (
     RayFSDPStrategy,
     RayModelParallelStrategy,
 )
-from drawbar.lightning._launcher import in_turn
+from drawbar.lightning._launcher import interleave_predictions
 from drawbar.train import RunConfig, WorkerGroupError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -289,6 +289,9 @@ def test_ctrl_c_stops_the_run_in_order(ended: Ended) -> None:
 
 
 def test_predictions_are_put_together_in_turn() -> None:
-    assert in_turn([["a0", "a1"], ["b0"]], 1) == ["a0", "b0", "a1"]
-    assert in_turn([[["a0"], ["a1"]], [["b0"], ["b1"]]], 2) == [["a0", "b0"], ["a1", "b1"]]
-    assert in_turn([None, None], 1) is None
+    assert interleave_predictions([["a0", "a1"], ["b0"]], 1) == ["a0", "b0", "a1"]
+    assert interleave_predictions([[["a0"], ["a1"]], [["b0"], ["b1"]]], 2) == [
+        ["a0", "b0"],
+        ["a1", "b1"],
+    ]
+    assert interleave_predictions([None, None], 1) is None

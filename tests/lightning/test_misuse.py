@@ -139,8 +139,8 @@ def error_of(make):
         return str(error)
 
 untold = error_of(lambda: RayDDPStrategy(num_workers=2))
-assert 'drawbar.lightning.use_package("lightning")' in untold, untold
-use_package("pytorch_lightning")
+assert 'drawbar.lightning.set_lightning_package("lightning")' in untold, untold
+set_lightning_package("pytorch_lightning")
 other = error_of(lambda: L.Trainer(strategy=RayDDPStrategy()))
 assert "<RayDDPStrategy for pytorch_lightning>" in other, other  # Lightning's words, our name
 pl.Trainer(strategy=RayDDPStrategy(num_workers=2))
@@ -169,5 +169,5 @@ def test_the_driver_gives_torch_its_process_group_arguments() -> None:
     strategy = RayDDPStrategy(
         num_workers=2, process_group_backend="gloo", timeout=timedelta(hours=1)
     )
-    arguments = strategy.torch_config_arguments()
+    arguments = strategy.process_group_options()
     assert TorchConfig(**arguments) == TorchConfig(backend="gloo", timeout_s=3600)

@@ -1,4 +1,4 @@
-"""When RayTrainReportCallback and JournalLogger report, and what."""
+"""When RayTrainReportCallback and DrawbarLogger report, and what."""
 
 from __future__ import annotations
 
@@ -143,9 +143,9 @@ def test_a_model_checkpoint_beside_it_saves_its_own_files(on_two_ranks: Result) 
 
 def test_a_rank_that_saves_alone_is_an_error(tmp_path: Path) -> None:
     def callbacks(pl: Any) -> list[Any]:
-        from drawbar.lightning._checkpoints import commits
+        from drawbar.lightning import _checkpoint
 
-        commits.SAVE_SECONDS = 2.0
+        _checkpoint.SAVE_TIMEOUT_S = 2.0
 
         class OnlyRankZero(pl.callbacks.Callback):  # type: ignore[misc]  # one of two packages
             def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

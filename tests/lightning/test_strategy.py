@@ -21,7 +21,7 @@ from drawbar.lightning import (
     RayModelParallelStrategy,
     prepare_trainer,
 )
-from drawbar.lightning._strategies.model_parallel import mesh_shape
+from drawbar.lightning._strategies.model_parallel import resolve_mesh_shape
 from drawbar.torch import TorchTrainer
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
 
@@ -183,9 +183,9 @@ def test_a_process_that_is_kept_trains_again_with_deepspeed(
     ],
 )
 def test_auto_sizes_of_the_mesh(asked: Any, world: int, local: int, shape: tuple[int, int]) -> None:
-    assert mesh_shape(*asked, world_size=world, local_world_size=local) == shape
+    assert resolve_mesh_shape(*asked, world_size=world, local_world_size=local) == shape
 
 
 def test_a_mesh_of_the_wrong_size() -> None:
     with pytest.raises(ValueError, match=r"data_parallel_size=3 .* do not make 8 workers"):
-        mesh_shape(3, 2, world_size=8, local_world_size=8)
+        resolve_mesh_shape(3, 2, world_size=8, local_world_size=8)

@@ -62,11 +62,11 @@ def test_integrations_are_attributes_of_the_package() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own deprecations
-@pytest.mark.parametrize("path", v2.PATHS)
+@pytest.mark.parametrize("path", v2.ALIASES)
 def test_the_paths_of_v2_hold_the_same_objects(path: str) -> None:
     theirs = importlib.import_module(f"ray.train.v2.{path}")
     ours = importlib.import_module(f"drawbar.train.v2.{path}")
-    public = importlib.import_module(f"drawbar.train.{v2.PATHS[path]}".rstrip("."))
+    public = importlib.import_module(f"drawbar.train.{v2.ALIASES[path]}".rstrip("."))
     shown = [name for name in vars(theirs) if name in names_of(public)]
     assert [name for name in shown if getattr(ours, name) is not getattr(public, name)] == []
     assert shown or "." not in path

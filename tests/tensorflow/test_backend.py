@@ -57,6 +57,8 @@ def test_a_checkpoint_without_a_model_says_so(tmp_path: Path) -> None:
 
 
 def test_nothing_is_printed_where_all_goes_well() -> None:
-    code = "from drawbar.tensorflow import TensorflowConfig; TensorflowConfig().process_setup()"
+    code = (
+        "from drawbar.tensorflow import TensorflowConfig; TensorflowConfig().process_setup_hook()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""

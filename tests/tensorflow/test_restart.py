@@ -103,14 +103,14 @@ def why_keras_3_fails(strategy: Any) -> str:
     import keras
     import tensorflow as tf
 
-    from drawbar.tensorflow._backend import explained
+    from drawbar.tensorflow._backend import explain_errors
 
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     shard = tf.data.Dataset.from_tensor_slices(own_rows()).batch(ROWS)
     try:
-        with explained():
+        with explain_errors():
             model.fit(prepare_dataset_shard(shard), verbose=0)
     except ValueError as error:
         return " ".join(error.__notes__)

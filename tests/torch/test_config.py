@@ -32,14 +32,14 @@ def test_wrong_arguments_are_refused(
 
 
 def test_the_backend_follows_the_device() -> None:
-    assert TorchConfig().backend_for(gpus=True) == "nccl"
-    assert TorchConfig().backend_for(gpus=False) == "gloo"
-    assert TorchConfig(backend="mpi").backend_for(gpus=True) == "mpi"
+    assert TorchConfig().resolve_backend(gpus=True) == "nccl"
+    assert TorchConfig().resolve_backend(gpus=False) == "gloo"
+    assert TorchConfig(backend="mpi").resolve_backend(gpus=True) == "mpi"
 
 
 def test_nccl_without_gpus_is_refused() -> None:
     with pytest.raises(ValueError, match=r"backend='nccl', but the workers have no GPU"):
-        TorchConfig(backend="nccl").preflight(ScalingConfig(num_workers=2))
+        TorchConfig(backend="nccl").check_requirements(ScalingConfig(num_workers=2))
 
 
 def test_nccl_with_workers_that_share_a_gpu_is_refused() -> None:
@@ -47,8 +47,8 @@ def test_nccl_with_workers_that_share_a_gpu_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"workers that share a GPU.*\['GPU'\]=0.5.*backend=\"gloo\""
     ):
-        TorchConfig().preflight(half)
-    TorchConfig(backend="gloo").preflight(half)
+        TorchConfig().check_requirements(half)
+    TorchConfig(backend="gloo").check_requirements(half)
 
 
 def test_the_trainer_takes_only_a_torch_config() -> None:

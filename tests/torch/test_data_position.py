@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from drawbar import train
 from drawbar.torch import prepare_data_loader
-from drawbar.torch._sampler import EpochSampler, Position
+from drawbar.torch._sampler import EpochPosition, EpochSampler
 from drawbar.train import FailureConfig, Result, RunConfig, TrainingFailedError, collective
 from drawbar.train.testing import run_in_threads
 from tests.train.seen import save, saved
@@ -311,23 +311,23 @@ def test_each_sample_is_seen_once_when_a_worker_is_killed(
     assert everything(result) == list(range(SAMPLES))
 
 
-def samplers(world_size: int, position: Position, **options: Any) -> list[EpochSampler[int]]:
+def samplers(world_size: int, position: EpochPosition, **options: Any) -> list[EpochSampler[int]]:
     """The samplers of all ranks, which go on from a position."""
     ranks = [
         EpochSampler(RandomSampler(range(60)), rank=rank, world_size=world_size, seed=0, **options)
         for rank in range(world_size)
     ]
     for each in ranks:
-        each.go_on_from(position)
+        each.resume_from(position)
     return ranks
 
 
-def position_after(items: int) -> tuple[Position, list[int]]:
+def position_after(items: int) -> tuple[EpochPosition, list[int]]:
     """A position in epoch 4, through JSON, and the whole order of that epoch."""
-    (sampler,) = samplers(1, Position(seed=2**64 - 1, epoch=4))
+    (sampler,) = samplers(1, EpochPosition(seed=2**64 - 1, epoch=4))
     order = list(sampler)
-    recorded = json.loads(json.dumps(asdict(sampler.current.after(items))))
-    return Position(**recorded), order
+    recorded = json.loads(json.dumps(asdict(sampler.current_position.advance(items))))
+    return EpochPosition(**recorded), order
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
@@ -357,4 +357,4 @@ def test_set_epoch_goes_on_with_the_recorded_epoch_only(epoch: int, left: int) -
     (sampler,) = samplers(1, position_after(24)[0])
     sampler.set_epoch(epoch)
     assert [len(list(sampler)) for _ in range(2)] == [left, 60]
-    assert sampler.upcoming == Position(seed=2**64 - 1, epoch=epoch + 2)
+    assert sampler.next_position == EpochPosition(seed=2**64 - 1, epoch=epoch + 2)

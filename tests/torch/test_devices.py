@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drawbar.torch import TorchConfig, get_device, get_devices, prepare_model
-from drawbar.torch._devices import visible_indices
+from drawbar.torch._devices import cuda_indices
 from drawbar.train import Result, ScalingConfig, WorkerGroupError, get_context
 
 without_cuda = pytest.mark.skipif(
@@ -30,12 +30,12 @@ without_cuda = pytest.mark.skipif(
 def test_cuda_counts_only_what_is_visible(
     gpu_ids: list[str], visible: str | None, indices: list[int]
 ) -> None:
-    assert visible_indices(gpu_ids, visible) == indices
+    assert cuda_indices(gpu_ids, visible) == indices
 
 
 def test_a_hidden_gpu_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="GPU 1, which CUDA_VISIBLE_DEVICES='0' hides"):
-        visible_indices(["1"], "0")
+        cuda_indices(["1"], "0")
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has MPS")
@@ -55,7 +55,7 @@ def test_workers_of_a_node_see_each_others_gpus(fit: Callable[..., Result]) -> N
     def function() -> tuple[Any, ...]:
         ids = get_context().get_accelerator_ids()
         visible = os.environ["CUDA_VISIBLE_DEVICES"]
-        return ids, visible, visible_indices(ids, visible)
+        return ids, visible, cuda_indices(ids, visible)
 
     scaling = ScalingConfig(num_workers=2, use_gpu=True)
     result = fit(function, scaling_config=scaling, torch_config=TorchConfig(backend="gloo"))

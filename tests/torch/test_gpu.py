@@ -23,7 +23,7 @@ from drawbar.torch import (
     prepare_model,
     prepare_optimizer,
 )
-from drawbar.torch._transfer import moved
+from drawbar.torch._device_transfer import iter_to_device
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
 
 pytestmark = [
@@ -127,7 +127,7 @@ def test_opaque_batches_survive_the_reuse_of_memory() -> None:
     device = torch.device("cuda", 0)
     batches = [Opaque(torch.full((1 << 20,), float(i)).pin_memory()) for i in range(50)]
     sums = []
-    for batch in moved(batches, device, ahead=True):
+    for batch in iter_to_device(batches, device, prefetch=True):
         torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
         sums.append(batch.x.mean())
     assert torch.stack(sums).tolist() == [float(i) for i in range(50)]

@@ -67,7 +67,7 @@ def test_every_strategy_trains_as_one_process_does(fit: Callable[..., Result]) -
         function,
         num_workers=2,
         datasets={"train": pa.table({"x": [1.0] * 5})},
-        dataset_config=DataConfig(equalize="join"),
+        dataset_config=DataConfig(uneven_rows="keep"),
     )
     assert [steps for _, steps in result.return_values] == [2, 3]
     for outputs, _ in result.return_values:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from drawbar.torch import TorchConfig
-from drawbar.torch._process_group import interface_towards
+from drawbar.torch._process_group import network_interface_to
 from drawbar.train import Result, WorkerGroupError, checkpoint_dir, report
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "ACCELERATE_TORCH_DEVICE")
@@ -78,11 +78,11 @@ def test_a_group_of_the_users_own_is_not_touched(fit: Callable[..., Result]) -> 
 
 
 def test_the_interface_is_that_of_the_route() -> None:
-    loopback = interface_towards("127.0.0.1", 1)
+    loopback = network_interface_to("127.0.0.1", 1)
     assert loopback is not None
     addresses = psutil.net_if_addrs()[loopback]
     assert "127.0.0.1" in [each.address for each in addresses if each.family == socket.AF_INET]
-    assert interface_towards("no.such.host.invalid", 1) is None
+    assert network_interface_to("no.such.host.invalid", 1) is None
 
 
 def test_a_checkpoint_is_loaded_again(fit: Callable[..., Result]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, WeightedRandomSampler
 
-from drawbar.torch._sampler import EpochSampler, share
+from drawbar.torch._sampler import EpochSampler, rank_items
 
 
 def samplers(source: Any, world_size: int, **options: Any) -> list[EpochSampler[Any]]:
@@ -19,21 +19,21 @@ def samplers(source: Any, world_size: int, **options: Any) -> list[EpochSampler[
 
 
 def test_the_ranks_take_turns() -> None:
-    assert share("abcdef", 0, 2, drop_last=False) == ["a", "c", "e"]
-    assert share("abcdef", 1, 2, drop_last=False) == ["b", "d", "f"]
+    assert rank_items("abcdef", 0, 2, drop_last=False) == ["a", "c", "e"]
+    assert rank_items("abcdef", 1, 2, drop_last=False) == ["b", "d", "f"]
 
 
 @pytest.mark.parametrize("items", [0, 1, 3, 8, 10])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_shares_are_equal_and_complete(items: int, world_size: int) -> None:
-    shares = [share(range(items), r, world_size, drop_last=False) for r in range(world_size)]
+    shares = [rank_items(range(items), r, world_size, drop_last=False) for r in range(world_size)]
     assert len({len(each) for each in shares}) == 1
     assert {item for each in shares for item in each} == set(range(items))
     assert sum(map(len, shares)) - items < world_size
 
 
 def test_dropping_the_last_repeats_nothing() -> None:
-    shares = [share(range(10), rank, 3, drop_last=True) for rank in range(3)]
+    shares = [rank_items(range(10), rank, 3, drop_last=True) for rank in range(3)]
     assert sorted(item for each in shares for item in each) == list(range(9))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from drawbar.torch._transfer import move, moved
+from drawbar.torch._device_transfer import iter_to_device, move_to_device
 
 META = torch.device("meta")
 
@@ -50,17 +50,17 @@ class Encoding(UserDict[str, torch.Tensor]):
     ids=lambda value: type(value).__name__,
 )
 def test_tensors_are_moved_and_the_rest_is_kept(batch: Any, tensor: Any) -> None:
-    there = move(batch, META)
+    there = move_to_device(batch, META)
     assert type(there) is type(batch)
     assert tensor(there).device == META
 
 
 def test_what_is_no_tensor_stays() -> None:
     batch = {"a": ["text", 1, None], "b": range(3)}
-    assert move(batch, META) == batch
+    assert move_to_device(batch, META) == batch
 
 
 def test_every_batch_is_moved_and_none_may_be_none() -> None:
-    batches = list(moved([torch.ones(1), None, torch.ones(1)], META, ahead=True))
+    batches = list(iter_to_device([torch.ones(1), None, torch.ones(1)], META, prefetch=True))
     assert batches[1] is None
     assert batches[0].device == batches[2].device == META

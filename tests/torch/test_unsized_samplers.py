@@ -82,7 +82,7 @@ def test_epoch_sampler_without_length_resumes_on_other_world_size(items: int) ->
         order = list(first)
         rest = samplers(Unsized(RandomSampler(range(items))), 3)
         for sampler in rest:
-            sampler.go_on_from(first.position_after(consumed))
+            sampler.resume_from(first.position_after(consumed))
         turns = list(chain(*zip(*(list(sampler) for sampler in rest), strict=True)))
         assert turns == (order[consumed:] + order)[: len(turns)]
         assert 0 <= len(turns) - (items - consumed) < 3
@@ -124,7 +124,7 @@ def test_epoch_sampler_resumed_with_other_order_warns_and_starts_the_epoch_again
     list(first)
     (second,) = samplers(Unsized([*range(50), *range(99, 49, -1)]), 1)
     for consumed, rest in ((40, 60), (60, 100)):
-        second.go_on_from(first.position_after(consumed))
+        second.resume_from(first.position_after(consumed))
         if rest == 60:
             assert len(list(second)) == rest
         else:

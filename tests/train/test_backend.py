@@ -23,7 +23,7 @@ from drawbar.train import (
     ScalingConfig,
     get_context,
 )
-from drawbar.train.backend import WorkerGroupView
+from drawbar.train.backend import BackendWorkerGroup
 from drawbar.train.testing import BackendContract
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -38,18 +38,18 @@ def _set_tracker(value: str) -> None:
 
 
 class _Tracker(Backend):
-    def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+    def on_start(self, worker_group: BackendWorkerGroup, backend_config: Any) -> None:
         pids = worker_group.execute(os.getpid)
         assert len(pids) == len(worker_group) == 2
         assert worker_group.execute_single(1, os.getpid) == pids[1]
         for rank in range(2):
             worker_group.execute_single(rank, _set_tracker, f"{rank} of 2")
 
-    def on_training_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+    def on_training_start(self, worker_group: BackendWorkerGroup, backend_config: Any) -> None:
         assert len(worker_group.execute_async(os.getpid)) == 2
         assert worker_group.execute(os.getenv, "TRACKER") == ["0 of 2", "1 of 2"]
 
-    def on_shutdown(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+    def on_shutdown(self, worker_group: BackendWorkerGroup, backend_config: Any) -> None:
         backend_config.path.append(worker_group.execute(os.getenv, "TRACKER"))
 
 
@@ -80,7 +80,7 @@ _setups: list[int] = []  # of this process
 @dataclass(frozen=True)
 class _PreparedConfig(BackendConfig):
     @property
-    def process_setup(self) -> Callable[[], object]:
+    def process_setup_hook(self) -> Callable[[], object]:
         return partial(_prepare, os.getpid())
 
 
@@ -115,7 +115,7 @@ def test_every_process_is_set_up_once(run_config: RunConfig, tmp_path: Path) -> 
 @dataclass(frozen=True)
 class _UnpreparedConfig(BackendConfig):
     @property
-    def process_setup(self) -> Callable[[], object]:
+    def process_setup_hook(self) -> Callable[[], object]:
         return partial(importlib.import_module, "there_is_no_such_module")
 
 
@@ -128,7 +128,7 @@ def test_a_process_that_cannot_be_set_up_fails_the_start(run_config: RunConfig) 
 
 
 class _Broken(Backend):
-    def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+    def on_start(self, worker_group: BackendWorkerGroup, backend_config: Any) -> None:
         raise ValueError("the tracker has no address")
 
 
@@ -155,7 +155,7 @@ class _SlowConfig(BackendConfig):
     """A file; no process is up while it is locked."""
 
     @property
-    def process_setup(self) -> Callable[[], object]:
+    def process_setup_hook(self) -> Callable[[], object]:
         return partial(_pass, self.gate)
 
 

@@ -26,7 +26,11 @@ from drawbar.train import (
     ValidationConfig,
     WorkerGroupError,
 )
-from drawbar.train._carry import LostReferenceError, carry, keep
+from drawbar.train._serialization import (
+    MissingReferenceError,
+    serialize,
+    serialize_without_references,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
@@ -193,7 +197,11 @@ def test_restore_says_what_ended_with_its_ray(tmp_path: Path) -> None:
 
 
 def test_a_reference_in_a_file_is_lost_only_for_who_unpacks_it() -> None:
-    kept = cloudpickle.loads(keep({"plain": carry([1]), "reference": carry([ray.put(1)])}))
+    kept = cloudpickle.loads(
+        serialize_without_references(
+            {"plain": serialize([1]), "reference": serialize([ray.put(1)])}
+        )
+    )
     assert kept["plain"].unpack() == [1]
-    with pytest.raises(LostReferenceError, match="ObjectRef"):
+    with pytest.raises(MissingReferenceError, match="ObjectRef"):
         kept["reference"].unpack()

@@ -17,10 +17,10 @@ from drawbar.train import (
     DivergenceError,
     HangError,
     InsufficientResourcesError,
-    JournalLockedError,
     PreemptionError,
     ProgramFailedError,
     ResumeError,
+    RunInProgressError,
     StorageError,
     TrainingFailedError,
     UnsupportedFormatError,
@@ -30,7 +30,7 @@ from drawbar.train import (
     WorkerGroupError,
     _errors,
 )
-from drawbar.train._errors import FailureKind, root_cause_first
+from drawbar.train._errors import FailureKind, sort_root_cause_first
 from tests.train.local_runs import fit
 
 FAILURE = WorkerFailure(
@@ -39,10 +39,10 @@ FAILURE = WorkerFailure(
     type_name="ValueError",
     message="boom\nand more",
     traceback='Traceback (most recent call last):\n  File "train.py", line 12\nValueError: boom',
-    where="train.py:12 in step",
+    location="train.py:12 in step",
     hostname="node-7",
     pid=321,
-    reports=4,
+    num_reports=4,
     log_path="/runs/a/logs/rank_1.log",
 )
 
@@ -57,7 +57,7 @@ ERRORS: list[BaseException] = [
     ResumeError("no"),
     DamagedRunError("no"),
     UnsupportedFormatError("no"),
-    JournalLockedError("no"),
+    RunInProgressError("no"),
     CheckpointError("no"),
     StorageError(28, "No space left on device"),
     ProgramFailedError("killed by SIGKILL", "program died", 137, 1.5),
@@ -173,7 +173,7 @@ def at(time: float, rank: int, kind: FailureKind = "exception") -> WorkerFailure
     ],
 )
 def test_the_root_cause_comes_first(failures: list[WorkerFailure], ranks: list[int]) -> None:
-    assert [failure.rank for failure in root_cause_first(failures)] == ranks
+    assert [failure.rank for failure in sort_root_cause_first(failures)] == ranks
 
 
 def test_of_a_very_long_message_the_middle_is_in_the_log(

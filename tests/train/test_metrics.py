@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from drawbar.train._metrics import flatten, from_json, normalise, to_json
+from drawbar.train._metrics import decode_non_finite, encode_non_finite, flatten, normalize
 
 
 class Phase(str, enum.Enum):  # noqa: UP042  # as older code has it
@@ -24,7 +24,9 @@ class Level(enum.IntEnum):
 
 def round_trip(metrics: Any) -> Any:
     """What the journal does."""
-    return from_json(msgspec.json.decode(msgspec.json.encode(to_json(normalise(metrics)))))
+    return decode_non_finite(
+        msgspec.json.decode(msgspec.json.encode(encode_non_finite(normalize(metrics))))
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_nan_comes_back_as_nan(value: Any) -> None:
 
 def test_metrics_are_a_snapshot() -> None:
     history = [1]
-    metrics = normalise({"history": history})
+    metrics = normalize({"history": history})
     history.append(2)
     assert metrics == {"history": [1]}
 
@@ -110,7 +112,7 @@ def test_what_cannot_be_kept_is_told_with_its_key(
     metrics: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        normalise(metrics)
+        normalize(metrics)
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_a_config_that_cannot_be_sent_to_a_worker_is_told_by_name(tmp_path: Path
 class Missing(BackendConfig):
     """A backend of a framework that is not installed."""
 
-    def preflight(self, scaling_config: ScalingConfig) -> None:
+    def check_requirements(self, scaling_config: ScalingConfig) -> None:
         raise ImportError(f"no framework for {scaling_config.num_workers} workers")
 
 

@@ -29,7 +29,9 @@ __all__ = [
 
 
 def attempt_started(number: int, checkpoint: str | None = None) -> AttemptStarted:
-    return AttemptStarted(time=0, attempt=number, first_index=0, checkpoint=checkpoint)
+    return AttemptStarted(
+        time=0, attempt=number, first_report_index=0, resume_checkpoint=checkpoint
+    )
 
 
 def workers_started(count: int) -> WorkersStarted:

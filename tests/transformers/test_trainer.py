@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from drawbar import train
 from drawbar.train import CheckpointConfig, WorkerGroupError
 from drawbar.transformers import RayTrainReportCallback, prepare_trainer
-from drawbar.transformers._data import is_batches, is_shard
+from drawbar.transformers._data import is_batch_iterable, is_shard
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -297,5 +297,5 @@ def test_what_is_taken_for_ray_data(tiny: Any) -> None:
     for other in (*others, loader):
         assert not is_shard(other)
     for other in others:
-        assert not is_batches(other)
-    assert is_batches(batch for batch in tiny.windows())
+        assert not is_batch_iterable(other)
+    assert is_batch_iterable(batch for batch in tiny.windows())

@@ -18,12 +18,17 @@ from drawbar.train import (
     ValidationConfig,
     get_context,
 )
-from drawbar.train._group.placement import bundles_with_room
+from drawbar.train._worker_group.placement import find_free_bundles
 from drawbar.train.testing import run_in_threads
 from drawbar.tune import TuneReportCallback, as_trainable, placement_group_factory
-from drawbar.tune._results import cut
-from drawbar.tune._trainable import Saved
-from drawbar.tune._trial import check_names, next_run, run_names, with_parameters
+from drawbar.tune._result_files import truncate_after
+from drawbar.tune._trainable import TuneCheckpoint
+from drawbar.tune._trial import (
+    apply_parameters,
+    choose_run_name,
+    sorted_run_names,
+    validate_param_space,
+)
 from drawbar.xgboost import XGBoostTrainer
 
 EARLIER, NEWEST, OTHER = "a/run_1/checkpoint_000002", "a/run_1/checkpoint_000003", "b/run_0/c"
@@ -47,7 +52,9 @@ def function(config: dict[str, Any]) -> None: ...
 def test_which_run_a_trial_goes_on_with(
     found: list[str], start_from: str | None, newest: str | None, expected: str
 ) -> None:
-    assert next_run(run_names(found), start_from, newest=newest) == expected
+    assert (
+        choose_run_name(sorted_run_names(found), start_from, latest_checkpoint=newest) == expected
+    )
 
 
 @pytest.mark.parametrize(("after", "left"), [(0, 0), (1, 1), (2, 2), (9, 2)])
@@ -60,7 +67,7 @@ def test_results_that_will_be_reported_again_are_taken_off(
     rows = ["training_iteration,said\r\n", '1,"two\nlines"\r\n', "2,\r\n", ""]
     (tmp_path / "progress.csv").write_bytes("".join(rows).encode())
     for name in ("result.json", "progress.csv"):
-        cut(tmp_path / name, after)
+        truncate_after(tmp_path / name, after)
     assert (tmp_path / "result.json").read_text() == "".join(lines[:left])
     expected = "".join(rows[: left + 1]) if left else ""  # the logger writes the header again
     assert (tmp_path / "progress.csv").read_bytes() == expected.encode()
@@ -74,7 +81,7 @@ def test_parameters_change_keys_of_dicts_and_fields_of_configs() -> None:
         metadata={"team": "a"},
     )
     config = {"train_loop_config": {"lr": 3}, "scaling_config": {"num_workers": 4}}
-    changed = with_parameters(trainer, config, metadata={"team": "b"})
+    changed = apply_parameters(trainer, config, metadata={"team": "b"})
     assert isinstance(changed, TorchTrainer)
     assert changed.train_loop_config == {"lr": 3, "layers": 2}
     expected = ScalingConfig(num_workers=4, placement_strategy="SPREAD")
@@ -87,7 +94,7 @@ def test_parameters_of_a_declared_training() -> None:
     trainer = XGBoostTrainer(
         params={"eta": 0.1, "max_depth": 2}, label_column="y", datasets=datasets
     )
-    tuned = with_parameters(trainer, {"params": {"max_depth": 5}, "num_boost_round": 7})
+    tuned = apply_parameters(trainer, {"params": {"max_depth": 5}, "num_boost_round": 7})
     fit: Any = tuned.train_loop_per_worker
     assert (fit.params, fit.num_boost_round) == ({"eta": 0.1, "max_depth": 5}, 7)
 
@@ -101,7 +108,7 @@ def test_parameters_of_a_declared_training() -> None:
 )
 def test_parameters_that_are_no_arguments(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_names(DataParallelTrainer, config)
+        validate_param_space(DataParallelTrainer, config)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +152,7 @@ def test_what_a_trial_asks_for() -> None:
 def test_bundles_that_workers_can_get(
     bundles: list[dict[str, float]], taken: dict[str, float], count: int, expected: list[int]
 ) -> None:
-    assert bundles_with_room(bundles, taken, {"CPU": 1}, count) == expected
+    assert find_free_bundles(bundles, taken, {"CPU": 1}, count) == expected
 
 
 def test_a_checkpoint_that_tune_registers_twice_is_not_deleted(tmp_path: Path) -> None:
@@ -154,7 +161,7 @@ def test_a_checkpoint_that_tune_registers_twice_is_not_deleted(tmp_path: Path) -
     newest = tmp_path / "checkpoint_1"
     for name in ("checkpoint_0", "checkpoint_1", "checkpoint_1"):
         (tmp_path / name).mkdir(exist_ok=True)
-        manager.register_checkpoint(Saved(tune.Checkpoint(str(tmp_path / name)), {}))
+        manager.register_checkpoint(TuneCheckpoint(tune.Checkpoint(str(tmp_path / name)), {}))
     assert list(tmp_path.iterdir()) == [newest]
 
 
@@ -174,4 +181,4 @@ def test_a_run_outside_a_trial_belongs_to_none() -> None:
 def test_a_restored_trainer_does_not_know_its_arguments() -> None:
     restored = DataParallelTrainer.__new__(DataParallelTrainer)
     with pytest.raises(RuntimeError, match=r"restore\(\) has made this DataParallelTrainer"):
-        _ = restored.arguments
+        _ = restored.init_arguments

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 from xgboost import Booster
 
-from drawbar._boosting import Columns, load
+from drawbar._boosting import ColumnRoles, load_shards
 from drawbar.train import CheckpointConfig, FailureConfig, Result, RunConfig, get_context
 from drawbar.train.testing import run_in_threads
 from drawbar.xgboost import XGBoostConfig, XGBoostTrainer
-from drawbar.xgboost._fit import XGBoostFit
+from drawbar.xgboost._training_spec import XGBoostTrainingSpec
 
 Parts = Mapping[str, Sequence[pd.DataFrame]]
 """Each rank's rows of each dataset."""
@@ -25,7 +25,7 @@ class FitInThreads(Protocol):
     """Trains on ranks in threads."""
 
     def __call__(
-        self, parts: Parts, columns: Columns, params: dict[str, Any], **declared: Any
+        self, parts: Parts, columns: ColumnRoles, params: dict[str, Any], **declared: Any
     ) -> tuple[Booster, Result]:
         """Give the booster and the result."""
         ...
@@ -36,15 +36,17 @@ def fit_in_threads(tmp_path: Path) -> FitInThreads:
     """Train as `XGBoostTrainer` does, on given parts and in threads: a run takes milliseconds."""
 
     def train(
-        parts: Parts, columns: Columns, params: dict[str, Any], **declared: Any
+        parts: Parts, columns: ColumnRoles, params: dict[str, Any], **declared: Any
     ) -> tuple[Booster, Result]:
         params = {"nthread": 1, **params}
-        fit = XGBoostFit(params=params, columns=columns, datasets=tuple(parts), **declared)
+        fit = XGBoostTrainingSpec(params=params, columns=columns, datasets=tuple(parts), **declared)
 
         def function() -> None:
             rank = get_context().get_world_rank()
             tables = {name: pa.Table.from_pandas(parts[name][rank]) for name in parts}
-            fit.train(load(fit.datasets, columns, source=lambda name: [tables[name]], on_disk=True))
+            fit.train(
+                load_shards(fit.datasets, columns, source=lambda name: [tables[name]], on_disk=True)
+            )
 
         result = run_in_threads(
             function,

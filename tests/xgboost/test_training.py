@@ -15,13 +15,13 @@ import xgboost
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from xgboost import DMatrix, QuantileDMatrix
 
-from drawbar._boosting import Columns
+from drawbar._boosting import ColumnRoles
 from drawbar.xgboost import allreduce_metric
 
 if TYPE_CHECKING:
     from tests.xgboost.conftest import FitInThreads
 
-LABEL = Columns(label="target")
+LABEL = ColumnRoles(label="target")
 
 
 def coarse(frame: pd.DataFrame) -> pd.DataFrame:
@@ -130,7 +130,7 @@ def test_several_outputs_equal_one_process(
 ) -> None:
     frame = diabetes.assign(other=-2 * diabetes.target + diabetes.bmi)
     params = {"objective": "reg:squarederror", "multi_strategy": strategy, "tree_method": "hist"}
-    columns = Columns(label=["target", "other"])
+    columns = ColumnRoles(label=["target", "other"])
     booster, result = fit_in_threads(
         {"train": split(frame, 100, 100)}, columns, params, num_boost_round=5
     )
@@ -153,7 +153,7 @@ def test_missing_values_weights_and_base_margins(
     params = {"objective": "binary:logistic"}
     booster, _ = fit_in_threads(
         {"train": split(holes.assign(w=weight, m=margin), 300)},
-        Columns(label="target", weight="w", base_margin="m"),
+        ColumnRoles(label="target", weight="w", base_margin="m"),
         params,
         num_boost_round=6,
     )
@@ -168,7 +168,7 @@ def test_a_category_that_one_rank_alone_has_seen(
     place = np.where(np.arange(len(diabetes)) < 100, "sea", "hill")
     place[400:] = "moor"
     frame = diabetes.assign(place=place, kind=np.arange(len(diabetes)) % 5)
-    columns = Columns(label="target", categorical=["place", "kind"])
+    columns = ColumnRoles(label="target", categorical=["place", "kind"])
     params = {"max_depth": 3, "max_cat_to_onehot": 1}
     booster, _ = fit_in_threads({"train": split(frame, 100, 400)}, columns, params)
     categories = {"place": "category", "kind": "category"}
@@ -207,7 +207,7 @@ def test_ranking_with_whole_queries(fit_in_threads: FitInThreads) -> None:
         "lambdarank_pair_method": "topk",
         "max_depth": 3,
     }
-    columns = Columns(label="target", group="query", weight="w")
+    columns = ColumnRoles(label="target", group="query", weight="w")
     booster, result = fit_in_threads({"train": split(frame, 150)}, columns, params)
     metrics = result.metrics or {}
     weights = frame.groupby("query").w.first()
@@ -223,7 +223,7 @@ def test_queries_of_several_blocks_equal_one_process(fit_in_threads: FitInThread
     frame = pd.DataFrame({"a": number % 97, "b": number // 7 % 31}).astype("float32")
     frame["query"], frame["target"] = number // 7, number % 3
     params = {"objective": "rank:pairwise", "max_depth": 3}
-    columns = Columns(label="target", group="query")
+    columns = ColumnRoles(label="target", group="query")
     booster, _ = fit_in_threads({"train": [frame]}, columns, params, num_boost_round=2)
     train = matrix(frame, drop=("query",), qid=frame["query"])
     expected = plain(params, train, 2).predict(train)

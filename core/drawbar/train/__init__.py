@@ -19,6 +19,22 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train import backend, collective
+from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar.train._config.packages import find_shadowing_file as _hidden_by
+from drawbar.train._config.run_config import (
+    CheckpointConfig,
+    FailureConfig,
+    LoggingConfig,
+    RunConfig,
+    RunContext,
+    UserCallback,
+)
+from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._config.validation_config import (
+    ValidationConfig,
+    ValidationFn,
+    ValidationTaskConfig,
+)
 from drawbar.train._errors import (
     CheckpointError,
     ControllerError,
@@ -26,10 +42,10 @@ from drawbar.train._errors import (
     DivergenceError,
     HangError,
     InsufficientResourcesError,
-    JournalLockedError,
     PreemptionError,
     ProgramFailedError,
     ResumeError,
+    RunInProgressError,
     StorageError,
     TrainingFailedError,
     UnsupportedFormatError,
@@ -42,22 +58,6 @@ from drawbar.train._history.ledger import DataLedger, DatasetEpoch
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import AttemptTimes, Timeline
 from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
-from drawbar.train._settings.data_config import TRAIN_DATASET_KEY, DataConfig
-from drawbar.train._settings.packages import hidden_by as _hidden_by
-from drawbar.train._settings.run_config import (
-    CheckpointConfig,
-    FailureConfig,
-    LoggingConfig,
-    RunConfig,
-    RunContext,
-    UserCallback,
-)
-from drawbar.train._settings.scaling_config import ScalingConfig
-from drawbar.train._settings.validation_config import (
-    ValidationConfig,
-    ValidationFn,
-    ValidationTaskConfig,
-)
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train._storage.storage_context import StorageContext
@@ -65,13 +65,13 @@ from drawbar.train._worker.context import (
     ReportedCheckpoint,
     TrainContext,
     checkpoint_dir,
-    checkpoint_requested,
     get_all_reported_checkpoints,
     get_checkpoint,
     get_context,
     get_dataset_shard,
     get_preemption_info,
     report,
+    should_checkpoint,
 )
 from drawbar.train._worker.uploads import CheckpointUploadMode
 from drawbar.train.backend import Backend, BackendConfig
@@ -86,7 +86,7 @@ if TYPE_CHECKING:  # __getattr__ gives them where the program runs
     from drawbar.train import torch as torch
     from drawbar.train import v2 as v2
     from drawbar.train import xgboost as xgboost
-    from drawbar.train._handle.handle import RunHandle, attach
+    from drawbar.train._handle.run_handle import RunHandle, attach
     from drawbar.train._trainer import DataParallelTrainer
 
 __all__ = [
@@ -109,7 +109,6 @@ __all__ = [
     "FailureConfig",
     "HangError",
     "InsufficientResourcesError",
-    "JournalLockedError",
     "LoggingConfig",
     "Manifest",
     "PreemptionError",
@@ -122,6 +121,7 @@ __all__ = [
     "RunConfig",
     "RunContext",
     "RunHandle",
+    "RunInProgressError",
     "ScalingConfig",
     "StorageContext",
     "StorageError",
@@ -140,7 +140,6 @@ __all__ = [
     "attach",
     "backend",
     "checkpoint_dir",
-    "checkpoint_requested",
     "collective",
     "get_all_reported_checkpoints",
     "get_checkpoint",
@@ -148,6 +147,7 @@ __all__ = [
     "get_dataset_shard",
     "get_preemption_info",
     "report",
+    "should_checkpoint",
 ]
 
 _INTEGRATIONS = (
@@ -161,14 +161,14 @@ _INTEGRATIONS = (
     "v2",
     "xgboost",
 )
-_ON_RAY = {
+_LAZY_NAMES = {
     "DataParallelTrainer": "drawbar.train._trainer",
-    "RunHandle": "drawbar.train._handle.handle",
-    "attach": "drawbar.train._handle.handle",
+    "RunHandle": "drawbar.train._handle.run_handle",
+    "attach": "drawbar.train._handle.run_handle",
 }
 """Where lies what needs Ray, whose import takes a second: who only reads of runs has none."""
 
-_REPLACED = {
+_REPLACEMENTS = {
     "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",
     "SyncConfig": "leave it out: report() uploads checkpoints, the run its journal and logs",
     "horovod": "use drawbar.train.torch.TorchTrainer and torch.distributed",
@@ -179,20 +179,20 @@ if not TYPE_CHECKING:  # else type checkers would take any name
 
     def __getattr__(name: str) -> Any:
         """Import what needs Ray, or an integration as `train.torch`, where it is used first."""
-        if name in _ON_RAY:
+        if name in _LAZY_NAMES:
             try:
-                for each, home in _ON_RAY.items():
+                for each, home in _LAZY_NAMES.items():
                     globals()[each] = getattr(importlib.import_module(home), each)
             except (ImportError, AttributeError) as error:
                 if _hidden_by("ray"):
-                    raise backend.import_failed("ray", extra="all") from error
+                    raise backend.make_import_error("ray", extra="all") from error
                 raise
-            backend.as_public(globals())
+            backend.set_public_module(globals())
             return globals()[name]
         if name in _INTEGRATIONS:
             return importlib.import_module(f"{__name__}.{name}")
-        if name in _REPLACED:
-            message = f"drawbar.train has no {name}: {_REPLACED[name]}"
+        if name in _REPLACEMENTS:
+            message = f"drawbar.train has no {name}: {_REPLACEMENTS[name]}"
             # `from drawbar.train import` hides the text of an AttributeError, and `hasattr` needs
             # one.
             if sys._getframe(1).f_code.co_name == "_handle_fromlist":
@@ -207,4 +207,4 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_INTEGRATIONS})
 
 
-backend.as_public(globals())
+backend.set_public_module(globals())

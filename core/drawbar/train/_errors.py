@@ -14,7 +14,7 @@ extra. The exceptions below are built from it in the driver, and every one of th
     ResumeError (ValueError)           the run directory and `RunConfig.resume` do not go together
     DamagedRunError (ValueError)       the journal of a run cannot be read
     UnsupportedFormatError (ValueError)  a newer version of Drawbar has written the run
-    JournalLockedError (RuntimeError)  the run goes on, in another process or thread
+    RunInProgressError (RuntimeError)  the run goes on, in another process or thread
     CheckpointError (RuntimeError)     a checkpoint is missing, incomplete or altered
     StorageError (OSError)             the storage refuses a checkpoint: full, read-only, over quota
     ProgramFailedError (RuntimeError)  a program that ran as a rank has failed; its exit code
@@ -53,31 +53,33 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     type_name: str
     message: str
     traceback: str = ""
-    where: str = ""
+    location: str = ""
     hostname: str = ""
     node_id: str = ""
     pid: int = 0
     time: float = 0.0
-    reports: int = 0
+    num_reports: int = 0
     log_path: str = ""
-    pickled: bytes | None = None
+    pickled_exception: bytes | None = None
 
     def headline(self) -> str:
         """Return the failure in one line: `rank 1: ValueError: boom (train.py:12 in step)`."""
-        return self._headline(shortened, 1_000)
+        return self._headline(truncate_middle, 1_000)
 
     def _headline(self, shorten: Callable[[str, int], str], max_chars: int) -> str:
         message = self.message.strip()
         first_line = f"{self.type_name}: {message}".splitlines()[0] if message else self.type_name
         who = f"rank {self.rank}: " if self.rank >= 0 else ""
-        return who + shorten(first_line, max_chars) + (f" ({self.where})" if self.where else "")
+        return (
+            who + shorten(first_line, max_chars) + (f" ({self.location})" if self.location else "")
+        )
 
     def summary(self) -> str:
         """Return the failure in short: headline, process, number of reports, and log file."""
         # With a traceback, `describe` adds the whole message at its end.
         lines = [self._headline(_cut, HEADLINE_CHARS) if self.traceback else self.headline()]
         if self.pid:
-            lines.append(f"  pid {self.pid} on {self.hostname}, after {self.reports} reports")
+            lines.append(f"  pid {self.pid} on {self.hostname}, after {self.num_reports} reports")
         if self.log_path:
             lines.append(f"  its full output: {self.log_path}")
         return "\n".join(lines)
@@ -85,14 +87,15 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     def describe(self) -> str:
         """Return the failure in full: its summary, and the traceback or the rest of the message.
 
-        The middle of more than `SHOWN_CHARS` characters is omitted. The rank's log has all of it.
+        The middle of more than `MAX_SHOWN_CHARS` characters is omitted. The rank's log has all of
+        it.
         """
         lines = [self.summary()]
         rest = self.message.strip().splitlines()[1:]
         if rest and not self.traceback:
-            lines += [f"  {line}" for line in shortened("\n".join(rest)).splitlines()]
+            lines += [f"  {line}" for line in truncate_middle("\n".join(rest)).splitlines()]
         if self.traceback:
-            told = shortened(self.traceback.rstrip())
+            told = truncate_middle(self.traceback.rstrip())
             lines += ["", *(f"  {line}" for line in told.splitlines())]
         return "\n".join(lines)
 
@@ -100,11 +103,11 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
 HEADLINE_CHARS = 160
 """Length of a message above its traceback."""
 
-SHOWN_CHARS = 20_000
+MAX_SHOWN_CHARS = 20_000
 """How much of what a rank raised is shown."""
 
 
-def shortened(text: str, limit: int = SHOWN_CHARS) -> str:
+def truncate_middle(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
     """Give a text of no more than about `limit` characters, without its middle if it has more."""
     if len(text) <= limit:
         return text
@@ -116,7 +119,7 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit].rstrip()} ..."
 
 
-def root_cause_first(failures: Sequence[WorkerFailure]) -> list[WorkerFailure]:
+def sort_root_cause_first(failures: Sequence[WorkerFailure]) -> list[WorkerFailure]:
     """Sort failures by time, which puts the root cause first.
 
     A death is noticed from outside, up to some milliseconds after the peers' connections broke; it
@@ -126,27 +129,27 @@ def root_cause_first(failures: Sequence[WorkerFailure]) -> list[WorkerFailure]:
     return sorted(failures, key=lambda f: (f.time - 0.1 * (f.kind == "died"), f.rank))
 
 
-def exceptions_of(failures: Iterable[WorkerFailure]) -> dict[int, Exception]:
+def load_exceptions(failures: Iterable[WorkerFailure]) -> dict[int, Exception]:
     """Give each rank's exception: the user's own where it unpickles, else a `WorkerError`."""
     found: dict[int, Exception] = {}
     for failure in failures:
         if failure.rank >= 0:
-            found.setdefault(failure.rank, _exception_of(failure))
+            found.setdefault(failure.rank, _load_exception(failure))
     return found
 
 
-def _exception_of(failure: WorkerFailure) -> Exception:
-    if failure.pickled is not None:
+def _load_exception(failure: WorkerFailure) -> Exception:
+    if failure.pickled_exception is not None:
         # Its class may not be importable here, and unpickling runs code of the user's.
         with contextlib.suppress(Exception):
-            error = cloudpickle.loads(failure.pickled)
+            error = cloudpickle.loads(failure.pickled_exception)
             if isinstance(error, Exception):
                 return error
     return WorkerError(failure)
 
 
-_State = tuple[type[Exception], tuple[object, ...], dict[str, object]]
-_Reduced = tuple[Callable[..., Exception], _State]
+_RebuildArguments = tuple[type[Exception], tuple[object, ...], dict[str, object]]
+_ReduceValue = tuple[Callable[..., Exception], _RebuildArguments]
 
 
 class TrainingFailedError(RuntimeError):
@@ -161,7 +164,7 @@ class TrainingFailedError(RuntimeError):
         self.error_message = error_message
         self.path = path
 
-    def __reduce__(self) -> _Reduced:
+    def __reduce__(self) -> _ReduceValue:
         return self._rebuild, (type(self), self.args, self.__dict__)
 
     @staticmethod
@@ -201,12 +204,12 @@ class WorkerGroupError(TrainingFailedError):
         process that hosts the run needs none of the user's classes.
         """
         if self._worker_failures is None:
-            self._worker_failures = exceptions_of(self.failures)
+            self._worker_failures = load_exceptions(self.failures)
         return self._worker_failures
 
-    def __reduce__(self) -> _Reduced:
+    def __reduce__(self) -> _ReduceValue:
         rebuild, (cls, args, state) = super().__reduce__()
-        if any(failure.pickled for failure in self.failures):
+        if any(failure.pickled_exception for failure in self.failures):
             state = {**state, "_worker_failures": None}  # it is made of them again
         return rebuild, (cls, args, state)
 
@@ -269,7 +272,7 @@ class UnsupportedFormatError(ValueError):
         )
 
 
-class JournalLockedError(RuntimeError):
+class RunInProgressError(RuntimeError):
     """The run goes on, in another process or in this one, which the message says.
 
     `drawbar.train.attach` gives a handle on it; a run of another `RunConfig.name` is not affected.
@@ -317,11 +320,11 @@ class ProgramFailedError(RuntimeError):
         self.exit_code = exit_code
         self.time = time
         self.traceback = traceback
-        self.where = where
+        self.location = where
         self.is_exit = is_exit
 
     @property
-    def was_killed(self) -> bool:
+    def is_killed_by_signal(self) -> bool:
         """Whether a signal has ended it."""
         return self.exit_code > 128 and not self.traceback
 

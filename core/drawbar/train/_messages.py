@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from drawbar.train._carry import Carried
+from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._metrics import Metrics
-from drawbar.train._rows import Equalize
+from drawbar.train._row_positions import UnevenRows
+from drawbar.train._serialization import Serialized
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.contents import FileEntry, check_stays_inside
+from drawbar.train._storage.contents import FileEntry, check_relative_path
 from drawbar.train._storage.manifest import Validation
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._surroundings import Surroundings
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class WorkerSpec:
     """
 
     environment: dict[str, str]
-    surroundings: Surroundings | None
+    surroundings: DriverEnvironment | None
     metadata: dict[str, object]
     cpus: float | None = None
     validation: Validation | None = None
@@ -192,14 +192,14 @@ class FileSent(msgspec.Struct, frozen=True, kw_only=True):
 
     # It comes from another node, and says where a file is written on this one.
     def __post_init__(self) -> None:
-        check_stays_inside(self.name)
-        check_stays_inside(self.path)
+        check_relative_path(self.name)
+        check_relative_path(self.path)
 
 
 class FileAsked(msgspec.Struct, frozen=True, kw_only=True):
     """The rank asks for a piece of a file of checkpoint `name`, or, without a path, for its files.
 
-    Answered by `FileAnswer` with this number.
+    Answered by `FileReply` with this number.
     """
 
     number: int
@@ -208,8 +208,8 @@ class FileAsked(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
 
     def __post_init__(self) -> None:
-        check_stays_inside(self.name)
-        check_stays_inside(self.path or self.name)
+        check_relative_path(self.name)
+        check_relative_path(self.path or self.name)
 
 
 class PassEnded(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,7 +227,7 @@ class PassEnded(msgspec.Struct, frozen=True, kw_only=True):
         shuffled: Whether it was shuffled.
         ended: Whether it reached the end.
         in_all: Rows of the dataset, if parts are made by row numbers; else None.
-        equalize: How rows are shared then.
+        uneven_rows: How rows are shared then.
         empty: "row" or "batch" if a whole iteration returned none.
         index: Number of the rank's next report.
         discarded: Rows that were read of this epoch before it restarted from its beginning, one
@@ -244,7 +244,7 @@ class PassEnded(msgspec.Struct, frozen=True, kw_only=True):
     shuffled: bool
     ended: bool
     in_all: int | None
-    equalize: Equalize
+    uneven_rows: UnevenRows
     empty: str = ""
     index: int = 0
     discarded: list[Any] = []
@@ -267,7 +267,7 @@ class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     number: int | None
     kind: CollectiveKind
-    payload: Carried | None
+    payload: Serialized | None
     where: str
 
 
@@ -344,7 +344,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     time: float
-    value: Carried | None = None
+    value: Serialized | None = None
     value_error: str = ""
     remarks: tuple[str, ...] = ()
 

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, cast
 
-_PLAIN = (float, bool, int, type(None))
-_TAG = "$float"
-_NOT_FINITE = ("nan", "inf", "-inf")
-_LISTED = 20
+_PLAIN_TYPES = (float, bool, int, type(None))
+_FLOAT_TAG = "$float"
+_NON_FINITE = ("nan", "inf", "-inf")
+_MAX_LISTED = 20
 
 
 Metrics = dict[str, Any]
@@ -28,7 +28,7 @@ class _Array(Protocol):
     def shape(self) -> Iterable[int]: ...
 
 
-def normalise(metrics: object) -> Metrics:
+def normalize(metrics: object) -> Metrics:
     """Turn what the user reported into plain Python values.
 
     Takes any JSON-able value, and arrays and tensors of one element, of NumPy, PyTorch, JAX,
@@ -41,12 +41,15 @@ def normalise(metrics: object) -> Metrics:
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"report() takes a dict of metrics, found {metrics!r}")
-    return {_text(str(key), key): _outermost(value, str(key)) for key, value in metrics.items()}
+    return {
+        _check_text(str(key), key): _normalize_top_level(value, str(key))
+        for key, value in metrics.items()
+    }
 
 
-def _outermost(value: object, key: str) -> object:
+def _normalize_top_level(value: object, key: str) -> object:
     try:
-        return _plain(value, key)
+        return _normalize_value(value, key)
     except RecursionError:
         raise ValueError(
             f"metric {key!r} is nested too deeply, or holds itself; report() takes what JSON can "
@@ -54,18 +57,21 @@ def _outermost(value: object, key: str) -> object:
         ) from None
 
 
-def _plain(value: object, key: str) -> object:
+def _normalize_value(value: object, key: str) -> object:
     # Nearly all metrics are: the rest is not looked at for these.
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, str):
-        return _text(str.__str__(value), key)  # an enum's own __str__ gives its name
+        return _check_text(str.__str__(value), key)  # an enum's own __str__ gives its name
     if isinstance(value, Mapping):
-        return {_text(str(k), f"{key}/{k}"): _plain(v, f"{key}/{k}") for k, v in value.items()}
+        return {
+            _check_text(str(k), f"{key}/{k}"): _normalize_value(v, f"{key}/{k}")
+            for k, v in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_plain(v, f"{key}/{i}") for i, v in enumerate(value)]
+        return [_normalize_value(v, f"{key}/{i}") for i, v in enumerate(value)]
     if hasattr(value, "shape") and (hasattr(value, "item") or hasattr(value, "numpy")):
-        return _plain(_scalar(cast("_Array", value), key), key)
+        return _normalize_value(_extract_scalar(cast("_Array", value), key), key)
     if isinstance(value, int | float):  # enums and other subclasses
         return int(value) if isinstance(value, int) else float(value)
     raise TypeError(
@@ -75,7 +81,7 @@ def _plain(value: object, key: str) -> object:
     )
 
 
-def _text(text: str, key: object) -> str:
+def _check_text(text: str, key: object) -> str:
     try:
         # Half of a surrogate pair is a str in Python, and no text in any file.
         text.isascii() or text.encode()
@@ -84,7 +90,7 @@ def _text(text: str, key: object) -> str:
     return text
 
 
-def _scalar(value: _Array, key: str) -> object:
+def _extract_scalar(value: _Array, key: str) -> object:
     shape = tuple(value.shape)
     if math.prod(shape) != 1:
         raise ValueError(
@@ -96,25 +102,25 @@ def _scalar(value: _Array, key: str) -> object:
     return found.item() if hasattr(found, "item") else found
 
 
-def to_json(value: object) -> object:
+def encode_non_finite(value: object) -> object:
     """Replace NaN and infinities by what JSON can hold. Everything else is returned as it is."""
     if type(value) is float and not math.isfinite(value):
-        return {_TAG: repr(value)}
+        return {_FLOAT_TAG: repr(value)}
     if isinstance(value, dict):
-        return {k: to_json(v) for k, v in value.items()}
+        return {k: encode_non_finite(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [to_json(v) for v in value]
+        return [encode_non_finite(v) for v in value]
     return value
 
 
-def from_json(value: object) -> object:
-    """Undo `to_json`."""
+def decode_non_finite(value: object) -> object:
+    """Undo `encode_non_finite`."""
     if isinstance(value, dict):
-        if len(value) == 1 and value.get(_TAG) in _NOT_FINITE:
-            return float(value[_TAG])
-        return {k: from_json(v) for k, v in value.items()}
+        if len(value) == 1 and value.get(_FLOAT_TAG) in _NON_FINITE:
+            return float(value[_FLOAT_TAG])
+        return {k: decode_non_finite(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [from_json(v) for v in value]
+        return [decode_non_finite(v) for v in value]
     return value
 
 
@@ -129,13 +135,13 @@ def flatten(metrics: Mapping[str, object], prefix: str = "") -> Metrics:
     return flat
 
 
-def metrics_there_are(reported: Iterable[Mapping[str, object]], *, instead_of: str) -> str:
+def describe_available(reported: Iterable[Mapping[str, object]], *, missing_name: str) -> str:
     """List the names of metrics, nested keys joined, and which of them may have been meant."""
     names = sorted({name for metrics in reported for name in flatten(metrics)})
     if not names:
         return "There are no metrics."
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    listed = ", ".join(map(repr, names[:_LISTED]))
-    meant = difflib.get_close_matches(instead_of, names, n=1)
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    listed = ", ".join(map(repr, names[:_MAX_LISTED]))
+    meant = difflib.get_close_matches(missing_name, names, n=1)
     hint = f"; did you mean {meant[0]!r}?" if meant else "."
     return f"There are {listed}{more}{hint}"

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
-from drawbar.train._carry import Carried
 from drawbar.train._metrics import Metrics
+from drawbar.train._serialization import Serialized
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._storage.unshared_node import FileAnswer
+from drawbar.train._storage.node_local_storage import FileReply
 
 
 class Persist(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class CollectiveDone(msgspec.Struct, frozen=True, kw_only=True):
     """The `sequence`-th collective is complete. `payloads` has one entry, or one per rank."""
 
     sequence: int
-    payloads: tuple[Carried | None, ...]
+    payloads: tuple[Serialized | None, ...]
 
 
 class CheckpointsAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +76,6 @@ Order = (
     | CheckpointsAnswer
     | Diagnosis
     | FileTaken
-    | FileAnswer
+    | FileReply
     | Interrupt
 )

@@ -25,7 +25,7 @@ ACCEPT_RETRY_SECONDS = 0.2
 _logger = logging.getLogger("drawbar.train")
 
 
-async def in_daemon_thread(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+async def run_in_daemon_thread(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
     """Await what a function gives that runs in a thread of its own.
 
     If this is cancelled, the function goes on, and nobody waits for it: neither the loop's end nor
@@ -51,14 +51,14 @@ async def in_daemon_thread(function: Callable[[*Arguments], T], *arguments: *Arg
     return outcome.result()
 
 
-class _Call(NamedTuple):
+class _WorkItem(NamedTuple):
     """What a thread is to do, and how that is called off."""
 
-    make: Callable[[], None]
+    run: Callable[[], None]
     cancel: Callable[[], bool]
 
 
-class DaemonThreads(Executor):
+class DaemonThreadPool(Executor):
     """A pool of threads that Python's end neither waits for nor keeps from working.
 
     Args:
@@ -68,12 +68,12 @@ class DaemonThreads(Executor):
     """
 
     def __init__(
-        self, most: int, name: str, initializer: Callable[[], object] | None = None
+        self, max_workers: int, thread_name: str, initializer: Callable[[], object] | None = None
     ) -> None:
-        self._most = most
-        self._name = name
+        self._most = max_workers
+        self._name = thread_name
         self._initializer = initializer
-        self._calls = queue.SimpleQueue[_Call | None]()
+        self._calls = queue.SimpleQueue[_WorkItem | None]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -88,10 +88,10 @@ class DaemonThreads(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the threads {self._name} are shut down")
-            make = partial(_make, future, partial(fn, *args, **kwargs))
-            self._calls.put(_Call(make, future.cancel))
+            make = partial(_run_call, future, partial(fn, *args, **kwargs))
+            self._calls.put(_WorkItem(make, future.cancel))
             if len(self._threads) < self._most:
-                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                thread = threading.Thread(target=self._run_items, name=self._name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
         return future
@@ -101,29 +101,29 @@ class DaemonThreads(Executor):
         with self._lock:
             self._closed = True
             if cancel_futures:
-                self._cancel()
+                self._cancel_queued()
             for _ in self._threads:
                 self._calls.put(None)
         if wait:
             for thread in self._threads:
                 thread.join()
 
-    def _cancel(self) -> None:
+    def _cancel_queued(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._calls.get_nowait()
                 if call is not None:
                     call.cancel()
 
-    def _work(self) -> None:
+    def _run_items(self) -> None:
         if self._initializer is not None:
             self._initializer()
         while (call := self._calls.get()) is not None:
-            call.make()
+            call.run()
             del call  # what it was given is held no longer than it lasts
 
 
-def _make(future: Future[T], action: Callable[[], T]) -> None:
+def _run_call(future: Future[T], action: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -15,36 +15,36 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import cloudpickle
 
-from drawbar.train._carry import Carried
+from drawbar.train._config.argument_errors import ArgumentErrors
+from drawbar.train._config.backend import BackendConfig, LauncherStore, TrainFunction
+from drawbar.train._config.checks import resolve_config
+from drawbar.train._config.data_config import DataConfig
+from drawbar.train._config.function_identity import FunctionIdentity
+from drawbar.train._config.run_config import RunConfig
+from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._console.console import Console
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._data import split
+from drawbar.train._driver import preflight
+from drawbar.train._driver.controller_thread import start_local_run, start_ray_run
+from drawbar.train._driver.run_spec import make_run_spec
 from drawbar.train._errors import DamagedRunError, without_internal_frames
-from drawbar.train._group.cluster import connect_to_ray, is_client, started_here
-from drawbar.train._handle.handle import FollowedRun, RunHandle
-from drawbar.train._handle.hosted_run import start_in_actor
+from drawbar.train._handle.host_actor_run import start_host_actor_run
+from drawbar.train._handle.run_handle import RunHandle, RunView
 from drawbar.train._history.result import Result
-from drawbar.train._launch import preflight
-from drawbar.train._launch.host import host_function, host_workers
-from drawbar.train._launch.spec import make_spec
-from drawbar.train._settings.arguments import ExplainsItsArguments
-from drawbar.train._settings.backend import BackendConfig, LauncherStore, TrainFunction
-from drawbar.train._settings.checks import config_or_default
-from drawbar.train._settings.data_config import DataConfig
-from drawbar.train._settings.function_identity import FunctionIdentity
-from drawbar.train._settings.run_config import RunConfig
-from drawbar.train._settings.scaling_config import ScalingConfig
-from drawbar.train._settings.validation_config import ValidationConfig
+from drawbar.train._serialization import Serialized
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.own_files import TRAINER
-from drawbar.train._storage.remote_folder import AnyFileSystem
-from drawbar.train._storage.run_directory import open_directory
-from drawbar.train._worker.actor import Payload
+from drawbar.train._storage.filesystem import AnyFileSystem
+from drawbar.train._storage.run_directory import open_run_directory
+from drawbar.train._storage.run_files import TRAINER_FILE
+from drawbar.train._worker.actor import TrainLoop
+from drawbar.train._worker_group.cluster import connect_to_ray, has_started_ray, is_ray_client
 
 T = TypeVar("T")
 
 
-class DataParallelTrainer(ExplainsItsArguments):
+class DataParallelTrainer(ArgumentErrors):
     """Runs a training function on a group of Ray actors.
 
     Args:
@@ -71,16 +71,16 @@ class DataParallelTrainer(ExplainsItsArguments):
             to do.
     """
 
-    _replaced: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    _replacements: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("train_fn", "train_func", "train_loop"), "did you mean 'train_loop_per_worker'?"
     )
-    _given: tuple[tuple[object, ...], dict[str, object]]
+    _init_arguments: tuple[tuple[object, ...], dict[str, object]]
 
     def __new__(cls, *args: object, **arguments: object) -> Self:
         trainer = super().__new__(cls, *args, **arguments)
         # Here, since `__init__` of a subclass may change what it is given before it calls this
         # one's.
-        trainer._given = args, arguments
+        trainer._init_arguments = args, arguments
         return trainer
 
     def __init__(
@@ -99,21 +99,21 @@ class DataParallelTrainer(ExplainsItsArguments):
     ) -> None:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = train_loop_config
-        self.backend_config = config_or_default("backend_config", backend_config, BackendConfig)
-        self.scaling_config = config_or_default("scaling_config", scaling_config, ScalingConfig)
-        self.run_config = config_or_default("run_config", run_config, RunConfig)
-        self.dataset_config = config_or_default("dataset_config", dataset_config, DataConfig)
-        self.metadata = _json_dict("metadata", metadata)
+        self.backend_config = resolve_config("backend_config", backend_config, BackendConfig)
+        self.scaling_config = resolve_config("scaling_config", scaling_config, ScalingConfig)
+        self.run_config = resolve_config("run_config", run_config, RunConfig)
+        self.dataset_config = resolve_config("dataset_config", dataset_config, DataConfig)
+        self.metadata = _check_json_dict("metadata", metadata)
         self.resume_from_checkpoint = resume_from_checkpoint
         if resume_from_checkpoint is not None:
-            config_or_default("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
+            resolve_config("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
         self.validation_config = validation_config
         if validation_config is not None:
-            config_or_default("validation_config", validation_config, ValidationConfig)
-        self._takes_config = preflight.check_function(
+            resolve_config("validation_config", validation_config, ValidationConfig)
+        self._takes_config = preflight.check_train_function(
             train_loop_per_worker, has_config=train_loop_config is not None
         )
-        preflight.check_config(self._takes_config, train_loop_config)
+        preflight.warn_of_unused_config(self._takes_config, train_loop_config)
         split.check_datasets(datasets, self.dataset_config)
         self.datasets: dict[str, Any] = dict(datasets or {})
 
@@ -136,7 +136,7 @@ class DataParallelTrainer(ExplainsItsArguments):
             TypeError, ValueError, ImportError, OSError: The run cannot start as configured.
         """
         try:
-            return self._start(jobs_wait=True).wait()
+            return self._prepare_and_start(use_caller_thread=True).wait()
         except Exception as error:
             raise without_internal_frames(error)  # noqa: B904  # the same error
 
@@ -150,7 +150,7 @@ class DataParallelTrainer(ExplainsItsArguments):
             As `fit()`, but for what happens once the run has started: `RunHandle.wait` raises that.
         """
         try:
-            return self._start(jobs_wait=False)
+            return self._prepare_and_start(use_caller_thread=False)
         except Exception as error:
             raise without_internal_frames(error)  # noqa: B904  # the same error
 
@@ -164,13 +164,13 @@ class DataParallelTrainer(ExplainsItsArguments):
         return trainable
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def init_arguments(self) -> dict[str, Any]:
         """What it was made with, by name: `type(trainer)(**trainer.arguments)` is one like it.
 
         Raises:
             RuntimeError: `restore()` has made it.
         """
-        args, given = self._given
+        args, given = self._init_arguments
         if not args and not given:
             raise RuntimeError(f"restore() has made this {type(self).__name__}; make one yourself")
         bound = inspect.signature(type(self).__init__).bind(self, *args, **given)
@@ -180,16 +180,16 @@ class DataParallelTrainer(ExplainsItsArguments):
                 arguments.update(arguments.pop(each.name, {}))
         return arguments
 
-    def _start(self, *, jobs_wait: bool) -> RunHandle:
+    def _prepare_and_start(self, *, use_caller_thread: bool) -> RunHandle:
         # First of all: without the framework, what follows would fail in ways that do not say so.
-        self.backend_config.preflight(self.scaling_config)
-        payload = Payload(
+        self.backend_config.check_requirements(self.scaling_config)
+        payload = TrainLoop(
             self.train_loop_per_worker,
             self._takes_config,
             self.train_loop_config,
             self.backend_config,
         )
-        spec = make_spec(
+        spec = make_run_spec(
             payload,
             function=self._function_identity(),
             scaling_config=self.scaling_config,
@@ -200,7 +200,7 @@ class DataParallelTrainer(ExplainsItsArguments):
             resume_from_checkpoint=self.resume_from_checkpoint,
             validation_config=self.validation_config,
         )
-        return RunHandle(self._host(spec, payload, jobs_wait=jobs_wait))
+        return RunHandle(self._start_run(spec, payload, use_caller_thread=use_caller_thread))
 
     def _function_identity(self) -> FunctionIdentity:
         if self._script is None:
@@ -216,35 +216,39 @@ class DataParallelTrainer(ExplainsItsArguments):
         """
         return None
 
-    def _host(self, spec: RunSpec, payload: Payload, *, jobs_wait: bool) -> FollowedRun:
+    def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
         if self.scaling_config.max_workers == 0:
-            self._refuse_detached()
-            store = self.backend_config.launcher_store()
-            host = host_function if store is None else _launched(store)
+            self._check_not_detached()
+            store = self.backend_config.get_launcher_store()
+            host = start_local_run if store is None else _make_torchrun_starter(store)
             return host(
-                spec, payload, self.validation_config, self._make_console, jobs_wait=jobs_wait
+                spec,
+                payload,
+                self.validation_config,
+                self._make_console,
+                use_caller_thread=use_caller_thread,
             )
         # Only now: all that can be wrong with the arguments is said without waiting for Ray.
         connect_to_ray()
-        if self.run_config.detached or is_client():
-            self._warn_of_its_own_ray()
-            self._warn_of_objects_owned_here(spec)
-            return start_in_actor(spec)
-        return host_workers(spec, self._make_console, jobs_wait=jobs_wait)
+        if self.run_config.detached or is_ray_client():
+            self._warn_if_driver_owns_ray()
+            self._warn_if_driver_owns_objects(spec)
+            return start_host_actor_run(spec)
+        return start_ray_run(spec, self._make_console, use_caller_thread=use_caller_thread)
 
     def _make_console(self, path: str) -> Console:
         live = self.scaling_config.max_workers > 0
-        return Console(self.run_config.logging_config.level, path, live=live)
+        return Console(self.run_config.logging_config.level_number, path, is_live=live)
 
-    def _refuse_detached(self) -> None:
+    def _check_not_detached(self) -> None:
         if self.run_config.detached:
             raise ValueError(
                 "RunConfig.detached=True needs workers that outlive this process, found "
                 "ScalingConfig.num_workers=0, which runs the function in it"
             )
 
-    def _warn_of_its_own_ray(self) -> None:
-        if self.run_config.detached and started_here():
+    def _warn_if_driver_owns_ray(self) -> None:
+        if self.run_config.detached and has_started_ray():
             warnings.warn(
                 "this process has started its own Ray, which ends with it, and so does the run in "
                 "spite of RunConfig.detached=True; set RAY_ADDRESS, or ray.init(address=...), to a "
@@ -252,9 +256,12 @@ class DataParallelTrainer(ExplainsItsArguments):
                 stacklevel=5,
             )
 
-    def _warn_of_objects_owned_here(self, spec: RunSpec) -> None:
-        carried = [spec.payload, *([spec.validation.function] if spec.validation else [])]
-        count = sum(each.owned_here for each in carried)
+    def _warn_if_driver_owns_objects(self, spec: RunSpec) -> None:
+        carried = [
+            spec.train_loop,
+            *([spec.validation_task.function] if spec.validation_task else []),
+        ]
+        count = sum(each.num_owned_objects for each in carried)
         if self.run_config.detached and count:
             warnings.warn(
                 "the training function, its config or the validation function refers to objects in "
@@ -271,8 +278,8 @@ class DataParallelTrainer(ExplainsItsArguments):
         cls, path: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
     ) -> bool:
         """Whether `restore(path)` will find a run there."""
-        directory = open_directory(path, storage_filesystem)
-        return directory.files.read(TRAINER) is not None and directory.holds_run()
+        directory = open_run_directory(path, storage_filesystem)
+        return directory.run_files.read(TRAINER_FILE) is not None and directory.has_run()
 
     @classmethod
     def restore(
@@ -282,7 +289,7 @@ class DataParallelTrainer(ExplainsItsArguments):
         *,
         run_config: RunConfig | None = None,
         datasets: Mapping[str, object] | None = None,
-        **changed: object,
+        **overrides: object,
     ) -> Self:
         """Make the trainer of an earlier run again; its `fit()` goes on from the newest checkpoint.
 
@@ -302,16 +309,16 @@ class DataParallelTrainer(ExplainsItsArguments):
             DamagedRunError: Its `trainer.pkl` does not unpickle here.
             ValueError: What must be given again is missing.
         """
-        directory = open_directory(path, storage_filesystem)
-        packed = directory.files.read(TRAINER)
-        if packed is None or not directory.holds_run():
-            raise FileNotFoundError(f"{directory.location} holds no run that can be restored")
-        place = directory.home / TRAINER
-        state = _unpacked_state(packed, place, but=changed) | changed
+        directory = open_run_directory(path, storage_filesystem)
+        packed = directory.run_files.read(TRAINER_FILE)
+        if packed is None or not directory.has_run():
+            raise FileNotFoundError(f"{directory.uri} holds no run that can be restored")
+        place = directory.root / TRAINER_FILE
+        state = _load_state(packed, place, exclude=overrides) | overrides
         config = dataclasses.replace(
             run_config or RunConfig(),
             name=directory.name,
-            storage_path=directory.parent,
+            storage_path=directory.storage_fs_path,
             storage_filesystem=directory.filesystem,
         )
         # Not by `cls(...)`: subclasses take other arguments, which became these when the run was
@@ -325,21 +332,29 @@ class DataParallelTrainer(ExplainsItsArguments):
         return f"{type(self).__name__}({name}, {self.scaling_config!r}, {self.run_config!r})"
 
 
-def _launched(store: LauncherStore) -> Callable[..., FollowedRun]:
+def _make_torchrun_starter(store: LauncherStore) -> Callable[..., RunView]:
     # Every worker's process imports this module, and few runs need multiprocessing's connections.
-    from drawbar.train._handle.launched_run import host_or_join
+    from drawbar.train._handle.torchrun_run import start_or_join_torchrun_run
 
-    return partial(host_or_join, store)
+    return partial(start_or_join_torchrun_run, store)
 
 
-def _unpacked_state(packed: bytes, place: object, *, but: Mapping[str, object]) -> dict[str, Any]:
+def _load_state(
+    serialized: bytes, path: object, *, exclude: Mapping[str, object]
+) -> dict[str, Any]:
     try:
-        kept: dict[str, Carried] = cloudpickle.loads(packed)
-        lost = {name: each.lost for name, each in kept.items() if each.lost and name not in but}
-        state = {name: kept[name].unpack() for name in kept.keys() - lost.keys() - but.keys()}
+        kept: dict[str, Serialized] = cloudpickle.loads(serialized)
+        lost = {
+            name: each.missing_references
+            for name, each in kept.items()
+            if each.missing_references and name not in exclude
+        }
+        state = {
+            name: kept[name].deserialize() for name in kept.keys() - lost.keys() - exclude.keys()
+        }
     except Exception as error:  # damaged bytes raise whatever they make pickle do
         raise DamagedRunError(
-            f"{place} does not unpickle here: {type(error).__name__}: {error}. Make the trainer "
+            f"{path} does not unpickle here: {type(error).__name__}: {error}. Make the trainer "
             "anew with the run's name and storage_path; its fit() goes on from the newest "
             "checkpoint and replaces the file"
         ) from error
@@ -352,7 +367,7 @@ def _unpacked_state(packed: bytes, place: object, *, but: Mapping[str, object]) 
     return state
 
 
-def _json_dict(name: str, value: Mapping[str, object] | None) -> dict[str, object]:
+def _check_json_dict(name: str, value: Mapping[str, object] | None) -> dict[str, object]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):

@@ -9,62 +9,62 @@ as a tracker.
 
 from __future__ import annotations
 
-from drawbar.train._public import as_public
-from drawbar.train._settings.backend import (
+from drawbar.train._api import set_public_module
+from drawbar.train._config.backend import (
     Backend,
     BackendConfig,
+    BackendWorkerGroup,
     LauncherStore,
     TrainFunction,
-    WorkerGroupView,
 )
-from drawbar.train._settings.checks import config_or_default, require_duration
-from drawbar.train._settings.driver import Driver
-from drawbar.train._settings.packages import import_failed, require_package, require_version
-from drawbar.train._surroundings import enter_trial
-from drawbar.train._worker.addresses import node_address, worker_address
-from drawbar.train._worker.integration import (
-    align_reports,
+from drawbar.train._config.checks import parse_duration, resolve_config
+from drawbar.train._config.driver_context import DriverContext
+from drawbar.train._config.packages import make_import_error, require_package, require_version
+from drawbar.train._driver_env import set_tune_trial
+from drawbar.train._worker.addresses import get_node_address, get_worker_address
+from drawbar.train._worker.integration_api import (
+    add_final_notice,
     attempt_local,
-    begin_training,
-    collectives_called,
-    common_checkpoint,
+    count_collectives,
     discard_checkpoint,
-    inherited_checkpoint,
-    keep_data_position,
-    remark,
-    report_soon,
+    get_agreed_checkpoint,
+    get_resume_checkpoint,
+    register_data_position,
+    report_buffered,
     retire_process,
+    start_training,
+    sync_report_index,
 )
 from drawbar.train._worker.program import run_program
 
 __all__ = [
     "Backend",
     "BackendConfig",
-    "Driver",
+    "BackendWorkerGroup",
+    "DriverContext",
     "LauncherStore",
     "TrainFunction",
-    "WorkerGroupView",
-    "align_reports",
-    "as_public",
+    "add_final_notice",
     "attempt_local",
-    "begin_training",
-    "collectives_called",
-    "common_checkpoint",
-    "config_or_default",
+    "count_collectives",
     "discard_checkpoint",
-    "enter_trial",
-    "import_failed",
-    "inherited_checkpoint",
-    "keep_data_position",
-    "node_address",
-    "remark",
-    "report_soon",
-    "require_duration",
+    "get_agreed_checkpoint",
+    "get_node_address",
+    "get_resume_checkpoint",
+    "get_worker_address",
+    "make_import_error",
+    "parse_duration",
+    "register_data_position",
+    "report_buffered",
     "require_package",
     "require_version",
+    "resolve_config",
     "retire_process",
     "run_program",
-    "worker_address",
+    "set_public_module",
+    "set_tune_trial",
+    "start_training",
+    "sync_report_index",
 ]
 
-as_public(globals())
+set_public_module(globals())

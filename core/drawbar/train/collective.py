@@ -8,9 +8,9 @@ second one is refused.
 
 from __future__ import annotations
 
-from drawbar.train._public import as_public
+from drawbar.train._api import set_public_module
 from drawbar.train._worker.context import all_gather, barrier, broadcast_from_rank_zero
 
 __all__ = ["all_gather", "barrier", "broadcast_from_rank_zero"]
 
-as_public(globals())
+set_public_module(globals())

@@ -6,11 +6,11 @@
 The command `drawbar` shows what this tells.
 """
 
-from drawbar.train._history.cleaning import Leftover, leftovers_here
-from drawbar.train._history.finding import find_run, list_runs
-from drawbar.train._history.record import RunRecord
-from drawbar.train._public import as_public
+from drawbar.train._api import set_public_module
+from drawbar.train._history.cleanup import UnusedFile, find_unused_local_files
+from drawbar.train._history.find_runs import find_run, list_runs
+from drawbar.train._history.run_record import RunRecord
 
-__all__ = ["Leftover", "RunRecord", "find_run", "leftovers_here", "list_runs"]
+__all__ = ["RunRecord", "UnusedFile", "find_run", "find_unused_local_files", "list_runs"]
 
-as_public(globals())
+set_public_module(globals())

@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.train import collective
+from drawbar.train._api import set_public_module
+from drawbar.train._config.backend import TrainFunction
+from drawbar.train._config.run_config import FailureConfig, RunConfig
+from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
+from drawbar.train._driver.controller_thread import start_local_run
 from drawbar.train._errors import WorkerGroupError
-from drawbar.train._handle.handle import FollowedRun
+from drawbar.train._handle.run_handle import RunView
 from drawbar.train._history.audit import check_run
 from drawbar.train._history.result import Result
-from drawbar.train._launch.host import host_function
-from drawbar.train._public import as_public
-from drawbar.train._settings.backend import TrainFunction
-from drawbar.train._settings.run_config import FailureConfig, RunConfig
-from drawbar.train._settings.scaling_config import ScalingConfig
-from drawbar.train._settings.validation_config import ValidationConfig
 from drawbar.train._storage import fault_points
 from drawbar.train._trainer import DataParallelTrainer
-from drawbar.train._worker.actor import Payload
+from drawbar.train._worker.actor import TrainLoop
 from drawbar.train._worker.context import get_checkpoint, get_context, report
 from drawbar.train.backend import BackendConfig
 
@@ -37,7 +37,7 @@ FAULT_POINTS = fault_points.POINTS
 """The steps of a checkpoint commit that `kill_at` knows, in their order."""
 
 
-def kill_at(point: str, *, times: int = 1, signal_number: int = signal.SIGKILL) -> None:
+def kill_at(point: str, *, occurrence: int = 1, signal_number: int = signal.SIGKILL) -> None:
     """Have this very process killed when it reaches a step of a checkpoint commit.
 
     Call it in the training function for the worker's steps (`persist.*`), in the driver for the
@@ -53,19 +53,19 @@ def kill_at(point: str, *, times: int = 1, signal_number: int = signal.SIGKILL) 
     """
     if point not in FAULT_POINTS:
         raise ValueError(f"there is no fault point {point!r}; there are {', '.join(FAULT_POINTS)}")
-    left = times
+    remaining = occurrence
 
-    def strike() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
+    def send_signal() -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
             os.kill(os.getpid(), signal_number)
 
-    fault_points.armed[point] = strike
+    fault_points.armed_actions[point] = send_signal
 
 
 def run_in_threads(
-    function: TrainFunction,
+    train_loop_per_worker: TrainFunction,
     *,
     num_workers: int = 2,
     train_loop_config: dict[str, Any] | None = None,
@@ -91,7 +91,7 @@ def run_in_threads(
         TrainingFailedError: As `fit()` does.
     """
     return _ThreadTrainer(
-        function,
+        train_loop_per_worker,
         train_loop_config=train_loop_config,
         backend_config=backend_config,
         scaling_config=ScalingConfig(num_workers=num_workers),
@@ -101,14 +101,14 @@ def run_in_threads(
 
 
 class _ThreadTrainer(DataParallelTrainer):
-    def _host(self, spec: RunSpec, payload: Payload, *, jobs_wait: bool) -> FollowedRun:
-        return host_function(
+    def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
+        return start_local_run(
             spec,
             payload,
             self.validation_config,
             self._make_console,
-            jobs_wait=jobs_wait,
-            threads=self.scaling_config.max_workers,
+            use_caller_thread=use_caller_thread,
+            num_threads=self.scaling_config.max_workers,
         )
 
 
@@ -140,11 +140,11 @@ class BackendContract:
             run_config=RunConfig(name="contract", storage_path=path, failure_config=failures),
         ).fit()
 
-    def test_one_worker_works(self, tmp_path: Path) -> None:
+    def test_fit_with_one_worker_runs_collectives(self, tmp_path: Path) -> None:
         """A world of one is set up by the same calls."""
         assert self._fit(_gather_ranks, tmp_path, num_workers=1).return_values == [[0]]
 
-    def test_this_very_process_works(self, tmp_path: Path) -> None:
+    def test_fit_with_zero_workers_restores_environment(self, tmp_path: Path) -> None:
         """`num_workers=0` is set up by the same calls, and leaves the environment as it was."""
         before = dict(os.environ)
         assert self._fit(_gather_ranks, tmp_path, num_workers=0).return_values == [[0]]
@@ -160,9 +160,9 @@ class BackendContract:
         """
         import pytest
 
-        is_kept = self.backend_config.backend_cls.reentrant
+        is_kept = self.backend_config.backend_cls.can_reuse_processes
         with pytest.raises(WorkerGroupError) as raised:
-            self._fit(_die_then_fail_on_rank_1, tmp_path, 2, max_failures=1, is_kept=is_kept)
+            self._fit(_kill_then_fail_on_rank_1, tmp_path, 2, max_failures=1, is_kept=is_kept)
         first = raised.value.failures[0]
         assert (first.type_name, first.rank) == ("ZeroDivisionError", 1), first.message
 
@@ -171,7 +171,7 @@ def _gather_ranks() -> list[int]:
     return collective.all_gather(get_context().get_world_rank())
 
 
-def _die_then_fail_on_rank_1(config: dict[str, Any]) -> None:
+def _kill_then_fail_on_rank_1(config: dict[str, Any]) -> None:
     context = get_context()
     rank, is_first = context.get_world_rank(), context.get_attempt() == 0
     was_kept = "seen" in context.cache
@@ -188,4 +188,4 @@ def _die_then_fail_on_rank_1(config: dict[str, Any]) -> None:
     collective.barrier()
 
 
-as_public(globals())
+set_public_module(globals())

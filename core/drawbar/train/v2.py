@@ -10,7 +10,7 @@ from typing import Any
 
 _INTEGRATIONS = ("jax", "lightgbm", "tensorflow", "torch", "xgboost")
 
-PATHS = {
+ALIASES = {
     "api": "",
     "api.callback": "",
     "api.config": "",
@@ -32,25 +32,25 @@ PATHS = {
 """What lies below this path, and where in `drawbar.train` its objects are."""
 
 
-class _SameObjects(ModuleType):
+class _AliasModule(ModuleType):
     """A module that shows what another one has; that is imported by the first use."""
 
     def __init__(self, name: str, home: str) -> None:
         super().__init__(name, f"`{home}`, under a path that it has in Ray Train.")
         self.__path__: list[str] = []
-        self._home = home
+        self._target = home
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(importlib.import_module(self._home), name)
+        return getattr(importlib.import_module(self._target), name)
 
     def __dir__(self) -> list[str]:
-        return dir(importlib.import_module(self._home))
+        return dir(importlib.import_module(self._target))
 
 
-for _path in sorted(PATHS):  # "api" before "api.config", which becomes an attribute of it
+for _path in sorted(ALIASES):  # "api" before "api.config", which becomes an attribute of it
     _parent, _, _name = f"{__name__}.{_path}".rpartition(".")
-    _module = _SameObjects(f"{_parent}.{_name}", f"drawbar.train.{PATHS[_path]}".rstrip("."))
+    _module = _AliasModule(f"{_parent}.{_name}", f"drawbar.train.{ALIASES[_path]}".rstrip("."))
     sys.modules[_module.__name__] = _module
     setattr(sys.modules[_parent], _name, _module)

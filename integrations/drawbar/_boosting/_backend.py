@@ -26,11 +26,11 @@ class BoostingConfig(BackendConfig):
         TypeError: `import_sklearn` is no bool.
     """
 
-    library: ClassVar[str]
+    library_module: ClassVar[str]
     """The module to import."""
-    oldest: ClassVar[str]
+    min_version: ClassVar[str]
     """The oldest release of it that works."""
-    optional: ClassVar[tuple[str, ...]] = ("sklearn",)
+    optional_imports: ClassVar[tuple[str, ...]] = ("sklearn",)
     """Packages that the library imports if they are there; each has an option `import_...`."""
 
     import_sklearn: bool | None = None
@@ -43,36 +43,45 @@ class BoostingConfig(BackendConfig):
                     f"found {value!r}"
                 )
 
-    def preflight(self, scaling_config: ScalingConfig) -> None:
+    def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check the library's version.
 
         Raises:
             ImportError: It is too old.
         """
         # As the module says: XGBoost comes in packages of several names.
-        found: str = importlib.import_module(self.library).__version__
-        require_version(self.library, found, self.oldest, install=f"drawbar[{self.library}]")
+        found: str = importlib.import_module(self.library_module).__version__
+        require_version(
+            self.library_module,
+            found,
+            self.min_version,
+            requirement=f"drawbar[{self.library_module}]",
+        )
 
     @property
     def _imports(self) -> dict[str, bool | None]:
-        return {package: getattr(self, f"import_{package}") for package in self.optional}
+        return {package: getattr(self, f"import_{package}") for package in self.optional_imports}
 
-    def decided(self, *, runs_user_code: bool) -> Self:
+    def with_resolved_imports(self, *, runs_user_code: bool) -> Self:
         """Decide what the user has left open."""
-        still_open = [package for package, value in self._imports.items() if value is None]
-        return replace(self, **{f"import_{package}": runs_user_code for package in still_open})
+        undecided = [package for package, value in self._imports.items() if value is None]
+        return replace(self, **{f"import_{package}": runs_user_code for package in undecided})
 
     @property
-    def left_out(self) -> list[str]:
+    def skipped_imports(self) -> list[str]:
         """The packages that are not imported; scikit-learn would import the others itself."""
         if self.import_sklearn is not False:
             return []
         return [package for package, value in self._imports.items() if value is False]
 
     @property
-    def process_setup(self) -> Callable[[], object] | None:
+    def process_setup_hook(self) -> Callable[[], object] | None:
         """Import the library, if that is not to be done in the usual way."""
-        return partial(import_without, self.left_out, self.library) if self.left_out else None
+        return (
+            partial(import_without, self.skipped_imports, self.library_module)
+            if self.skipped_imports
+            else None
+        )
 
 
 def import_without(packages: Sequence[str], library: str) -> None:
@@ -80,10 +89,10 @@ def import_without(packages: Sequence[str], library: str) -> None:
 
     A package that this process has imported already is left to the library.
     """
-    hidden = [package for package in packages if package not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # their import now fails
+    blocked = [package for package in packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]  # their import now fails
     try:
         importlib.import_module(library)
     finally:
-        for package in hidden:
+        for package in blocked:
             del sys.modules[package]

@@ -39,26 +39,28 @@ class Block:
     weight: Array | None = None
     group: Array | None = None
     base_margin: Array | None = None
-    shared: frozenset[int] = frozenset()
+    shared_features: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.label)
 
-    def columns(self) -> list[pa.Array]:
+    def to_arrow(self) -> list[pa.Array]:
         """Give the features as Arrow's columns, where they lie.
 
         `pa.array` would import pandas, which takes 0.2 s.
         """
         return [
-            pa.Array.from_buffers(_ARROW[each.dtype.name], len(each), [None, pa.py_buffer(each)])
+            pa.Array.from_buffers(
+                _ARROW_TYPES[each.dtype.name], len(each), [None, pa.py_buffer(each)]
+            )
             for each in self.features
         ]
 
-    def matrix(self) -> Array:
+    def to_numpy(self) -> Array:
         """Give the features as (rows, features), which is a copy."""
         return np.stack(self.features, axis=1)
 
-    def map(self, function: Callable[[Array], Array], *, own: bool = False) -> Block:
+    def map(self, function: Callable[[Array], Array], *, skip_shared: bool = False) -> Block:
         """Give a block of arrays that a function makes of this one's.
 
         Args:
@@ -66,38 +68,40 @@ class Block:
             own: Leave the shared features as they are.
         """
         features = tuple(
-            array if own and number in self.shared else function(array)
+            array if skip_shared and number in self.shared_features else function(array)
             for number, array in enumerate(self.features)
         )
-        besides = {name: getattr(self, name) for name in _BESIDES}
+        other_arrays = {name: getattr(self, name) for name in _NON_FEATURE_FIELDS}
         changed: dict[str, Any] = {
-            name: function(array) for name, array in besides.items() if array is not None
+            name: function(array) for name, array in other_arrays.items() if array is not None
         }
         return replace(self, features=features, **changed)
 
 
-_ARROW = {"float32": pa.float32(), "float64": pa.float64()}
-_BESIDES = ("label", "weight", "group", "base_margin")
+_ARROW_TYPES = {"float32": pa.float32(), "float64": pa.float64()}
+_NON_FEATURE_FIELDS = ("label", "weight", "group", "base_margin")
 
 
-def rows_of(block: Block, rows: slice) -> Block:
+def slice_block(block: Block, rows: slice) -> Block:
     """Give some rows of a block, without a copy."""
     return block.map(lambda array: array[rows])
 
 
-def joined(blocks: Sequence[Block]) -> Block:
+def concat_blocks(blocks: Sequence[Block]) -> Block:
     """Give the rows of several blocks as one."""
     if len(blocks) == 1:
         return blocks[0]
     features = zip(*(block.features for block in blocks), strict=True)
-    besides = {name: [getattr(block, name) for block in blocks] for name in _BESIDES}
+    other_arrays = {
+        name: [getattr(block, name) for block in blocks] for name in _NON_FEATURE_FIELDS
+    }
     whole: dict[str, Any] = {
-        name: np.concatenate(each) for name, each in besides.items() if each[0] is not None
+        name: np.concatenate(each) for name, each in other_arrays.items() if each[0] is not None
     }
     return Block(features=tuple(map(np.concatenate, features)), **whole)
 
 
-class Store(ABC):
+class BlockStore(ABC):
     """Keeps blocks in the order in which they came."""
 
     @abstractmethod
@@ -109,11 +113,11 @@ class Store(ABC):
         """Give the blocks; every iteration is a new pass."""
 
     @abstractmethod
-    def empty(self) -> Store:
+    def new_empty(self) -> BlockStore:
         """Make a store of this kind, in the same place."""
 
 
-class Memory(Store):
+class MemoryBlockStore(BlockStore):
     """Keeps the blocks in memory."""
 
     def __init__(self) -> None:
@@ -126,12 +130,12 @@ class Memory(Store):
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks)
 
-    def empty(self) -> Memory:
+    def new_empty(self) -> MemoryBlockStore:
         """Make another one."""
-        return Memory()
+        return MemoryBlockStore()
 
 
-class Disk(Store):
+class DiskBlockStore(BlockStore):
     """Keeps the blocks in a file without a name, of which nothing is left however the process ends.
 
     The blocks that it gives are views of the file: they take pages of the system's cache, no memory
@@ -152,7 +156,7 @@ class Disk(Store):
 
     def append(self, block: Block) -> None:
         """Write a block."""
-        self._blocks.append(block.map(self._write, own=True))
+        self._blocks.append(block.map(self._write, skip_shared=True))
 
     def _write(self, array: Array) -> Array:
         pa.ipc.write_tensor(pa.Tensor.from_numpy(array), self._sink)
@@ -164,9 +168,9 @@ class Disk(Store):
         mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         reader = pa.BufferReader(pa.py_buffer(mapped))
         for block in self._blocks:
-            whole = block.map(lambda _: pa.ipc.read_tensor(reader).to_numpy(), own=True)
-            yield replace(whole, shared=frozenset(range(len(whole.features))))
+            whole = block.map(lambda _: pa.ipc.read_tensor(reader).to_numpy(), skip_shared=True)
+            yield replace(whole, shared_features=frozenset(range(len(whole.features))))
 
-    def empty(self) -> Disk:
+    def new_empty(self) -> DiskBlockStore:
         """Make another one."""
-        return Disk(self._folder)
+        return DiskBlockStore(self._folder)

@@ -13,14 +13,14 @@ from drawbar.train import Checkpoint
 T = TypeVar("T")
 
 
-class Booster(Protocol):
+class SavableBooster(Protocol):
     """What both libraries' boosters can."""
 
     def save_model(self, filename: Path, /) -> object:
         """Write the model into a file."""
 
 
-B = TypeVar("B", bound=Booster)
+B = TypeVar("B", bound=SavableBooster)
 
 
 class BoosterCheckpoint(Checkpoint, Generic[B]):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class ColumnRoles:
     """The columns of a dataset by role.
 
     Every column without a role is a feature, except for the index of a pandas DataFrame.
@@ -54,7 +54,10 @@ class Columns:
 
     def _check_names(self) -> None:
         roles: dict[str, str] = {}
-        for role, name in (*self.roles(), *(("categorical_features", c) for c in self.categorical)):
+        for role, name in (
+            *self.assignments(),
+            *(("categorical_features", c) for c in self.categorical),
+        ):
             if not isinstance(name, str):
                 raise TypeError(f"{role} must name columns, found {name!r}")
             if name in roles:
@@ -67,11 +70,11 @@ class Columns:
         return (self.label,) if isinstance(self.label, str) else tuple(self.label)
 
     @property
-    def margins(self) -> tuple[str, ...]:
+    def base_margins(self) -> tuple[str, ...]:
         """The columns of the base margin, none if there is none."""
         return tuple(self.base_margin or ())
 
-    def roles(self) -> Iterator[tuple[str, str]]:
+    def assignments(self) -> Iterator[tuple[str, str]]:
         """Give the trainer's argument and the column for each role that a column plays."""
         for each in self.labels:
             yield "label_column", each
@@ -79,15 +82,15 @@ class Columns:
             yield "weight_column", self.weight
         if self.group is not None:
             yield "group_column", self.group
-        for each in self.margins:
+        for each in self.base_margins:
             yield "base_margin_column", each
 
     def features(self, names: Sequence[str]) -> tuple[str, ...]:
         """Give the features among a dataset's columns, in their order."""
-        taken = {name for _, name in self.roles()}
-        return tuple(name for name in names if name not in taken and not _is_index(name))
+        assigned = {name for _, name in self.assignments()}
+        return tuple(name for name in names if name not in assigned and not _is_pandas_index(name))
 
-    def check(self, dataset: str, types: Mapping[str, pa.DataType | None]) -> None:
+    def validate(self, dataset: str, types: Mapping[str, pa.DataType | None]) -> None:
         """Check that a dataset has the columns, and that its features can be learned from.
 
         Args:
@@ -97,17 +100,22 @@ class Columns:
         Raises:
             ValueError: A column is missing, or has a type that is no number and no category.
         """
-        expected = (*self.roles(), *(("categorical_features", name) for name in self.categorical))
+        expected = (
+            *self.assignments(),
+            *(("categorical_features", name) for name in self.categorical),
+        )
         for role, name in expected:
             if name not in types:
                 raise ValueError(
                     f"{role} is {name!r}, but datasets[{dataset!r}] has the columns "
                     f"{', '.join(map(repr, types)) or 'none'}"
                 )
-        check_types(dataset, types, self)
+        validate_types(dataset, types, self)
 
 
-def check_types(dataset: str, types: Mapping[str, pa.DataType | None], columns: Columns) -> None:
+def validate_types(
+    dataset: str, types: Mapping[str, pa.DataType | None], columns: ColumnRoles
+) -> None:
     """Check the types of a dataset's columns.
 
     Raises:
@@ -115,34 +123,34 @@ def check_types(dataset: str, types: Mapping[str, pa.DataType | None], columns: 
     """
     import pyarrow.types as is_type
 
-    for name, kind in types.items():
-        if kind is None or _is_number(kind) or _is_index(name):
+    for name, arrow_type in types.items():
+        if arrow_type is None or _is_numeric(arrow_type) or _is_pandas_index(name):
             continue
-        text = is_type.is_string(kind) or is_type.is_large_string(kind)
+        text = is_type.is_string(arrow_type) or is_type.is_large_string(arrow_type)
         if name == columns.group and text:
             continue
-        if any(name == taken for _, taken in columns.roles()):
+        if any(name == assigned for _, assigned in columns.assignments()):
             raise ValueError(
-                f"column {name!r} of datasets[{dataset!r}] must hold numbers, found {kind}; "
+                f"column {name!r} of datasets[{dataset!r}] must hold numbers, found {arrow_type}; "
                 "encode it first"
             )
-        if is_type.is_dictionary(kind) or (text and name in columns.categorical):
+        if is_type.is_dictionary(arrow_type) or (text and name in columns.categorical):
             continue
         advice = (
             "name it in categorical_features, make it a pandas category, or drop it"
             if text
             else "make numbers of it, or drop it"
         )
-        raise ValueError(f"feature {name!r} of datasets[{dataset!r}] holds {kind}; {advice}")
+        raise ValueError(f"feature {name!r} of datasets[{dataset!r}] holds {arrow_type}; {advice}")
 
 
-def _is_index(name: str) -> bool:
+def _is_pandas_index(name: str) -> bool:
     """Whether a column is the index of a pandas DataFrame, as Arrow names it."""
     return name.startswith("__index_level_") and name.endswith("__")
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def _is_numeric(arrow_type: pa.DataType) -> bool:
     import pyarrow.types as is_type
 
     tests = (is_type.is_integer, is_type.is_floating, is_type.is_boolean, is_type.is_decimal)
-    return is_type.is_null(kind) or any(test(kind) for test in tests)
+    return is_type.is_null(arrow_type) or any(test(arrow_type) for test in tests)

@@ -6,26 +6,26 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from drawbar._boosting._block import Disk, Memory, Store
-from drawbar._boosting._columns import Columns
-from drawbar._boosting._read import Reading, Summary, read
-from drawbar._boosting._schema import agree
+from drawbar._boosting._block import BlockStore, DiskBlockStore, MemoryBlockStore
+from drawbar._boosting._columns import ColumnRoles
+from drawbar._boosting._reader import ColumnFormat, ShardSummary, read_blocks
+from drawbar._boosting._schema import build_schema
 from drawbar._boosting._shard import Shard
 from drawbar.train import collective, get_context, get_dataset_shard
 
-Source = Callable[[str], Iterable[object]]
+TableSource = Callable[[str], Iterable[object]]
 """Gives this rank's Arrow tables of a dataset, by the dataset's name."""
 
 
-def load(
+def load_shards(
     datasets: Sequence[str],
-    columns: Columns,
-    reading: Reading | None = None,
+    columns: ColumnRoles,
+    reading: ColumnFormat | None = None,
     *,
-    source: Source | None = None,
+    source: TableSource | None = None,
     on_disk: bool = False,
     folder: Path | None = None,
-    keep: bool = False,
+    should_cache: bool = False,
 ) -> dict[str, Shard]:
     """Read this worker's part of each dataset, and agree with all ranks on what it means.
 
@@ -49,25 +49,33 @@ def load(
     key = ("drawbar._boosting", context.get_run_id(), context.get_world_size(), rank)
     loaded = context.cache.get(key)
     if loaded is None:
-        stores = {name: Disk(folder) if on_disk else Memory() for name in datasets}
-        own = {name: _read(name, source, columns, stores[name], reading) for name in datasets}
-        loaded = stores, own
-    if keep:
+        stores = {
+            name: DiskBlockStore(folder) if on_disk else MemoryBlockStore() for name in datasets
+        }
+        local_summaries = {
+            name: _read(name, source, columns, stores[name], reading) for name in datasets
+        }
+        loaded = stores, local_summaries
+    if should_cache:
         context.cache[key] = loaded
-    stores, own = loaded
-    everyone: list[dict[str, Summary]] = collective.all_gather(own)
-    summaries = {name: [each[name] for each in everyone] for name in datasets}
-    schema = agree(summaries)
+    stores, local_summaries = loaded
+    gathered: list[dict[str, ShardSummary]] = collective.all_gather(local_summaries)
+    summaries = {name: [each[name] for each in gathered] for name in datasets}
+    schema = build_schema(summaries)
     return {
         name: Shard(name, stores[name], summaries[name], rank, schema, columns) for name in datasets
     }
 
 
 def _read(
-    name: str, source: Source | None, columns: Columns, store: Store, reading: Reading | None
-) -> Summary:
+    name: str,
+    source: TableSource | None,
+    columns: ColumnRoles,
+    store: BlockStore,
+    reading: ColumnFormat | None,
+) -> ShardSummary:
     if source is not None:
-        return read(name, source(name), columns, store, reading)
+        return read_blocks(name, source(name), columns, store, reading)
     shard: Any = get_dataset_shard(name)  # its annotation is that of Ray Data's iterator
     tables = shard.arrow_tables()
-    return read(name, tables, columns, store, reading, in_object_store=shard.in_object_store)
+    return read_blocks(name, tables, columns, store, reading, in_object_store=shard.in_object_store)

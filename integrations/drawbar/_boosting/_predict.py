@@ -15,7 +15,7 @@ Predictor = Callable[[object], Any]
 """Gives the predictions for a pandas table of features."""
 
 
-def predict(
+def predict_dataset(
     dataset: Dataset,
     make_predictor: Callable[[], Predictor],
     *,
@@ -49,14 +49,14 @@ def predict(
 
         options["compute"] = ActorPoolStrategy(min_size=1, max_size=8)
     return dataset.map_batches(
-        _Worker,
+        _PredictionWorker,
         fn_constructor_args=(make_predictor, list(features), keep_columns, output_column),
         batch_format="pandas",
         **options,
     )
 
 
-class _Worker:
+class _PredictionWorker:
     """Loads the model once, predicts many batches."""
 
     def __init__(
@@ -68,11 +68,11 @@ class _Worker:
     ) -> None:
         self._predict = make_predictor()
         self._features = features
-        self._keep = keep_columns
+        self._keep_columns = keep_columns
         self._output = output_column
 
     def __call__(self, batch: pd.DataFrame) -> pd.DataFrame:
         predicted = np.asarray(self._predict(batch[self._features]))
-        kept = batch if self._keep is None else batch[list(self._keep)]
+        kept = batch if self._keep_columns is None else batch[list(self._keep_columns)]
         values = predicted if predicted.ndim == 1 else list(predicted)
         return kept.assign(**{self._output: values})

@@ -17,12 +17,12 @@ from drawbar.train import Checkpoint
 
 FILENAME = "progress.json"
 
-History = dict[str, dict[str, Any]]
+EvaluationHistory = dict[str, dict[str, Any]]
 """The evaluations: dataset to metric to a list of one value per round."""
 
 
 @dataclass(frozen=True)
-class Progress:
+class BoostingProgress:
     """What was done before this attempt.
 
     Args:
@@ -32,18 +32,18 @@ class Progress:
     """
 
     rounds: int = 0
-    history: History = field(default_factory=dict)
+    history: EvaluationHistory = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def first(self) -> int:
+    def first_recorded_round(self) -> int:
         """The first round that the history knows."""
         values = [each for by_metric in self.history.values() for each in by_metric.values()]
         return self.rounds - max(map(len, values), default=0)
 
-    def evaluations(self) -> Iterator[History]:
+    def iter_rounds(self) -> Iterator[EvaluationHistory]:
         """Give the evaluations of each round from `first` on, as a history of one round."""
-        for number in range(self.rounds - self.first):
+        for number in range(self.rounds - self.first_recorded_round):
             yield {
                 dataset: {metric: [values[number]] for metric, values in by_metric.items()}
                 for dataset, by_metric in self.history.items()
@@ -54,8 +54,8 @@ class Progress:
         (folder / FILENAME).write_text(json.dumps(asdict(self)))
 
     @staticmethod
-    def load(checkpoint: Checkpoint) -> Progress | None:
+    def load(checkpoint: Checkpoint) -> BoostingProgress | None:
         """Read it from a checkpoint; None if that has none, as one that the user's code made."""
         with checkpoint.as_directory() as folder:
             path = Path(folder, FILENAME)
-            return Progress(**json.loads(path.read_text())) if path.exists() else None
+            return BoostingProgress(**json.loads(path.read_text())) if path.exists() else None

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from drawbar._boosting._block import Block, Store
-from drawbar._boosting._columns import Columns
-from drawbar._boosting._read import LabelRange, Summary
+from drawbar._boosting._block import Block, BlockStore
+from drawbar._boosting._columns import ColumnRoles
+from drawbar._boosting._reader import LabelRange, ShardSummary
 from drawbar._boosting._schema import Schema, label_range
 
 
@@ -31,11 +31,11 @@ class Shard:
     def __init__(
         self,
         name: str,
-        store: Store,
-        summaries: Sequence[Summary],
+        store: BlockStore,
+        summaries: Sequence[ShardSummary],
         rank: int,
         schema: Schema,
-        columns: Columns,
+        columns: ColumnRoles,
     ) -> None:
         self.name = name
         self.schema = schema
@@ -47,17 +47,17 @@ class Shard:
         self._needs_weights = any(summary.rows == 0 for summary in summaries)
 
     @property
-    def label(self) -> LabelRange:
+    def label_range(self) -> LabelRange:
         """The range of the labels of all ranks."""
         return self._label
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of this rank's own rows, 0 if a pass gives one that counts nothing."""
         return self._summary.rows
 
     @property
-    def total_rows(self) -> int:
+    def num_total_rows(self) -> int:
         """Number of rows of all ranks."""
         return self._total_rows
 
@@ -67,25 +67,25 @@ class Shard:
 
     def __iter__(self) -> Iterator[Block]:
         if not self._summary.rows:
-            yield self._nothing()
+            yield self._placeholder_block()
             return
         for block in self._store:
-            translated = self.schema.translate(block, self._summary)
+            translated = self.schema.convert(block, self._summary)
             if self._needs_weights and block.weight is None:
                 yield replace(translated, weight=np.ones(len(block), dtype=np.float32))
             else:
                 yield translated
 
-    def blocks(self) -> list[Block]:
+    def list_blocks(self) -> list[Block]:
         """Give all blocks at once; if the rows wait on disk, they take no memory there either."""
-        if not self._summary.rows or self.schema.is_that_of(self._summary):
+        if not self._summary.rows or self.schema.matches(self._summary):
             return list(self)
-        translated = self._store.empty()
+        translated = self._store.new_empty()
         for block in self:
             translated.append(block)
         return list(translated)
 
-    def _nothing(self) -> Block:
+    def _placeholder_block(self) -> Block:
         """Give a row that counts nothing."""
         columns = self.columns
         outputs = 1 if len(columns.labels) == 1 else (1, len(columns.labels))
@@ -94,7 +94,7 @@ class Shard:
             label=np.full(outputs, self._label.low, dtype=np.float32),
             weight=np.zeros(1, dtype=np.float32),
             group=None if columns.group is None else np.zeros(1, dtype=np.int64),
-            base_margin=np.zeros((1, len(columns.margins)), dtype=np.float32)
-            if columns.margins
+            base_margin=np.zeros((1, len(columns.base_margins)), dtype=np.float32)
+            if columns.base_margins
             else None,
         )

@@ -21,7 +21,7 @@ def is_table(given: object) -> TypeGuard[Table]:
     return any(isinstance(kind, type) and isinstance(given, kind) for kind in kinds)
 
 
-def types_of_table(table: Table) -> dict[str, pa.DataType]:
+def column_types(table: Table) -> dict[str, pa.DataType]:
     """Give Arrow's type of each column."""
     import pyarrow as pa
 

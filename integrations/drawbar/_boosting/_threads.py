@@ -15,7 +15,7 @@ def worker_threads() -> int:
     return int(threads) if threads.isdecimal() else os.cpu_count() or 1
 
 
-def warn_of_threads(name: str, threads: object, scaling_config: ScalingConfig) -> None:
+def warn_oversubscribed_threads(name: str, threads: object, scaling_config: ScalingConfig) -> None:
     """Warn in the driver if a library is told to use more threads than a worker has CPUs.
 
     Args:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from drawbar._boosting._backend import BoostingConfig
-from drawbar._boosting._columns import Columns
-from drawbar._boosting._fit import Fit
-from drawbar._boosting._table import is_table, types_of_table
+from drawbar._boosting._columns import ColumnRoles
+from drawbar._boosting._table import column_types, is_table
+from drawbar._boosting._training_spec import TrainingSpec
 from drawbar.train import (
     Checkpoint,
     DataConfig,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 
-COLUMN_ARGUMENTS = {
+ROLE_BY_ARGUMENT = {
     "label_column": "label",
     "weight_column": "weight",
     "group_column": "group",
@@ -43,9 +43,9 @@ class BoostingTrainer(DataParallelTrainer):
 
     Args:
         train_loop_per_worker: The training function, if there is one.
-        fit_class: The library's declared training.
+        spec_class: The library's declared training.
         declared: The arguments of the declarative form, None where one was not given: those in
-            `COLUMN_ARGUMENTS`, and fields of `fit_class`.
+            `ROLE_BY_ARGUMENT`, and fields of `spec_class`.
         backend_config: How the library's workers meet.
 
     All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
@@ -55,8 +55,8 @@ class BoostingTrainer(DataParallelTrainer):
         self,
         train_loop_per_worker: TrainFunction | None,
         *,
-        fit_class: type[Fit],
-        declared: Mapping[str, object],
+        spec_class: type[TrainingSpec],
+        spec_arguments: Mapping[str, object],
         backend_config: BoostingConfig,
         train_loop_config: dict[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
@@ -67,21 +67,25 @@ class BoostingTrainer(DataParallelTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
-        given = {name: value for name, value in declared.items() if value is not None}
-        work: TrainFunction | Fit
+        given = {name: value for name, value in spec_arguments.items() if value is not None}
+        train_func_or_spec: TrainFunction | TrainingSpec
         if train_loop_per_worker is None:
             restarts = run_config is not None and run_config.failure_config.max_failures != 0
-            work = _declared(fit_class, given, datasets, keep_data=restarts)
+            train_func_or_spec = _make_spec(spec_class, given, datasets, keep_data=restarts)
         else:
-            work = _the_function(train_loop_per_worker, given)
+            train_func_or_spec = _require_no_spec_arguments(train_loop_per_worker, given)
         if dataset_config is None:
-            dataset_config = _default_data_config(work, scaling_config)
-        elif _needs_random_samples(work, scaling_config) and not dataset_config.shuffles("train"):
+            dataset_config = _default_data_config(train_func_or_spec, scaling_config)
+        elif _needs_random_samples(
+            train_func_or_spec, scaling_config
+        ) and not dataset_config.shuffles("train"):
             _warn_of_order()
-        if isinstance(work, Fit):
-            backend_config = backend_config.decided(runs_user_code=work.runs_user_code)
+        if isinstance(train_func_or_spec, TrainingSpec):
+            backend_config = backend_config.with_resolved_imports(
+                runs_user_code=train_func_or_spec.runs_user_code
+            )
         super().__init__(
-            work,
+            train_func_or_spec,
             train_loop_config=train_loop_config,
             backend_config=backend_config,
             scaling_config=scaling_config,
@@ -92,33 +96,41 @@ class BoostingTrainer(DataParallelTrainer):
             resume_from_checkpoint=resume_from_checkpoint,
             validation_config=validation_config,
         )
-        if isinstance(work, Fit):
-            work.check(self.scaling_config)
+        if isinstance(train_func_or_spec, TrainingSpec):
+            train_func_or_spec.validate(self.scaling_config)
             for name, dataset in self.datasets.items():
                 if is_table(dataset):
-                    work.columns.check(name, types_of_table(dataset))
+                    train_func_or_spec.columns.validate(name, column_types(dataset))
                 elif hasattr(dataset, "schema"):
-                    check_dataset(name, dataset, work.columns)
+                    validate_dataset(name, dataset, train_func_or_spec.columns)
 
 
 def _default_data_config(
-    work: TrainFunction | Fit, scaling_config: ScalingConfig | None
+    train_func_or_spec: TrainFunction | TrainingSpec, scaling_config: ScalingConfig | None
 ) -> DataConfig:
     """Split all datasets and use every row; shuffle the training rows if the objective needs it."""
-    group = work.columns.group if isinstance(work, Fit) else None
-    shuffles = group is None and _needs_random_samples(work, scaling_config)
+    group = (
+        train_func_or_spec.columns.group if isinstance(train_func_or_spec, TrainingSpec) else None
+    )
+    shuffles = group is None and _needs_random_samples(train_func_or_spec, scaling_config)
     return DataConfig(
         datasets_to_split="all",
-        equalize="join",
+        uneven_rows="keep",
         group_column=group,
         datasets_to_shuffle=("train",) if shuffles else (),
     )
 
 
-def _needs_random_samples(work: TrainFunction | Fit, scaling_config: ScalingConfig | None) -> bool:
+def _needs_random_samples(
+    train_func_or_spec: TrainFunction | TrainingSpec, scaling_config: ScalingConfig | None
+) -> bool:
     """Return True if each worker needs a random sample of the training rows."""
     is_split = scaling_config is not None and scaling_config.max_workers > 1
-    return is_split and isinstance(work, Fit) and work.averages_percentiles
+    return (
+        is_split
+        and isinstance(train_func_or_spec, TrainingSpec)
+        and train_func_or_spec.averages_percentiles
+    )
 
 
 def _warn_of_order() -> None:
@@ -126,12 +138,14 @@ def _warn_of_order() -> None:
         "The objective averages leaf values over the workers, so each worker needs a random sample "
         'of the rows, but dataset_config does not shuffle "train". Unless the rows are in random '
         "order, set "
-        'DataConfig(datasets_to_split="all", equalize="join", datasets_to_shuffle=["train"]).',
+        'DataConfig(datasets_to_split="all", uneven_rows="keep", datasets_to_shuffle=["train"]).',
         stacklevel=4,
     )
 
 
-def _the_function(function: TrainFunction, given: Mapping[str, object]) -> TrainFunction:
+def _require_no_spec_arguments(
+    function: TrainFunction, given: Mapping[str, object]
+) -> TrainFunction:
     if given:
         raise TypeError(
             f"a training function says itself what is trained, so {', '.join(given)} must be "
@@ -140,28 +154,28 @@ def _the_function(function: TrainFunction, given: Mapping[str, object]) -> Train
     return function
 
 
-def _declared(
-    fit_class: type[Fit],
+def _make_spec(
+    spec_class: type[TrainingSpec],
     given: dict[str, Any],
     datasets: Mapping[str, object] | None,
     *,
     keep_data: bool,
-) -> Fit:
+) -> TrainingSpec:
     if not {"params", "label_column"} <= set(given):
         raise TypeError("give a training function; or params and label_column, and no function")
     if "train" not in (datasets or {}):
         raise ValueError(f'datasets must have "train", found {sorted(datasets or {}) or "none"}')
-    given = fit_class.arguments(given)
-    roles = {COLUMN_ARGUMENTS[name]: given.pop(name) for name in COLUMN_ARGUMENTS if name in given}
-    return fit_class(
-        columns=Columns(**roles),
+    given = spec_class.resolve_aliases(given)
+    roles = {ROLE_BY_ARGUMENT[name]: given.pop(name) for name in ROLE_BY_ARGUMENT if name in given}
+    return spec_class(
+        columns=ColumnRoles(**roles),
         datasets=("train", *(name for name in datasets or () if name != "train")),
-        keep_data=keep_data,
+        cache_data=keep_data,
         **given,
     )
 
 
-def check_dataset(name: str, dataset: Dataset, columns: Columns) -> None:
+def validate_dataset(name: str, dataset: Dataset, columns: ColumnRoles) -> None:
     """Check a dataset's columns, as far as they are known before it is computed.
 
     Raises:
@@ -174,4 +188,4 @@ def check_dataset(name: str, dataset: Dataset, columns: Columns) -> None:
 
     found = schema.base_schema
     types = found.types if isinstance(found, pa.Schema) else [None] * len(schema.names)
-    columns.check(name, dict(zip(schema.names, types, strict=True)))
+    columns.validate(name, dict(zip(schema.names, types, strict=True)))

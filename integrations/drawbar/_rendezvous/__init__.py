@@ -4,8 +4,8 @@ The integrations share it. Users do not import it.
 """
 
 from drawbar._rendezvous._ports import held_port, reserved_port
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = ["held_port", "reserved_port"]
 
-as_public(globals())
+set_public_module(globals())

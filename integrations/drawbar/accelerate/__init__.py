@@ -4,11 +4,11 @@ An `Accelerator()` made in the function of a `drawbar.torch.TorchTrainer` has it
 and the process group from Drawbar, without any of what is here.
 """
 
-from drawbar.accelerate._loop import load_state, prepare_accelerator
+from drawbar.accelerate._launcher import launch
+from drawbar.accelerate._prepare import load_state, prepare_accelerator
 from drawbar.accelerate._report import report_state
-from drawbar.accelerate._trainer import launch
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = ["launch", "load_state", "prepare_accelerator", "report_state"]
 
-as_public(globals())
+set_public_module(globals())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from accelerate import Accelerator
 
-from drawbar.accelerate._loop import prepare_accelerator
+from drawbar.accelerate._prepare import prepare_accelerator
 from drawbar.train import CheckpointUploadMode, ValidationTaskConfig, checkpoint_dir, report
 
 

@@ -4,8 +4,8 @@
 """
 
 from drawbar.cli._app import main
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = ["main"]
 
-as_public(globals())
+set_public_module(globals())

@@ -14,20 +14,20 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from drawbar.cli._clean import clean
-from drawbar.cli._compare import compare
+from drawbar.cli._commands.clean import clean
+from drawbar.cli._commands.compare import compare
+from drawbar.cli._commands.export import export
+from drawbar.cli._commands.launch import LAUNCH_CONTEXT, LaunchCommand, launch
+from drawbar.cli._commands.logs import logs
+from drawbar.cli._commands.plot import plot
+from drawbar.cli._commands.runs import runs
+from drawbar.cli._commands.show import show
+from drawbar.cli._commands.stacks import stacks
+from drawbar.cli._commands.stop import stop
+from drawbar.cli._commands.verify import verify
 from drawbar.cli._doctor.command import doctor
-from drawbar.cli._export import export
-from drawbar.cli._launch import LAUNCH_CONTEXT, LaunchCommand, launch
-from drawbar.cli._logs import logs
-from drawbar.cli._migrate import migrate
-from drawbar.cli._output import CommandError, told_of, visible
-from drawbar.cli._plot import plot
-from drawbar.cli._runs import runs
-from drawbar.cli._show import show
-from drawbar.cli._stacks import stacks
-from drawbar.cli._stop import stop
-from drawbar.cli._verify import verify
+from drawbar.cli._migrate.command import migrate
+from drawbar.cli._output import CommandError, escape_control_chars, format_os_error
 
 app = typer.Typer(
     name="drawbar",
@@ -38,8 +38,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from importlib.metadata import version
 
         typer.echo(f"drawbar {version('drawbar')}")
@@ -47,10 +47,10 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def _drawbar(
+def _root_command(
     _: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Train on Ray, and look at the runs that were made."""
@@ -88,23 +88,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: The command has ended: 0 if it did what it was asked, 2 if it was asked for
             what is not there, with one line on stderr that says so.
     """
-    _ready_streams()
+    _configure_streams()
     try:
         try:
             app(arguments, prog_name="drawbar")
         finally:
             sys.stdout.flush()  # a full disk is told here, and not when Python ends
     except CommandError as error:
-        _end(" ".join(str(error).split()))
+        _exit_with_error(" ".join(str(error).split()))
     except BrokenPipeError:  # `drawbar runs | head`
-        _give_up_output()
+        _discard_stdout()
         sys.exit(1)
     except OSError as error:
-        _give_up_output()
-        _end(told_of(error))
+        _discard_stdout()
+        _exit_with_error(format_os_error(error))
 
 
-def _ready_streams() -> None:
+def _configure_streams() -> None:
     """Have all that is written go somewhere, also what an old terminal's encoding does not know."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -114,12 +114,12 @@ def _ready_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _end(line: str) -> NoReturn:
-    print(f"drawbar: {visible(line)}", file=sys.stderr)
+def _exit_with_error(line: str) -> NoReturn:
+    print(f"drawbar: {escape_control_chars(line)}", file=sys.stderr)
     sys.exit(2)
 
 
-def _give_up_output() -> None:
+def _discard_stdout() -> None:
     """Have nothing more written to stdout, also not by Python when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from drawbar.cli._output import CommandError, told_of
+from drawbar.cli._output import CommandError, format_os_error
 from drawbar.train import CheckpointError
 from drawbar.train.runs import RunRecord, find_run
 
@@ -25,25 +25,25 @@ RunNames = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")]
 
 
-def record_of(run: str) -> RunRecord:
+def open_record(run: str) -> RunRecord:
     """Read the run that was named.
 
     Raises:
         CommandError: It is not there, or its storage refuses.
     """
-    with refusals_told():
+    with command_errors():
         return find_run(run)
 
 
-def handle_of(run: str) -> RunHandle:
-    """Give a handle on the run that was named: the one that `record_of` reads, if there is one.
+def open_handle(run: str) -> RunHandle:
+    """Give a handle on the run that was named: the one that `open_record` reads, if there is one.
 
     Raises:
         CommandError: It is not there, was cut off, or does not answer, or its storage refuses.
     """
     from drawbar.train import attach
 
-    with refusals_told():
+    with command_errors():
         try:
             path = find_run(run).path
         except LookupError as not_here:
@@ -55,11 +55,11 @@ def handle_of(run: str) -> RunHandle:
 
 
 @contextmanager
-def refusals_told() -> Iterator[None]:
+def command_errors() -> Iterator[None]:
     """Turn what a storage, or a run that is looked for, refuses into a `CommandError`."""
     try:
         yield
     except OSError as error:
-        raise CommandError(told_of(error)) from error
+        raise CommandError(format_os_error(error)) from error
     except (LookupError, ImportError, ValueError, CheckpointError) as error:
         raise CommandError(str(error)) from error

@@ -17,7 +17,7 @@ _GAP = "  "
 _CUT = "..."
 _LEAST_WIDTH, _LEAST_LAST = 6, 12
 _DAY = 86_400.0
-_AGE = 1e10  # seconds: some centuries
+_MAX_DURATION_S = 1e10  # seconds: some centuries
 _HIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -25,7 +25,7 @@ class CommandError(Exception):
     """What was asked for is not there, or cannot be done: one line on stderr, exit code 2."""
 
 
-def told_of(error: OSError) -> str:
+def format_os_error(error: OSError) -> str:
     """Say what was refused, without the number of the error."""
     if error.filename is None or not error.strerror:
         return error.strerror or str(error)
@@ -57,7 +57,7 @@ def _as_text(value: object) -> object:
     return value
 
 
-def visible(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """Give a text in one line that steers no terminal: control characters are escaped."""
     return _HIDDEN.sub(_escaped, text)
 
@@ -69,17 +69,19 @@ def _escaped(found: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-def visible_lines(text: str) -> str:
+def escape_lines(text: str) -> str:
     """Do the same with each line of a text."""
-    return "\n".join(map(visible, text.split("\n")))
+    return "\n".join(map(escape_control_chars, text.split("\n")))
 
 
-def columns() -> int:
+def terminal_width() -> int:
     """Give the width of the terminal, or COLUMNS; 0 if neither is there, as in a pipe."""
     return shutil.get_terminal_size((0, 0)).columns
 
 
-def write_table(rows: Sequence[Sequence[str]], indent: str = "", *, whole: bool = False) -> None:
+def write_table(
+    rows: Sequence[Sequence[str]], indent: str = "", *, keep_last_column: bool = False
+) -> None:
     """Write rows with their columns below each other, cut to the width of the terminal.
 
     Args:
@@ -87,22 +89,22 @@ def write_table(rows: Sequence[Sequence[str]], indent: str = "", *, whole: bool 
         indent: Stands before each.
         whole: The last column is not cut: it has what people copy, such as paths.
     """
-    rows = [[visible(cell) for cell in row] for row in rows]
+    rows = [[escape_control_chars(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
-    if widths and (room := columns()):
+    if widths and (room := terminal_width()):
         room -= len(indent) + len(_GAP) * (len(widths) - 1)
-        if whole:
-            others = _fitting(widths[:-1], room - widths[-1])
+        if keep_last_column:
+            others = _fit_widths(widths[:-1], room - widths[-1])
             # A line that is longer than the terminal anyhow loses nothing more.
             widths = [*others, widths[-1]] if sum(others) + widths[-1] <= room else widths
         else:
-            widths = _fitting(widths, room)
+            widths = _fit_widths(widths, room)
     for row in rows:
-        cells = (_filling(cell, width) for cell, width in zip(row, widths, strict=True))
+        cells = (_fit_cell(cell, width) for cell, width in zip(row, widths, strict=True))
         print(indent + _GAP.join(cells).rstrip())
 
 
-def _fitting(widths: list[int], room: int) -> list[int]:
+def _fit_widths(widths: list[int], room: int) -> list[int]:
     """Make the last column narrower, then the widest ones, until all fit or none can be read."""
     *others, last = widths
     surplus = max(0, sum(widths) - room)
@@ -113,18 +115,18 @@ def _fitting(widths: list[int], room: int) -> list[int]:
     return [min(width, most) for width in widths]
 
 
-def _filling(cell: str, width: int) -> str:
+def _fit_cell(cell: str, width: int) -> str:
     """Give a cell in so many columns of a terminal, where a sign may take two."""
     if cell_len(cell) <= width:
         return set_cell_size(cell, width)
     return set_cell_size(cell, width - len(_CUT)) + _CUT
 
 
-def span(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Give a duration as people read it, such as "2.1 s", "12 min" or "3 d"."""
     if seconds is None:
         return "-"
-    if abs(seconds) > _AGE:
+    if abs(seconds) > _MAX_DURATION_S:
         return "unknown"
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
@@ -133,7 +135,7 @@ def span(seconds: float | None) -> str:
     return f"{seconds / 86_400:.0f} d"
 
 
-def credible(moment: float | None) -> float | None:
+def plausible_time(moment: float | None) -> float | None:
     """Give a time, in seconds since the epoch, that a clock may have told; None if none may have.
 
     Another machine's clock may be ahead, by a day at the most.
@@ -141,25 +143,25 @@ def credible(moment: float | None) -> float | None:
     return moment if moment is not None and 0 <= moment <= time.time() + _DAY else None
 
 
-def ago(moment: float | None) -> str:
+def format_age(moment: float | None) -> str:
     """Say how long ago something was, by its seconds since the epoch."""
     if moment is None:
         return "-"
-    at = credible(moment)
-    return "unknown" if at is None else f"{span(max(0.0, time.time() - at))} ago"
+    at = plausible_time(moment)
+    return "unknown" if at is None else f"{format_duration(max(0.0, time.time() - at))} ago"
 
 
-def number(value: object) -> str:
+def format_value(value: object) -> str:
     """Give a value in few characters."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def flat(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Join nested keys with "/", as in a run's table of reports."""
     joined: dict[str, object] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:
-            joined |= flat(value, f"{prefix}{key}/")
+            joined |= flatten(value, f"{prefix}{key}/")
         else:
             joined[f"{prefix}{key}"] = value
     return joined
@@ -170,7 +172,7 @@ def one_line(value: object) -> str:
     return " ".join(str(value).split())
 
 
-def shown_metrics(metrics: Mapping[str, object] | None) -> str:
+def format_metrics(metrics: Mapping[str, object] | None) -> str:
     """Give the first few metrics in one line."""
-    shown = [f"{key} {number(value)[:16]}" for key, value in flat(metrics or {}).items()]
+    shown = [f"{key} {format_value(value)[:16]}" for key, value in flatten(metrics or {}).items()]
     return ", ".join(shown[:_MAX_METRICS]) + (", ..." if len(shown) > _MAX_METRICS else "")

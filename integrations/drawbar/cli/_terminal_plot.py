@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from drawbar.cli._output import number
+from drawbar.cli._output import format_value
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -22,21 +22,23 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     step = max(1, -(-len(values) // width))
     kept = list(values)[::-step][::-1]  # the last one always
     low, high, most = min(kept), max(kept), len(_BLOCKS) - 1
-    return "".join(_BLOCKS[round(most * _share(value, low, high))] for value in kept)
+    return "".join(_BLOCKS[round(most * _normalize(value, low, high))] for value in kept)
 
 
-def canvas(points: Mapping[int, float], columns: int, height: int = 12) -> list[str]:
+def draw_curve(points: Mapping[int, float], columns: int, height: int = 12) -> list[str]:
     """Draw a curve as lines of text, with the lowest and highest value beside it."""
     first, last = min(points), max(points)
     low, high = min(points.values()), max(points.values())
-    labels = [number(high), *[""] * (height - 2), number(low)]
+    labels = [format_value(high), *[""] * (height - 2), format_value(low)]
     edge = max(map(len, labels))
     width = max(_LEAST_WIDTH, min(columns, _MOST_COLUMNS) - edge - len(_AXIS))
     cells = [[_EMPTY] * width for _ in range(height)]
     across = (2 * width - 1) / max(last - first, 1)
     up = 4 * height - 1
-    dots = [((x - first) * across, up * _share(y, low, high)) for x, y in sorted(points.items())]
-    for column, value in _joined(dots):
+    dots = [
+        ((x - first) * across, up * _normalize(y, low, high)) for x, y in sorted(points.items())
+    ]
+    for column, value in _interpolate(dots):
         row = 4 * height - 1 - round(value)
         cells[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
     lines = [
@@ -47,13 +49,13 @@ def canvas(points: Mapping[int, float], columns: int, height: int = 12) -> list[
     return [*lines, " " * (edge + len(_AXIS)) + reports]
 
 
-def _share(value: float, low: float, high: float) -> float:
+def _normalize(value: float, low: float, high: float) -> float:
     """Say where a value lies between two, from 0 to 1; of halves, since a difference may be inf."""
     half = high / 2 - low / 2
     return (value / 2 - low / 2) / half if half > 0 else 0.0
 
 
-def _joined(dots: Sequence[tuple[float, float]]) -> Iterator[tuple[int, float]]:
+def _interpolate(dots: Sequence[tuple[float, float]]) -> Iterator[tuple[int, float]]:
     """Give the dots, and those on the straight lines between them, by whole columns."""
     yield round(dots[0][0]), dots[0][1]
     for (left, below), (right, above) in pairwise(dots):

@@ -39,7 +39,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
 )
 """What changes nothing here, each with the reason, which is shown."""
 
-REFUSED: Mapping[str, str] = MappingProxyType(
+UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
         "--node-rank": "start the command once: Ray starts the workers of all nodes, and --address "
         "names the cluster",
@@ -56,7 +56,7 @@ _FLAGS = frozenset({"--run-path", "--no-python", "--virtual-local-rank"})
 """Those of them that take no value."""
 
 
-def without_torchruns(
+def remove_torchrun_options(
     arguments: Sequence[str], flags: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Take torchrun's options from what stands before the script.
@@ -72,22 +72,22 @@ def without_torchruns(
     Raises:
         CommandError: One of them is refused.
     """
-    left, kept, ignored = list(arguments), list[str](), list[str]()
-    while left and left[0].startswith("-") and left[0] not in ("-", "--"):
-        given, equals, value = left.pop(0).partition("=")
+    remaining, passed_through, ignored = list(arguments), list[str](), list[str]()
+    while remaining and remaining[0].startswith("-") and remaining[0] not in ("-", "--"):
+        given, equals, value = remaining.pop(0).partition("=")
         name = _SHORT.get(given, given.replace("_", "-"))
-        values = [] if equals or name in flags or name in _FLAGS else left[:1]
-        del left[: len(values)]
-        if name in REFUSED:
-            raise CommandError(f"{name} is torchrun's and not taken here: {REFUSED[name]}")
+        values = [] if equals or name in flags or name in _FLAGS else remaining[:1]
+        del remaining[: len(values)]
+        if name in UNSUPPORTED:
+            raise CommandError(f"{name} is torchrun's and not taken here: {UNSUPPORTED[name]}")
         if name in IGNORED:
             ignored.append(name)
         else:
-            kept += [name + equals + value, *values]
-    return kept + left, ignored
+            passed_through += [name + equals + value, *values]
+    return passed_through + remaining, ignored
 
 
-def workers_of(
+def resolve_num_workers(
     nproc_per_node: str, nnodes: str, *, gpus: int, cpus: int
 ) -> tuple[int | tuple[int, int], bool]:
     """Give the number of workers that torchrun's options mean, and whether they are on one node.
@@ -100,14 +100,14 @@ def workers_of(
     Raises:
         CommandError: One of them is neither.
     """
-    each = _processes(nproc_per_node, gpus, cpus)
-    low, high = bounds_of("--nnodes", nnodes)
+    each = _processes_per_node(nproc_per_node, gpus, cpus)
+    low, high = parse_range("--nnodes", nnodes)
     if low == high:
         return low * each, low == 1
     return (low * each, high * each), False
 
 
-def bounds_of(option: str, given: str) -> tuple[int, int]:
+def parse_range(option: str, given: str) -> tuple[int, int]:
     """Read a number, or two such as 2:8.
 
     Raises:
@@ -120,7 +120,7 @@ def bounds_of(option: str, given: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _processes(asked: str, gpus: int, cpus: int) -> int:
+def _processes_per_node(asked: str, gpus: int, cpus: int) -> int:
     if asked == "gpu" and not gpus:
         raise CommandError("--nproc-per-node gpu needs GPUs, and Ray has found none")
     if asked in ("gpu", "auto", "cpu"):

@@ -4,8 +4,8 @@ from drawbar.jax._backend import JaxBackend, JaxConfig
 from drawbar.jax._loop import load_state
 from drawbar.jax._report import report_state
 from drawbar.jax._trainer import JaxTrainer
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = ["JaxBackend", "JaxConfig", "JaxTrainer", "load_state", "report_state"]
 
-as_public(globals())
+set_public_module(globals())

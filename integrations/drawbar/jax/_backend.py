@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from drawbar._rendezvous import held_port
-from drawbar.jax._slices import PORT, multislice_variables, slice_name
+from drawbar.jax._tpu_slices import DEFAULT_MEGASCALE_PORT, multislice_env, slice_name
 from drawbar.train import ScalingConfig, collective, get_context
-from drawbar.train.backend import Backend, BackendConfig, import_failed, worker_address
+from drawbar.train.backend import Backend, BackendConfig, get_worker_address, make_import_error
 
 try:
     import jax
     import jax.distributed
 except ImportError as error:
-    raise import_failed("jax", extra="jax") from error
+    raise make_import_error("jax", extra="jax") from error
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class JaxConfig(BackendConfig):
         return JaxBackend
 
     @property
-    def process_setup(self) -> Callable[[], object]:
+    def process_setup_hook(self) -> Callable[[], object]:
         """Import JAX, which takes about half a second."""
         return _import_jax
 
@@ -77,7 +77,7 @@ class JaxConfig(BackendConfig):
         """The name by which JAX knows what is computed on: "tpu", "cuda" or "cpu"."""
         return "tpu" if self.use_tpu else "cuda" if self.use_gpu else "cpu"
 
-    def preflight(self, scaling_config: ScalingConfig) -> None:
+    def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check that the workers have what is to be computed on.
 
         Raises:
@@ -116,15 +116,15 @@ def _set_up(config: JaxConfig) -> Iterator[None]:
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or config.platform)
     try:
         if context.get_world_size() > 1:
-            _join(config)
-        with _explained():
+            _initialize_distributed(config)
+        with _explain_errors():
             yield
     finally:
         jax.config.update("jax_platforms", platforms)
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explain_errors() -> Iterator[None]:
     """Say what to do where a script joins a program of its own, as under another launcher."""
     try:
         yield
@@ -138,34 +138,34 @@ def _explained() -> Iterator[None]:
         raise
 
 
-def _join(config: JaxConfig) -> None:
+def _initialize_distributed(config: JaxConfig) -> None:
     """Meet at rank 0, whose port is held before it is told and until JAX has bound it too."""
     context = get_context()
     leads = context.get_world_rank() == 0
-    host = worker_address()
+    host = get_worker_address()
     with held_port(host) if leads else nullcontext(0) as port:
-        own_slice = _slice_here() if config.use_tpu else None
-        met = collective.all_gather((socket.gethostname(), os.getpid(), host, port, own_slice))
+        slice_name = _current_slice() if config.use_tpu else None
+        met = collective.all_gather((socket.gethostname(), os.getpid(), host, port, slice_name))
         _check_processes([(node, pid) for node, pid, *_ in met])
-        _, _, leader, port, _ = met[0]
+        _, _, coordinator, port, _ = met[0]
         # Not those that a node has been given for other slices, with which TPUs wait for ever.
-        if joins := multislice_variables(
-            [each[-1] for each in met], context.get_world_rank(), leader
+        if slice_env := multislice_env(
+            [each[-1] for each in met], context.get_world_rank(), coordinator
         ):
-            os.environ.update(joins)
-            os.environ.setdefault("MEGASCALE_PORT", PORT)
+            os.environ.update(slice_env)
+            os.environ.setdefault("MEGASCALE_PORT", DEFAULT_MEGASCALE_PORT)
         jax.distributed.initialize(
-            f"{_in_url(leader)}:{port}",
+            f"{_format_host(coordinator)}:{port}",
             context.get_world_size(),
             context.get_world_rank(),
             cluster_detection_method="deactivate",  # neither Slurm nor MPI has started this
-            coordinator_bind_address=f"{_in_url(leader)}:{port}",
+            coordinator_bind_address=f"{_format_host(coordinator)}:{port}",
             initialization_timeout=config.timeout_s,
             heartbeat_timeout_seconds=config.heartbeat_timeout_s,
         )
 
 
-def _slice_here() -> str | None:
+def _current_slice() -> str | None:
     import ray
 
     runtime = ray.get_runtime_context()
@@ -181,5 +181,5 @@ def _check_processes(processes: list[tuple[str, int]]) -> None:
         )
 
 
-def _in_url(host: str) -> str:
+def _format_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from drawbar.train.backend import common_checkpoint
+from drawbar.train.backend import get_agreed_checkpoint
 
 T = TypeVar("T")
 
-STATE = "state"
+STATE_DIR = "state"
 """The folder in a checkpoint that Orbax writes and reads."""
 
 
@@ -34,22 +34,24 @@ def load_state(like: T) -> tuple[T, dict[str, Any]] | None:
         ValueError: The checkpoint holds another tree, or other shapes.
         FileNotFoundError: The checkpoint was not made by `report_state`.
     """
-    checkpoint = common_checkpoint()
+    checkpoint = get_agreed_checkpoint()
     if checkpoint is None:
         return None
     from orbax.checkpoint import StandardCheckpointer  # half a second
 
     with checkpoint.as_directory() as folder, StandardCheckpointer() as checkpointer:
-        state = Path(folder, STATE)
+        state = Path(folder, STATE_DIR)
         if not state.is_dir():
             raise FileNotFoundError(
-                f"{checkpoint} has no folder {STATE!r}, which drawbar.jax.report_state writes"
+                f"{checkpoint} has no folder {STATE_DIR!r}, which drawbar.jax.report_state writes"
             )
-        loaded: T = checkpointer.restore(state, jax.tree.map(_abstract, savable(like)))
+        loaded: T = checkpointer.restore(
+            state, jax.tree.map(_to_shape_struct, scalars_to_arrays(like))
+        )
     return loaded, dict(checkpoint.manifest.metrics) if checkpoint.manifest else {}
 
 
-def savable(tree: T) -> T:
+def scalars_to_arrays(tree: T) -> T:
     """Give a tree without scalars of NumPy's, which Orbax saves and does not load: as arrays."""
 
     def as_array(leaf: Any) -> Any:
@@ -59,7 +61,7 @@ def savable(tree: T) -> T:
     return saved
 
 
-def _abstract(leaf: object) -> object:
+def _to_shape_struct(leaf: object) -> object:
     if not isinstance(leaf, jax.Array):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

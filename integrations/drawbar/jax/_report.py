@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from drawbar.jax._loop import STATE, savable
+from drawbar.jax._loop import STATE_DIR, scalars_to_arrays
 from drawbar.train import (
     CheckpointUploadMode,
     ValidationTaskConfig,
@@ -42,25 +42,28 @@ def report_state(
     from orbax.checkpoint import StandardCheckpointer  # half a second
 
     leads = get_context().get_world_rank() == 0
-    with checkpoint_dir() if leads else nullcontext(None) as own:
-        folder = collective.broadcast_from_rank_zero(own)
+    with checkpoint_dir() if leads else nullcontext(None) as local_directory:
+        folder = collective.broadcast_from_rank_zero(local_directory)
         assert folder is not None  # rank 0 has one
-        _check_shared(folder)
+        _require_shared_directory(folder)
         with StandardCheckpointer() as checkpointer:  # on the way out it waits until all is written
-            checkpointer.save(folder / STATE, savable(state))
+            checkpointer.save(folder / STATE_DIR, scalars_to_arrays(state))
         report(
             metrics,
-            own,
+            local_directory,
             checkpoint_upload_mode=checkpoint_upload_mode,
             validation=leads and validation,
         )
 
 
-def _check_shared(folder: Path) -> None:
-    blind = [rank for rank, sees in enumerate(collective.all_gather(folder.is_dir())) if not sees]
-    if blind:
+def _require_shared_directory(folder: Path) -> None:
+    missing_ranks = [
+        rank for rank, sees in enumerate(collective.all_gather(folder.is_dir())) if not sees
+    ]
+    if missing_ranks:
         raise RuntimeError(
-            f"rank 0 saves into {folder}, which ranks {blind} do not see: report_state needs a "
+            f"rank 0 saves into {folder}, which ranks {missing_ranks} do not see: report_state "
+            "needs a "
             "folder that all workers share; set RunConfig.storage_path to one that is mounted on "
             "all nodes, or save each rank's own arrays into its own checkpoint_dir()"
         )

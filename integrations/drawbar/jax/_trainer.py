@@ -15,7 +15,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-from drawbar.train.backend import TrainFunction, config_or_default
+from drawbar.train.backend import TrainFunction, resolve_config
 
 
 class JaxTrainer(DataParallelTrainer):
@@ -55,7 +55,7 @@ class JaxTrainer(DataParallelTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
-        config = config_or_default("jax_config", jax_config, JaxConfig)
+        config = resolve_config("jax_config", jax_config, JaxConfig)
         if isinstance(scaling_config, ScalingConfig):
             config = replace(
                 config,

@@ -5,10 +5,10 @@ Importing this imports neither Keras nor a backend: a trainer says which one the
 
 from drawbar.keras._backend import KerasConfig
 from drawbar.keras._data import prepare_dataset
-from drawbar.keras._loop import load_state, prepare_model
-from drawbar.keras._report import ReportCheckpointCallback
+from drawbar.keras._prepare import load_state, prepare_model
+from drawbar.keras._report_callback import ReportCheckpointCallback
 from drawbar.keras._trainer import KerasTrainer
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = [
     "KerasConfig",
@@ -19,4 +19,4 @@ __all__ = [
     "prepare_model",
 ]
 
-as_public(globals())
+set_public_module(globals())

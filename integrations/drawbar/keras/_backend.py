@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
-from drawbar.keras._unused_tensorflow import leave_tensorflow_unused
+from drawbar.keras._lazy_tensorflow import delay_tensorflow_import
 from drawbar.train import ScalingConfig, get_context
 from drawbar.train.backend import Backend, BackendConfig, require_package
 
-KerasBackend = Literal["torch", "jax", "tensorflow"]
+KerasBackendName = Literal["torch", "jax", "tensorflow"]
 
-_VARIABLE = "KERAS_BACKEND"
+_BACKEND_ENV = "KERAS_BACKEND"
 
 
 def _torch_config() -> BackendConfig:
@@ -43,7 +43,7 @@ def _tensorflow_config() -> BackendConfig:
     return TensorflowConfig(legacy_keras=False)
 
 
-_DEFAULTS = {"torch": _torch_config, "jax": _jax_config, "tensorflow": _tensorflow_config}
+_DEFAULT_CONFIGS = {"torch": _torch_config, "jax": _jax_config, "tensorflow": _tensorflow_config}
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class KerasConfig(BackendConfig):
         TypeError, ValueError: An argument has the wrong type or value.
     """
 
-    keras_backend: KerasBackend = "tensorflow"
+    keras_backend: KerasBackendName = "tensorflow"
     backend_config: BackendConfig | None = None
 
     def __post_init__(self) -> None:
-        names = get_args(KerasBackend)
+        names = get_args(KerasBackendName)
         if self.keras_backend not in names:
             raise ValueError(
                 f"keras_backend must be one of {', '.join(map(repr, names))} or None, "
@@ -75,86 +75,86 @@ class KerasConfig(BackendConfig):
             )
 
     @property
-    def below(self) -> BackendConfig:
+    def framework_config(self) -> BackendConfig:
         """How the backend's own processes meet."""
         require_package(self.keras_backend, extra=self.keras_backend)
-        return self.backend_config or _DEFAULTS[self.keras_backend]()
+        return self.backend_config or _DEFAULT_CONFIGS[self.keras_backend]()
 
     @property
     def backend_cls(self) -> type[Backend]:
         """The class with the controller's part: that of the backend."""
-        return self.below.backend_cls
+        return self.framework_config.backend_cls
 
     @property
-    def process_setup(self) -> Callable[[], object]:
+    def process_setup_hook(self) -> Callable[[], object]:
         """Import Keras with its backend, which takes seconds."""
-        return partial(_import_keras, self.keras_backend, self.below.process_setup)
+        return partial(_import_keras, self.keras_backend, self.framework_config.process_setup_hook)
 
-    def preflight(self, scaling_config: ScalingConfig) -> None:
+    def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check that Keras and the backend are installed, and what the backend's workers need.
 
         Raises:
             ModuleNotFoundError: One of them is not; the message has the command that installs it.
         """
         require_package("keras", extra="keras")
-        self.below.preflight(scaling_config)
+        self.framework_config.check_requirements(scaling_config)
 
     def train_func_context(self) -> AbstractContextManager[None]:
         """Have the backend's processes meet, and Keras use them all."""
         return _set_up(self)
 
 
-def _import_keras(backend: str, setup_below: Callable[[], object] | None) -> None:
-    os.environ[_VARIABLE] = backend
-    if setup_below is not None:
-        setup_below()
+def _import_keras(backend: str, framework_setup: Callable[[], object] | None) -> None:
+    os.environ[_BACKEND_ENV] = backend
+    if framework_setup is not None:
+        framework_setup()
     importlib.import_module("keras")
     if backend != "tensorflow":
-        leave_tensorflow_unused()
+        delay_tensorflow_import()
 
 
-def backend_here() -> KerasBackend:
+def current_keras_backend() -> KerasBackendName:
     """Say which backend Keras has, or would have, in this process."""
-    found = os.environ.get(_VARIABLE, "tensorflow")
+    found = os.environ.get(_BACKEND_ENV, "tensorflow")
     if (keras := sys.modules.get("keras")) is not None and hasattr(keras, "backend"):
         found = keras.backend.backend()
-    return cast(KerasBackend, found)
+    return cast(KerasBackendName, found)
 
 
 @contextmanager
 def _set_up(config: KerasConfig) -> Iterator[None]:
-    with _chosen(config.keras_backend), config.below.train_func_context():
+    with _keras_backend_env(config.keras_backend), config.framework_config.train_func_context():
         if get_context().get_world_size() == 1:
             yield
             return
         import keras
 
         keras.utils.set_random_seed(int(get_context().get_run_id()[:7], 16))
-        with _all_devices(keras, config.keras_backend):
+        with _distribute_model(keras, config.keras_backend):
             yield
 
 
 @contextmanager
-def _chosen(backend: str) -> Iterator[None]:
+def _keras_backend_env(backend: str) -> Iterator[None]:
     """Have Keras have this backend, if it is imported only now."""
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = backend
+    before = os.environ.get(_BACKEND_ENV)
+    os.environ[_BACKEND_ENV] = backend
     try:
-        if (found := backend_here()) != backend:
+        if (found := current_keras_backend()) != backend:
             raise RuntimeError(
                 f"this trainer has keras_backend={backend!r}, but Keras was imported with "
                 f"{found!r} in this process, which cannot be changed any more. Import it inside "
-                f"the training function, or set {_VARIABLE}={backend} before it is imported"
+                f"the training function, or set {_BACKEND_ENV}={backend} before it is imported"
             )
         yield
     finally:
-        del os.environ[_VARIABLE]
+        del os.environ[_BACKEND_ENV]
         if before is not None:
-            os.environ[_VARIABLE] = before
+            os.environ[_BACKEND_ENV] = before
 
 
 @contextmanager
-def _all_devices(keras: Any, backend: str) -> Iterator[None]:
+def _distribute_model(keras: Any, backend: str) -> Iterator[None]:
     if backend == "tensorflow":
         import tensorflow as tf
 

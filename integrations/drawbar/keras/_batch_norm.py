@@ -11,15 +11,15 @@ from typing import Any
 
 import keras
 
-from drawbar.keras._model import BatchNormLayer, Model
-from drawbar.keras._progress import training_of
-from drawbar.keras._totals import Totals
-from drawbar.train.backend import remark
+from drawbar.keras._allreduce import AllReduce
+from drawbar.keras._progress import model_state
+from drawbar.keras._types import BatchNormLayer, Model
+from drawbar.train.backend import add_final_notice
 
 Moments = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def synchronize_batch_norm(model: Model, totals: Totals, *, all_layers: bool) -> None:
+def synchronize_batch_norm(model: Model, totals: AllReduce, *, all_layers: bool) -> None:
     """Normalize by the rows of all workers in a model's `BatchNormalization` layers.
 
     Adds a notice to the run if trainable layers remain unsynchronized.
@@ -40,7 +40,7 @@ def synchronize_batch_norm(model: Model, totals: Totals, *, all_layers: bool) ->
             layer._moments = _synchronized_moments(layer, model, totals)
     names = [repr(layer.name) for layer in local if layer.trainable]
     if names:
-        remark(
+        add_final_notice(
             "BatchNormalization normalizes by each worker's rows of a batch in "
             f"{', '.join(names[:3])} ({len(names)} in total), so losses differ from a run of one "
             "process. To normalize by all rows, set "
@@ -48,12 +48,12 @@ def synchronize_batch_norm(model: Model, totals: Totals, *, all_layers: bool) ->
         )
 
 
-def _synchronized_moments(layer: BatchNormLayer, model: Model, totals: Totals) -> Moments:
+def _synchronized_moments(layer: BatchNormLayer, model: Model, totals: AllReduce) -> Moments:
     """Return a replacement for `layer._moments` that sums over all ranks during a step."""
     compute_local = layer._moments
 
     def compute(inputs: Any, mask: Any) -> tuple[Any, Any]:
-        rows = training_of(model).rows
+        rows = model_state(model).rows
         if rows is None:  # outside a step of `fit`, which the other ranks may not call
             return compute_local(inputs, mask)
         ops = keras.ops
@@ -83,7 +83,7 @@ def _masked(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, Any]:
     return ops.where(chosen, inputs, 0), ops.sum(ops.cast(chosen, inputs.dtype), axes)
 
 
-def _sum_over_ranks(own: Any, rows: Any, totals: Totals) -> Any:
+def _sum_over_ranks(own: Any, rows: Any, totals: AllReduce) -> Any:
     """Sum a tensor over all ranks, with the gradient of the loss over all rows.
 
     The loss of a rank is a mean over its rows, and gradients are averaged by rows later. So the

@@ -9,30 +9,30 @@ from typing import Any
 import keras
 import numpy as np
 
-from drawbar.train.backend import keep_data_position
+from drawbar.train.backend import register_data_position
 
-PEEKED = 2
+NUM_PEEKED_BATCHES = 2
 """How many batches Keras reads at most before the first epoch, to learn their shapes."""
 
 
-class Batches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
+class ResumableBatches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
     """Batches, in order, of which the epoch that a run goes on with leaves the first ones out.
 
     Keras asks once how many there are, and once more in each epoch, so an epoch may have fewer.
     """
 
-    _number: int
-    _left_out = 0
+    _num_batches_total: int
+    _num_skipped = 0
 
-    def leave_out(self, batches: int) -> None:
+    def skip_batches(self, batches: int) -> None:
         """Have the next epoch begin after so many batches."""
-        self._left_out = batches
+        self._num_skipped = batches
 
     def __len__(self) -> int:
-        return self._number - self._left_out
+        return self._num_batches_total - self._num_skipped
 
 
-class SharedBatches(Batches):
+class ArrayBatches(ResumableBatches):
     """This worker's rows of every batch. The order of an epoch follows from its number alone.
 
     A checkpoint has that number, so a run that goes on has the order that it would have had.
@@ -42,7 +42,7 @@ class SharedBatches(Batches):
         self, data: Iterable[object], batch_size: int, *, shuffle: bool, rank: int, size: int
     ) -> None:
         super().__init__()
-        parts = [_arrays_of(each) for each in data if each is not None]
+        parts = [_to_arrays(each) for each in data if each is not None]
         if keras.backend.backend() == "tensorflow":
             parts = keras.tree.lists_to_tuples(parts)  # tf.data takes a list for one tensor
         lengths = {len(each) for each in keras.tree.flatten(parts)}
@@ -51,68 +51,68 @@ class SharedBatches(Batches):
         self.arrays = parts
         self.rows = lengths.pop()
         self.batch_size = batch_size
-        self._number = -(-self.rows // batch_size)
+        self._num_batches_total = -(-self.rows // batch_size)
         self.rank = rank
         self.size = size
         self._shuffle = shuffle
         self._epoch = 0
-        self._drawn: tuple[int, Any] = (-1, None)
-        position = keep_data_position("keras_dataset", lambda: self._epoch, numbered=True)
+        self._cached_order: tuple[int, Any] = (-1, None)
+        position = register_data_position("keras_dataset", lambda: self._epoch, add_index=True)
         if position is not None:
             self._epoch = position - 1  # Keras ends an epoch before it begins the first
 
     def __getitem__(self, index: int) -> object:
-        begin = (index + self._left_out) * self.batch_size
-        rows = self.order()[begin : begin + self.batch_size]
-        return self._of(own_rows(rows, self.rank, self.size))
+        begin = (index + self._num_skipped) * self.batch_size
+        rows = self.epoch_order()[begin : begin + self.batch_size]
+        return self._take_rows(rank_rows(rows, self.rank, self.size))
 
-    def part(self) -> tuple[object, int]:
+    def rank_slice(self) -> tuple[object, int]:
         """Give this worker's part of all rows, in their own order, as one batch, and how many.
 
         Keras computes nothing of no rows, so then it is one, which is none of the part.
         """
         begin, end = (self.rows * rank // self.size for rank in (self.rank, self.rank + 1))
-        return self._of(range(begin, end) if end > begin else range(1)), end - begin
+        return self._take_rows(range(begin, end) if end > begin else range(1)), end - begin
 
     def on_epoch_end(self) -> None:
         """Go on to the next epoch's order; Keras calls it."""
         self._epoch += 1
 
-    def order(self) -> Any:
+    def epoch_order(self) -> Any:
         """Give the rows in the order of this epoch."""
         if not self._shuffle:
             return range(self.rows)
-        epoch, order = self._drawn
+        epoch, order = self._cached_order
         if epoch != self._epoch:
             order = np.random.default_rng(self._epoch).permutation(self.rows)
-            self._drawn = (self._epoch, order)
+            self._cached_order = (self._epoch, order)
         return order
 
-    def _of(self, rows: Any) -> Any:
+    def _take_rows(self, rows: Any) -> Any:
         if isinstance(rows, range):  # which needs no copy
             rows = slice(rows.start, rows.stop, rows.step)
         batch = keras.tree.map_structure(lambda part: part[rows], self.arrays)
         return tuple(batch) if len(batch) > 1 else batch[0]
 
 
-def _arrays_of(data: Any) -> Any:
+def _to_arrays(data: Any) -> Any:
     """Give a structure of arrays; numbers in lists are one array."""
     if isinstance(data, Mapping):
-        return {name: _arrays_of(each) for name, each in data.items()}
+        return {name: _to_arrays(each) for name, each in data.items()}
     holds_arrays = any(hasattr(each, "shape") for each in keras.tree.flatten(data))
     if isinstance(data, list | tuple) and holds_arrays:
-        arrays = [_arrays_of(each) for each in data]
+        arrays = [_to_arrays(each) for each in data]
         return tuple(arrays) if isinstance(data, tuple) else arrays
     return np.asarray(data)
 
 
-class SharedDataset(Batches):
+class ShardedPyDataset(ResumableBatches):
     """This worker's rows of the batches of a `PyDataset`, which every worker has as a whole."""
 
     def __init__(self, source: Any, rank: int, size: int) -> None:
         super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
         self._source = source
-        self._number = source.num_batches or 0
+        self._num_batches_total = source.num_batches or 0
         self._rank = rank
         self._size = size
 
@@ -123,9 +123,9 @@ class SharedDataset(Batches):
 
     def __getitem__(self, index: int) -> object:
         def share(part: Any) -> Any:
-            return None if part is None else own_rows(np.asarray(part), self._rank, self._size)
+            return None if part is None else rank_rows(np.asarray(part), self._rank, self._size)
 
-        return keras.tree.map_structure(share, self._source[index + self._left_out])
+        return keras.tree.map_structure(share, self._source[index + self._num_skipped])
 
     def on_epoch_begin(self) -> None:
         """Begin an epoch of the source; Keras calls it."""
@@ -136,7 +136,7 @@ class SharedDataset(Batches):
         self._source.on_epoch_end()
 
 
-def own_rows(rows: Any, rank: int, size: int) -> Any:
+def rank_rows(rows: Any, rank: int, size: int) -> Any:
     """Take every `size`-th row; of a batch with fewer than workers, perhaps none.
 
     JAX needs as many rows on each worker, so what is left over is not taken, and of a batch with
@@ -148,22 +148,22 @@ def own_rows(rows: Any, rank: int, size: int) -> Any:
     return rows[rank::size]
 
 
-class ReadBatches(Batches):
+class SequentialBatches(ResumableBatches):
     """Batches that can only be read in order, such as those of a `tf.data.Dataset`."""
 
     def __init__(self, source: Iterable[object], number: int) -> None:
         super().__init__()
         self._source = source
-        self._number = number
-        self._pass: Iterator[object] = iter(())
+        self._num_batches_total = number
+        self._iterator: Iterator[object] = iter(())
 
     def __getitem__(self, index: int) -> object:
         if index == 0:
-            self._pass = islice(iter(self._source), self._left_out, None)
-        return keras.tree.map_structure(np.asarray, next(self._pass))
+            self._iterator = islice(iter(self._source), self._num_skipped, None)
+        return keras.tree.map_structure(np.asarray, next(self._iterator))
 
 
-class ShardBatches(Batches):
+class RayDataBatches(ResumableBatches):
     """A shard of Ray Data, which knows itself what was read of it before.
 
     What Keras reads before the first epoch is kept for it: a shard has an epoch only once.
@@ -174,46 +174,46 @@ class ShardBatches(Batches):
     ) -> None:
         super().__init__()
         self._batches = shard.iter_batches(batch_size=batch_size)
-        self._number = len(self._batches)
+        self._num_batches_total = len(self._batches)
         read = sum(workers * rows for workers, rows in shard.position()["read"])
         left = len(shard) - read // shard.world_size
-        self._done = self._number - -(-left // batch_size)
+        self._num_consumed = self._num_batches_total - -(-left // batch_size)
         self._y = y
         self._sample_weight = sample_weight
-        self._pass: Iterator[dict[str, object]] = iter(())
-        self._kept: list[object] = []
+        self._iterator: Iterator[dict[str, object]] = iter(())
+        self._peeked: list[object] = []
 
-    def leave_out(self, batches: int) -> None:
+    def skip_batches(self, batches: int) -> None:
         """Have the next epoch begin where the shard does, which is after as many batches."""
-        super().leave_out(self._done if batches else 0)
+        super().skip_batches(self._num_consumed if batches else 0)
 
     def __getitem__(self, index: int) -> object:
-        if index < len(self._kept):
-            return self._kept[index]
+        if index < len(self._peeked):
+            return self._peeked[index]
         if index == 0:
-            self._pass = iter(self._batches)
-        batch = self._arranged(next(self._pass))
-        self._kept = [*self._kept, batch] if index < PEEKED else []
+            self._iterator = iter(self._batches)
+        batch = self._to_keras_batch(next(self._iterator))
+        self._peeked = [*self._peeked, batch] if index < NUM_PEEKED_BATCHES else []
         if index == len(self) - 1:
-            self._kept = []
-            next(self._pass, None)  # so that the shard knows that it has been read to its end
+            self._peeked = []
+            next(self._iterator, None)  # so that the shard knows that it has been read to its end
         return batch
 
-    def _arranged(self, columns: dict[str, object]) -> object:
+    def _to_keras_batch(self, columns: dict[str, object]) -> object:
         columns = dict(columns)
-        batch = [_taken(columns, self._y), _taken(columns, self._sample_weight)]
+        batch = [_pop_columns(columns, self._y), _pop_columns(columns, self._sample_weight)]
         x = columns if len(columns) > 1 else next(iter(columns.values()))
         parts = [x, *(part for part in batch if part is not None)]
         return tuple(parts) if len(parts) > 1 else parts[0]
 
 
-def _taken(columns: dict[str, object], names: str | Sequence[str] | None) -> object:
+def _pop_columns(columns: dict[str, object], names: str | Sequence[str] | None) -> object:
     if names is None or isinstance(names, str):
-        return None if names is None else _column(columns, names)
-    return {name: _column(columns, name) for name in names}
+        return None if names is None else _pop_column(columns, names)
+    return {name: _pop_column(columns, name) for name in names}
 
 
-def _column(columns: dict[str, object], name: str) -> object:
+def _pop_column(columns: dict[str, object], name: str) -> object:
     if name not in columns:
         raise KeyError(f"the shard has no column {name!r}; it has {', '.join(map(repr, columns))}")
     return columns.pop(name)

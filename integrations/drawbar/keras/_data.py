@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from drawbar.keras._backend import backend_here
+from drawbar.keras._backend import current_keras_backend
 from drawbar.train import get_context
-from drawbar.train.backend import remark
+from drawbar.train.backend import add_final_notice
 
 if TYPE_CHECKING:
     from keras.utils import PyDataset
@@ -49,15 +49,15 @@ def prepare_dataset(
     context = get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     if hasattr(x, "iter_batches"):
-        return _of_shard(x, y, sample_weight, batch_size or 32, shuffle)
-    share = _sharing_of(x)
+        return _wrap_ray_data_shard(x, y, sample_weight, batch_size or 32, shuffle)
+    share = _sharding_function(x)
     if share is None:
         if y is None and sample_weight is not None:
             raise ValueError(
                 "prepare_dataset was given sample_weight without y, of whose loss it would be the "
                 "weight; give y too"
             )
-        return _of_arrays((x, y, sample_weight), batch_size or 32, shuffle, rank, size)
+        return _shard_arrays((x, y, sample_weight), batch_size or 32, shuffle, rank, size)
     if y is not None or sample_weight is not None or batch_size is not None or shuffle:
         raise ValueError(
             f"prepare_dataset was given batches, a {type(x).__name__}, which have their targets, "
@@ -66,23 +66,23 @@ def prepare_dataset(
     return share(x, rank, size)
 
 
-def _sharing_of(batches: Any) -> Callable[[Any, int, int], Any] | None:
+def _sharding_function(batches: Any) -> Callable[[Any, int, int], Any] | None:
     """Give how such batches are shared; None if they are no batches."""
     if hasattr(batches, "element_spec"):
-        return _of_tf
+        return _shard_tf_dataset
     if hasattr(batches, "collate_fn"):
-        return _of_torch
+        return _shard_torch_loader
     import keras
 
-    from drawbar.keras._batches import SharedDataset
+    from drawbar.keras._batches import ShardedPyDataset
 
-    return SharedDataset if isinstance(batches, keras.utils.PyDataset) else None
+    return ShardedPyDataset if isinstance(batches, keras.utils.PyDataset) else None
 
 
-def _of_arrays(
+def _shard_arrays(
     data: Sequence[object], batch_size: int, shuffle: bool, rank: int, size: int
 ) -> PyDataset:
-    from drawbar.keras._batches import SharedBatches
+    from drawbar.keras._batches import ArrayBatches
 
     if not hasattr(data[0], "__len__") and not isinstance(data[0], Mapping):
         raise TypeError(
@@ -95,28 +95,30 @@ def _of_arrays(
             f"prepare_dataset has batch_size={batch_size}, which is less than a row for each of "
             f"{size} workers"
         )
-    if backend_here() == "jax" and (left := batch_size % size):
-        remark(
+    if current_keras_backend() == "jax" and (left := batch_size % size):
+        add_final_notice(
             f"prepare_dataset has batch_size={batch_size}, of which {size} workers take as many "
             f"rows each with JAX: {left} of every batch are left out; set a multiple of {size}"
         )
-    batches = SharedBatches(data, batch_size, shuffle=shuffle, rank=rank, size=size)
-    _tell_of_few(batches.rows % batch_size, size)
+    batches = ArrayBatches(data, batch_size, shuffle=shuffle, rank=rank, size=size)
+    _warn_small_batch(batches.rows % batch_size, size)
     return batches
 
 
-def _tell_of_few(rows: int, size: int) -> None:
+def _warn_small_batch(rows: int, size: int) -> None:
     """Say of a batch what JAX makes of it, if it has fewer rows than there are workers."""
-    if backend_here() == "jax" and 0 < rows < size:
-        remark(
+    if current_keras_backend() == "jax" and 0 < rows < size:
+        add_final_notice(
             f"a batch of prepare_dataset has {rows} of the {size} rows that {size} workers need "
             "with JAX: rows of it count several times in gradients and metrics; leave it out, or "
             "set a batch_size that leaves more"
         )
 
 
-def _of_shard(shard: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: bool) -> PyDataset:
-    from drawbar.keras._batches import ShardBatches
+def _wrap_ray_data_shard(
+    shard: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: bool
+) -> PyDataset:
+    from drawbar.keras._batches import RayDataBatches
 
     if shuffle:
         raise ValueError(
@@ -128,32 +130,32 @@ def _of_shard(shard: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: 
             f"prepare_dataset has batch_size={batch_size}, of which {shard.world_size} workers "
             "cannot have as many rows each of their shards; set a multiple of that"
         )
-    return ShardBatches(shard, y, sample_weight, batch_size // shard.world_size)
+    return RayDataBatches(shard, y, sample_weight, batch_size // shard.world_size)
 
 
-def _of_tf(batches: Any, rank: int, size: int) -> Any:
+def _shard_tf_dataset(batches: Any, rank: int, size: int) -> Any:
     import tensorflow as tf
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def share(*batch: object) -> object:
-        shared = tf.nest.map_structure(lambda part: tf_rows(part, rank, size), batch)
+    def shard(*batch: object) -> object:
+        shared = tf.nest.map_structure(lambda part: rank_rows_in_graph(part, rank, size), batch)
         return shared if len(batch) > 1 else shared[0]
 
-    return batches.map(share)
+    return batches.map(shard)
 
 
-def tf_rows(rows: Any, rank: int, size: int) -> Any:
+def rank_rows_in_graph(rows: Any, rank: int, size: int) -> Any:
     """Do what `own_rows` does, in a graph."""
     import tensorflow as tf
 
-    if backend_here() == "jax":
+    if current_keras_backend() == "jax":
         number = tf.shape(rows)[0]
         rows = rows[: tf.maximum(number // size * size, tf.minimum(number, size))]
         return rows[rank % number :: size]
     return rows[rank::size]
 
 
-def _of_torch(loader: Any, rank: int, size: int) -> Any:
+def _shard_torch_loader(loader: Any, rank: int, size: int) -> Any:
     from torch.utils.data import DataLoader, IterableDataset
 
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
@@ -163,9 +165,9 @@ def _of_torch(loader: Any, rank: int, size: int) -> Any:
         )
     return DataLoader(
         loader.dataset,
-        batch_sampler=_OwnOfEach(loader.batch_sampler, rank, size),
+        batch_sampler=_RankBatchSampler(loader.batch_sampler, rank, size),
         num_workers=loader.num_workers,
-        collate_fn=_CollateOrNone(loader.collate_fn, loader.dataset),
+        collate_fn=_CollateAllowingEmpty(loader.collate_fn, loader.dataset),
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
@@ -174,7 +176,7 @@ def _of_torch(loader: Any, rank: int, size: int) -> Any:
     )
 
 
-class _CollateOrNone:
+class _CollateAllowingEmpty:
     """Makes a batch of a worker's rows, and of no rows one that has none."""
 
     def __init__(self, collate: Callable[[Any], Any], dataset: Any) -> None:
@@ -190,7 +192,7 @@ class _CollateOrNone:
         return keras.tree.map_structure(lambda part: part[:0], some)
 
 
-class _OwnOfEach:
+class _RankBatchSampler:
     """The indices of this worker, of each batch that a sampler gives.
 
     What the sampler draws follows from the number of the epoch alone, as with arrays.
@@ -212,11 +214,11 @@ class _OwnOfEach:
     def __iter__(self) -> Iterator[list[int]]:
         import torch
 
-        from drawbar.keras._batches import own_rows
+        from drawbar.keras._batches import rank_rows
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(max(self._epoch, 0))
             drawn = list(self._batches)
         for batch in drawn:
-            _tell_of_few(len(batch), self._size)
-            yield own_rows(batch, self._rank, self._size)
+            _warn_small_batch(len(batch), self._size)
+            yield rank_rows(batch, self._rank, self._size)

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from drawbar.keras._backend import backend_here
-from drawbar.keras._model import Model, Tensor, Variable
-from drawbar.keras._totals import Totals, to_numpy
+from drawbar.keras._allreduce import AllReduce, to_numpy
+from drawbar.keras._backend import current_keras_backend
+from drawbar.keras._types import Model, Tensor, Variable
 from drawbar.train import collective, get_context
 
-VALUES = "progress.json"
+VALUES_FILE = "progress.json"
 ARRAYS = "progress.npz"
 GENERATORS = "generators"
 
 
 @dataclass
-class Progress:
+class FitProgress:
     """What is done.
 
     Args:
@@ -48,7 +48,7 @@ class Progress:
         """Write it into a checkpoint."""
         values = {**vars(self)}
         arrays = values.pop("arrays")
-        (folder / VALUES).write_text(json.dumps(values))
+        (folder / VALUES_FILE).write_text(json.dumps(values))
         numbered = {f"{name}/{i}": each for name in arrays for i, each in enumerate(arrays[name])}
         if numbered:
             import numpy as np
@@ -56,11 +56,11 @@ class Progress:
             np.savez(folder / ARRAYS, **numbered)
 
     @classmethod
-    def read(cls, folder: Path) -> Progress:
+    def read(cls, folder: Path) -> FitProgress:
         """Read how far a checkpoint has come; nowhere if it does not say."""
-        if not (folder / VALUES).exists():
+        if not (folder / VALUES_FILE).exists():
             return cls()
-        progress = cls(**json.loads((folder / VALUES).read_text()))
+        progress = cls(**json.loads((folder / VALUES_FILE).read_text()))
         if (folder / ARRAYS).exists():
             import numpy as np
 
@@ -70,12 +70,12 @@ class Progress:
         return progress
 
 
-def _of_one_rank(tensors: Sequence[Tensor], weight: object = None) -> list[Tensor]:
+def _identity_allreduce(tensors: Sequence[Tensor], weight: object = None) -> list[Tensor]:
     return list(tensors)
 
 
 @dataclass
-class Training:
+class ModelState:
     """What is known of a model.
 
     Args:
@@ -87,59 +87,61 @@ class Training:
         is_prepared: Whether all workers train it together.
     """
 
-    totals: Totals = _of_one_rank
-    begun: Progress = field(default_factory=Progress)
+    allreduce: AllReduce = _identity_allreduce
+    loaded_progress: FitProgress = field(default_factory=FitProgress)
     rows: Any = None
     last_rows: Any = None
     is_prepared: bool = False
 
 
-_trainings: WeakKeyDictionary[object, Training] = WeakKeyDictionary()
+_trainings: WeakKeyDictionary[object, ModelState] = WeakKeyDictionary()
 
 
-def training_of(model: object) -> Training:
+def model_state(model: object) -> ModelState:
     """Give what is known of a model, which may be nothing yet."""
-    return _trainings.setdefault(model, Training())
+    return _trainings.setdefault(model, ModelState())
 
 
-def state_of(model: Model) -> dict[str, list[Any]]:
+def extra_state(model: Model) -> dict[str, list[Any]]:
     """Give what a model's own file leaves out. Ranks with replicas must all call it."""
     if not hasattr(model, "metrics_variables"):  # of Keras 2
         return {}
-    metrics = training_of(model).totals([each.value for each in model.metrics_variables])
+    metrics = model_state(model).allreduce([each.value for each in model.metrics_variables])
     return {
         "metrics": [to_numpy(each) for each in metrics],
-        "seeds": [each.numpy() for each in _seeds(model)],
-        GENERATORS: collective.all_gather(_generator()) if backend_here() == "torch" else [],
+        "seeds": [each.numpy() for each in _seed_variables(model)],
+        GENERATORS: collective.all_gather(_torch_rng_state())
+        if current_keras_backend() == "torch"
+        else [],
     }
 
 
-def restore_seeds(model: Model, progress: Progress) -> None:
+def restore_seeds(model: Model, progress: FitProgress) -> None:
     """Have a model draw the numbers that it would have drawn."""
-    restore_generators(progress)
+    restore_torch_rng(progress)
     if found := progress.arrays.get("seeds"):
-        for variable, value in zip(_seeds(model), found, strict=False):
+        for variable, value in zip(_seed_variables(model), found, strict=False):
             variable.assign(value)
 
 
-def restore_generators(progress: Progress) -> None:
+def restore_torch_rng(progress: FitProgress) -> None:
     """Have PyTorch draw the numbers that it would have drawn, on each rank its own."""
     if states := progress.arrays.get(GENERATORS):
         rank = get_context().get_world_rank()
-        _set_generator(states[rank if rank < len(states) else 0])
+        _set_torch_rng_state(states[rank if rank < len(states) else 0])
 
 
-def add_metrics(model: Model, progress: Progress) -> None:
+def restore_metrics(model: Model, progress: FitProgress) -> None:
     """Add what all ranks had gathered for metrics, on one of them if they are to be added up."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
-    if training_of(model).totals is _of_one_rank or get_context().get_world_rank() == 0:
+    if model_state(model).allreduce is _identity_allreduce or get_context().get_world_rank() == 0:
         pairs = zip(model.metrics_variables, progress.arrays.get("metrics", []), strict=False)
         for variable, value in pairs:
             variable.assign(variable.numpy() + value)
 
 
-def _generator() -> Any:
+def _torch_rng_state() -> Any:
     """Give the state of PyTorch's own generators, which draw what a layer has no seed for."""
     import numpy as np
     import torch
@@ -150,7 +152,7 @@ def _generator() -> Any:
     return np.concatenate([each.numpy() for each in states])
 
 
-def _set_generator(state: Any) -> None:
+def _set_torch_rng_state(state: Any) -> None:
     import torch
 
     on_cpu = len(torch.get_rng_state())
@@ -159,5 +161,5 @@ def _set_generator(state: Any) -> None:
         torch.cuda.set_rng_state(torch.from_numpy(state[on_cpu:]))
 
 
-def _seeds(model: Model) -> list[Variable]:
+def _seed_variables(model: Model) -> list[Variable]:
     return [each for each in model.variables if "float" not in each.dtype]

@@ -16,20 +16,20 @@ from weakref import WeakSet
 import keras
 import numpy as np
 
-from drawbar.keras._model import Model, Optimizer, Tensor, Variable
-from drawbar.keras._progress import training_of
-from drawbar.keras._totals import Totals, to_numpy
+from drawbar.keras._allreduce import AllReduce, to_numpy
+from drawbar.keras._progress import model_state
+from drawbar.keras._types import Model, Optimizer, Tensor, Variable
 from drawbar.train import collective, get_context
 
 Step = Callable[[Any], object]
 
-_averaging: WeakSet[Optimizer] = WeakSet()
+_patched_optimizers: WeakSet[Optimizer] = WeakSet()
 """The optimizers that are given averages."""
 
 
-def copy_rank_zero(model: Model, totals: Totals) -> None:
+def broadcast_weights(model: Model, totals: AllReduce) -> None:
     """Give all ranks rank 0's weights, and its state of the optimizers."""
-    states = [variable for each in _optimizers_of(model) for variable in each.variables]
+    states = [variable for each in _find_optimizers(model) for variable in each.variables]
     variables, leads = [*model.variables, *states], get_context().get_world_rank() == 0
     floats = [each for each in variables if "float" in each.dtype]
     # Not times 0: what is infinite on another rank would be no number on all of them.
@@ -42,22 +42,22 @@ def copy_rank_zero(model: Model, totals: Totals) -> None:
         variable.assign(value)
 
 
-def keep_equal(model: Model, totals: Totals) -> None:
+def synchronize_replicas(model: Model, totals: AllReduce) -> None:
     """Have every step leave equal weights, also those with an optimizer of a later `compile`."""
     compile = model.compile
 
     def compile_and_average(*args: object, **options: object) -> None:
         compile(*args, **options)
-        require_means(model)
-        _average_steps(model, totals)
+        require_mean_losses(model)
+        _patch_optimizers(model, totals)
 
     model.compile = compile_and_average
-    _count_own_rows(model)
-    _average_steps(model, totals)
-    _add_metrics_up(model, totals)
+    _track_batch_rows(model)
+    _patch_optimizers(model, totals)
+    _patch_metrics(model, totals)
 
 
-def require_means(model: Model) -> None:
+def require_mean_losses(model: Model) -> None:
     """Refuse a loss that is a sum over rows: what workers have of it is averaged.
 
     Raises:
@@ -73,7 +73,7 @@ def require_means(model: Model) -> None:
             )
 
 
-def _optimizers_of(model: object) -> list[Optimizer]:
+def _find_optimizers(model: object) -> list[Optimizer]:
     """Give those that a model trains with: its own, and others that a subclass has beside it."""
     found: dict[int, Optimizer] = {}
     for held in vars(model).values():
@@ -84,19 +84,19 @@ def _optimizers_of(model: object) -> list[Optimizer]:
     return list(found.values())
 
 
-def _count_own_rows(model: Model) -> None:
+def _track_batch_rows(model: Model) -> None:
     """Have steps know how many rows this worker has of the batch; it may have none."""
-    training = training_of(model)
+    training = model_state(model)
     training.last_rows = keras.Variable(1.0, trainable=False, name="last_rows")
     read = model._get_metrics_result_or_logs
 
-    def counting(run: Step) -> Step:
+    def with_row_count(run: Step) -> Step:
         def step(data: object) -> object:
             parts = (each for each in keras.tree.flatten(data) if each is not None)
             training.rows = rows = keras.ops.shape(next(parts))[0]
             has_some = isinstance(rows, int) and rows > 0  # in TensorFlow's graphs nobody knows
             try:
-                logs = run(data) if has_some else read(_run_for_some(model, run, data, rows))
+                logs = run(data) if has_some else read(_run_on_empty_batch(model, run, data, rows))
             finally:
                 training.rows = None
             training.last_rows.assign(keras.ops.cast(rows, "float32"))
@@ -104,11 +104,14 @@ def _count_own_rows(model: Model) -> None:
 
         return step
 
-    model.train_step, model.test_step = counting(model.train_step), counting(model.test_step)
+    model.train_step, model.test_step = (
+        with_row_count(model.train_step),
+        with_row_count(model.test_step),
+    )
     model.test_function = None  # one that was made before
 
 
-def _run_for_some(model: Model, run: Step, data: object, rows: Any) -> object:
+def _run_on_empty_batch(model: Model, run: Step, data: object, rows: Any) -> object:
     """Run a step on a row of zeros if this worker has none; its metrics then stay as they were."""
 
     def or_zeros(part: Any) -> Any:
@@ -124,21 +127,23 @@ def _run_for_some(model: Model, run: Step, data: object, rows: Any) -> object:
     return logs
 
 
-def _average_steps(model: Model, totals: Totals) -> None:
+def _patch_optimizers(model: Model, totals: AllReduce) -> None:
     if keras.backend.backend() == "tensorflow":
         model.jit_compile = False  # XLA knows no collectives of TensorFlow's
     model.train_function = None  # one that was made before averages nothing
-    for optimizer in _optimizers_of(model):
-        if optimizer not in _averaging:
-            _averaging.add(optimizer)
-            optimizer.apply = _averaged(optimizer.apply, model, totals)
+    for optimizer in _find_optimizers(model):
+        if optimizer not in _patched_optimizers:
+            _patched_optimizers.add(optimizer)
+            optimizer.apply = _with_averaged_gradients(optimizer.apply, model, totals)
 
 
-def _averaged(apply: Callable[..., object], model: Model, totals: Totals) -> Callable[..., None]:
+def _with_averaged_gradients(
+    apply: Callable[..., object], model: Model, totals: AllReduce
+) -> Callable[..., None]:
     def apply_averaged(grads: Sequence[Tensor | None], trainable_variables: object = None) -> None:
-        gathered = _gathered_by_layers(model)
+        gathered = _layer_statistics(model)
         given = [gradient for gradient in grads if gradient is not None]
-        rows = training_of(model).rows
+        rows = model_state(model).rows
         means = iter(
             totals([*given, *(each.value for each in gathered)], weight=1 if rows is None else rows)
         )
@@ -150,7 +155,7 @@ def _averaged(apply: Callable[..., object], model: Model, totals: Totals) -> Cal
     return apply_averaged
 
 
-def _gathered_by_layers(model: Model) -> list[Variable]:
+def _layer_statistics(model: Model) -> list[Variable]:
     """Give what layers change by themselves, without the weights of those that are frozen."""
     return [
         variable
@@ -161,43 +166,45 @@ def _gathered_by_layers(model: Model) -> list[Variable]:
     ]
 
 
-def _add_metrics_up(model: Model, totals: Totals) -> None:
+def _patch_metrics(model: Model, totals: AllReduce) -> None:
     result = model._get_metrics_result_or_logs
 
-    def result_of_all(logs: object) -> object:
+    def global_results(logs: object) -> object:
         are_metrics = result(logs) is not logs
-        metrics, variables = _results_of(model), model.metrics_variables
+        metrics, variables = _metric_values(model), model.metrics_variables
         own = [variable.numpy() for variable in variables]
         for variable, value in zip(
             variables, totals([each.value for each in variables]), strict=True
         ):
             variable.assign(value)
         try:
-            metrics_of_all = _results_of(model)
+            metrics_of_all = _metric_values(model)
         finally:
             for variable, value in zip(variables, own, strict=True):
                 variable.assign(value)
         if are_metrics:
             return metrics_of_all
         assert isinstance(logs, Mapping)  # Keras takes nothing else
-        rows = float(training_of(model).last_rows.numpy())
+        rows = float(model_state(model).last_rows.numpy())
         # A step of the user's own gave these: some may be metrics, what else they are is averaged.
-        means = _means_of({"logs": logs, "is": _are_metrics(logs, metrics)}, totals, rows)
+        means = _weighted_means(
+            {"logs": logs, "is": _matching_metrics(logs, metrics)}, totals, rows
+        )
         return {
             name: metrics_of_all[name] if to_numpy(means["is"][name]) == 1 else mean
             for name, mean in means["logs"].items()
         }
 
-    model._get_metrics_result_or_logs = result_of_all
+    model._get_metrics_result_or_logs = global_results
 
 
-def _results_of(model: Model) -> dict[str, Any]:
+def _metric_values(model: Model) -> dict[str, Any]:
     """Give what the metrics say now: a result may be the very variable that the metric adds to."""
     found = model.get_metrics_result()
     return {name: np.array(to_numpy(each)) for name, each in found.items()}
 
 
-def _are_metrics(logs: Mapping[str, object], metrics: Mapping[str, Any]) -> dict[str, float]:
+def _matching_metrics(logs: Mapping[str, object], metrics: Mapping[str, Any]) -> dict[str, float]:
     """Say by 1 which logs are what this worker's metrics of their names say."""
     return {
         name: float(name in metrics and np.allclose(metrics[name], to_numpy(log), rtol=1e-5))
@@ -205,7 +212,7 @@ def _are_metrics(logs: Mapping[str, object], metrics: Mapping[str, Any]) -> dict
     }
 
 
-def _means_of(values: Any, totals: Totals, rows: float) -> Any:
+def _weighted_means(values: Any, totals: AllReduce, rows: float) -> Any:
     """Average a structure of values by the workers' rows of the batch."""
     own = [keras.ops.convert_to_tensor(each, "float32") for each in keras.tree.flatten(values)]
     return keras.tree.pack_sequence_as(values, totals(own, weight=rows))

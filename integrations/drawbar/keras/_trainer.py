@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drawbar.keras._backend import KerasBackend, KerasConfig, backend_here
+from drawbar.keras._backend import KerasBackendName, KerasConfig, current_keras_backend
 from drawbar.train import (
     Checkpoint,
     DataConfig,
@@ -46,7 +46,7 @@ class KerasTrainer(DataParallelTrainer):
         train_loop_per_worker: TrainFunction,
         *,
         train_loop_config: dict[str, Any] | None = None,
-        keras_backend: KerasBackend | None = None,
+        keras_backend: KerasBackendName | None = None,
         backend_config: BackendConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
@@ -57,7 +57,7 @@ class KerasTrainer(DataParallelTrainer):
         validation_config: ValidationConfig | None = None,
     ) -> None:
         if keras_backend is None:
-            keras_backend = backend_here()
+            keras_backend = current_keras_backend()
         if keras_backend == "jax" and backend_config is None and scaling_config is not None:
             backend_config = _jax_config(scaling_config)
         super().__init__(

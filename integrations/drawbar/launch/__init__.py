@@ -7,8 +7,8 @@ from drawbar.launch._accelerate import AccelerateSettings
 from drawbar.launch._backend import ScriptConfig
 from drawbar.launch._exit_code import exit_code_of
 from drawbar.launch._trainer import ScriptTrainer
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = ["AccelerateSettings", "ScriptConfig", "ScriptTrainer", "exit_code_of"]
 
-as_public(globals())
+set_public_module(globals())

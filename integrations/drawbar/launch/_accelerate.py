@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 _PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 
-_ASK = """
+_READ_CONFIG_SCRIPT = """
 import json, os, sys
 answer = os.dup(1)
 os.dup2(2, 1)  # whatever is printed on the way
@@ -58,15 +58,15 @@ class AccelerateSettings:
         """
         if not os.path.isfile(path):
             raise FileNotFoundError(f"there is no configuration of Accelerate at {path}")
-        command = [sys.executable, "-c", _ASK, os.fspath(path)]
-        asked = subprocess.run(command, capture_output=True, text=True)
-        if asked.returncode:
-            said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
-            raise ValueError(f"Accelerate does not take {os.fspath(path)}: {said[-1]}")
-        told = json.loads(asked.stdout)
+        command = [sys.executable, "-c", _READ_CONFIG_SCRIPT, os.fspath(path)]
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            error_lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+            raise ValueError(f"Accelerate does not take {os.fspath(path)}: {error_lines[-1]}")
+        config = json.loads(process.stdout)
         variables = {
             name: value
-            for name, value in told["variables"].items()
+            for name, value in config["variables"].items()
             if name.startswith(_PREFIXES) and os.environ.get(name) != value
         }
-        return cls(int(told["num_processes"]), variables)
+        return cls(int(config["num_processes"]), variables)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from drawbar._rendezvous import held_port
 from drawbar.train import collective, get_context
-from drawbar.train.backend import Backend, BackendConfig, worker_address
+from drawbar.train.backend import Backend, BackendConfig, get_worker_address
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class _ScriptBackend(Backend):
     """A rank's process only starts the script's, so it can start another one."""
 
     share_cuda_visible_devices = True
-    reentrant = True
+    can_reuse_processes = True
 
 
 @contextmanager
-def meeting_point() -> Iterator[tuple[str, int]]:
+def rendezvous_address() -> Iterator[tuple[str, int]]:
     """Give the address and the port that the ranks' scripts meet at; a collective."""
     if get_context().get_world_rank() > 0:
         yield collective.broadcast_from_rank_zero(("", 0))
         return
-    address = worker_address()
+    address = get_worker_address()
     with held_port(address) as port:
         yield collective.broadcast_from_rank_zero((address, port))

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from drawbar.launch._backend import ScriptConfig
-from drawbar.launch._loop import run_script
-from drawbar.launch._modules import check_module
+from drawbar.launch._module_check import require_module
+from drawbar.launch._run_script import run_script
 from drawbar.launch._script_file import check_script
 from drawbar.train import (
     Checkpoint,
@@ -19,8 +19,8 @@ from drawbar.train import (
     ScalingConfig,
 )
 
-SIGN_SECONDS = 5.0
-SIGNS_PER_HANG = 4
+MAX_HEARTBEAT_INTERVAL_S = 5.0
+HEARTBEATS_PER_HANG_TIMEOUT = 4
 
 
 class ScriptTrainer(DataParallelTrainer):
@@ -83,11 +83,11 @@ class ScriptTrainer(DataParallelTrainer):
         super().__init__(
             run_script,
             train_loop_config={
-                "arguments": _arguments(script, arguments, is_module=is_module),
-                "environment": {**_as_python_starts(), **(environment or {})},
+                "arguments": _python_arguments(script, arguments, is_module=is_module),
+                "environment": {**_startup_env(), **(environment or {})},
                 "niceness": os.getpriority(os.PRIO_PROCESS, 0),
                 "max_restarts": run_config.failure_config.max_failures,
-                "sign_seconds": _sign_seconds(run_config.failure_config),
+                "sign_seconds": _heartbeat_interval(run_config.failure_config),
             },
             backend_config=ScriptConfig(),
             scaling_config=scaling_config,
@@ -103,25 +103,25 @@ class ScriptTrainer(DataParallelTrainer):
         return (others[0], True) if first == "-m" else (first, False)
 
 
-def _arguments(
+def _python_arguments(
     script: str | os.PathLike[str], arguments: Sequence[str], *, is_module: bool
 ) -> list[str]:
     """Give what would follow `python`."""
     path = os.fspath(script)
     if is_module:
-        check_module(path)
+        require_module(path)
         return ["-m", path, *arguments]
     check_script(path)
     return [path, *arguments]
 
 
-def _as_python_starts() -> dict[str, str]:
+def _startup_env() -> dict[str, str]:
     """Give what is forwarded to no worker, whose Python has started, but to a script's can be."""
     return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
-def _sign_seconds(failures: FailureConfig) -> float:
+def _heartbeat_interval(failures: FailureConfig) -> float:
     timeout = failures.hang_timeout
     assert not isinstance(timeout, int | float)  # FailureConfig makes it a timedelta
-    patience = timeout or timedelta.max
-    return min(SIGN_SECONDS, patience.total_seconds() / SIGNS_PER_HANG)
+    timeout = timeout or timedelta.max
+    return min(MAX_HEARTBEAT_INTERVAL_S, timeout.total_seconds() / HEARTBEATS_PER_HANG_TIMEOUT)

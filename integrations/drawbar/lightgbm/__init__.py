@@ -9,12 +9,12 @@ from drawbar.lightgbm._backend import LightGBMBackend, LightGBMConfig, get_netwo
 from drawbar.lightgbm._checkpoint import LightGBMCheckpoint
 from drawbar.lightgbm._estimators import RayLGBMClassifier, RayLGBMRanker, RayLGBMRegressor
 from drawbar.lightgbm._evaluation import GlobalEvaluation
-from drawbar.lightgbm._frames import normalize_pandas_for_lightgbm
-from drawbar.lightgbm._loop import train
+from drawbar.lightgbm._pandas import normalize_pandas_for_lightgbm
 from drawbar.lightgbm._predict import predict
-from drawbar.lightgbm._report import RayTrainReportCallback
+from drawbar.lightgbm._report_callback import RayTrainReportCallback
+from drawbar.lightgbm._train import train
 from drawbar.lightgbm._trainer import LightGBMTrainer
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = [
     "GlobalEvaluation",
@@ -33,4 +33,4 @@ __all__ = [
     "train",
 ]
 
-as_public(globals())
+set_public_module(globals())

@@ -19,18 +19,18 @@ from typing import ClassVar
 from drawbar._boosting import BoostingConfig, worker_threads
 from drawbar._rendezvous import reserved_port
 from drawbar.train import collective, get_context
-from drawbar.train.backend import Backend, import_failed, require_duration, worker_address
+from drawbar.train.backend import Backend, get_worker_address, make_import_error, parse_duration
 
 try:
     from lightgbm import Booster  # noqa: F401  # here first, for what the error says
 except ImportError as error:
-    raise import_failed("lightgbm", extra="lightgbm") from error
+    raise make_import_error("lightgbm", extra="lightgbm") from error
 
-from drawbar.lightgbm import _native
-from drawbar.lightgbm._network.sockets import reset_unless_it_returns
-from drawbar.lightgbm._parameters import name_of, value_of, without
+from drawbar.lightgbm import _c_api
+from drawbar.lightgbm._network.sockets import reset_connections_on_failure
+from drawbar.lightgbm._parameters import drop_parameters, find_alias, get_parameter
 
-HEAD_START_SECONDS = 0.02
+CONNECT_DELAY_S = 0.02
 """How long rank 0 waits before it looks for the others; those between them wait less."""
 
 
@@ -54,28 +54,29 @@ class LightGBMConfig(BoostingConfig):
         TypeError, ValueError: An argument has the wrong type or value.
     """
 
-    library: ClassVar[str] = "lightgbm"
-    oldest: ClassVar[str] = "4.5"
-    optional: ClassVar[tuple[str, ...]] = ("sklearn", "pandas")
+    library_module: ClassVar[str] = "lightgbm"
+    min_version: ClassVar[str] = "4.5"
+    optional_imports: ClassVar[tuple[str, ...]] = ("sklearn", "pandas")
 
     import_pandas: bool | None = None
-    ports: tuple[int, int] | None = None
+    port_range: tuple[int, int] | None = None
     timeout_s: float | timedelta = 1800
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        seconds = require_duration("LightGBMConfig.timeout_s", self.timeout_s)
+        seconds = parse_duration("LightGBMConfig.timeout_s", self.timeout_s)
         object.__setattr__(self, "timeout_s", seconds)
-        if self.ports is None:
+        if self.port_range is None:
             return
-        if len(self.ports) != 2 or not all(isinstance(port, int) for port in self.ports):
+        if len(self.port_range) != 2 or not all(isinstance(port, int) for port in self.port_range):
             raise TypeError(
-                f"LightGBMConfig.ports must be the first and the last port, found {self.ports!r}"
+                "LightGBMConfig.ports must be the first and the last port, found "
+                f"{self.port_range!r}"
             )
-        if not 1024 <= self.ports[0] <= self.ports[1] <= 65535:
+        if not 1024 <= self.port_range[0] <= self.port_range[1] <= 65535:
             raise ValueError(
                 "LightGBMConfig.ports must be the first and the last port, both from 1024 to "
-                f"65535, found {self.ports!r}"
+                f"65535, found {self.port_range!r}"
             )
 
     @property
@@ -91,25 +92,25 @@ class LightGBMConfig(BoostingConfig):
 class LightGBMBackend(Backend):
     """The controller's part: nothing. The workers tell each other where they are."""
 
-    reentrant = True  # a network that has failed leaves nothing behind in the process
+    can_reuse_processes = True  # a network that has failed leaves nothing behind in the process
 
 
 @contextmanager
 def _set_up(config: LightGBMConfig) -> Iterator[None]:
     with _network(config):
-        _endings.at = []
+        _success_callbacks.at = []
         yield
-        for call in _endings.at:
+        for call in _success_callbacks.at:
             call()
 
 
 # By thread: in the worlds of `drawbar.train.testing` the ranks are threads.
-_endings = threading.local()
+_success_callbacks = threading.local()
 
 
-def at_end(call: Callable[[], None]) -> None:
+def on_success(call: Callable[[], None]) -> None:
     """Call something when the training function has returned; not if it has raised."""
-    _endings.at.append(call)
+    _success_callbacks.at.append(call)
 
 
 @contextmanager
@@ -117,26 +118,28 @@ def _network(config: LightGBMConfig) -> Iterator[None]:
     if get_context().get_world_size() == 1:
         yield
         return
-    candidates = range(config.ports[0], config.ports[1] + 1) if config.ports else None
+    candidates = (
+        range(config.port_range[0], config.port_range[1] + 1) if config.port_range else None
+    )
     with reserved_port(candidates) as port:
-        machines = collective.all_gather(f"{worker_address()}:{port}")
-        time.sleep(_head_start())
+        machines = collective.all_gather(f"{get_worker_address()}:{port}")
+        time.sleep(_connect_delay())
         try:
             assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
-            _native.join_network(machines, port, math.ceil(config.timeout_s / 60))
-            with reset_unless_it_returns(machines, port):
+            _c_api.init_network(machines, port, math.ceil(config.timeout_s / 60))
+            with reset_connections_on_failure(machines, port):
                 yield
         finally:
-            _native.leave_network()
+            _c_api.free_network()
 
 
-def _head_start() -> float:
+def _connect_delay() -> float:
     """How many seconds this rank lets higher ones begin to listen.
 
     LightGBM's lower ranks connect to the higher ones, and wait 0.2 s if nobody listens yet.
     """
     context = get_context()
-    return HEAD_START_SECONDS * (1 - context.get_world_rank() / (context.get_world_size() - 1))
+    return CONNECT_DELAY_S * (1 - context.get_world_rank() / (context.get_world_size() - 1))
 
 
 def get_network_params(tree_learner: str = "data") -> dict[str, object]:
@@ -170,16 +173,21 @@ def get_network_params(tree_learner: str = "data") -> dict[str, object]:
     return {**threads, **network}
 
 
-def with_own_network(params: Mapping[str, object]) -> dict[str, object]:
+def add_network_parameters(params: Mapping[str, object]) -> dict[str, object]:
     """Give the parameters with the run's network and this worker's threads where none are set.
 
     Raises:
         RuntimeError: Called outside a training function.
         ValueError: The tree learner does not work with workers.
     """
-    learner = str(value_of(params, "tree_learner", "data")).removesuffix("_parallel")
-    if int(value_of(params, "num_threads", 0)) <= 0:
-        params = without(params, "num_threads")
+    learner = str(get_parameter(params, "tree_learner", "data")).removesuffix("_parallel")
+    if int(get_parameter(params, "num_threads", 0)) <= 0:
+        params = drop_parameters(params, "num_threads")
     given = {name: value for name, value in params.items() if value is not None}
-    ours = get_network_params(learner)
-    return {**{name: ours[name] for name in ours if name_of(given, name) is None}, **given}
+    network_params = get_network_params(learner)
+    return {
+        **{
+            name: network_params[name] for name in network_params if find_alias(given, name) is None
+        },
+        **given,
+    }

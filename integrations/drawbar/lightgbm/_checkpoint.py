@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightgbm import Booster
 
 from drawbar._boosting import BoosterCheckpoint
-from drawbar.lightgbm._report import RayTrainReportCallback
+from drawbar.lightgbm._report_callback import RayTrainReportCallback
 
 
 class LightGBMCheckpoint(BoosterCheckpoint[Booster]):

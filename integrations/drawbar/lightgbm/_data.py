@@ -24,16 +24,16 @@ import pyarrow as pa
 from lightgbm import Booster, Dataset
 
 from drawbar._boosting import Block, Shard, worker_threads
-from drawbar.lightgbm import _native
-from drawbar.lightgbm._parameters import name_of, value_of
+from drawbar.lightgbm import _c_api
+from drawbar.lightgbm._parameters import find_alias, get_parameter
 from drawbar.train import collective, get_context
-from drawbar.train.backend import worker_address
+from drawbar.train.backend import get_worker_address
 
-Floats = npt.NDArray[np.floating[Any]]
-Columns = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.floating[Any]]
+Float64Array = npt.NDArray[np.float64]
 
 
-def agree_on_bins(shard: Shard, params: Mapping[str, object]) -> bytes:
+def compute_shared_bins(shard: Shard, params: Mapping[str, object]) -> bytes:
     """Give the bins of all features, the same on every rank. A collective.
 
     Args:
@@ -43,24 +43,24 @@ def agree_on_bins(shard: Shard, params: Mapping[str, object]) -> bytes:
     Raises:
         LightGBMError: A parameter is wrong.
     """
-    sample = _gathered_sample(shard, params)
+    sample = _gather_sample(shard, params)
     if sample is None:
         return collective.broadcast_from_rank_zero(b"")
     with ThreadPoolExecutor(1) as without_network:  # it belongs to this thread
         bins = without_network.submit(
-            _native.bin_reference,
+            _c_api.compute_bins,
             sample,
-            shard.total_rows,
-            {**dataset_params(shard, params), **_threads_of_this_node(params)},
+            shard.num_total_rows,
+            {**dataset_params(shard, params), **_node_threads(params)},
         ).result()
     return collective.broadcast_from_rank_zero(bins)
 
 
-def _threads_of_this_node(params: Mapping[str, object]) -> dict[str, int]:
+def _node_threads(params: Mapping[str, object]) -> dict[str, int]:
     """Give rank 0 the threads of its neighbours too, who wait for it."""
-    own = int(value_of(params, "num_threads", worker_threads()))
+    own = int(get_parameter(params, "num_threads", worker_threads()))
     threads = max(own, 1) * get_context().get_local_world_size()
-    return {str(name_of(params, "num_threads") or "num_threads"): threads}
+    return {str(find_alias(params, "num_threads") or "num_threads"): threads}
 
 
 def dataset_params(shard: Shard, params: Mapping[str, object]) -> dict[str, object]:
@@ -79,14 +79,14 @@ def make_dataset(
 
     Args:
         shard: The rows.
-        bins: From `agree_on_bins`.
+        bins: From `compute_shared_bins`.
         params: LightGBM's parameters.
         earlier: A booster whose predictions the rows start from.
     """
-    blocks = shard.blocks()
-    alike = _of_one_type(blocks)
-    batches = [pa.record_batch(block.columns(), shard.schema.names) for block in alike]
-    dataset = _native.binned_dataset(bins, batches, dataset_params(shard, params))
+    blocks = shard.list_blocks()
+    alike = _unify_dtypes(blocks)
+    batches = [pa.record_batch(block.to_arrow(), shard.schema.names) for block in alike]
+    dataset = _c_api.create_dataset(bins, batches, dataset_params(shard, params))
     dataset.pandas_categorical = [
         list(feature.categories or ())
         for feature in shard.schema.features
@@ -100,7 +100,7 @@ def make_dataset(
         if block.group is not None:
             groups.append(np.unique(block.group, return_counts=True)[1])
         if earlier is not None or block.base_margin is not None:
-            starts.append(_starts(block, earlier, params))
+            starts.append(_initial_scores(block, earlier, params))
     dataset.set_label(np.concatenate(labels))
     if weights:
         dataset.set_weight(np.concatenate(weights))
@@ -111,7 +111,7 @@ def make_dataset(
     return dataset
 
 
-def _of_one_type(blocks: Sequence[Block]) -> list[Block]:
+def _unify_dtypes(blocks: Sequence[Block]) -> list[Block]:
     """Give blocks in which each feature is float64 if it is in any: LightGBM is told one type."""
     doubles = {
         number
@@ -131,7 +131,7 @@ def _of_one_type(blocks: Sequence[Block]) -> list[Block]:
     ]
 
 
-def _starts(block: Block, earlier: Booster | None, params: Mapping[str, object]) -> Any:
+def _initial_scores(block: Block, earlier: Booster | None, params: Mapping[str, object]) -> Any:
     """Give the score that each row starts from."""
     margin = block.base_margin
     if margin is not None and margin.shape[1] == 1:
@@ -140,78 +140,80 @@ def _starts(block: Block, earlier: Booster | None, params: Mapping[str, object])
         return margin
     # It sets the number of threads of the whole process. With another one than it was made for, a
     # booster writes beyond its buffers.
-    threads = value_of(params, "num_threads", worker_threads())
+    threads = get_parameter(params, "num_threads", worker_threads())
     predicted = earlier.predict(
-        block.matrix(), raw_score=True, num_iteration=-1, num_threads=threads
+        block.to_numpy(), raw_score=True, num_iteration=-1, num_threads=threads
     )
     return predicted if margin is None else np.asarray(predicted) + margin
 
 
-def _gathered_sample(shard: Shard, params: Mapping[str, object]) -> Columns | None:
+def _gather_sample(shard: Shard, params: Mapping[str, object]) -> Float64Array | None:
     """Give rank 0 the sampled rows of all ranks in rank order, the others None. A collective.
 
     They go straight to rank 0, block by block, since a sample is too large for Drawbar's own
     channel; and they lie there as LightGBM takes them, features by rows.
     """
     context = get_context()
-    chosen = _chosen(shard.total_rows, params)
-    firsts = np.cumsum([0, *collective.all_gather(shard.rows)])  # each rank's first row
-    pieces = _sampled(shard, chosen - firsts[context.get_world_rank()])
+    chosen = _sample_row_numbers(shard.num_total_rows, params)
+    firsts = np.cumsum([0, *collective.all_gather(shard.num_rows)])  # each rank's first row
+    chunks = _iter_sampled_rows(shard, chosen - firsts[context.get_world_rank()])
     if context.get_world_rank() > 0:
         address, key = collective.broadcast_from_rank_zero(("", b""))
         with Client(address, authkey=key) as connection:
             connection.send(context.get_world_rank())
-            for piece in pieces:
+            for piece in chunks:
                 connection.send(piece.dtype.str)
                 connection.send_bytes(piece.reshape(-1).view(np.uint8).data)
         return None
     sample = np.empty((len(shard.schema.features), len(chosen)))
     borders = np.searchsorted(chosen, firsts)  # of the ranks, in the sample
-    parts = [sample[:, begin:end] for begin, end in itertools.pairwise(borders)]
+    rank_columns = [sample[:, begin:end] for begin, end in itertools.pairwise(borders)]
     key = secrets.token_bytes(32)
     with (
         ThreadPoolExecutor(1) as meanwhile,
-        Listener((worker_address(), 0), backlog=context.get_world_size(), authkey=key) as listener,
+        Listener(
+            (get_worker_address(), 0), backlog=context.get_world_size(), authkey=key
+        ) as listener,
     ):
         collective.broadcast_from_rank_zero((listener.address, key))
-        own = meanwhile.submit(_fill, parts[0], pieces)
+        own = meanwhile.submit(_copy_chunks, rank_columns[0], chunks)
         for _ in range(1, context.get_world_size()):
             with listener.accept() as connection:
                 rank = connection.recv()
-                _fill(parts[rank], _received(connection, len(sample)))
+                _copy_chunks(rank_columns[rank], _receive_chunks(connection, len(sample)))
         own.result()
     return sample
 
 
-def _fill(part: Columns, pieces: Iterator[Floats]) -> None:
+def _copy_chunks(part: Float64Array, chunks: Iterator[FloatArray]) -> None:
     """Put pieces side by side until a part of the sample is full."""
     start = 0
     while start < part.shape[1]:
-        piece = next(pieces)
+        piece = next(chunks)
         part[:, start : start + piece.shape[1]] = piece
         start += piece.shape[1]
 
 
-def _received(connection: Connection[str, str], features: int) -> Iterator[Floats]:
+def _receive_chunks(connection: Connection[str, str], features: int) -> Iterator[FloatArray]:
     while True:
         kind = np.dtype(connection.recv())
         yield np.frombuffer(connection.recv_bytes(), dtype=kind).reshape(features, -1)
 
 
-def _sampled(shard: Shard, chosen: npt.NDArray[np.int64]) -> Iterator[Floats]:
+def _iter_sampled_rows(shard: Shard, chosen: npt.NDArray[np.int64]) -> Iterator[FloatArray]:
     """Give the rows of a shard that have the chosen numbers, block by block, features by rows."""
     start = 0
-    for block in shard if shard.rows else ():
+    for block in shard if shard.num_rows else ():
         here = chosen[(chosen >= start) & (chosen < start + len(block))] - start
         if len(here):
             yield np.stack([column[here] for column in block.features])
         start += len(block)
 
 
-def _chosen(rows: int, params: Mapping[str, object]) -> npt.NDArray[np.int64]:
+def _sample_row_numbers(rows: int, params: Mapping[str, object]) -> npt.NDArray[np.int64]:
     """Give the numbers of the rows that are sampled, ascending."""
-    count = int(value_of(params, "bin_construct_sample_cnt", 200_000))
+    count = int(get_parameter(params, "bin_construct_sample_cnt", 200_000))
     if rows <= count:
         return np.arange(rows)
-    seed = int(value_of(params, "data_random_seed", 1))
+    seed = int(get_parameter(params, "data_random_seed", 1))
     return np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))

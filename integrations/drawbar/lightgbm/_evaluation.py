@@ -26,17 +26,17 @@ import numpy.typing as npt
 from lightgbm import Booster, Dataset
 from lightgbm.callback import CallbackEnv
 
-from drawbar.lightgbm import _native
+from drawbar.lightgbm import _c_api
 from drawbar.train import collective, get_context
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-Rows: TypeAlias = tuple[Floats, npt.NDArray[np.bool_], npt.NDArray[Any]]
+ScoredRows: TypeAlias = tuple[Floats, npt.NDArray[np.bool_], npt.NDArray[Any]]
 """Scores, whether the label is positive, weights."""
 
-Evaluation: TypeAlias = Any
+EvalResult: TypeAlias = Any
 """LightGBM's `EvalResult`, before 4.7 a tuple: data, metric, value, whether higher is better."""
 
-_PER_GROUP = ("ndcg", "map")
+_GROUP_METRICS = ("ndcg", "map")
 
 
 class GlobalEvaluation:
@@ -59,7 +59,7 @@ class GlobalEvaluation:
 
 
 @dataclass(frozen=True)
-class _Squares:
+class _SquareSums:
     """Labels' weighted mean, and the sums of their squared distances from it and from scores."""
 
     mean: float
@@ -68,7 +68,7 @@ class _Squares:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _RankMetric:
     """What one rank knows of one metric: its value, for how much it stands, or what it is made of.
 
     Args:
@@ -80,11 +80,11 @@ class _Share:
 
     value: float
     weight: float
-    rows: Rows | None
-    squares: _Squares | None
+    rows: ScoredRows | None
+    squares: _SquareSums | None
 
 
-def global_evaluation(booster: Booster, found: Sequence[Evaluation]) -> list[Evaluation]:
+def global_evaluation(booster: Booster, found: Sequence[EvalResult]) -> list[EvalResult]:
     """Give the evaluation over all ranks' rows, the same list on every rank. A collective.
 
     Args:
@@ -93,56 +93,58 @@ def global_evaluation(booster: Booster, found: Sequence[Evaluation]) -> list[Eva
     """
     if get_context().get_world_size() == 1:
         return list(found)
-    everyone = collective.all_gather([_share(booster, each) for each in found])
+    everyone = collective.all_gather([_local_metric(booster, each) for each in found])
     return [
-        make_evaluation(each[0], each[1], _combine(each[1], shares), each[3])
+        make_eval_result(each[0], each[1], _merge_metric(each[1], shares), each[3])
         for each, shares in zip(found, zip(*everyone, strict=True), strict=True)
     ]
 
 
-def make_evaluation(data: str, metric: str, value: float, maximize: bool) -> Evaluation:
+def make_eval_result(data: str, metric: str, value: float, maximize: bool) -> EvalResult:
     """Give one number as this version of LightGBM gives it to callbacks."""
     kind = getattr(lightgbm, "EvalResult", None)
     fields = (data, metric, value, maximize)
     return kind(*fields) if kind else fields
 
 
-def _share(booster: Booster, found: Evaluation) -> _Share:
+def _local_metric(booster: Booster, found: EvalResult) -> _RankMetric:
     data, metric = found[0], found[1]
-    index = _index(booster, data)
+    index = _dataset_index(booster, data)
     dataset = booster.valid_sets[index - 1] if index else booster.train_set
-    rows = _rows(booster, index, dataset) if metric in _GATHERED else None
-    squares = _squares(booster, index, dataset) if metric == "r2" else None
-    return _Share(float(found[2]), _weight(dataset, metric), rows, squares)
+    rows = _scored_rows(booster, index, dataset) if metric in _METRICS_FROM_ALL_ROWS else None
+    squares = _square_sums(booster, index, dataset) if metric == "r2" else None
+    return _RankMetric(float(found[2]), _metric_weight(dataset, metric), rows, squares)
 
 
-def _squares(booster: Booster, index: int, dataset: Dataset) -> _Squares | None:
+def _square_sums(booster: Booster, index: int, dataset: Dataset) -> _SquareSums | None:
     labels, weights = np.asarray(dataset.get_label(), dtype=np.float64), _row_weights(dataset)
     if not weights.sum():
         return None
     mean = np.average(labels, weights=weights)
-    missed = labels - _native.predictions(booster, index)
-    return _Squares(float(mean), float(weights @ (labels - mean) ** 2), float(weights @ missed**2))
+    missed = labels - _c_api.current_predictions(booster, index)
+    return _SquareSums(
+        float(mean), float(weights @ (labels - mean) ** 2), float(weights @ missed**2)
+    )
 
 
-def _rows(booster: Booster, index: int, dataset: Dataset) -> Rows:
+def _scored_rows(booster: Booster, index: int, dataset: Dataset) -> ScoredRows:
     """Give what an area needs of each row, in as few bytes as can be: it is sent every round."""
     weight = dataset.get_weight()
     positive = np.asarray(dataset.get_label()) > 0
     weights = np.ones(len(positive), np.int8) if weight is None else np.asarray(weight, np.float32)
-    return _native.predictions(booster, index), positive, weights
+    return _c_api.current_predictions(booster, index), positive, weights
 
 
-def _index(booster: Booster, data: str) -> int:
+def _dataset_index(booster: Booster, data: str) -> int:
     """Give the number of a dataset among those of a booster: 0 is what it trains on."""
     names = list(booster.name_valid_sets)
     return names.index(data) + 1 if data in names else 0
 
 
-def _weight(dataset: Dataset, metric: str) -> float:
+def _metric_weight(dataset: Dataset, metric: str) -> float:
     """Say for how much a rank's value of a metric stands: its rows or groups, by their weights."""
     group = dataset.get_group()
-    if metric.partition("@")[0] not in _PER_GROUP or group is None:
+    if metric.partition("@")[0] not in _GROUP_METRICS or group is None:
         return float(_row_weights(dataset).sum())
     if dataset.get_weight() is None:
         return float(len(group))
@@ -155,12 +157,12 @@ def _row_weights(dataset: Dataset) -> Floats:
     return np.ones(dataset.num_data()) if weight is None else np.asarray(weight, dtype=np.float64)
 
 
-def _combine(metric: str, shares: Sequence[_Share]) -> float:
+def _merge_metric(metric: str, shares: Sequence[_RankMetric]) -> float:
     """Give the metric over all rows; a rank without rows knows nothing of it."""
     shares = [share for share in shares if share.weight > 0]
-    if metric in _GATHERED:
+    if metric in _METRICS_FROM_ALL_ROWS:
         parts = zip(*(share.rows for share in shares if share.rows), strict=True)
-        return _GATHERED[metric](*map(np.concatenate, parts))
+        return _METRICS_FROM_ALL_ROWS[metric](*map(np.concatenate, parts))
     values = np.array([share.value for share in shares])
     weights = np.array([share.weight for share in shares])
     if metric == "r2":
@@ -172,7 +174,7 @@ def _combine(metric: str, shares: Sequence[_Share]) -> float:
     return float(np.average(values, weights=weights))
 
 
-def _r2(squares: Sequence[_Squares], weights: Floats) -> float:
+def _r2(squares: Sequence[_SquareSums], weights: Floats) -> float:
     """Give the share of the labels' variance that the scores explain; 1 or 0 if there is none."""
     means = np.array([each.mean for each in squares])
     between = weights @ (means - np.average(means, weights=weights)) ** 2
@@ -214,7 +216,7 @@ def _weights_by_score(scores: Floats, labels: Floats, weights: Floats) -> tuple[
     return positive, negative
 
 
-_GATHERED: dict[str, Callable[[Floats, Floats, Floats], float]] = {
+_METRICS_FROM_ALL_ROWS: dict[str, Callable[[Floats, Floats, Floats], float]] = {
     "auc": area_under_roc,
     "average_precision": average_precision,
 }

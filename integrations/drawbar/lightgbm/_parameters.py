@@ -7,13 +7,19 @@ from typing import Any
 
 from lightgbm.basic import _ConfigAliases
 
-from drawbar._boosting import Shard, check_label, warn_of_threads
+from drawbar._boosting import Shard, validate_labels, warn_oversubscribed_threads
 from drawbar.train import ScalingConfig
 
-OURS = ("machines", "num_machines", "local_listen_port", "machine_list_filename", "pre_partition")
+_RESERVED = (
+    "machines",
+    "num_machines",
+    "local_listen_port",
+    "machine_list_filename",
+    "pre_partition",
+)
 """What Drawbar sets."""
 
-INSTEAD = {
+_TRAINER_ARGUMENTS = {
     "categorical_feature": "the trainer's categorical_features",
     "group_column": "the trainer's group_column",
     "weight_column": "the trainer's weight_column",
@@ -21,7 +27,7 @@ INSTEAD = {
 }
 """What the trainer has an argument for."""
 
-SPELLED = {
+PARAMETER_ALIASES = {
     "num_boost_round": tuple(_ConfigAliases.get("num_iterations")),
     "early_stopping_rounds": tuple(_ConfigAliases.get("early_stopping_round")),
 }
@@ -30,7 +36,7 @@ SPELLED = {
 ROW_WISE_BINS, ROW_WISE_THREADS = 20_000, 16
 """Up to how many bins and threads histograms are added up row by row."""
 
-_WHOLE_NUMBERS = (
+_INTEGER_PARAMETERS = (
     "num_threads",
     "num_class",
     "max_bin",
@@ -39,7 +45,7 @@ _WHOLE_NUMBERS = (
 )
 """What Drawbar itself reckons with."""
 
-_ALONE = {
+_SINGLE_WORKER_ONLY = {
     "linear_tree": "LightGBM trains each worker's own model of its own rows",
     "interaction_constraints": "LightGBM crashes (https://github.com/lightgbm-org/LightGBM/issues/5680)",
 }
@@ -58,7 +64,7 @@ _PROBABILITIES = ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlamb
 _COUNTS = ("poisson", "tweedie")
 
 
-def name_of(params: Mapping[str, object], name: str) -> str | None:
+def find_alias(params: Mapping[str, object], name: str) -> str | None:
     """Give the name, or alias, under which a parameter is set; None if it is not.
 
     LightGBM takes one that is None for not set.
@@ -67,19 +73,19 @@ def name_of(params: Mapping[str, object], name: str) -> str | None:
     return next((alias for alias in aliases if params.get(alias) is not None), None)
 
 
-def value_of(params: Mapping[str, object], name: str, default: object = None) -> Any:
+def get_parameter(params: Mapping[str, object], name: str, default: object = None) -> Any:
     """Give a parameter's value, by whichever name it is set."""
-    found = name_of(params, name)
+    found = find_alias(params, name)
     return default if found is None else params[found]
 
 
-def without(params: Mapping[str, object], *names: str) -> dict[str, object]:
+def drop_parameters(params: Mapping[str, object], *names: str) -> dict[str, object]:
     """Give the parameters without some, by whichever of their names they are set."""
     left_out = {alias for name in names for alias in _ConfigAliases.get(name)}
     return {name: value for name, value in params.items() if name not in left_out}
 
 
-def histogram_layout(params: Mapping[str, object], features: int) -> dict[str, bool]:
+def choose_histogram_layout(params: Mapping[str, object], features: int) -> dict[str, bool]:
     """Give the parameter that says whether histograms are added up row by row.
 
     LightGBM left to itself times both ways once, over all rows, before the first round. That takes
@@ -98,10 +104,10 @@ def histogram_layout(params: Mapping[str, object], features: int) -> dict[str, b
     Returns:
         `force_row_wise`, or nothing where the choice stays LightGBM's or is made already.
     """
-    chosen = any(name_of(params, name) for name in ("force_row_wise", "force_col_wise"))
-    bins = features * int(value_of(params, "max_bin", 255))
-    threads = int(value_of(params, "num_threads"))
-    if chosen or value_of(params, "device_type", "cpu") != "cpu" or bins > ROW_WISE_BINS:
+    chosen = any(find_alias(params, name) for name in ("force_row_wise", "force_col_wise"))
+    bins = features * int(get_parameter(params, "max_bin", 255))
+    threads = int(get_parameter(params, "num_threads"))
+    if chosen or get_parameter(params, "device_type", "cpu") != "cpu" or bins > ROW_WISE_BINS:
         return {}
     return {"force_row_wise": True} if 0 < threads <= ROW_WISE_THREADS else {}
 
@@ -112,16 +118,16 @@ def check_parameters(params: Mapping[str, object], scaling_config: ScalingConfig
     Raises:
         ValueError: A parameter is not for the user to set, or does not work with workers.
     """
-    for name in OURS:
-        if (found := name_of(params, name)) is not None:
+    for name in _RESERVED:
+        if (found := find_alias(params, name)) is not None:
             raise ValueError(
                 f"params[{found!r}] is {params[found]!r}, but the workers' network is Drawbar's; "
                 "leave it out"
             )
-    for name, instead in INSTEAD.items():
-        if (found := name_of(params, name)) is not None:
+    for name, instead in _TRAINER_ARGUMENTS.items():
+        if (found := find_alias(params, name)) is not None:
             raise ValueError(f"params[{found!r}] is {params[found]!r}; use {instead} instead")
-    learner = value_of(params, "tree_learner", "data")
+    learner = get_parameter(params, "tree_learner", "data")
     if learner not in ("data", "data_parallel", "voting", "voting_parallel"):
         raise ValueError(
             f"params['tree_learner'] is {learner!r}; on several workers it must be 'data' or "
@@ -129,22 +135,23 @@ def check_parameters(params: Mapping[str, object], scaling_config: ScalingConfig
         )
     if scaling_config.max_workers > 1:
         _check_distributed(params)
-    for name in _WHOLE_NUMBERS:
-        if (found := name_of(params, name)) is not None and not _is_whole(params[found]):
+    for name in _INTEGER_PARAMETERS:
+        if (found := find_alias(params, name)) is not None and not _is_integer(params[found]):
             raise ValueError(f"params[{found!r}] must be a whole number, found {params[found]!r}")
-    warn_of_threads("num_threads", value_of(params, "num_threads"), scaling_config)
+    warn_oversubscribed_threads("num_threads", get_parameter(params, "num_threads"), scaling_config)
 
 
 def _check_distributed(params: Mapping[str, object]) -> None:
-    for name, why in _ALONE.items():
-        if (found := name_of(params, name)) is not None and params[found]:
+    for name, reason in _SINGLE_WORKER_ONLY.items():
+        if (found := find_alias(params, name)) is not None and params[found]:
             raise ValueError(
-                f"params[{found!r}] is {params[found]!r}, but with several workers {why}; leave it "
+                f"params[{found!r}] is {params[found]!r}, but with several workers {reason}; "
+                "leave it "
                 "out, or train on one worker with more CPUs"
             )
 
 
-def _is_whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     """Whether LightGBM, which is given all as text, reads a whole number: of 3.0 it does not."""
     try:
         int(str(value))
@@ -159,19 +166,21 @@ def check_labels(shard: Shard, params: Mapping[str, object]) -> None:
     Raises:
         ValueError: A label is out of range; every rank gets the same error.
     """
-    objective = value_of(params, "objective", "regression")
-    why = f"objective {objective!r}"
+    objective = get_parameter(params, "objective", "regression")
+    reason = f"objective {objective!r}"
     if objective == "binary":
-        check_label(shard, why, low=-1, high=1, whole_numbers=True)  # what is above 0 is positive
+        validate_labels(
+            shard, reason, low=-1, high=1, whole_numbers=True
+        )  # what is above 0 is positive
     elif objective in _CLASSES:
-        classes = int(value_of(params, "num_class", 1))
-        why = f"{why} with num_class {classes}"
-        check_label(shard, why, low=0, high=classes - 1, whole_numbers=True)
+        classes = int(get_parameter(params, "num_class", 1))
+        reason = f"{reason} with num_class {classes}"
+        validate_labels(shard, reason, low=0, high=classes - 1, whole_numbers=True)
     elif objective in _RANKS:
-        gains = value_of(params, "label_gain")
+        gains = get_parameter(params, "label_gain")
         highest = len(gains) - 1 if isinstance(gains, list | tuple) else 30
-        check_label(shard, why, low=0, high=highest, whole_numbers=True)
+        validate_labels(shard, reason, low=0, high=highest, whole_numbers=True)
     elif objective in _PROBABILITIES:
-        check_label(shard, why, low=0, high=1)
+        validate_labels(shard, reason, low=0, high=1)
     elif objective in _COUNTS:
-        check_label(shard, why, low=0)
+        validate_labels(shard, reason, low=0)

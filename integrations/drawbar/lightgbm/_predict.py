@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightgbm import Booster
 
 from drawbar import _boosting
-from drawbar._boosting import Predictor, predicting
+from drawbar._boosting import Predictor, make_predictor_factory
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,7 +46,7 @@ def predict(
         booster.best_iteration,
         {"num_threads": 1, **(predict_options or {})},
     )
-    return _boosting.predict(
+    return _boosting.predict_dataset(
         dataset,
         make,
         features=_features(booster, dataset),
@@ -58,9 +58,9 @@ def predict(
 
 def predict_rows(estimator: Any, method: str, dataset: Dataset, options: dict[str, Any]) -> Dataset:
     """Predict the rows of a Ray Dataset with a method of an estimator, and options of that."""
-    make = predicting(estimator, method, _prepared, options)
+    make = make_predictor_factory(estimator, method, _prepared, options)
     features = _features(estimator.booster_, dataset)
-    return _boosting.predict(
+    return _boosting.predict_dataset(
         dataset, make, features=features, keep_columns=None, output_column="prediction"
     )
 

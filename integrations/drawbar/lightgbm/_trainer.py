@@ -10,10 +10,10 @@ from lightgbm import Booster
 
 from drawbar._boosting import BoostingTrainer
 from drawbar.lightgbm._backend import LightGBMConfig
-from drawbar.lightgbm._fit import LightGBMFit
-from drawbar.lightgbm._report import RayTrainReportCallback
+from drawbar.lightgbm._report_callback import RayTrainReportCallback
+from drawbar.lightgbm._training_spec import LightGBMTrainingSpec
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
-from drawbar.train.backend import TrainFunction, config_or_default
+from drawbar.train.backend import TrainFunction, resolve_config
 
 
 class LightGBMTrainer(BoostingTrainer):
@@ -115,10 +115,10 @@ class LightGBMTrainer(BoostingTrainer):
         }
         super().__init__(
             train_loop_per_worker,
-            fit_class=LightGBMFit,
-            declared=declared,
+            spec_class=LightGBMTrainingSpec,
+            spec_arguments=declared,
             train_loop_config=train_loop_config,
-            backend_config=config_or_default("lightgbm_config", lightgbm_config, LightGBMConfig),
+            backend_config=resolve_config("lightgbm_config", lightgbm_config, LightGBMConfig),
             scaling_config=scaling_config,
             run_config=run_config,
             datasets=datasets,

@@ -1,18 +1,18 @@
 """Lightning's Trainer on a group of Ray actors, with `lightning` or with `pytorch_lightning`."""
 
 from drawbar.lightning._environment import RayLightningEnvironment
-from drawbar.lightning._logger import JournalLogger
-from drawbar.lightning._loop import prepare_trainer
-from drawbar.lightning._package import use_package
-from drawbar.lightning._report import RayTrainReportCallback
+from drawbar.lightning._logger import DrawbarLogger
+from drawbar.lightning._package import set_lightning_package
+from drawbar.lightning._prepare import prepare_trainer
+from drawbar.lightning._report_callback import RayTrainReportCallback
 from drawbar.lightning._strategies.deepspeed import RayDeepSpeedStrategy
 from drawbar.lightning._strategies.fsdp import RayFSDPStrategy
 from drawbar.lightning._strategies.model_parallel import RayModelParallelStrategy
 from drawbar.lightning._strategies.strategy import RayDDPStrategy, RayStrategy
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = [
-    "JournalLogger",
+    "DrawbarLogger",
     "RayDDPStrategy",
     "RayDeepSpeedStrategy",
     "RayFSDPStrategy",
@@ -21,7 +21,7 @@ __all__ = [
     "RayStrategy",
     "RayTrainReportCallback",
     "prepare_trainer",
-    "use_package",
+    "set_lightning_package",
 ]
 
-as_public(globals())
+set_public_module(globals())

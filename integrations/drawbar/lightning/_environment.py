@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from drawbar.lightning._package import OfUsersPackage
+from drawbar.lightning._package import LateBoundBase
 from drawbar.train import get_context
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ else:
 
 
 class RayLightningEnvironment(
-    OfUsersPackage, ClusterEnvironment, base="plugins.environments.ClusterEnvironment"
+    LateBoundBase, ClusterEnvironment, base="plugins.environments.ClusterEnvironment"
 ):
     """Tells Lightning this worker's ranks and sizes, as `drawbar.train.get_context()` has them.
 
@@ -37,7 +37,7 @@ class RayLightningEnvironment(
         Raises:
             RuntimeError: It is not set, since the run has no process group of `drawbar.torch`.
         """
-        return _published("MASTER_ADDR")
+        return _require_env("MASTER_ADDR")
 
     @property
     def main_port(self) -> int:
@@ -46,12 +46,12 @@ class RayLightningEnvironment(
         Raises:
             RuntimeError: It is not set, since the run has no process group of `drawbar.torch`.
         """
-        return int(_published("MASTER_PORT"))
+        return int(_require_env("MASTER_PORT"))
 
     @staticmethod
     def detect() -> bool:
         """Whether this process is inside a training function."""
-        return in_training_function()
+        return is_in_training_function()
 
     def world_size(self) -> int:
         """Number of workers."""
@@ -76,7 +76,7 @@ class RayLightningEnvironment(
         return get_context().get_node_rank()
 
 
-def in_training_function() -> bool:
+def is_in_training_function() -> bool:
     """Whether this is a worker, inside the training function that a Drawbar trainer runs."""
     try:
         get_context()
@@ -85,7 +85,7 @@ def in_training_function() -> bool:
     return True
 
 
-def _published(variable: str) -> str:
+def _require_env(variable: str) -> str:
     try:
         return os.environ[variable]
     except KeyError:

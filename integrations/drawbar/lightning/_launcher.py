@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from drawbar.lightning._callback_state import CallbackState, collect_callbacks
-from drawbar.lightning._checkpoints.resume import tunes
-from drawbar.lightning._loop import prepare_trainer
+from drawbar.lightning._prepare import prepare_trainer
+from drawbar.lightning._resume import is_tuner_run
 from drawbar.torch import TorchConfig, TorchTrainer
 from drawbar.train import RunConfig, ScalingConfig, UserAbort
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Launch:
+class WorkerLaunchConfig:
     """The workers that a strategy was told to start."""
 
     scaling_config: ScalingConfig
     run_config: RunConfig
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         num_workers: int | tuple[int, int] | None,
         use_gpu: bool,
@@ -78,7 +78,7 @@ class Launch:
         return dataclasses.replace(self.run_config, name=None, resume="auto")
 
 
-class GroupSettings(TypedDict, total=False):
+class ProcessGroupOptions(TypedDict, total=False):
     """What the user said about the process group, as arguments of `TorchConfig`."""
 
     backend: str
@@ -90,7 +90,7 @@ class RayLauncher:
 
     is_interactive_compatible = True
 
-    def __init__(self, launch: Launch, torch_config: GroupSettings) -> None:
+    def __init__(self, launch: WorkerLaunchConfig, torch_config: ProcessGroupOptions) -> None:
         self._launch = launch
         self._torch_config = torch_config
 
@@ -104,17 +104,17 @@ class RayLauncher:
             TrainingFailedError: A worker failed, see `TorchTrainer.fit`.
             UserAbort: Ctrl-C stopped the run.
         """
-        if tunes(trainer):
+        if is_tuner_run(trainer):
             raise ValueError(
                 f"Tuner was given a Trainer with {type(trainer.strategy).__name__}(num_workers=...)"
                 ", whose workers would keep what it finds to themselves; tune with a Trainer that "
                 "has no strategy=, or inside the function that drawbar.torch.TorchTrainer runs"
             )
-        state = ProcessState.here()
+        state = ReproducibilityState.capture()
 
-        def run_trainer() -> Outcome:
+        def run_trainer() -> TrainerResult:
             state.restore()
-            return _run(trainer, args, kwargs)
+            return _run_in_worker(trainer, args, kwargs)
 
         run = TorchTrainer(
             run_trainer,
@@ -133,16 +133,18 @@ class RayLauncher:
                 "the workers are done, but what they have for this process cannot be pickled; the "
                 "lines above say what it is"
             )
-        outcome.give_to(trainer)
+        outcome.apply_to(trainer)
         if outcome.state.fn != "predict":
             return outcome.result
-        return in_turn([each.result for each in outcomes], outcome.dataloaders)
+        return interleave_predictions([each.result for each in outcomes], outcome.dataloaders)
 
     def kill(self, signum: object) -> None:
         """Do nothing: workers end with their run."""
 
 
-def _run(trainer: Trainer, args: Sequence[object], kwargs: Mapping[str, object]) -> Outcome:
+def _run_in_worker(
+    trainer: Trainer, args: Sequence[object], kwargs: Mapping[str, object]
+) -> TrainerResult:
     """Run the method that was called on the driver's Trainer, and return its outcome."""
     strategy: Any = trainer.strategy
     callbacks = list(trainer.callbacks)
@@ -151,11 +153,11 @@ def _run(trainer: Trainer, args: Sequence[object], kwargs: Mapping[str, object])
     assert trainer.state.fn is not None
     method = getattr(trainer, trainer.state.fn.value)  # fit, validate, test or predict
     result = method(*args, **kwargs)
-    return Outcome.of(trainer, callbacks, result)
+    return TrainerResult.from_trainer(trainer, callbacks, result)
 
 
 @dataclass(frozen=True)
-class ProcessState:
+class ReproducibilityState:
     """What a process has set beside its variables: random generators, and torch's flags."""
 
     python: tuple[object, ...]
@@ -165,7 +167,7 @@ class ProcessState:
     benchmark: bool
 
     @classmethod
-    def here(cls) -> Self:
+    def capture(cls) -> Self:
         """Give that of this process."""
         return cls(
             python=random.getstate(),
@@ -189,7 +191,7 @@ class ProcessState:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainerResult:
     """What a worker's Trainer has after a call: all that is not in a folder by then."""
 
     result: object
@@ -202,7 +204,7 @@ class Outcome:
     weights: dict[str, object] | None
 
     @classmethod
-    def of(cls, trainer: Any, callbacks: Sequence[Callback], result: Any) -> Self:
+    def from_trainer(cls, trainer: Any, callbacks: Sequence[Callback], result: Any) -> Self:
         """Collect the outcome of a call.
 
         Args:
@@ -210,38 +212,38 @@ class Outcome:
             callbacks: The driver's callbacks, as they arrived.
             result: Return value of the call.
         """
-        fitted, predicted = trainer.state.fn == "fit", trainer.state.fn == "predict"
+        is_fit, is_predict = trainer.state.fn == "fit", trainer.state.fn == "predict"
         return cls(
             result=result,
-            dataloaders=trainer.predict_loop.num_dataloaders if predicted else 1,
+            dataloaders=trainer.predict_loop.num_dataloaders if is_predict else 1,
             state=trainer.state,
-            metrics={name: dict(getattr(trainer, name)) for name in METRICS},
+            metrics={name: dict(getattr(trainer, name)) for name in _METRIC_ATTRIBUTES},
             callbacks=collect_callbacks(trainer, callbacks),
-            loggers=[_pickled(logger) for logger in trainer.loggers],
-            progress=trainer.fit_loop.state_dict() if fitted else {},
+            loggers=[_try_pickle(logger) for logger in trainer.loggers],
+            progress=trainer.fit_loop.state_dict() if is_fit else {},
             weights=trainer.strategy.weights,
         )
 
-    def give_to(self, trainer: Any) -> None:
+    def apply_to(self, trainer: Any) -> None:
         """Load the outcome into the driver's Trainer, and the weights into its module."""
         trainer.state = self.state
         for name, values in self.metrics.items():
             known = getattr(trainer, name)
             known.clear()
             known.update(values)
-        fitted = trainer.state.fn == "fit"
+        is_fit = trainer.state.fn == "fit"
         for callback, state in zip(trainer.callbacks, self.callbacks, strict=True):
-            state.load_into(callback, fitted=fitted)
+            state.load_into(callback, fitted=is_fit)
         for logger, pickled in zip(trainer.loggers, self.loggers, strict=True):
             if pickled is not None:
                 vars(logger).update(vars(cloudpickle.loads(pickled)))
         if self.progress:
             trainer.fit_loop.load_state_dict(self.progress)
         if self.weights is not None:
-            give_weights(self.weights, trainer.lightning_module)
+            load_weights(self.weights, trainer.lightning_module)
 
 
-def _pickled(logger: object) -> bytes | None:
+def _try_pickle(logger: object) -> bytes | None:
     """Pickle a logger, with the folder or run that it has begun; None if it cannot be."""
     try:
         pickled: bytes = cloudpickle.dumps(logger)
@@ -250,10 +252,10 @@ def _pickled(logger: object) -> bytes | None:
     return pickled
 
 
-METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+_METRIC_ATTRIBUTES = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
-def give_weights(weights: Mapping[str, object], module: torch.nn.Module) -> None:
+def load_weights(weights: Mapping[str, object], module: torch.nn.Module) -> None:
     """Load trained weights into the driver's module; warns if it has other ones."""
     missing, unexpected = module.load_state_dict(weights, strict=False)
     if missing or unexpected:
@@ -265,7 +267,7 @@ def give_weights(weights: Mapping[str, object], module: torch.nn.Module) -> None
         )
 
 
-def in_turn(predictions: Sequence[Any], dataloaders: int) -> Any:
+def interleave_predictions(predictions: Sequence[Any], dataloaders: int) -> Any:
     """Put the ranks' predictions together: the first batch of each rank, the second of each ...
 
     Args:
@@ -276,7 +278,7 @@ def in_turn(predictions: Sequence[Any], dataloaders: int) -> Any:
     if None in predictions:
         return None
     if dataloaders > 1:
-        return [in_turn(batches, 1) for batches in zip(*predictions, strict=True)]
+        return [interleave_predictions(batches, 1) for batches in zip(*predictions, strict=True)]
     end = object()
     turns = itertools.zip_longest(*predictions, fillvalue=end)
     return [batch for turn in turns for batch in turn if batch is not end]

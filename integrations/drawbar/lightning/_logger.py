@@ -1,4 +1,4 @@
-"""JournalLogger: what the model logs, as it logs it, in the run's journal."""
+"""DrawbarLogger: what the model logs, as it logs it, in the run's journal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from drawbar import train
-from drawbar.lightning._package import OfUsersPackage
+from drawbar.lightning._package import LateBoundBase
 from drawbar.train import get_context
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ else:
     Logger = object
 
 
-class JournalLogger(OfUsersPackage, Logger, base="loggers.Logger"):
+class DrawbarLogger(LateBoundBase, Logger, base="loggers.Logger"):
     """A Lightning logger that reports every value of `self.log` to the run.
 
     Each rank reports its own values, without waiting for the others and without a checkpoint, when

@@ -11,16 +11,16 @@ import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from drawbar.lightning._checkpoints.commits import CHECKPOINT_NAME
-from drawbar.lightning._package import Package, lightning_class
-from drawbar.lightning._report import RayTrainReportCallback
+from drawbar.lightning._checkpoint import CHECKPOINT_NAME
+from drawbar.lightning._package import Package, import_lightning_class
+from drawbar.lightning._report_callback import RayTrainReportCallback
 from drawbar.train import get_context
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
 REPLACED_ATTRIBUTES = ("dirpath", "filename", "CHECKPOINT_NAME_LAST", "FILE_EXTENSION")
-"""Attributes of a `ModelCheckpoint` that `commit_what_it_saves` sets."""
+"""Attributes of a `ModelCheckpoint` that `save_into_run` sets."""
 
 
 def decide_who_saves(trainer: Any, package: Package) -> None:
@@ -32,24 +32,24 @@ def decide_who_saves(trainer: Any, package: Package) -> None:
     Raises:
         ValueError: A `ModelCheckpoint` asks for what cannot be committed.
     """
-    model_checkpoint = lightning_class("callbacks.ModelCheckpoint", package)
+    model_checkpoint = import_lightning_class("callbacks.ModelCheckpoint", package)
     callbacks = [each for each in trainer.callbacks if isinstance(each, model_checkpoint)]
     reports = any(
         isinstance(each, RayTrainReportCallback) and each.checkpoint for each in trainer.callbacks
     )
     for callback in callbacks:
         if not reports:
-            commit_what_it_saves(callback)
-        elif _asks_for_nothing(callback, model_checkpoint()):
+            save_into_run(callback)
+        elif _has_default_settings(callback, model_checkpoint()):
             trainer.callbacks.remove(callback)
 
 
-def _asks_for_nothing(callback: ModelCheckpoint, default: ModelCheckpoint) -> bool:
+def _has_default_settings(callback: ModelCheckpoint, default: ModelCheckpoint) -> bool:
     settings = ("state_key", "dirpath", "filename", "save_top_k", "save_last", "save_weights_only")
     return all(getattr(callback, each) == getattr(default, each) for each in settings)
 
 
-def commit_what_it_saves(callback: ModelCheckpoint) -> None:
+def save_into_run(callback: ModelCheckpoint) -> None:
     """Give a `ModelCheckpoint` the names of committed checkpoints.
 
     Its `dirpath` becomes the run's directory, whatever it was. Its `filename` names the directory
@@ -66,15 +66,17 @@ def commit_what_it_saves(callback: ModelCheckpoint) -> None:
     inserts_names = callback.auto_insert_metric_name
     names: dict[str, Any] = {
         "dirpath": str(get_context().get_storage()),
-        "filename": _template(callback.filename or "{epoch}-{step}", inserts_names),
-        "CHECKPOINT_NAME_LAST": _template(callback.CHECKPOINT_NAME_LAST, inserts_names),
+        "filename": _checkpoint_name_template(callback.filename or "{epoch}-{step}", inserts_names),
+        "CHECKPOINT_NAME_LAST": _checkpoint_name_template(
+            callback.CHECKPOINT_NAME_LAST, inserts_names
+        ),
         "FILE_EXTENSION": f"/{CHECKPOINT_NAME}",
     }
     vars(callback).update(names)
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
 
 
-def _template(filename: str, inserts_names: bool) -> str:
+def _checkpoint_name_template(filename: str, inserts_names: bool) -> str:
     written = filename if inserts_names else re.sub(r"\{.*?\}", "", filename)
     if "/" in written:
         raise ValueError(

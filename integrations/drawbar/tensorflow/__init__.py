@@ -4,7 +4,7 @@ from drawbar.tensorflow._backend import TensorflowBackend, TensorflowConfig
 from drawbar.tensorflow._checkpoint import TensorflowCheckpoint
 from drawbar.tensorflow._data import prepare_dataset_shard
 from drawbar.tensorflow._trainer import TensorflowTrainer
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = [
     "TensorflowBackend",
@@ -14,4 +14,4 @@ __all__ = [
     "prepare_dataset_shard",
 ]
 
-as_public(globals())
+set_public_module(globals())

@@ -22,11 +22,13 @@ from pathlib import Path
 
 from drawbar._rendezvous import reserved_port
 from drawbar.train import ScalingConfig, collective, get_context
-from drawbar.train.backend import Backend, BackendConfig, require_package, worker_address
+from drawbar.train.backend import Backend, BackendConfig, get_worker_address, require_package
 
 _LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
-_NOTICE = re.compile(rb"WARNING: All log messages before absl|I0000 |.*failed call to cuInit")
-_prepared: set[int] = set()
+_STARTUP_MESSAGE = re.compile(
+    rb"WARNING: All log messages before absl|I0000 |.*failed call to cuInit"
+)
+_fresh_processes: set[int] = set()
 """This process's id, if it was started for a run and TensorFlow does nothing else in it."""
 
 
@@ -57,11 +59,11 @@ class TensorflowConfig(BackendConfig):
         return TensorflowBackend
 
     @property
-    def process_setup(self) -> Callable[[], object]:
+    def process_setup_hook(self) -> Callable[[], object]:
         """Import TensorFlow, which takes two seconds."""
-        return partial(prepare_process, {_LEGACY_KERAS: str(int(self.legacy_keras))})
+        return partial(import_tensorflow, {_LEGACY_KERAS: str(int(self.legacy_keras))})
 
-    def preflight(self, scaling_config: ScalingConfig) -> None:
+    def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check that TensorFlow is installed, and `tf_keras` if it is asked for.
 
         Raises:
@@ -80,42 +82,42 @@ class TensorflowBackend(Backend):
     """TensorFlow needs nothing in the controller, and a new process for each attempt."""
 
 
-def prepare_process(variables: dict[str, str]) -> None:
+def import_tensorflow(variables: dict[str, str]) -> None:
     """Set variables that TensorFlow reads as it is imported, and import it."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # without what it says at every start
-    with _without_notices():
+    with _filter_startup_messages():
         tensorflow = importlib.import_module("tensorflow")
         if not any(Path("/dev").glob("nvidia*")):
             tensorflow.config.list_physical_devices("GPU")  # says here that there is no driver
-    _prepared.add(os.getpid())
+    _fresh_processes.add(os.getpid())
 
 
 @contextmanager
-def _without_notices() -> Iterator[None]:
+def _filter_startup_messages() -> Iterator[None]:
     """Leave out what TensorFlow's C++ code says at every start, whatever the level is set to."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as captured:
         sys.stderr.flush()
         stderr = os.dup(2)
-        os.dup2(said.fileno(), 2)
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-            said.seek(0)
-            os.write(2, b"".join(line for line in said if not _NOTICE.match(line)))
+            captured.seek(0)
+            os.write(2, b"".join(line for line in captured if not _STARTUP_MESSAGE.match(line)))
 
 
 @contextmanager
 def _set_up() -> Iterator[None]:
-    with cluster(), explained():
-        _save_as_in_the_main_thread()
+    with tf_config_env(), explain_errors():
+        _enable_keras_v3_saving()
         yield
 
 
-def _save_as_in_the_main_thread() -> None:
+def _enable_keras_v3_saving() -> None:
     """Have Keras 2 save `.keras` files in this thread too, from the second one on.
 
     In all but the thread that has imported it, it saves HDF5 by that name after the first.
@@ -127,7 +129,7 @@ def _save_as_in_the_main_thread() -> None:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """Say what to do instead where Keras 3 fails inside with what nobody can make sense of."""
     try:
         yield
@@ -142,7 +144,7 @@ def explained() -> Iterator[None]:
 
 
 @contextmanager
-def cluster() -> Iterator[None]:
+def tf_config_env() -> Iterator[None]:
     """Set TF_CONFIG while the context lasts, and as many threads as the worker has CPUs.
 
     The port stays reserved; TensorFlow refuses one that is bound. A world of one has no TF_CONFIG
@@ -153,11 +155,11 @@ def cluster() -> Iterator[None]:
     if threads.isdecimal():
         os.environ.setdefault("TF_NUM_INTRAOP_THREADS", threads)
         os.environ.setdefault("TF_NUM_INTEROP_THREADS", threads)
-    if context.get_world_size() == 1 and os.getpid() not in _prepared:
+    if context.get_world_size() == 1 and os.getpid() not in _fresh_processes:
         yield
         return
     with reserved_port() as port:
-        own = (os.uname().nodename, os.getpid(), f"{worker_address()}:{port}")
+        own = (os.uname().nodename, os.getpid(), f"{get_worker_address()}:{port}")
         met = collective.all_gather(own)
         _check_processes([(node, pid) for node, pid, _ in met])
         task = {"type": "worker", "index": context.get_world_rank()}

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from drawbar.train import Checkpoint
 
-_FILE = "_model_filename"
-_KERAS = "_model_keras"
+_FILENAME_KEY = "_model_filename"
+_KERAS_MODULE_KEY = "_model_keras"
 
 
 class TensorflowCheckpoint(Checkpoint):
@@ -21,15 +21,15 @@ class TensorflowCheckpoint(Checkpoint):
     checkpoint will lie; this writes to a temporary one first.
     """
 
-    MODEL_FILENAME_KEY = _FILE
+    MODEL_FILENAME_KEY = _FILENAME_KEY
 
     @classmethod
     def from_model(cls, model: Any) -> Self:
         """Save a model as `model.keras` in a new temporary directory."""
         folder = Path(tempfile.mkdtemp(prefix="checkpoint_"))
         model.save(str(folder / "model.keras"))
-        is_legacy = any(kind.__module__.startswith("tf_keras") for kind in type(model).__mro__)
-        return cls._noted(folder, "model.keras", "tf_keras" if is_legacy else "keras")
+        is_keras_2 = any(kind.__module__.startswith("tf_keras") for kind in type(model).__mro__)
+        return cls._create(folder, "model.keras", "tf_keras" if is_keras_2 else "keras")
 
     @classmethod
     def from_h5(cls, file_path: str | Path) -> Self:
@@ -45,7 +45,7 @@ class TensorflowCheckpoint(Checkpoint):
             )
         folder = Path(tempfile.mkdtemp(prefix="checkpoint_"))
         shutil.copy(path, folder / path.name)
-        return cls._noted(folder, path.name, "tensorflow.keras")
+        return cls._create(folder, path.name, "tensorflow.keras")
 
     @classmethod
     def from_saved_model(cls, dir_path: str | Path) -> Self:
@@ -58,12 +58,12 @@ class TensorflowCheckpoint(Checkpoint):
             raise ValueError(f"from_saved_model takes the path of a directory, found {dir_path!r}")
         folder = Path(tempfile.mkdtemp(prefix="checkpoint_"))
         shutil.copytree(dir_path, folder, dirs_exist_ok=True)
-        return cls._noted(folder, ".", "tf_keras")
+        return cls._create(folder, ".", "tf_keras")
 
     @classmethod
-    def _noted(cls, folder: Path, name: str, keras: str) -> Self:
+    def _create(cls, folder: Path, name: str, keras: str) -> Self:
         checkpoint = cls(folder)
-        checkpoint.update_metadata({_FILE: name, _KERAS: keras})
+        checkpoint.update_metadata({_FILENAME_KEY: name, _KERAS_MODULE_KEY: keras})
         return checkpoint
 
     def get_model(self) -> Any:
@@ -73,11 +73,12 @@ class TensorflowCheckpoint(Checkpoint):
             ValueError: The checkpoint's metadata does not say which file holds the model.
         """
         metadata = self.get_metadata()
-        if _FILE not in metadata:
+        if _FILENAME_KEY not in metadata:
             raise ValueError(
                 f"{self} does not say which of its files is the model: its metadata has no "
-                f"{_FILE!r}. Make it by TensorflowCheckpoint.from_model, or load the file yourself"
+                f"{_FILENAME_KEY!r}. Make it by TensorflowCheckpoint.from_model, or load the file "
+                "yourself"
             )
-        keras = importlib.import_module(metadata.get(_KERAS, "tensorflow.keras"))
+        keras = importlib.import_module(metadata.get(_KERAS_MODULE_KEY, "tensorflow.keras"))
         with self.as_directory() as folder:
-            return keras.models.load_model(str(Path(folder, metadata[_FILE])))
+            return keras.models.load_model(str(Path(folder, metadata[_FILENAME_KEY])))

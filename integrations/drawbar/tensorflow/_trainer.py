@@ -14,7 +14,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-from drawbar.train.backend import TrainFunction, config_or_default
+from drawbar.train.backend import TrainFunction, resolve_config
 
 
 class TensorflowTrainer(DataParallelTrainer):
@@ -62,9 +62,7 @@ class TensorflowTrainer(DataParallelTrainer):
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
-            backend_config=config_or_default(
-                "tensorflow_config", tensorflow_config, TensorflowConfig
-            ),
+            backend_config=resolve_config("tensorflow_config", tensorflow_config, TensorflowConfig),
             scaling_config=scaling_config,
             run_config=run_config,
             datasets=datasets,

@@ -1,16 +1,16 @@
 """PyTorch training functions on a group of Ray actors, and helpers to use inside them."""
 
+from drawbar.torch._attempt_cleanup import on_attempt_end
 from drawbar.torch._backend import TorchBackend, TorchConfig
 from drawbar.torch._checkpoint import TorchCheckpoint
 from drawbar.torch._data_loader import prepare_data_loader
 from drawbar.torch._devices import get_device, get_devices
-from drawbar.torch._loop import prepare_model
 from drawbar.torch._mixed_precision import accelerate, backward, prepare_optimizer
+from drawbar.torch._prepare import prepare_model
 from drawbar.torch._reproducibility import enable_reproducibility
 from drawbar.torch._trainer import TorchTrainer
-from drawbar.torch._undo import at_end
 from drawbar.torch._xla import TorchXLAConfig
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = [
     "TorchBackend",
@@ -19,14 +19,14 @@ __all__ = [
     "TorchTrainer",
     "TorchXLAConfig",
     "accelerate",
-    "at_end",
     "backward",
     "enable_reproducibility",
     "get_device",
     "get_devices",
+    "on_attempt_end",
     "prepare_data_loader",
     "prepare_model",
     "prepare_optimizer",
 ]
 
-as_public(globals())
+set_public_module(globals())

@@ -11,45 +11,45 @@ from __future__ import annotations
 import os
 import sys
 
-from drawbar.torch._undo import at_end
+from drawbar.torch._attempt_cleanup import on_attempt_end
 from drawbar.train.backend import retire_process
 
 _PREFIXES = ("ACCELERATE_", "FSDP_")
 
 
-def accelerate_anew() -> None:
+def reset_accelerate_state() -> None:
     """Begin without the state of Accelerate that the process has; put it back at the end."""
-    at_end(_restore, _variables(), _take_states())
-    at_end(_retire_after_deepspeed)
+    on_attempt_end(_restore_state, _accelerate_env(), _save_and_clear_states())
+    on_attempt_end(_retire_process_after_deepspeed)
 
 
-def _variables() -> dict[str, str]:
+def _accelerate_env() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
 
 
-def _states() -> list[dict[str, object]]:
+def _shared_states() -> list[dict[str, object]]:
     """Give the dicts that Accelerate's singletons share, if it has been imported."""
     module = sys.modules.get("accelerate.state")
     names = ("PartialState", "AcceleratorState", "GradientState")
     return [getattr(module, name)._shared_state for name in names] if module else []
 
 
-def _take_states() -> list[dict[str, object]]:
-    taken = [dict(state) for state in _states()]
-    for state in _states():
+def _save_and_clear_states() -> list[dict[str, object]]:
+    taken = [dict(state) for state in _shared_states()]
+    for state in _shared_states():
         state.clear()
     return taken
 
 
-def _restore(variables: dict[str, str], states: list[dict[str, object]]) -> None:
-    for name in _variables().keys() - variables.keys():
+def _restore_state(variables: dict[str, str], states: list[dict[str, object]]) -> None:
+    for name in _accelerate_env().keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
-    for index, state in enumerate(_states()):
+    for index, state in enumerate(_shared_states()):
         state.clear()
         state.update(states[index] if states else {})
 
 
-def _retire_after_deepspeed() -> None:
+def _retire_process_after_deepspeed() -> None:
     if getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None) is not None:
         retire_process()

@@ -17,22 +17,22 @@ from drawbar.train.backend import (
     Backend,
     BackendConfig,
     LauncherStore,
-    import_failed,
-    require_duration,
+    make_import_error,
+    parse_duration,
 )
 
 try:
     import torch
     import torch.distributed
 except ImportError as error:
-    raise import_failed("torch", extra="torch") from error
+    raise make_import_error("torch", extra="torch") from error
 
-from drawbar.torch._accelerate_state import accelerate_anew
-from drawbar.torch._apart import said_if_apart
+from drawbar.torch._accelerate_state import reset_accelerate_state
+from drawbar.torch._attempt_cleanup import attempt_cleanup, on_attempt_end, set_env
+from drawbar.torch._communication_check import warn_if_no_communication
 from drawbar.torch._devices import get_device
 from drawbar.torch._process_group import process_group
-from drawbar.torch._torchrun import launched_together, met_by_torchrun, torchrun_store
-from drawbar.torch._undo import at_end, set_variable, undone_at_end
+from drawbar.torch._torchrun import is_multiprocess_torchrun, torchrun_store, uses_torchrun_store
 
 InitMethod = Literal["env", "tcp"]
 
@@ -68,7 +68,7 @@ class TorchConfig(BackendConfig):
             raise ValueError(
                 f"TorchConfig.init_method must be 'env' or 'tcp', found {self.init_method!r}"
             )
-        seconds = require_duration("TorchConfig.timeout_s", self.timeout_s)
+        seconds = parse_duration("TorchConfig.timeout_s", self.timeout_s)
         object.__setattr__(self, "timeout_s", seconds)
 
     @property
@@ -76,18 +76,18 @@ class TorchConfig(BackendConfig):
         """The class with the controller's part, of which there is none."""
         return TorchBackend
 
-    def backend_for(self, *, gpus: bool) -> str:
+    def resolve_backend(self, *, gpus: bool) -> str:
         """Say which backend of `torch.distributed` is used on workers with or without GPUs."""
         return self.backend or ("nccl" if gpus else "gloo")
 
-    def preflight(self, scaling_config: ScalingConfig) -> None:
+    def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check the backend against the workers' GPUs.
 
         Raises:
             ValueError: NCCL without GPUs, or with workers that may share one.
         """
         gpus = scaling_config.num_gpus_per_worker
-        backend = self.backend_for(gpus=gpus > 0)
+        backend = self.resolve_backend(gpus=gpus > 0)
         if "nccl" not in backend:
             return
         if not gpus:
@@ -102,45 +102,48 @@ class TorchConfig(BackendConfig):
                 'may; give each worker a whole GPU, or set TorchConfig(backend="gloo")'
             )
 
-    def launcher_store(self) -> LauncherStore | None:
+    def get_launcher_store(self) -> LauncherStore | None:
         """Give the store of the torchrun that has started this process as one of several."""
-        return torchrun_store() if launched_together() else None
+        return torchrun_store() if is_multiprocess_torchrun() else None
 
     def train_func_context(self) -> AbstractContextManager[None]:
         """Make the process group before the training function, take it down after it."""
-        return _set_up(self)
+        return _worker_setup(self)
 
 
 class TorchBackend(Backend):
     """PyTorch needs nothing in the controller; a worker's process can be set up again and again."""
 
     share_cuda_visible_devices = True
-    reentrant = True
+    can_reuse_processes = True
 
 
 @contextmanager
-def _set_up(config: TorchConfig) -> Iterator[None]:
-    backend = config.backend_for(gpus=bool(get_context().get_accelerator_ids()))
-    with undone_at_end():
-        use_given_threads()
-        accelerate_anew()
-        device = _use_device(required="nccl" in backend)
+def _worker_setup(config: TorchConfig) -> Iterator[None]:
+    backend = config.resolve_backend(gpus=bool(get_context().get_accelerator_ids()))
+    with attempt_cleanup():
+        set_torch_threads()
+        reset_accelerate_state()
+        device = _set_current_device(required="nccl" in backend)
         assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
         timeout = timedelta(seconds=config.timeout_s)
-        publish = config.init_method == "env" and not met_by_torchrun()
-        with process_group(backend, timeout, device, publish=publish), said_if_apart():
+        publish = config.init_method == "env" and not uses_torchrun_store()
+        with (
+            process_group(backend, timeout, device, set_master_env=publish),
+            warn_if_no_communication(),
+        ):
             yield
 
 
-def use_given_threads() -> None:
+def set_torch_threads() -> None:
     """Use as many threads as OMP_NUM_THREADS says, which torch reads only once per process."""
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if threads.isdecimal():
-        at_end(torch.set_num_threads, torch.get_num_threads())
+        on_attempt_end(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(int(threads))
 
 
-def _use_device(*, required: bool) -> torch.device:
+def _set_current_device(*, required: bool) -> torch.device:
     """Make the worker's GPU the current one. Without NCCL it may have one that torch cannot use."""
     if not required and get_context().get_accelerator_ids() and not torch.cuda.is_available():
         return torch.device("cpu")
@@ -150,7 +153,7 @@ def _use_device(*, required: bool) -> torch.device:
         torch.cuda.set_device(device)
     # Accelerate by itself takes the device whose number is the local rank, which Ray need not have
     # given.
-    set_variable("ACCELERATE_TORCH_DEVICE", str(device))
+    set_env("ACCELERATE_TORCH_DEVICE", str(device))
     if device.type == "cpu":
-        set_variable("ACCELERATE_USE_CPU", "true")
+        set_env("ACCELERATE_USE_CPU", "true")
     return device

@@ -25,15 +25,15 @@ class TorchCheckpoint(Checkpoint):
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, object]) -> Self:
         """Save a state dict in a new temporary directory."""
-        return cls._saved(dict(state_dict))
+        return cls._create(dict(state_dict))
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Self:
         """Save a model, its code by reference, in a new temporary directory."""
-        return cls._saved(model)
+        return cls._create(model)
 
     @classmethod
-    def _saved(cls, value: object) -> Self:
+    def _create(cls, value: object) -> Self:
         directory = Path(tempfile.mkdtemp(prefix="checkpoint_"))
         torch.save(value, directory / cls.MODEL_FILENAME)
         return cls(directory)

@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from drawbar.torch._apart import meeting_of_our_own
+from drawbar.torch._communication_check import exclude_from_communication_check
 from drawbar.torch._data_position import (
-    BatchCounter,
-    Counter,
+    DatasetStateTracker,
     EpochCounter,
-    StateCounter,
-    Stateful,
+    PositionTracker,
+    SamplerPositionTracker,
+    StatefulDataset,
 )
+from drawbar.torch._device_transfer import iter_to_device
 from drawbar.torch._devices import get_device
 from drawbar.torch._loader_registry import TrackedLoader, get_registry
-from drawbar.torch._reproducibility import chosen_seed, derive_seed
+from drawbar.torch._reproducibility import current_seed, derive_seed
 from drawbar.torch._sampler import EpochSampler
-from drawbar.torch._transfer import moved
 from drawbar.train import collective, get_context
 
 T = TypeVar("T")
@@ -104,12 +104,12 @@ def prepare_data_loader(
     loader = copy.copy(data_loader)
     sampler = None
     if add_dist_sampler and not isinstance(loader.dataset, IterableDataset):
-        sampler = _split(loader)
+        sampler = _replace_sampler(loader)
     counter = _make_counter(loader, sampler)
     tracked = get_registry().add(counter, name, loader.dataset, is_recorded=resume)
     device = get_device() if move_to_device else torch.device("cpu")
     # A batch that is fetched ahead would be in the dataset's state before it is used.
-    ahead = auto_transfer and not isinstance(counter, StateCounter)
+    ahead = auto_transfer and not isinstance(counter, DatasetStateTracker)
     return PreparedDataLoader(
         loader, device, ahead=ahead, tracked=tracked, worker_seed=_replace_generator(loader)
     )
@@ -146,7 +146,7 @@ class PreparedDataLoader(DataLoader[T]):
     def _batches(self) -> Iterator[T]:
         if self._device.type == "cpu":  # where the batches are
             return iter(self._loader)
-        return moved(self._loader, self._device, ahead=self._ahead)
+        return iter_to_device(self._loader, self._device, prefetch=self._ahead)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -157,7 +157,7 @@ class PreparedDataLoader(DataLoader[T]):
         return getattr(self._loader, name)
 
 
-def _split(loader: DataLoader[object]) -> EpochSampler[object] | None:
+def _replace_sampler(loader: DataLoader[object]) -> EpochSampler[object] | None:
     """Replace the sampler of a loader by one for this rank, unless it is a distributed one."""
     if _is_distributed(loader.sampler) or _is_distributed(loader.batch_sampler):
         return None
@@ -165,42 +165,44 @@ def _split(loader: DataLoader[object]) -> EpochSampler[object] | None:
     generator = loader.generator
     seed = torch.initial_seed() if generator is None else generator.initial_seed()
     if context.get_world_size() > 1:
-        with meeting_of_our_own():
+        with exclude_from_communication_check():
             seed = collective.broadcast_from_rank_zero(seed)
 
-    def split(source: Iterable[T], drop_last: bool) -> EpochSampler[T]:
+    def make_sampler(source: Iterable[T], drop_last: bool) -> EpochSampler[T]:
         rank, size = context.get_world_rank(), context.get_world_size()
         return EpochSampler(source, rank=rank, world_size=size, seed=seed, drop_last=drop_last)
 
-    exchanged: dict[str, object]
+    replacements: dict[str, object]
     sampler: EpochSampler[object]
     batches = loader.batch_sampler
     if batches is not None and loader.batch_size is None:  # custom: split by whole batches
-        sampler = split(batches, bool(getattr(batches, "drop_last", False)))
+        sampler = make_sampler(batches, bool(getattr(batches, "drop_last", False)))
         # Also as `sampler`, which PyTorch does not use then, for `loader.sampler.set_epoch()`.
-        exchanged = {"batch_sampler": sampler, "sampler": sampler}
+        replacements = {"batch_sampler": sampler, "sampler": sampler}
     else:
-        sampler = items = split(loader.sampler, loader.drop_last)
-        exchanged = {"sampler": items}
+        sampler = items = make_sampler(loader.sampler, loader.drop_last)
+        replacements = {"sampler": items}
         if loader.batch_size is not None:
-            exchanged["batch_sampler"] = BatchSampler(items, loader.batch_size, loader.drop_last)
+            replacements["batch_sampler"] = BatchSampler(items, loader.batch_size, loader.drop_last)
     # DataLoader does not allow setting these, because an iterator may be running. This copy has
     # none yet.
-    vars(loader).update(exchanged, _iterator=None)
+    vars(loader).update(replacements, _iterator=None)
     return sampler
 
 
-def _make_counter(loader: DataLoader[object], sampler: EpochSampler[object] | None) -> Counter:
+def _make_counter(
+    loader: DataLoader[object], sampler: EpochSampler[object] | None
+) -> PositionTracker:
     """Return the counter that can count most of a loader: samples, the dataset's state, epochs."""
     if sampler is not None:
         # The batches of a subclass with its own `__iter__` may hold any number of items.
         is_plain = type(loader).__iter__ is DataLoader.__iter__
-        return BatchCounter(sampler, (loader.batch_size or 1) if is_plain else 0)
+        return SamplerPositionTracker(sampler, (loader.batch_size or 1) if is_plain else 0)
     dataset = loader.dataset
     # Worker processes have copies of the dataset, whose state cannot be read from here.
     is_readable = not loader.num_workers and isinstance(dataset, IterableDataset)
-    if is_readable and isinstance(dataset, Stateful):
-        return StateCounter(dataset)
+    if is_readable and isinstance(dataset, StatefulDataset):
+        return DatasetStateTracker(dataset)
     return EpochCounter()
 
 
@@ -213,7 +215,7 @@ def _replace_generator(loader: DataLoader[object]) -> int:
     """
     if loader.generator is not None:
         seed = loader.generator.initial_seed()
-    elif (reproducible_seed := chosen_seed()) is not None:
+    elif (reproducible_seed := current_seed()) is not None:
         seed = reproducible_seed
     else:
         seed = torch.initial_seed()

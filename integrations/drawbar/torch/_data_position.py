@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from drawbar.torch._sampler import EpochSampler, Position
+from drawbar.torch._sampler import EpochPosition, EpochSampler
 
 T = TypeVar("T")
 
 
-class Counter(Protocol):
+class PositionTracker(Protocol):
     """Counts the batches of a loader as the training function receives them.
 
     The counter of a loader may outlive it, so it must not keep the loader's dataset alive.
@@ -29,7 +29,7 @@ class Counter(Protocol):
 
     epoch_start: tuple[int, int]
 
-    def go_on_from(self, state: Any) -> None:
+    def resume_from(self, state: Any) -> None:
         """Resume from what `record` returned in an earlier attempt."""
         ...
 
@@ -37,20 +37,20 @@ class Counter(Protocol):
         """Continue after the epochs of an earlier loader, whose counter this is."""
         ...
 
-    def begin(self) -> None:
+    def start_epoch(self) -> None:
         """Begin an iteration; called before anything is loaded."""
         ...
 
-    def count(self, batches: Iterator[T]) -> Iterator[T]:
+    def track(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches of that iteration."""
         ...
 
-    def record(self) -> object:
+    def position(self) -> object:
         """Return the state for a checkpoint that is reported now, None if there is none."""
         ...
 
 
-class BatchCounter:
+class SamplerPositionTracker:
     """Position of a loader whose sampler is an `EpochSampler`.
 
     The end of an iteration, also by `break`, ends its epoch. The next epoch is recorded then.
@@ -61,45 +61,45 @@ class BatchCounter:
             epochs count.
     """
 
-    def __init__(self, sampler: EpochSampler[Any], items: int) -> None:
+    def __init__(self, sampler: EpochSampler[Any], items_per_batch: int) -> None:
         # A running iteration keeps the sampler alive.
         self._sampler = weakref.ref(sampler)
-        self._items_per_batch = items * sampler.num_replicas
+        self._items_per_batch = items_per_batch * sampler.num_replicas
         self._iteration = 0
-        self._begin: Position | None = None  # of the running iteration
-        self._next = sampler.upcoming
-        self._received = 0
+        self._begin: EpochPosition | None = None  # of the running iteration
+        self._next = sampler.next_position
+        self._num_received = 0
         self.epoch_start = (0, 0)
 
     @property
-    def next_position(self) -> Position:
+    def next_position(self) -> EpochPosition:
         """Position at which the next iteration would begin."""
         sampler = self._sampler()
-        return self._next if sampler is None else sampler.upcoming
+        return self._next if sampler is None else sampler.next_position
 
-    def go_on_from(self, state: Any) -> None:
+    def resume_from(self, state: Any) -> None:
         """Resume from a recorded position."""
-        self._resume(Position(**state))
+        self._resume(EpochPosition(**state))
 
     def follow(self, previous: Any) -> None:
         """Begin with the next epoch of another loader, with the same seed."""
-        if isinstance(previous, BatchCounter):
+        if isinstance(previous, SamplerPositionTracker):
             self._resume(previous.next_position)
 
-    def _resume(self, position: Position) -> None:
+    def _resume(self, position: EpochPosition) -> None:
         sampler = self._sampler()
         if sampler is not None:  # not `if sampler`, which calls its __len__
-            sampler.go_on_from(position)
+            sampler.resume_from(position)
 
-    def begin(self) -> None:
+    def start_epoch(self) -> None:
         """Begin an iteration."""
         self._iteration += 1
         self._begin = self.next_position
-        self._next = Position(seed=self._begin.seed, epoch=self._begin.epoch + 1)
-        self._received = 0
+        self._next = EpochPosition(seed=self._begin.seed, epoch=self._begin.epoch + 1)
+        self._num_received = 0
         self.epoch_start = (self._begin.epoch, self._begin.consumed)
 
-    def count(self, batches: Iterator[T]) -> Iterator[T]:
+    def track(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches of the newest iteration."""
         return self._count(batches, self._iteration)
 
@@ -107,24 +107,24 @@ class BatchCounter:
         try:
             for batch in batches:
                 if iteration == self._iteration:
-                    self._received += 1
+                    self._num_received += 1
                 yield batch
         finally:
             if iteration == self._iteration:
                 self._begin = None
 
-    def record(self) -> object:
+    def position(self) -> object:
         """Return the position as a dict."""
         sampler = self._sampler()
-        if self._begin is not None and self._received == 0:
+        if self._begin is not None and self._num_received == 0:
             return asdict(self._begin)
         if self._begin is None or sampler is None:
             return asdict(self.next_position)
-        return asdict(sampler.position_after(self._received * self._items_per_batch))
+        return asdict(sampler.position_after(self._num_received * self._items_per_batch))
 
 
 @runtime_checkable
-class Stateful(Protocol):
+class StatefulDataset(Protocol):
     """A dataset that can save and load its position as JSON values."""
 
     def state_dict(self) -> dict[str, object]:
@@ -136,7 +136,7 @@ class Stateful(Protocol):
         ...
 
 
-class StateCounter:
+class DatasetStateTracker:
     """State of a dataset with `state_dict`, while it is iterated.
 
     Nothing is recorded between two iterations, because the next one begins from the start.
@@ -144,13 +144,13 @@ class StateCounter:
 
     epoch_start = (0, 0)
 
-    def __init__(self, dataset: Stateful) -> None:
+    def __init__(self, dataset: StatefulDataset) -> None:
         # A running iteration keeps the dataset alive.
         self._dataset = weakref.ref(dataset)
         self._is_running = False
         self._loaded: object = None
 
-    def go_on_from(self, state: Any) -> None:
+    def resume_from(self, state: Any) -> None:
         """Load a recorded state into the dataset."""
         self._loaded = state
         dataset = self._dataset()
@@ -160,10 +160,10 @@ class StateCounter:
     def follow(self, previous: Any) -> None:
         """Begin from the start, after another loader."""
 
-    def begin(self) -> None:
+    def start_epoch(self) -> None:
         """Begin an iteration; nothing has been read from the dataset yet."""
 
-    def count(self, batches: Iterator[T]) -> Iterator[T]:
+    def track(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches."""
         self._is_running, self._loaded = True, None
         try:
@@ -171,7 +171,7 @@ class StateCounter:
         finally:
             self._is_running = False
 
-    def record(self) -> object:
+    def position(self) -> object:
         """Return the dataset's state, or the loaded one if no batch has been requested since."""
         dataset = self._dataset()
         if dataset is None or not self._is_running:
@@ -190,7 +190,7 @@ class EpochCounter:
         self._is_running = False
         self.epoch_start = (0, 0)
 
-    def go_on_from(self, state: Any) -> None:
+    def resume_from(self, state: Any) -> None:
         """Resume at a recorded epoch."""
         self._next = state["epoch"]
 
@@ -199,13 +199,13 @@ class EpochCounter:
         if isinstance(previous, EpochCounter):
             self._next = previous._next
 
-    def begin(self) -> None:
+    def start_epoch(self) -> None:
         """Begin an iteration."""
         self.epoch_start = (self._next, 0)
         self._next += 1
         self._is_running = True
 
-    def count(self, batches: Iterator[T]) -> Iterator[T]:
+    def track(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches."""
         epoch = self._next
         try:
@@ -214,6 +214,6 @@ class EpochCounter:
             if epoch == self._next:
                 self._is_running = False
 
-    def record(self) -> object:
+    def position(self) -> object:
         """Return the running epoch, or the next one."""
         return {"epoch": self._next - self._is_running, "consumed": 0}

@@ -31,14 +31,14 @@ def get_devices() -> list[torch.device]:
     if gpu_ids:
         _require_cuda(gpu_ids)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return [torch.device("cuda", index) for index in visible_indices(gpu_ids, visible)]
+        return [torch.device("cuda", index) for index in cuda_indices(gpu_ids, visible)]
     # `torch.distributed` has no backend for MPS.
     if context.get_world_size() == 1 and torch.backends.mps.is_available():
         return [torch.device("mps")]
     return [torch.device("cpu")]
 
 
-def visible_indices(gpu_ids: Sequence[str], visible: str | None) -> list[int]:
+def cuda_indices(gpu_ids: Sequence[str], visible: str | None) -> list[int]:
     """Say where Ray's GPU ids stand in CUDA_VISIBLE_DEVICES, which is how CUDA numbers them.
 
     Args:
@@ -51,14 +51,14 @@ def visible_indices(gpu_ids: Sequence[str], visible: str | None) -> list[int]:
     """
     if visible is None:
         return [int(gpu_id) for gpu_id in gpu_ids]
-    listed = [each.strip() for each in visible.split(",")]
-    hidden = [gpu_id for gpu_id in gpu_ids if gpu_id not in listed]
+    visible_ids = [each.strip() for each in visible.split(",")]
+    hidden = [gpu_id for gpu_id in gpu_ids if gpu_id not in visible_ids]
     if hidden:
         raise RuntimeError(
             f"Ray gave this worker GPU {', '.join(hidden)}, which CUDA_VISIBLE_DEVICES={visible!r} "
             "hides; leave that variable to Ray"
         )
-    return [listed.index(gpu_id) for gpu_id in gpu_ids]
+    return [visible_ids.index(gpu_id) for gpu_id in gpu_ids]
 
 
 def _require_cuda(gpu_ids: Sequence[str]) -> None:

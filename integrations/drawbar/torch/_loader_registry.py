@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
-from drawbar.torch._data_position import Counter
+from drawbar.torch._data_position import PositionTracker
 from drawbar.train import get_context
-from drawbar.train.backend import attempt_local, keep_data_position
+from drawbar.train.backend import attempt_local, register_data_position
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class TrackedLoader:
     def __init__(
         self,
         registry: LoaderRegistry,
-        counter: Counter,
+        counter: PositionTracker,
         name: str | None,
         identity: LoaderIdentity,
         *,
@@ -79,16 +79,16 @@ class TrackedLoader:
         slot = self._slot or self._registry.find_slot(self)
         if slot.counter is None:
             if slot.recorded is not None:
-                self.counter.go_on_from(slot.recorded)
+                self.counter.resume_from(slot.recorded)
         elif slot.counter is not self.counter:
             self.counter.follow(slot.counter)
         slot.counter, slot.begun_at = self.counter, self._registry.tick()
         self._slot = slot
-        self.counter.begin()
+        self.counter.start_epoch()
 
     def count(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches of the iteration."""
-        return self.counter.count(batches)
+        return self.counter.track(batches)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Slot:
     name: str | None
     identity: LoaderIdentity
     recorded: object = None
-    counter: Counter | None = None
+    counter: PositionTracker | None = None
     begun_at: int = 0
 
     def matches(self, loader: TrackedLoader, *, by_ordinal: bool) -> bool:
@@ -130,7 +130,7 @@ class LoaderRegistry:
         self._slots: list[Slot] = []
         self._prepared: set[LoaderIdentity] = set()
         self._ordinals = Multiset[LoaderIdentity]()
-        recorded = keep_data_position("data_loaders", self.record)
+        recorded = register_data_position("data_loaders", self.record)
         # A copy, since ranks in threads of one process get the same object.
         self._unclaimed: dict[str, dict[str, Any]] = dict(recorded or {})
 
@@ -140,7 +140,7 @@ class LoaderRegistry:
         return self._time
 
     def add(
-        self, counter: Counter, name: str | None, dataset: object, *, is_recorded: bool
+        self, counter: PositionTracker, name: str | None, dataset: object, *, is_recorded: bool
     ) -> TrackedLoader:
         """Track a loader that is being prepared by the caller's caller."""
         kind = LoaderIdentity(get_location(sys._getframe(2)), describe_dataset(dataset))
@@ -197,7 +197,7 @@ class LoaderRegistry:
         """Return the positions of all loaders, also of those that are not used again yet."""
         records: dict[str, object] = dict(self._unclaimed)
         for slot in self._slots:
-            state = None if slot.counter is None else slot.counter.record()
+            state = None if slot.counter is None else slot.counter.position()
             if slot.key is not None and state is not None:
                 identity = asdict(slot.identity) if slot.name is None else None
                 records[slot.key] = {"loader": identity, "state": state}

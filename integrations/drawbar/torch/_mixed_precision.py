@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from drawbar.torch._attempt_cleanup import is_in_attempt, on_attempt_end
 from drawbar.torch._devices import get_device
-from drawbar.torch._undo import at_end, in_attempt
 
-_precision: Precision | None = None
+_precision: AmpScaler | None = None
 
 
 def accelerate(amp: bool | torch.dtype = False) -> None:
@@ -38,7 +38,7 @@ def accelerate(amp: bool | torch.dtype = False) -> None:
         ValueError: Mixed precision has no such dtype.
     """
     device = get_device()
-    if not in_attempt():
+    if not is_in_attempt():
         raise RuntimeError(
             "accelerate() needs a trainer that uses TorchConfig, as TorchTrainer does"
         )
@@ -46,10 +46,10 @@ def accelerate(amp: bool | torch.dtype = False) -> None:
         raise RuntimeError(
             "accelerate() must be called once, before prepare_model, prepare_optimizer and backward"
         )
-    dtype = _dtype(amp, device)
+    dtype = _amp_dtype(amp, device)
     if dtype not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"amp must be a bool, torch.float16 or torch.bfloat16, found {amp!r}")
-    _choose(Precision(device, dtype))
+    _set_scaler(AmpScaler(device, dtype))
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -57,25 +57,25 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
     Where gradients are not scaled, that is without float16, the optimizer itself comes back.
     """
-    precision = _current()
+    precision = _get_scaler()
     return ScaledOptimizer(optimizer, precision) if precision.is_enabled() else optimizer
 
 
 def backward(tensor: torch.Tensor) -> None:
     """Do `tensor.backward()`, on a scaled loss if the precision chosen by `accelerate` needs it."""
-    _current().backward(tensor)
+    _get_scaler().backward(tensor)
 
 
-def autocast_forward(model: nn.Module) -> None:
+def add_autocast_hooks(model: nn.Module) -> None:
     """Have a model compute in the precision chosen by `accelerate` and give results in float32."""
-    precision = _current()
+    precision = _get_scaler()
     if precision.dtype is not None:
         hooks = _AutocastHooks(precision.device_type, precision.dtype)
         model.register_forward_pre_hook(hooks.enter)
         model.register_forward_hook(hooks.leave, always_call=True)
 
 
-class Precision(torch.amp.GradScaler):
+class AmpScaler(torch.amp.GradScaler):
     """Torch's gradient scaler, and beside it the dtype to compute in; None is full precision."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -106,7 +106,7 @@ class Precision(torch.amp.GradScaler):
 class ScaledOptimizer(torch.optim.Optimizer):
     """An optimizer whose steps go through the gradient scaler. All else is that of `optimizer`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, precision: AmpScaler) -> None:
         # Without super().__init__(): parameters and state stay with `optimizer`, which this one
         # only shows.
         self.optimizer = optimizer
@@ -152,42 +152,42 @@ class _AutocastHooks:
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._device_type = device_type
-        self._dtype = dtype
-        self._open: list[torch.autocast] = []
+        self._amp_dtype = dtype
+        self._active: list[torch.autocast] = []
 
     def enter(self, module: nn.Module, inputs: object) -> None:
-        autocast = torch.autocast(self._device_type, self._dtype)
+        autocast = torch.autocast(self._device_type, self._amp_dtype)
         autocast.__enter__()  # type: ignore[no-untyped-call]  # torch's is untyped
-        self._open.append(autocast)
+        self._active.append(autocast)
 
     def leave(self, module: nn.Module, inputs: object, output: object) -> object:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
+        if self._active:
+            self._active.pop().__exit__(None, None, None)
         return tree_map_only(torch.Tensor, self._to_float, output)
 
     def _to_float(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if tensor.dtype == self._dtype else tensor
+        return tensor.float() if tensor.dtype == self._amp_dtype else tensor
 
 
-def _dtype(amp: bool | torch.dtype, device: torch.device) -> torch.dtype | None:
+def _amp_dtype(amp: bool | torch.dtype, device: torch.device) -> torch.dtype | None:
     if amp is True:
         return torch.float16 if device.type == "cuda" else torch.bfloat16
     return None if amp is False else amp
 
 
-def _current() -> Precision:
+def _get_scaler() -> AmpScaler:
     """Give the precision chosen, which is full precision if none was; from now on it is chosen."""
-    return _precision or _choose(Precision(get_device(), None))
+    return _precision or _set_scaler(AmpScaler(get_device(), None))
 
 
-def _choose(precision: Precision) -> Precision:
+def _set_scaler(precision: AmpScaler) -> AmpScaler:
     global _precision
-    if in_attempt():
-        at_end(_forget)
+    if is_in_attempt():
+        on_attempt_end(_clear_scaler)
         _precision = precision
     return precision
 
 
-def _forget() -> None:
+def _clear_scaler() -> None:
     global _precision
     _precision = None

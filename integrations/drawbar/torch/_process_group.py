@@ -32,17 +32,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
 
-from drawbar.torch._undo import at_end, set_variable
+from drawbar.torch._attempt_cleanup import on_attempt_end, set_env
 from drawbar.train import TrainContext, collective, get_context
-from drawbar.train.backend import worker_address
+from drawbar.train.backend import get_worker_address
 
-_IMPORTED_BEFORE = (
+_PREIMPORTED_MODULES = (
     "torch.distributed.nn.functional",  # these two keep the default group
     "torch.distributed.fsdp.sharded_grad_scaler",
     "torch._dynamo",  # large, and every optimizer imports it
 )
 
-_ours = False
+_owns_default_group = False
 """Whether the default group of this process is one made here."""
 
 
@@ -52,7 +52,7 @@ def process_group(
     timeout: timedelta,
     device: torch.device,
     *,
-    publish: bool,
+    set_master_env: bool,
     before_init: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Make the default process group of all ranks, and take it down on the way out.
@@ -71,45 +71,47 @@ def process_group(
     Raises:
         RuntimeError: The process has a default group of the user's own.
     """
-    _make_way()
-    for module in _IMPORTED_BEFORE:
+    _ensure_no_group()
+    for module in _PREIMPORTED_MODULES:
         importlib.import_module(module)
     # What the imports have made stays: the collection in `_leave` need not go through it. A
     # freeze of the user's is left as it is.
     if not gc.get_freeze_count():
-        at_end(gc.unfreeze)
+        on_attempt_end(gc.unfreeze)
         gc.freeze()
-    at_end(_leave)
+    on_attempt_end(_abort_group)
     try:
-        store = _meet(get_context(), timeout)
-        _set_variables(store, publish=publish)
+        store = _create_store(get_context(), timeout)
+        _set_env(store, set_master_env=set_master_env)
         before_init()
-        _join(backend, store, timeout, device)
+        _init_process_group(backend, store, timeout, device)
         collective.barrier()  # gloo may still connect: nobody leaves before all have joined
         del store
         yield
-        _finish(device)
+        _destroy_group(device)
     except BaseException as error:
-        _explain_lost_peer(error)
+        _add_peer_failure_note(error)
         if get_context().get_world_size() > 1:
-            _forget_locals(error)
+            _clear_traceback_locals(error)
         raise
 
 
-def _set_variables(store: TCPStore, *, publish: bool) -> None:
-    if publish:
-        set_variable("MASTER_ADDR", store.host)
-        set_variable("MASTER_PORT", str(store.port))
+def _set_env(store: TCPStore, *, set_master_env: bool) -> None:
+    if set_master_env:
+        set_env("MASTER_ADDR", store.host)
+        set_env("MASTER_PORT", str(store.port))
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = interface_towards(store.host, store.port)
+        interface = network_interface_to(store.host, store.port)
         if interface is not None:
-            set_variable("GLOO_SOCKET_IFNAME", interface)
+            set_env("GLOO_SOCKET_IFNAME", interface)
 
 
-def _join(backend: str, store: TCPStore, timeout: timedelta, device: torch.device) -> None:
-    global _ours
+def _init_process_group(
+    backend: str, store: TCPStore, timeout: timedelta, device: torch.device
+) -> None:
+    global _owns_default_group
     # Before there is a group: one that an interrupt has left half made is ours as well.
-    context, _ours = get_context(), True
+    context, _owns_default_group = get_context(), True
     dist.init_process_group(
         backend,
         store=store,
@@ -120,14 +122,14 @@ def _join(backend: str, store: TCPStore, timeout: timedelta, device: torch.devic
     )
 
 
-def _meet(context: TrainContext, timeout: timedelta) -> TCPStore:
+def _create_store(context: TrainContext, timeout: timedelta) -> TCPStore:
     size = context.get_world_size()
     if context.get_world_rank() > 0:
         host, port = collective.broadcast_from_rank_zero(("", 0))
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
     # It must not wait for the others here, who do not know yet where it is.
     store = TCPStore(
-        worker_address(),
+        get_worker_address(),
         0,
         size,
         is_master=True,
@@ -139,7 +141,7 @@ def _meet(context: TrainContext, timeout: timedelta) -> TCPStore:
     return store
 
 
-def interface_towards(host: str, port: int) -> str | None:
+def network_interface_to(host: str, port: int) -> str | None:
     """Name the network interface by which this node reaches an address, or None if unknown.
 
     gloo by itself takes the interface that the node's own name resolves to, which on many machines
@@ -158,9 +160,9 @@ def interface_towards(host: str, port: int) -> str | None:
     return None
 
 
-def _make_way() -> None:
-    if _ours:
-        _leave()  # an interrupt cut short how the attempt before left its group
+def _ensure_no_group() -> None:
+    if _owns_default_group:
+        _abort_group()  # an interrupt cut short how the attempt before left its group
     if dist.is_initialized():
         raise RuntimeError(
             "this process has a default process group already, so the run cannot make its own; "
@@ -168,31 +170,31 @@ def _make_way() -> None:
         )
 
 
-def _finish(device: torch.device) -> None:
+def _destroy_group(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # collectives that are still queued need this rank
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _leave() -> None:
+def _abort_group() -> None:
     """Let the group go without waiting for other ranks."""
-    global _ours
+    global _owns_default_group
     gc.collect()  # before the connections close: the others' errors then come after this rank's own
     if dist.is_initialized():
         # Destroying would wait for collectives of NCCL that can never end.
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         abort()
-    _ours = False
+    _owns_default_group = False
 
 
-def _forget_locals(error: BaseException | None) -> None:
+def _clear_traceback_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def _explain_lost_peer(error: BaseException) -> None:
+def _add_peer_failure_note(error: BaseException) -> None:
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "gloo/transport" in text or "remote process exited" in text:
         error.add_note(

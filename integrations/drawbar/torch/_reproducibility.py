@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from drawbar.torch._undo import at_end, set_variable
+from drawbar.torch._attempt_cleanup import on_attempt_end, set_env
 
 _seed: int | None = None
 
@@ -38,24 +38,24 @@ def enable_reproducibility(seed: int = 0) -> None:
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"the seed must be from 0 to 2**32 - 1, found {seed}")
-    at_end(_set_seed, _seed)
+    on_attempt_end(_set_seed, _seed)
     _set_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     cudnn = torch.backends.cudnn
-    at_end(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-    at_end(partial(setattr, cudnn, "deterministic", cudnn.deterministic))
-    at_end(partial(setattr, cudnn, "benchmark", cudnn.benchmark))
+    on_attempt_end(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+    on_attempt_end(partial(setattr, cudnn, "deterministic", cudnn.deterministic))
+    on_attempt_end(partial(setattr, cudnn, "benchmark", cudnn.benchmark))
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic = True
     cudnn.benchmark = False
     # Without it torch raises at the first matrix product on CUDA.
     if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        set_env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def chosen_seed() -> int | None:
+def current_seed() -> int | None:
     """Give the seed of `enable_reproducibility`, None if it was not called in this attempt."""
     return _seed
 

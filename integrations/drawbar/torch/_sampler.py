@@ -30,7 +30,7 @@ _MAX_BLOCK_SIZE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
+class EpochPosition:
     """Progress of all ranks together in an epoch, valid for any world size.
 
     Args:
@@ -47,7 +47,7 @@ class Position:
     length: int | None = None
     check: int = 0
 
-    def after(self, items: int) -> Position:
+    def advance(self, items: int) -> EpochPosition:
         """Return the position after that many more items, at most the end of the epoch."""
         consumed = self.consumed + items
         return replace(self, consumed=min(consumed, self.length or consumed))
@@ -98,16 +98,16 @@ class EpochSampler(Sampler[T_co]):
         self.rank = rank
         self.num_replicas = world_size
         self.drop_last = drop_last
-        self.upcoming = self.current = Position(seed=seed)
+        self.next_position = self.current_position = EpochPosition(seed=seed)
         self._requested_epoch: int | None = None
         self._stream: OrderStream[T_co] | None = None  # of the newest iteration
 
-    def go_on_from(self, position: Position) -> None:
+    def resume_from(self, position: EpochPosition) -> None:
         """Begin the next iteration at a position, in the order of that position's seed.
 
         An epoch that `set_epoch` has requested before takes precedence.
         """
-        self.upcoming = self.current = position
+        self.next_position = self.current_position = position
         if self._requested_epoch is not None:
             self.set_epoch(self._requested_epoch)
 
@@ -117,15 +117,15 @@ class EpochSampler(Sampler[T_co]):
         If the next iteration would resume inside this epoch, it still does.
         """
         self._requested_epoch = epoch
-        if epoch != self.upcoming.epoch:
-            self.upcoming = Position(seed=self.upcoming.seed, epoch=epoch)
+        if epoch != self.next_position.epoch:
+            self.next_position = EpochPosition(seed=self.next_position.seed, epoch=epoch)
 
-    def position_after(self, items: int) -> Position:
+    def position_after(self, items: int) -> EpochPosition:
         """Return the position after so many items of the newest iteration, of all ranks together.
 
         Only items that this rank has already taken from the sampler, or padding, may be counted.
         """
-        position = self.current.after(items)
+        position = self.current_position.advance(items)
         if self._stream is None:
             return position
         consumed = min(position.consumed, self._stream.length or position.consumed)
@@ -137,9 +137,9 @@ class EpochSampler(Sampler[T_co]):
         yield from self._begin_epoch()
 
     def _begin_epoch(self) -> Iterator[T_co]:
-        begin = self.upcoming
+        begin = self.next_position
         # Now and not at the end of the epoch, which a loop that is left by `break` never reaches.
-        self.upcoming = Position(seed=begin.seed, epoch=begin.epoch + 1)
+        self.next_position = EpochPosition(seed=begin.seed, epoch=begin.epoch + 1)
         self._requested_epoch = None
         for sampler in (getattr(self.source, "sampler", None), self.source):
             if hasattr(sampler, "set_epoch"):
@@ -149,37 +149,37 @@ class EpochSampler(Sampler[T_co]):
         self._stream = None
         with OrderRandom(self.source, derive_seed(begin.seed, begin.epoch)).drawing():
             order = list(self.source)
-        self.current = self._locate(begin, order)
+        self.current_position = self._locate(begin, order)
         return iter(
-            share(
+            rank_items(
                 order,
                 self.rank,
                 self.num_replicas,
                 drop_last=self.drop_last,
-                begin=self.current.consumed,
+                begin=self.current_position.consumed,
             )
         )
 
-    def _locate(self, begin: Position, order: Sequence[object]) -> Position:
+    def _locate(self, begin: EpochPosition, order: Sequence[object]) -> EpochPosition:
         """Return the position to begin at: the start of the order if it is not the recorded one."""
-        found = replace(begin, length=len(order), check=checksum(order))
+        found = replace(begin, length=len(order), check=order_checksum(order))
         if begin.length is None or begin == found:
             return found
         self._warn_of_other_order(begin, f"now it has {len(order)} items, or another order")
         return replace(found, consumed=0)
 
-    def _iterate_stream(self, begin: Position) -> Iterator[T_co]:
+    def _iterate_stream(self, begin: EpochPosition) -> Iterator[T_co]:
         stream = self._open_stream(begin)
         is_same = stream.skip(begin.consumed) and stream.checksum(begin.consumed) == begin.check
         if begin.consumed and not is_same:
             self._warn_of_other_order(begin, "now it has fewer items, or another order")
             begin = replace(begin, consumed=0)
             stream = self._open_stream(begin)
-        self.current = replace(begin, length=None, check=0)
+        self.current_position = replace(begin, length=None, check=0)
         self._stream = stream
         return self._share_stream(stream)
 
-    def _open_stream(self, begin: Position) -> OrderStream[T_co]:
+    def _open_stream(self, begin: EpochPosition) -> OrderStream[T_co]:
         seed = derive_seed(begin.seed, begin.epoch)
         return OrderStream(self.source, seed, head_size=self.num_replicas)
 
@@ -195,7 +195,7 @@ class EpochSampler(Sampler[T_co]):
                     block += islice(cycle(stream.head), world_size - extra)
             yield from block[self.rank :: world_size]
 
-    def _warn_of_other_order(self, begin: Position, found: str) -> None:
+    def _warn_of_other_order(self, begin: EpochPosition, found: str) -> None:
         if self.rank != 0:
             return
         items = "" if begin.length is None else f" of its {begin.length}"
@@ -211,7 +211,7 @@ class EpochSampler(Sampler[T_co]):
         length = get_length(self.source)
         if length is None:
             raise TypeError(f"The sampler {type(self.source).__name__} has no length.")
-        return share_length(length, self.num_replicas, drop_last=self.drop_last)
+        return num_rank_items(length, self.num_replicas, drop_last=self.drop_last)
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # not set yet: this object is being copied or unpickled
@@ -230,21 +230,21 @@ def get_length(source: object) -> int | None:
         return None
 
 
-def share(
+def rank_items(
     order: Sequence[T], rank: int, world_size: int, *, drop_last: bool, begin: int = 0
 ) -> list[T]:
     """Give the items of one rank from `begin` on: each `world_size`-th, equally many for all."""
-    length = share_length(len(order) - begin, world_size, drop_last=drop_last)
+    length = num_rank_items(len(order) - begin, world_size, drop_last=drop_last)
     items = list(order[begin + rank :: world_size][:length])
     missing = range(len(items), length)
     return items + [order[(begin + rank + turn * world_size) % len(order)] for turn in missing]
 
 
-def share_length(items: int, world_size: int, *, drop_last: bool) -> int:
+def num_rank_items(items: int, world_size: int, *, drop_last: bool) -> int:
     """Say how many items each rank gets."""
     return items // world_size if drop_last else -(-items // world_size)
 
 
-def checksum(order: Sequence[object]) -> int:
+def order_checksum(order: Sequence[object]) -> int:
     """Give a number that tells orders apart, from some 64 items, however many there are."""
     return zlib.crc32(repr(order[:: max(1, len(order) // 64)]).encode())

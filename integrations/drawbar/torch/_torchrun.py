@@ -12,7 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 from drawbar.train.backend import LauncherStore
 
 
-def launched_together() -> bool:
+def is_multiprocess_torchrun() -> bool:
     """Whether this process is one of several that a torchrun has started."""
     return dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
@@ -28,6 +28,6 @@ def torchrun_store() -> LauncherStore:
     return found
 
 
-def met_by_torchrun() -> bool:
+def uses_torchrun_store() -> bool:
     """Whether the ranks are torchrun's, whose store stays at MASTER_ADDR and MASTER_PORT."""
     return torchrun_store.cache_info().currsize > 0

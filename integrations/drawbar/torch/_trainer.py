@@ -15,7 +15,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-from drawbar.train.backend import TrainFunction, config_or_default
+from drawbar.train.backend import TrainFunction, resolve_config
 
 
 class TorchTrainer(DataParallelTrainer):
@@ -64,7 +64,7 @@ class TorchTrainer(DataParallelTrainer):
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
-            backend_config=config_or_default("torch_config", torch_config, TorchConfig),
+            backend_config=resolve_config("torch_config", torch_config, TorchConfig),
             scaling_config=scaling_config,
             run_config=run_config,
             datasets=datasets,

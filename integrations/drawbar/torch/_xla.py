@@ -19,19 +19,19 @@ from datetime import timedelta
 
 import torch
 
-from drawbar.torch._backend import TorchConfig, use_given_threads
+from drawbar.torch._attempt_cleanup import attempt_cleanup, set_env
+from drawbar.torch._backend import TorchConfig, set_torch_threads
 from drawbar.torch._process_group import process_group
-from drawbar.torch._undo import set_variable, undone_at_end
 from drawbar.train import ScalingConfig, get_context
 
 _INSTALL_NEURON = (
     "pip install torch-neuronx neuronx-cc --extra-index-url https://pip.repos.neuron.amazonaws.com"
 )
 
-_FABRIC = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+_EFA_ENV = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
 """What AWS asks for between nodes, whose network is the Elastic Fabric Adapter."""
 
-_EXTRACT_GRAPHS = {
+_GRAPH_EXTRACTION_ENV = {
     "NEURON_PARALLEL_COMPILE": "1",
     "NEURON_EXTRACT_GRAPHS_ONLY": "1",
     "NEURON_FALL_BACK_TO_NULL_NEFF": "1",
@@ -54,11 +54,11 @@ class TorchXLAConfig(TorchConfig):
 
     neuron_parallel_compile: bool = False
 
-    def backend_for(self, *, gpus: bool) -> str:
+    def resolve_backend(self, *, gpus: bool) -> str:
         """Say which backend of `torch.distributed` is used: "xla" unless one is set."""
         return self.backend or "xla"
 
-    def preflight(self, scaling_config: ScalingConfig) -> None:
+    def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check that torch_xla is installed.
 
         Raises:
@@ -80,29 +80,27 @@ class TorchXLAConfig(TorchConfig):
 @contextmanager
 def _set_up(config: TorchXLAConfig) -> Iterator[None]:
     context = get_context()
-    with undone_at_end():
-        use_given_threads()
-        set_variable(
-            "TORCHELASTIC_RUN_ID", context.get_run_id()
-        )  # how torch-neuronx knows a launcher
+    with attempt_cleanup():
+        set_torch_threads()
+        set_env("TORCHELASTIC_RUN_ID", context.get_run_id())  # how torch-neuronx knows a launcher
         assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
         if context.get_local_world_size() < context.get_world_size():
-            _set_defaults(_FABRIC)
+            _set_env_defaults(_EFA_ENV)
         if config.neuron_parallel_compile:
-            _set_defaults(_EXTRACT_GRAPHS)
+            _set_env_defaults(_GRAPH_EXTRACTION_ENV)
         with process_group(
-            config.backend_for(gpus=False),
+            config.resolve_backend(gpus=False),
             timedelta(seconds=config.timeout_s),
             torch.device("cpu"),
-            publish=True,
-            before_init=_load_backend,
+            set_master_env=True,
+            before_init=_import_xla_backend,
         ):
             yield
     if config.neuron_parallel_compile and context.get_local_rank() == 0:
         compile_graphs()
 
 
-def _load_backend() -> None:
+def _import_xla_backend() -> None:
     importlib.import_module("torch_xla.distributed.xla_backend")
 
 
@@ -129,7 +127,7 @@ def compile_graphs() -> None:
         ) from failed
 
 
-def _set_defaults(variables: dict[str, str]) -> None:
+def _set_env_defaults(variables: dict[str, str]) -> None:
     for name, value in variables.items():
         if name not in os.environ:
-            set_variable(name, value)
+            set_env(name, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 
 __all__ = ["reduce_by_gloo"]
 
@@ -18,4 +18,4 @@ def reduce_by_gloo() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-as_public(globals())
+set_public_module(globals())

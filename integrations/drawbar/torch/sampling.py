@@ -1,8 +1,8 @@
 """Which samples each worker takes, and how far they have come: for integrations with loaders."""
 
-from drawbar.torch._sampler import EpochSampler, Position, share_length
-from drawbar.train.backend import as_public
+from drawbar.torch._sampler import EpochPosition, EpochSampler, num_rank_items
+from drawbar.train.backend import set_public_module
 
-__all__ = ["EpochSampler", "Position", "share_length"]
+__all__ = ["EpochPosition", "EpochSampler", "num_rank_items"]
 
-as_public(globals())
+set_public_module(globals())

@@ -8,10 +8,10 @@ trainer = prepare_trainer(trainer)
 trainer.train()
 """
 
-from drawbar.train.backend import as_public
-from drawbar.transformers._loop import prepare_trainer
-from drawbar.transformers._report import RayTrainReportCallback
+from drawbar.train.backend import set_public_module
+from drawbar.transformers._prepare import prepare_trainer
+from drawbar.transformers._report_callback import RayTrainReportCallback
 
 __all__ = ["RayTrainReportCallback", "prepare_trainer"]
 
-as_public(globals())
+set_public_module(globals())

@@ -16,13 +16,13 @@ def is_shard(data: object) -> bool:
     return hasattr(data, "iter_torch_batches")
 
 
-def is_batches(data: object) -> bool:
+def is_batch_iterable(data: object) -> bool:
     """Whether these are batches of Ray Data, such as `iter_torch_batches` gives."""
     plain = isinstance(data, Iterable) and not isinstance(data, IterableDataset)
     return plain and not hasattr(data, "__getitem__")
 
 
-class ShardDataset(IterableDataset[object]):
+class ShardIterableDataset(IterableDataset[object]):
     """The rows of a shard, or its batches as they are; each iteration is an epoch.
 
     A shard begins, after a restart, with the rest of the epoch. When the checkpoint was made
@@ -33,18 +33,18 @@ class ShardDataset(IterableDataset[object]):
         self._items: Iterable[object] = data.iter_rows() if is_shard(data) else data
 
     def __iter__(self) -> Iterator[object]:
-        empty = True
+        is_empty = True
         for item in self._items:
-            empty = False
+            is_empty = False
             yield item
-        if empty:
+        if is_empty:
             yield from self._items
 
     def __len__(self) -> int:
         return len(self._items)  # type: ignore[arg-type]  # raises TypeError if it is not known
 
 
-class EpochOfSteps(TrainerCallback):
+class EpochFromStepsCallback(TrainerCallback):
     """Tells the epoch by the steps, where the Trainer counts from the rest of one.
 
     With data of unknown length there is no such number, and the Trainer's stays.
@@ -60,6 +60,6 @@ class EpochOfSteps(TrainerCallback):
         """Set the epoch before anything is logged or saved."""
         loader = kwargs["train_dataloader"]
         if has_length(loader):
-            batches, at_once = len(loader), args.gradient_accumulation_steps
-            whole, steps = divmod(state.global_step, math.ceil(batches / at_once))
-            state.epoch = whole + steps * at_once / batches
+            batches, accumulation_steps = len(loader), args.gradient_accumulation_steps
+            num_epochs, steps = divmod(state.global_step, math.ceil(batches / accumulation_steps))
+            state.epoch = num_epochs + steps * accumulation_steps / batches

@@ -1,10 +1,10 @@
 """Sweeps with Ray Tune: a trainer is what `ray.tune.Tuner` tunes, and each trial is a run."""
 
-from drawbar.train.backend import as_public
-from drawbar.tune._report import TuneReportCallback
+from drawbar.train.backend import set_public_module
+from drawbar.tune._report_callback import TuneReportCallback
 from drawbar.tune._resources import placement_group_factory
 from drawbar.tune._trainable import as_trainable
 
 __all__ = ["TuneReportCallback", "as_trainable", "placement_group_factory"]
 
-as_public(globals())
+set_public_module(globals())

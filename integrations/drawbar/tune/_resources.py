@@ -6,7 +6,7 @@ from ray.tune import PlacementGroupFactory
 
 from drawbar.train import ScalingConfig, ValidationConfig
 
-_NEXT_TO_NOTHING = {"CPU": 0.001}  # Ray has no empty bundles
+_EMPTY_BUNDLE = {"CPU": 0.001}  # Ray has no empty bundles
 
 
 def placement_group_factory(
@@ -21,13 +21,13 @@ def placement_group_factory(
         scaling_config: The workers. An elastic group gets its largest number.
         validation_config: Validations that ask for resources get them too.
     """
-    worker = scaling_config.bundle or _NEXT_TO_NOTHING
+    worker = scaling_config.bundle or _EMPTY_BUNDLE
     if scaling_config.max_workers == 0:  # the function runs in the trial's own process
         return PlacementGroupFactory([worker])
     bundles = [worker] * scaling_config.max_workers
-    labels = scaling_config.selectors
-    if validation_config is not None and validation_config.resources:
-        bundles += [dict(validation_config.resources)] * validation_config.max_in_flight
+    labels = scaling_config.label_selectors
+    if validation_config is not None and validation_config.task_resources:
+        bundles += [dict(validation_config.task_resources)] * validation_config.max_concurrent
     options = {}
     if labels:
         rest = len(bundles) - len(labels)

@@ -25,13 +25,19 @@ from drawbar.train import (
     TrainingFailedError,
     UserCallback,
 )
-from drawbar.train.backend import Driver, enter_trial
-from drawbar.tune._report import told
+from drawbar.train.backend import DriverContext, set_tune_trial
+from drawbar.tune._report_callback import tune_metrics
 from drawbar.tune._resources import placement_group_factory
-from drawbar.tune._results import keep_results
-from drawbar.tune._trial import check_names, merged, next_run, run_names, with_parameters
+from drawbar.tune._result_files import patch_result_restore
+from drawbar.tune._trial import (
+    apply_parameters,
+    choose_run_name,
+    merge_parameters,
+    sorted_run_names,
+    validate_param_space,
+)
 
-STOP_SECONDS = 10.0
+STOP_TIMEOUT_S = 10.0
 
 
 def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
@@ -68,19 +74,19 @@ def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
         )
     kind, scaling, validation = type(trainer), trainer.scaling_config, trainer.validation_config
 
-    class TrialOfTrainer(RunTrainable):
+    class TrainerTrainable(RunTrainable):
         _name = kind.__name__
 
         @classmethod
         def default_resource_request(cls, config: dict[str, object]) -> tune.PlacementGroupFactory:
-            check_names(kind, config)
-            wanted = merged(scaling, config.get("scaling_config", scaling))
+            validate_param_space(kind, config)
+            wanted = merge_parameters(scaling, config.get("scaling_config", scaling))
             return placement_group_factory(wanted, validation)
 
-    keep_results()
-    driver = Driver.here(config.forward_env)
+    patch_result_restore()
+    driver = DriverContext.capture(config.forward_env)
     trainable: type[tune.Trainable] = tune.with_parameters(
-        TrialOfTrainer, trainer=trainer, driver=driver
+        TrainerTrainable, trainer=trainer, driver=driver
     )
     return trainable
 
@@ -94,31 +100,35 @@ class RunTrainable(FunctionTrainable):
     """
 
     def setup(  # type: ignore[override]  # tune.with_parameters gives the trainer
-        self, config: dict[str, object], trainer: DataParallelTrainer, driver: Driver
+        self, config: dict[str, object], trainer: DataParallelTrainer, driver: DriverContext
     ) -> None:
         """Take the trainer; the run starts with the first step, when Tune has said from where."""
         self._trainer = trainer
         self._driver = driver
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._run: RunHandle | None = None
-        self._rounds = Rounds()
+        self._rounds = ReportQueue()
         self._start_from: str | None = None
-        self._saved = Saved(None, {})
+        self._saved = TuneCheckpoint(None, {})
 
     def step(self) -> dict[str, object]:
         """Wait for the next round of reports, or for the end of the run."""
         if self._run is None:
-            self._run = self._started()
-            threading.Thread(target=self._rounds.follow, args=[self._run], daemon=True).start()
-        metrics, checkpoint = self._rounds.next()
+            self._run = self._start_run()
+            threading.Thread(
+                target=self._rounds.wait_for_end, args=[self._run], daemon=True
+            ).start()
+        metrics, checkpoint = self._rounds.get()
         if metrics is None:
             return {RESULT_DUPLICATE: True}  # the last one was the last
         if checkpoint is not None:
-            theirs = tune.Checkpoint(self._path_of(self._run.name, checkpoint), self._filesystem)
-            self._saved = Saved(theirs, {})
-        return told(metrics, checkpoint) | {SHOULD_CHECKPOINT: checkpoint is not None}
+            tune_checkpoint = tune.Checkpoint(
+                self._checkpoint_path(self._run.name, checkpoint), self._filesystem
+            )
+            self._saved = TuneCheckpoint(tune_checkpoint, {})
+        return tune_metrics(metrics, checkpoint) | {SHOULD_CHECKPOINT: checkpoint is not None}
 
     def save(self, checkpoint_dir: str | None = None) -> _TrainingResult:
         """Give the newest checkpoint, with the result that it belongs to."""
@@ -133,7 +143,7 @@ class RunTrainable(FunctionTrainable):
     def reset_config(self, new_config: dict[str, object]) -> bool:
         """Be another trial, in the same process."""
         self.cleanup()
-        self._forget()
+        self._reset()
         return True
 
     def cleanup(self) -> None:
@@ -141,12 +151,12 @@ class RunTrainable(FunctionTrainable):
         if self._run is not None:
             self._run.stop(save=False)
             with contextlib.suppress(TimeoutError, TrainingFailedError):
-                self._run.wait(STOP_SECONDS)
+                self._run.wait(STOP_TIMEOUT_S)
 
     # -- the run
 
     @property
-    def _folder(self) -> str:
+    def _trial_directory(self) -> str:
         assert self._storage is not None  # Tune has given it
         return self._storage.trial_fs_path
 
@@ -156,58 +166,58 @@ class RunTrainable(FunctionTrainable):
         return self._storage.storage_filesystem
 
     @property
-    def _own_filesystem(self) -> FileSystem | None:
+    def _remote_filesystem(self) -> FileSystem | None:
         """The filesystem as Drawbar takes it: None for local paths."""
         return None if isinstance(self._filesystem, LocalFileSystem) else self._filesystem
 
-    def _started(self) -> RunHandle:
-        enter_trial(
+    def _start_run(self) -> RunHandle:
+        set_tune_trial(
             name=self.trial_name,
             id=self.trial_id,
-            directory=self._folder,
+            directory=self._trial_directory,
             resources=self.trial_resources,
         )
-        name, start_from = self._place()
-        mine, changed = self._trainer.run_config, {}
+        name, start_from = self._choose_run()
+        run_config, changed = self._trainer.run_config, {}
         if start_from is not None:
             changed["resume_from_checkpoint"] = start_from
         run_config = dataclasses.replace(
-            mine,
+            run_config,
             name=name,
-            storage_path=self._folder,
-            storage_filesystem=self._own_filesystem,
-            callbacks=[*mine.callbacks, self._rounds],
+            storage_path=self._trial_directory,
+            storage_filesystem=self._remote_filesystem,
+            callbacks=[*run_config.callbacks, self._rounds],
             resume="auto",
         )
-        trainer = with_parameters(self._trainer, self.config, run_config=run_config, **changed)
-        with self._driver.entered():  # this process may be on another node than the Tuner's
+        trainer = apply_parameters(self._trainer, self.config, run_config=run_config, **changed)
+        with self._driver.apply():  # this process may be on another node than the Tuner's
             return trainer.start()
 
-    def _place(self) -> tuple[str, Checkpoint | None]:
+    def _choose_run(self) -> tuple[str, Checkpoint | None]:
         """Give the name of the run to go on with, and the checkpoint that it begins at, if any."""
-        selector = FileSelector(self._folder, allow_not_found=True)
+        selector = FileSelector(self._trial_directory, allow_not_found=True)
         infos = self._filesystem.get_file_info(selector)
-        runs = run_names(info.base_name for info in infos if info.type is FileType.Directory)
-        newest = self._newest_of(runs[-1]) if runs else None
-        name = next_run(runs, self._start_from, newest=newest)
+        runs = sorted_run_names(info.base_name for info in infos if info.type is FileType.Directory)
+        newest = self._latest_checkpoint_path(runs[-1]) if runs else None
+        name = choose_run_name(runs, self._start_from, latest_checkpoint=newest)
         if name in runs or self._start_from is None:
             return name, None
-        return name, Checkpoint(self._start_from, self._own_filesystem)
+        return name, Checkpoint(self._start_from, self._remote_filesystem)
 
-    def _newest_of(self, name: str) -> str | None:
+    def _latest_checkpoint_path(self, name: str) -> str | None:
         """Give the path of a run's newest checkpoint."""
         try:
-            result = Result.from_path(f"{self._folder}/{name}", self._own_filesystem)
+            result = Result.from_path(f"{self._trial_directory}/{name}", self._remote_filesystem)
         except FileNotFoundError:
             return None
-        return self._path_of(name, result.checkpoint) if result.checkpoint else None
+        return self._checkpoint_path(name, result.checkpoint) if result.checkpoint else None
 
-    def _path_of(self, run: str, checkpoint: Checkpoint) -> str:
+    def _checkpoint_path(self, run: str, checkpoint: Checkpoint) -> str:
         """Give the path of a run's checkpoint as Tune writes it, below the trial's folder."""
-        return f"{self._folder}/{run}/{checkpoint.path.rpartition('/')[2]}"
+        return f"{self._trial_directory}/{run}/{checkpoint.path.rpartition('/')[2]}"
 
 
-class Saved(_TrainingResult):
+class TuneCheckpoint(_TrainingResult):
     """A checkpoint for Tune, equal to any other of the same path.
 
     Tune asks again for the newest one when it pauses a trial, and registers it again. Objects of
@@ -215,7 +225,7 @@ class Saved(_TrainingResult):
     """
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Saved) and self._path == other._path
+        return isinstance(other, TuneCheckpoint) and self._path == other._path
 
     def __hash__(self) -> int:
         return hash(self._path)
@@ -225,11 +235,11 @@ class Saved(_TrainingResult):
         return self.checkpoint.path if self.checkpoint else None
 
 
-class Rounds(UserCallback):
+class ReportQueue(UserCallback):
     """The rounds of reports of a run, in order, and then its end."""
 
     def __init__(self) -> None:
-        self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def after_report(
         self,
@@ -238,24 +248,24 @@ class Rounds(UserCallback):
         checkpoint: Checkpoint | None,
     ) -> None:
         """Keep a round until it is asked for."""
-        self._said.put((metrics, checkpoint))
+        self._queue.put((metrics, checkpoint))
 
-    def follow(self, run: RunHandle) -> None:
+    def wait_for_end(self, run: RunHandle) -> None:
         """Wait for the run, and keep how it ended."""
         try:
             run.wait()
         except Exception as error:
-            self._said.put(error)
+            self._queue.put(error)
         else:
-            self._said.put((None, None))
+            self._queue.put((None, None))
 
-    def next(self) -> tuple[list[dict[str, object]] | None, Checkpoint | None]:
+    def get(self) -> tuple[list[dict[str, object]] | None, Checkpoint | None]:
         """Wait for the next round; there are no metrics when the run is over.
 
         Raises:
             Exception: That ended the run.
         """
-        said = self._said.get()
+        said = self._queue.get()
         if isinstance(said, Exception):
             raise said
         metrics, checkpoint = said

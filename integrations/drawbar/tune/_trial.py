@@ -13,12 +13,14 @@ from drawbar.train import DataParallelTrainer
 _RUN = re.compile(r"run_(\d+)")
 
 
-def run_names(found: Iterable[str]) -> list[str]:
+def sorted_run_names(found: Iterable[str]) -> list[str]:
     """Give the names of a trial's runs, oldest first, of what lies in its folder."""
     return sorted(filter(_RUN.fullmatch, found), key=_number)
 
 
-def next_run(runs: Sequence[str], start_from: str | None, *, newest: str | None) -> str:
+def choose_run_name(
+    runs: Sequence[str], start_from: str | None, *, latest_checkpoint: str | None
+) -> str:
     """Name the run that a trial goes on with when its process has started.
 
     A trial has one run after another, `run_0`, `run_1` ... It goes on with the newest if that does
@@ -33,14 +35,14 @@ def next_run(runs: Sequence[str], start_from: str | None, *, newest: str | None)
     """
     if not runs:
         return "run_0"
-    return runs[-1] if start_from == newest else f"run_{_number(runs[-1]) + 1}"
+    return runs[-1] if start_from == latest_checkpoint else f"run_{_number(runs[-1]) + 1}"
 
 
 def _number(run: str) -> int:
     return int(run.rpartition("_")[2])
 
 
-def check_names(kind: type[DataParallelTrainer], config: Mapping[str, object]) -> None:
+def validate_param_space(kind: type[DataParallelTrainer], config: Mapping[str, object]) -> None:
     """Refuse parameters that are no arguments of the trainer.
 
     Raises:
@@ -60,17 +62,19 @@ def check_names(kind: type[DataParallelTrainer], config: Mapping[str, object]) -
             )
 
 
-def with_parameters(
-    trainer: DataParallelTrainer, config: Mapping[str, object], **changed: object
+def apply_parameters(
+    trainer: DataParallelTrainer, config: Mapping[str, object], **overrides: object
 ) -> DataParallelTrainer:
     """Make the trainer of a trial: the same but for its parameters and what is `changed`."""
-    arguments = trainer.arguments
+    arguments = trainer.init_arguments
     for name, value in config.items():
-        arguments[name] = merged(arguments.get(name) or getattr(trainer, name, None), value)
-    return type(trainer)(**arguments | changed)
+        arguments[name] = merge_parameters(
+            arguments.get(name) or getattr(trainer, name, None), value
+        )
+    return type(trainer)(**arguments | overrides)
 
 
-def merged(value: object, parameters: object) -> Any:
+def merge_parameters(value: object, parameters: object) -> Any:
     """Give the value of an argument with parameters in it.
 
     A dict changes those keys of a dict that it has, and those fields of a config. Anything else

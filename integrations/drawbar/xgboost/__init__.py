@@ -1,13 +1,13 @@
 """XGBoost on a group of Ray actors: declared, or with a training function of one's own."""
 
 from drawbar._boosting import allreduce_metric
-from drawbar.train.backend import as_public
+from drawbar.train.backend import set_public_module
 from drawbar.xgboost._backend import XGBoostBackend, XGBoostConfig
 from drawbar.xgboost._checkpoint import XGBoostCheckpoint
 from drawbar.xgboost._estimators import RayXGBClassifier, RayXGBRanker, RayXGBRegressor
-from drawbar.xgboost._loop import train
 from drawbar.xgboost._predict import predict
-from drawbar.xgboost._report import RayTrainReportCallback
+from drawbar.xgboost._report_callback import RayTrainReportCallback
+from drawbar.xgboost._train import train
 from drawbar.xgboost._trainer import XGBoostTrainer
 
 __all__ = [
@@ -24,4 +24,4 @@ __all__ = [
     "train",
 ]
 
-as_public(globals())
+set_public_module(globals())

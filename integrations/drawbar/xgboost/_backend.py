@@ -24,16 +24,16 @@ from drawbar._boosting import BoostingConfig
 from drawbar.train import get_context
 from drawbar.train.backend import (
     Backend,
-    WorkerGroupView,
-    import_failed,
-    node_address,
-    require_duration,
+    BackendWorkerGroup,
+    get_node_address,
+    make_import_error,
+    parse_duration,
 )
 
 try:
     from xgboost import collective
 except ImportError as error:
-    raise import_failed("xgboost", extra="xgboost") from error
+    raise make_import_error("xgboost", extra="xgboost") from error
 
 from xgboost.core import _LIB, XGBoostError, _log_callback
 from xgboost.tracker import RabitTracker
@@ -60,8 +60,8 @@ class XGBoostConfig(BoostingConfig):
         TypeError, ValueError: An argument has the wrong type or value.
     """
 
-    library: ClassVar[str] = "xgboost"
-    oldest: ClassVar[str] = "3.1"  # keeps the names of categories in the model
+    library_module: ClassVar[str] = "xgboost"
+    min_version: ClassVar[str] = "3.1"  # keeps the names of categories in the model
 
     xgboost_communicator: str = "rabit"
     timeout_s: float | timedelta = 1800
@@ -73,7 +73,7 @@ class XGBoostConfig(BoostingConfig):
                 "XGBoostConfig.xgboost_communicator must be 'rabit', "
                 f"found {self.xgboost_communicator!r}"
             )
-        seconds = require_duration("XGBoostConfig.timeout_s", self.timeout_s)
+        seconds = parse_duration("XGBoostConfig.timeout_s", self.timeout_s)
         object.__setattr__(self, "timeout_s", seconds)
 
     @property
@@ -89,27 +89,27 @@ class XGBoostConfig(BoostingConfig):
 class XGBoostBackend(Backend):
     """Keeps the tracker; a worker's process can join one after another."""
 
-    reentrant = True
+    can_reuse_processes = True
 
     def __init__(self) -> None:
         self._tracker: RabitTracker | None = None
 
-    def on_start(self, worker_group: WorkerGroupView, backend_config: XGBoostConfig) -> None:
+    def on_start(self, worker_group: BackendWorkerGroup, backend_config: XGBoostConfig) -> None:
         """Start a tracker and tell every worker where it is."""
-        self._free()
+        self._stop_tracker()
         if len(worker_group) == 1:
             return
         self._tracker = RabitTracker(
-            n_workers=len(worker_group), host_ip=node_address(), sortby="task"
+            n_workers=len(worker_group), host_ip=get_node_address(), sortby="task"
         )
         self._tracker.start()
-        worker_group.execute(_remember, self._tracker.worker_args())
+        worker_group.execute(_set_tracker_args, self._tracker.worker_args())
 
-    def on_shutdown(self, worker_group: WorkerGroupView, backend_config: XGBoostConfig) -> None:
+    def on_shutdown(self, worker_group: BackendWorkerGroup, backend_config: XGBoostConfig) -> None:
         """End the tracker."""
-        self._free()
+        self._stop_tracker()
 
-    def _free(self) -> None:
+    def _stop_tracker(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
             with contextlib.suppress(XGBoostError):  # it still waited for workers that are gone
@@ -135,7 +135,7 @@ def _without_rank_message() -> Iterator[None]:
         _LIB.XGBRegisterLogCallback(_LIB.callback)  # the one that `import xgboost` registers
 
 
-def _remember(arguments: Mapping[str, object]) -> None:
+def _set_tracker_args(arguments: Mapping[str, object]) -> None:
     _tracker_args.clear()
     _tracker_args.update(arguments)
 
@@ -148,11 +148,11 @@ def _communicator(config: XGBoostConfig) -> Iterator[None]:
         return
     assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
     task = f"{context.get_world_rank():08d}"
-    made = collective.CommunicatorContext(
+    communicator = collective.CommunicatorContext(
         **_tracker_args, dmlc_task_id=task, dmlc_timeout=math.ceil(config.timeout_s)
     )
     with _without_rank_message():
-        made.__enter__()
+        communicator.__enter__()
     try:
         yield
     except BaseException:

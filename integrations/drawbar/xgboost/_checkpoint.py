@@ -5,7 +5,7 @@ from __future__ import annotations
 from xgboost import Booster
 
 from drawbar._boosting import BoosterCheckpoint
-from drawbar.xgboost._report import RayTrainReportCallback
+from drawbar.xgboost._report_callback import RayTrainReportCallback
 
 
 class XGBoostCheckpoint(BoosterCheckpoint[Booster]):

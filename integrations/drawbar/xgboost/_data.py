@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def quantile_matrix(
+def build_quantile_matrix(
     shard: Shard,
     *,
     reference: DMatrix | None = None,
@@ -50,8 +50,8 @@ def quantile_matrix(
         return QuantileDMatrix(_ShardIterator(shard), **options)
     cache = tempfile.mkdtemp(prefix="drawbar-xgboost-", dir=folder)
     matrix = ExtMemQuantileDMatrix(_ShardIterator(shard, f"{cache}/pages"), **options)
-    gone = weakref.finalize(matrix, shutil.rmtree, cache, ignore_errors=True)
-    gone.atexit = False  # XGBoost itself removes the files then, and warns if they are missing
+    finalizer = weakref.finalize(matrix, shutil.rmtree, cache, ignore_errors=True)
+    finalizer.atexit = False  # XGBoost itself removes the files then, and warns if they are missing
     return matrix
 
 
@@ -78,22 +78,22 @@ class _ShardIterator(DataIter):
         block = next(self._blocks, None)
         if block is None:
             return False
-        input_data(**self._features(block), **_without_none(_rest(block)))
+        input_data(**self._features(block), **_drop_none(_meta_info(block)))
         return True
 
     def _features(self, block: Block) -> Mapping[str, object]:
         names = self._shard.schema.names
         if self._by_name:
-            return {"data": self._frame(block)}
+            return {"data": self._to_pandas(block)}
         # XGBoost reads columns a sixth faster than an array of rows.
         types = ["c" if name in self._categories else "q" for name in names]
         return {
-            "data": pa.table(block.columns(), names),
+            "data": pa.table(block.to_arrow(), names),
             "feature_names": names,
             "feature_types": types,
         }
 
-    def _frame(self, block: Block) -> pd.DataFrame:
+    def _to_pandas(self, block: Block) -> pd.DataFrame:
         """Give columns with named categories, which a frame carries into the model.
 
         Arrow's could not be integers.
@@ -107,7 +107,7 @@ class _ShardIterator(DataIter):
         return pd.DataFrame(columns, copy=False)
 
 
-def _rest(block: Block) -> dict[str, object]:
+def _meta_info(block: Block) -> dict[str, object]:
     weight, group, margin = block.weight, block.group, block.base_margin
     if weight is not None and group is not None:
         weight = weight[np.append(True, group[1:] != group[:-1])]  # XGBoost weighs whole queries
@@ -118,5 +118,5 @@ def _rest(block: Block) -> dict[str, object]:
     return {"label": block.label, "weight": weight, "qid": group, "base_margin": margin}
 
 
-def _without_none(values: Mapping[str, object]) -> dict[str, object]:
+def _drop_none(values: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}

@@ -13,27 +13,27 @@ from xgboost import Booster, XGBClassifier, XGBModel, XGBRanker, XGBRegressor
 from xgboost.sklearn import _get_qid, _objective_decorator
 
 from drawbar._boosting import (
-    Features,
-    Progress,
+    BoostingProgress,
+    ColumnData,
+    FeatureData,
     RayEstimator,
-    Rows,
-    Values,
-    alike,
-    classes_of,
-    has_names,
+    UserData,
+    add_drawbar_parameters,
+    drop_drawbar_parameters,
+    fill_missing_columns,
+    has_feature_names,
     is_ray_dataset,
-    takes_plain_arguments,
-    without_own,
+    unique_labels,
 )
 from drawbar.train import Checkpoint
-from drawbar.xgboost._predict import predict_rows
-from drawbar.xgboost._report import RayTrainReportCallback
+from drawbar.xgboost._predict import predict_with_estimator
+from drawbar.xgboost._report_callback import RayTrainReportCallback
 from drawbar.xgboost._trainer import XGBoostTrainer
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-Model: TypeAlias = Booster | XGBModel | str
+InitialModel: TypeAlias = Booster | XGBModel | str
 """What to go on from; a str is a path."""
 
 
@@ -46,31 +46,31 @@ class _RayXGBModel(RayEstimator):
     early_stopping_rounds: Any
     callbacks: Any
 
-    _own_objective = "reg:squarederror"
+    _builtin_objective = "reg:squarederror"
     """What XGBoost is told beside an objective of the user: how predictions come from scores."""
 
     def get_xgb_params(self) -> dict[str, object]:
         """Give what goes to XGBoost."""
-        return without_own(super().get_xgb_params())  # type: ignore[misc]  # XGBModel's
+        return drop_drawbar_parameters(super().get_xgb_params())  # type: ignore[misc]  # XGBModel's
 
     def fit(
         self,
-        X: Features,
-        y: Values,
+        X: FeatureData,
+        y: ColumnData,
         *,
-        sample_weight: Values = None,
-        base_margin: Values = None,
-        eval_set: Sequence[tuple[Features, Values]] | None = None,
+        sample_weight: ColumnData = None,
+        base_margin: ColumnData = None,
+        eval_set: Sequence[tuple[FeatureData, ColumnData]] | None = None,
         verbose: bool | int | None = True,
-        xgb_model: Model | None = None,
-        sample_weight_eval_set: Sequence[Values] | None = None,
-        base_margin_eval_set: Sequence[Values] | None = None,
+        xgb_model: InitialModel | None = None,
+        sample_weight_eval_set: Sequence[ColumnData] | None = None,
+        base_margin_eval_set: Sequence[ColumnData] | None = None,
         feature_weights: object = None,
     ) -> Self:
         """Do what the plain estimator's `fit` does, on workers; `verbose` is `run_config`'s."""
-        training = self._rows(X, y, weight=sample_weight, margin=base_margin)
+        training = self._make_data(X, y, weight=sample_weight, margin=base_margin)
         evaluated = [
-            self._rows(
+            self._make_data(
                 features,
                 label,
                 weight=_each(sample_weight_eval_set, number),
@@ -80,7 +80,9 @@ class _RayXGBModel(RayEstimator):
         ]
         return self._train([training, *evaluated], xgb_model, feature_weights)
 
-    def _train(self, rows: Sequence[Rows], model: Model | None, feature_weights: object) -> Self:
+    def _train(
+        self, rows: Sequence[UserData], model: InitialModel | None, feature_weights: object
+    ) -> Self:
         """Train, and set what plain XGBoost sets after it."""
         model, metric, params, weights = self._configure_fit(  # type: ignore[attr-defined]  # XGBModel's
             model, self._params(), feature_weights
@@ -88,19 +90,22 @@ class _RayXGBModel(RayEstimator):
         if weights is not None:
             params["feature_weights"] = np.asarray(weights, dtype=np.float32).tolist()
         training = rows[0].features
-        named = is_ray_dataset(training) or has_names(training)
-        typed = isinstance(self.feature_types, Sequence)
-        names = rows[0].feature_names("f") if typed or not is_ray_dataset(training) else []
-        categorical = _categorical(names, self.feature_types) if typed else []
-        rows = alike([self._checked(each) for each in rows], no_margin=math.nan)
+        has_names = is_ray_dataset(training) or has_feature_names(training)
+        has_types = isinstance(self.feature_types, Sequence)
+        names = rows[0].feature_names("f") if has_types or not is_ray_dataset(training) else []
+        categorical = _categorical_features(names, self.feature_types) if has_types else []
+        rows = fill_missing_columns(
+            [self._validate_labels(each) for each in rows], no_margin=math.nan
+        )
         validation = {f"validation_{number}": each for number, each in enumerate(rows[1:])}
         datasets = {"train": rows[0], **validation}
         objective = self.objective
-        with self._run() as configs, tempfile.TemporaryDirectory() as folder:
+        with self._trainer_configs() as configs, tempfile.TemporaryDirectory() as folder:
             result = XGBoostTrainer(
                 params=params,
                 datasets={
-                    name: each.dataset(names, by_name=named) for name, each in datasets.items()
+                    name: each.to_dataset(names, by_name=has_names)
+                    for name, each in datasets.items()
                 },
                 categorical_features=categorical or None,
                 num_boost_round=self.get_num_boosting_rounds(),  # type: ignore[attr-defined]  # XGBModel's
@@ -108,14 +113,14 @@ class _RayXGBModel(RayEstimator):
                 callbacks=[RayTrainReportCallback(), *(self.callbacks or ())],
                 obj=_objective_decorator(objective) if callable(objective) else None,
                 custom_metric=metric,
-                resume_from_checkpoint=_checkpoint_of(model, Path(folder)),
-                **rows[0].columns(),
+                resume_from_checkpoint=_initial_checkpoint(model, Path(folder)),
+                **rows[0].role_arguments(),
                 **configs,
             ).fit()
             assert result.checkpoint is not None
             booster = XGBoostTrainer.get_model(result.checkpoint)
-            progress = Progress.load(result.checkpoint) or Progress()
-        if not named:
+            progress = BoostingProgress.load(result.checkpoint) or BoostingProgress()
+        if not has_names:
             booster.feature_names = None
             booster.feature_types = self.feature_types if categorical else None
         self._Booster = booster
@@ -128,13 +133,19 @@ class _RayXGBModel(RayEstimator):
         if "n_jobs" in params:
             params["nthread"] = params.pop("n_jobs")
         if callable(self.objective):
-            params["objective"] = self._own_objective
+            params["objective"] = self._builtin_objective
         return params
 
-    def _rows(self, features: Features, label: Values, **others: Any) -> Rows:
-        return Rows(features=features, label=label, missing=self.missing, absent=math.nan, **others)
+    def _make_data(self, features: FeatureData, label: ColumnData, **others: Any) -> UserData:
+        return UserData(
+            features=features,
+            label=label,
+            missing=self.missing,
+            sparse_fill_value=math.nan,
+            **others,
+        )
 
-    def _checked(self, rows: Rows) -> Rows:
+    def _validate_labels(self, rows: UserData) -> UserData:
         """Check what XGBoost checks as it makes a matrix."""
         if is_ray_dataset(rows.features):
             return rows
@@ -143,23 +154,23 @@ class _RayXGBModel(RayEstimator):
             raise ValueError("Label contains NaN, infinity or a value too large.")
         return rows
 
-    def predict(self, X: Features, **options: object) -> Any:
+    def predict(self, X: FeatureData, **options: object) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict(X, **options)  # type: ignore[misc]  # XGBModel's
-        return predict_rows(self, "predict", X, options)
+        return predict_with_estimator(self, "predict", X, options)
 
 
-@takes_plain_arguments
+@add_drawbar_parameters
 class RayXGBRegressor(_RayXGBModel, XGBRegressor):
     """`xgboost.XGBRegressor`, trained on workers."""
 
 
-@takes_plain_arguments
+@add_drawbar_parameters
 class RayXGBClassifier(_RayXGBModel, XGBClassifier):
     """`xgboost.XGBClassifier`, trained on workers. Labels must be 0, 1, 2 ... as for it."""
 
-    _own_objective = "binary:logistic"
+    _builtin_objective = "binary:logistic"
 
     def _params(self) -> dict[str, object]:
         params = super()._params()
@@ -169,10 +180,12 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
             params["num_class"] = self.n_classes_
         return params
 
-    def _train(self, rows: Sequence[Rows], model: Model | None, feature_weights: object) -> Self:
+    def _train(
+        self, rows: Sequence[UserData], model: InitialModel | None, feature_weights: object
+    ) -> Self:
         training = rows[0]
         found = (
-            classes_of(training.features, training.label)
+            unique_labels(training.features, training.label)
             if is_ray_dataset(training.features)
             else np.unique(np.asarray(training.label))
         )
@@ -188,39 +201,39 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
             self.objective = self._params()["objective"]
         return self
 
-    def predict_proba(self, X: Features, *args: Any, **options: Any) -> Any:
+    def predict_proba(self, X: FeatureData, *args: Any, **options: Any) -> Any:
         """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict_proba(X, *args, **options)
-        return predict_rows(self, "predict_proba", X, options)
+        return predict_with_estimator(self, "predict_proba", X, options)
 
 
-@takes_plain_arguments
+@add_drawbar_parameters
 class RayXGBRanker(_RayXGBModel, XGBRanker):
     """`xgboost.XGBRanker`, trained on workers. The rows of a query go to one of them."""
 
     def fit(
         self,
-        X: Features,
-        y: Values,
+        X: FeatureData,
+        y: ColumnData,
         *,
-        group: Values = None,
-        qid: Values = None,
-        sample_weight: Values = None,
-        base_margin: Values = None,
-        eval_set: Sequence[tuple[Features, Values]] | None = None,
-        eval_group: Sequence[Values] | None = None,
-        eval_qid: Sequence[Values] | None = None,
+        group: ColumnData = None,
+        qid: ColumnData = None,
+        sample_weight: ColumnData = None,
+        base_margin: ColumnData = None,
+        eval_set: Sequence[tuple[FeatureData, ColumnData]] | None = None,
+        eval_group: Sequence[ColumnData] | None = None,
+        eval_qid: Sequence[ColumnData] | None = None,
         verbose: bool | int | None = False,
-        xgb_model: Model | None = None,
-        sample_weight_eval_set: Sequence[Values] | None = None,
-        base_margin_eval_set: Sequence[Values] | None = None,
+        xgb_model: InitialModel | None = None,
+        sample_weight_eval_set: Sequence[ColumnData] | None = None,
+        base_margin_eval_set: Sequence[ColumnData] | None = None,
         feature_weights: object = None,
     ) -> Self:
         """Do what `XGBRanker.fit` does, on workers. With a Ray Dataset, `qid` names a column."""
-        training = self._ranked(X, y, group, qid, sample_weight, base_margin)
+        training = self._make_ranking_data(X, y, group, qid, sample_weight, base_margin)
         evaluated = [
-            self._ranked(
+            self._make_ranking_data(
                 features,
                 label,
                 _each(eval_group, number),
@@ -232,34 +245,40 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         ]
         return self._train([training, *evaluated], xgb_model, feature_weights)
 
-    def _ranked(
-        self, X: Features, y: Values, group: Values, qid: Values, weight: Values, margin: Values
-    ) -> Rows:
+    def _make_ranking_data(
+        self,
+        X: FeatureData,
+        y: ColumnData,
+        group: ColumnData,
+        qid: ColumnData,
+        weight: ColumnData,
+        margin: ColumnData,
+    ) -> UserData:
         """Give rows with the sizes of their queries. XGBoost's weights are of queries."""
         if not is_ray_dataset(X):
             X, qid = _get_qid(X, qid)
         if group is None and qid is None:
             raise ValueError("group or qid is required for ranking task, of each evaluated set too")
         if is_ray_dataset(X):
-            return self._rows(X, y, weight=weight, group=qid, margin=margin)
-        sizes = _sizes(qid) if group is None else np.asarray(group)
+            return self._make_data(X, y, weight=weight, group=qid, margin=margin)
+        sizes = _group_sizes(qid) if group is None else np.asarray(group)
         weight = None if weight is None else np.repeat(np.asarray(weight), sizes)
-        return self._rows(X, y, weight=weight, group=sizes, margin=margin)
+        return self._make_data(X, y, weight=weight, group=sizes, margin=margin)
 
 
-def _sizes(qid: Values) -> npt.NDArray[np.int64]:
+def _group_sizes(qid: ColumnData) -> npt.NDArray[np.int64]:
     values = np.asarray(qid)
     if (values[1:] < values[:-1]).any():
         raise ValueError("qid must be sorted in ascending order, along with the rows")
     return np.unique(values, return_counts=True)[1]
 
 
-def _categorical(names: Sequence[str], types: Sequence[str]) -> list[str]:
+def _categorical_features(names: Sequence[str], types: Sequence[str]) -> list[str]:
     """Give the features that an estimator's `feature_types` says are categories."""
     return [name for name, kind in zip(names, types, strict=True) if kind == "c"]
 
 
-def _checkpoint_of(model: Model | None, folder: Path) -> Checkpoint | None:
+def _initial_checkpoint(model: InitialModel | None, folder: Path) -> Checkpoint | None:
     """Give what to go on from as a checkpoint; its rounds do not count as done."""
     if model is None:
         return None
@@ -267,7 +286,7 @@ def _checkpoint_of(model: Model | None, folder: Path) -> Checkpoint | None:
         model = model.get_booster()
     booster = model if isinstance(model, Booster) else Booster(model_file=model)
     booster.save_model(folder / RayTrainReportCallback.CHECKPOINT_NAME)
-    Progress().save(folder)
+    BoostingProgress().save(folder)
     return Checkpoint(folder)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drawbar._boosting import Shard, check_label, warn_of_threads, worker_threads
+from drawbar._boosting import Shard, validate_labels, warn_oversubscribed_threads, worker_threads
 from drawbar.train import ScalingConfig
 
-_BINNED = {"tree_method": ("auto", "hist"), "booster": ("gbtree", "dart")}
+_SUPPORTED_VALUES = {"tree_method": ("auto", "hist"), "booster": ("gbtree", "dart")}
 """What trains on data that is binned as it arrives."""
 
-_LABELS: dict[str, dict[str, Any]] = {
+_LABEL_RANGES: dict[str, dict[str, Any]] = {
     "binary:logistic": {"low": 0, "high": 1},
     "binary:logitraw": {"low": 0, "high": 1},
     "binary:hinge": {"low": 0, "high": 1, "whole_numbers": True},
@@ -26,7 +26,7 @@ _LABELS: dict[str, dict[str, Any]] = {
 PERCENTILE_OBJECTIVES = ("reg:absoluteerror", "reg:quantileerror")
 """Objectives whose leaf values are percentiles of a worker's rows."""
 
-SPELLED = {
+PARAMETER_ALIASES = {
     "num_boost_round": ("num_boost_round", "n_estimators"),
     "early_stopping_rounds": ("early_stopping_rounds",),
 }
@@ -36,7 +36,7 @@ _THREADS = ("nthread", "n_jobs")
 """XGBoost's names for the number of threads."""
 
 
-def with_own_threads(params: Mapping[str, object]) -> dict[str, object]:
+def set_num_threads(params: Mapping[str, object]) -> dict[str, object]:
     """Give the parameters with a number of threads: this worker's share unless one is set."""
     given = {name: each for name, each in params.items() if name not in _THREADS}
     return {**given, "nthread": max(_threads(params), 0) or worker_threads()}
@@ -47,8 +47,8 @@ def _threads(params: Mapping[str, Any]) -> int:
     return int(next((params[name] for name in _THREADS if params.get(name) is not None), 0))
 
 
-def check_parameters(
-    params: Mapping[str, object], scaling_config: ScalingConfig, *, grouped: bool
+def validate_parameters(
+    params: Mapping[str, object], scaling_config: ScalingConfig, *, has_groups: bool
 ) -> None:
     """Check, in the driver, what does not depend on the data.
 
@@ -60,8 +60,8 @@ def check_parameters(
     Raises:
         ValueError: A declared training cannot work with them.
     """
-    warn_of_threads("nthread", _threads(params), scaling_config)
-    for name, known in _BINNED.items():
+    warn_oversubscribed_threads("nthread", _threads(params), scaling_config)
+    for name, known in _SUPPORTED_VALUES.items():
         if (found := params.get(name)) not in (None, *known):
             raise ValueError(
                 f"params[{name!r}] is {found!r}, but a declared training bins the data as it "
@@ -74,12 +74,12 @@ def check_parameters(
             f"params['device'] is {device!r}, but the workers have no GPU; set "
             "ScalingConfig(use_gpu=True), or leave the parameter out"
         )
-    _check_objective(params, grouped)
+    _check_objective(params, has_groups)
 
 
-def _check_objective(params: Mapping[str, object], grouped: bool) -> None:
+def _check_objective(params: Mapping[str, object], has_groups: bool) -> None:
     objective = str(params.get("objective"))
-    if objective.startswith("rank:") and not grouped:
+    if objective.startswith("rank:") and not has_groups:
         raise ValueError(f"objective {objective!r} needs group_column, the query of each row")
     if objective.startswith("multi:") and not params.get("num_class"):
         raise ValueError(f"objective {objective!r} needs params['num_class']")
@@ -90,15 +90,15 @@ def _check_objective(params: Mapping[str, object], grouped: bool) -> None:
         )
 
 
-def check_labels(shard: Shard, params: Mapping[str, Any]) -> None:
+def validate_objective_labels(shard: Shard, params: Mapping[str, Any]) -> None:
     """Check the labels of all ranks against the objective.
 
     Raises:
         ValueError: A label is out of range; every rank gets the same error.
     """
     objective = str(params.get("objective", "reg:squarederror"))
-    rule = _LABELS.get(objective, {})
+    rule = _LABEL_RANGES.get(objective, {})
     if objective.startswith("multi:"):
         rule = {"low": 0, "high": params["num_class"] - 1, "whole_numbers": True}
     if rule:
-        check_label(shard, f"objective {objective!r}", **rule)
+        validate_labels(shard, f"objective {objective!r}", **rule)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from xgboost import Booster, DMatrix
 
 from drawbar import _boosting
-from drawbar._boosting import Predictor, predicting
+from drawbar._boosting import Predictor, make_predictor_factory
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,8 +42,10 @@ def predict(
     """
     best = booster.attr("best_iteration")
     rounds = {} if best is None else {"iteration_range": (0, int(best) + 1)}
-    make = partial(_predictor, bytes(booster.save_raw()), {**rounds, **(predict_options or {})})
-    return _boosting.predict(
+    make = partial(
+        _make_predictor, bytes(booster.save_raw()), {**rounds, **(predict_options or {})}
+    )
+    return _boosting.predict_dataset(
         dataset,
         make,
         features=_features(booster),
@@ -53,11 +55,13 @@ def predict(
     )
 
 
-def predict_rows(estimator: Any, method: str, dataset: Dataset, options: dict[str, Any]) -> Dataset:
+def predict_with_estimator(
+    estimator: Any, method: str, dataset: Dataset, options: dict[str, Any]
+) -> Dataset:
     """Predict the rows of a Ray Dataset with a method of an estimator, and options of that."""
-    make = predicting(estimator, method, _prepared, options)
+    make = make_predictor_factory(estimator, method, _prepare_batch, options)
     features = _features(estimator.get_booster())
-    return _boosting.predict(
+    return _boosting.predict_dataset(
         dataset, make, features=features, keep_columns=None, output_column="prediction"
     )
 
@@ -71,36 +75,38 @@ def _features(booster: Booster) -> Sequence[str]:
     return booster.feature_names
 
 
-def _predictor(model: bytes, options: dict[str, object]) -> Predictor:
+def _make_predictor(model: bytes, options: dict[str, object]) -> Predictor:
     booster = Booster(model_file=bytearray(model))
     booster.set_param({"nthread": 1})
-    return lambda features: booster.predict(_matrix(booster, features), **options)
+    return lambda features: booster.predict(_to_dmatrix(booster, features), **options)
 
 
-def _matrix(booster: Booster, features: pd.DataFrame) -> DMatrix:
+def _to_dmatrix(booster: Booster, features: pd.DataFrame) -> DMatrix:
     """Give a matrix; plain strings, and numbers that are categories, are made such."""
-    frame = _with_categories(booster, features)
-    plain = any(frame[name].dtype.name != "category" for name in _categorical(booster, frame))
-    types = booster.feature_types if plain else None
+    frame = _strings_to_categories(booster, features)
+    string_columns = any(
+        frame[name].dtype.name != "category" for name in _categorical_features(booster, frame)
+    )
+    types = booster.feature_types if string_columns else None
     return DMatrix(frame, enable_categorical=True, feature_types=types)
 
 
-def _prepared(estimator: Any, features: pd.DataFrame) -> pd.DataFrame:
+def _prepare_batch(estimator: Any, features: pd.DataFrame) -> pd.DataFrame:
     booster = estimator.get_booster()
     booster.set_param({"nthread": 1})
-    return _with_categories(booster, features)
+    return _strings_to_categories(booster, features)
 
 
-def _with_categories(booster: Booster, features: pd.DataFrame) -> pd.DataFrame:
+def _strings_to_categories(booster: Booster, features: pd.DataFrame) -> pd.DataFrame:
     """Make categories of plain strings."""
-    plain = [
+    string_columns = [
         name
-        for name in _categorical(booster, features)
+        for name in _categorical_features(booster, features)
         if features[name].dtype.name != "category" and features[name].dtype.kind not in "iuf"
     ]
-    return features.astype(dict.fromkeys(plain, "category"))
+    return features.astype(dict.fromkeys(string_columns, "category"))
 
 
-def _categorical(booster: Booster, features: pd.DataFrame) -> list[str]:
+def _categorical_features(booster: Booster, features: pd.DataFrame) -> list[str]:
     kinds = zip(features, booster.feature_types or (), strict=False)
     return [name for name, kind in kinds if kind == "c"]

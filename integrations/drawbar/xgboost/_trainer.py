@@ -11,10 +11,10 @@ from xgboost.callback import TrainingCallback
 
 from drawbar._boosting import BoostingTrainer
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
-from drawbar.train.backend import TrainFunction, config_or_default
+from drawbar.train.backend import TrainFunction, resolve_config
 from drawbar.xgboost._backend import XGBoostConfig
-from drawbar.xgboost._fit import XGBoostFit
-from drawbar.xgboost._report import RayTrainReportCallback
+from drawbar.xgboost._report_callback import RayTrainReportCallback
+from drawbar.xgboost._training_spec import XGBoostTrainingSpec
 
 
 class XGBoostTrainer(BoostingTrainer):
@@ -117,9 +117,9 @@ class XGBoostTrainer(BoostingTrainer):
         }
         super().__init__(
             train_loop_per_worker,
-            fit_class=XGBoostFit,
-            declared=declared,
-            backend_config=config_or_default("xgboost_config", xgboost_config, XGBoostConfig),
+            spec_class=XGBoostTrainingSpec,
+            spec_arguments=declared,
+            backend_config=resolve_config("xgboost_config", xgboost_config, XGBoostConfig),
             train_loop_config=train_loop_config,
             scaling_config=scaling_config,
             run_config=run_config,

@@ -15,7 +15,7 @@ import nbformat
 import pytest
 
 from drawbar.train._console.console import Console
-from drawbar.train._console.views import MAX_COMMIT_LINES, Status
+from drawbar.train._console.displays import MAX_COMMIT_LINES, DisplayStatus
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import BytesWritten, LinePrinted, Notice, RunEnded, WorkersFailed
 from drawbar.train._messages import Printed
@@ -26,20 +26,20 @@ FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="ki
 A_RUN = """
 import logging
 from drawbar.train._console.console import Console
-from drawbar.train._console.views import Status
+from drawbar.train._console.displays import DisplayStatus
 from drawbar.train._messages import Printed
 from tests.train.told import *
 
 console = Console(logging.INFO, "/runs/mnist")
-console.note(workers_started(2))
+console.on_event(workers_started(2))
 for step in range(3000):
-    console.note(reported(0, step, {"loss": 0.123456, "epoch": 1}))
-    console.note(LinePrinted(0, Printed(text=f" {step}/3000", transient=True)))
+    console.on_event(reported(0, step, {"loss": 0.123456, "epoch": 1}))
+    console.on_event(LinePrinted(0, Printed(text=f" {step}/3000", transient=True)))
     if step % 1000 == 0:
-        console.note(LinePrinted(0, Printed(text=f"[b]{step}[/b] " + "wide " * 30 + ".")))
+        console.on_event(LinePrinted(0, Printed(text=f"[b]{step}[/b] " + "wide " * 30 + ".")))
         print("the driver prints", step)
-console.note(committed("checkpoint_000001", 123_000_000, 0.5))
-console.note(RunEnded(time=0, outcome="finished"))
+console.on_event(committed("checkpoint_000001", 123_000_000, 0.5))
+console.on_event(RunEnded(time=0, outcome="finished"))
 console.close()
 """
 
@@ -54,14 +54,14 @@ def unstamped(text: str) -> str:
 
 
 def show_everything(console: Console) -> None:
-    console.note(workers_started(2))
-    console.note(reported(0, 7, {"loss": 0.123456789, "note": "warm-up", "table": [1]}))
-    console.note(reported(1, 7, {"loss": 9.0}))
-    console.note(committed("checkpoint_000001", 1_234_567_890, 0.52))
-    console.note(LinePrinted(0, Printed(text="hello")))
-    console.note(LinePrinted(1, Printed(text="ERROR user: bad batch", stream="stderr")))
-    console.note(Notice("waiting for CPU=4"))
-    console.note(WorkersFailed("worker", [FAILURE], is_raised=False))
+    console.on_event(workers_started(2))
+    console.on_event(reported(0, 7, {"loss": 0.123456789, "note": "warm-up", "table": [1]}))
+    console.on_event(reported(1, 7, {"loss": 9.0}))
+    console.on_event(committed("checkpoint_000001", 1_234_567_890, 0.52))
+    console.on_event(LinePrinted(0, Printed(text="hello")))
+    console.on_event(LinePrinted(1, Printed(text="ERROR user: bad batch", stream="stderr")))
+    console.on_event(Notice("waiting for CPU=4"))
+    console.on_event(WorkersFailed("worker", [FAILURE], is_final=False))
 
 
 def test_plain_lines_tell_the_run() -> None:
@@ -97,7 +97,7 @@ def test_the_level_leaves_out_what_is_less_urgent(level: int, shown: list[str]) 
 def test_thousands_of_reports_are_the_first_and_the_last() -> None:
     console, file = plain()
     for index in range(5000):
-        console.note(reported(0, index, {"loss": index}))
+        console.on_event(reported(0, index, {"loss": index}))
     console.close()
     console.close()
     assert re.findall(r"report (\d+)", file.getvalue()) == ["0", "4999"]
@@ -106,8 +106,8 @@ def test_thousands_of_reports_are_the_first_and_the_last() -> None:
 def test_plain_view_prints_every_commit_up_to_a_limit_and_the_last_one() -> None:
     console, file = plain()
     for number in range(100):
-        console.note(committed(f"checkpoint_{number}", 10, 0.1))
-    console.note(RunEnded(time=0, outcome="finished"))
+        console.on_event(committed(f"checkpoint_{number}", 10, 0.1))
+    console.on_event(RunEnded(time=0, outcome="finished"))
     numbers = [int(number) for number in re.findall(r"checkpoint_(\d+)", file.getvalue())]
     assert numbers == [*range(MAX_COMMIT_LINES), 99]
     *_, last, end = file.getvalue().splitlines()
@@ -117,13 +117,13 @@ def test_plain_view_prints_every_commit_up_to_a_limit_and_the_last_one() -> None
 
 def test_plain_view_prints_restart_with_attempt_and_remaining_failures() -> None:
     console, file = plain()
-    console.note(attempt_started(0))
+    console.on_event(attempt_started(0))
     for attempt in (1, 2):  # the second one fails in its start-up
         budget = f"max_failures: {3 - attempt} of 3 left"
-        console.note(WorkersFailed("worker", [], is_raised=False, budget=budget))
-        console.note(attempt_started(attempt, "/runs/mnist/checkpoint_000001"))
-    console.note(WorkersFailed("resize", [], is_raised=False))
-    console.note(attempt_started(3))
+        console.on_event(WorkersFailed("worker", [], is_final=False, budget=budget))
+        console.on_event(attempt_started(attempt, "/runs/mnist/checkpoint_000001"))
+    console.on_event(WorkersFailed("resize", [], is_final=False))
+    console.on_event(attempt_started(3))
     assert unstamped(file.getvalue()).splitlines()[1:] == [
         "[drawbar] starting",
         "[drawbar] restarting: attempt 1 from /runs/mnist/checkpoint_000001 "
@@ -137,9 +137,9 @@ def test_plain_view_prints_restart_with_attempt_and_remaining_failures() -> None
 def test_plain_view_prints_held_metrics_before_a_restart() -> None:
     console, file = plain()
     for index in range(3):
-        console.note(reported(0, index, {"loss": index}))
-    console.note(attempt_started(1))
-    console.note(attempt_started(2))
+        console.on_event(reported(0, index, {"loss": index}))
+    console.on_event(attempt_started(1))
+    console.on_event(attempt_started(2))
     assert re.findall(r"report \d|attempt \d", file.getvalue()) == [
         "report 0",
         "attempt 1",
@@ -150,9 +150,9 @@ def test_plain_view_prints_held_metrics_before_a_restart() -> None:
 
 def test_console_leaves_the_failure_that_fit_raises_to_the_exception() -> None:
     console, file = plain()
-    console.note(workers_started(2))
-    console.note(WorkersFailed("worker", [FAILURE], is_raised=True))
-    console.note(RunEnded(time=0, outcome="failed"))
+    console.on_event(workers_started(2))
+    console.on_event(WorkersFailed("worker", [FAILURE], is_final=True))
+    console.on_event(RunEnded(time=0, outcome="failed"))
     assert "WorkerDied" not in file.getvalue()
     assert file.getvalue().endswith("failed\n")
 
@@ -160,18 +160,18 @@ def test_console_leaves_the_failure_that_fit_raises_to_the_exception() -> None:
 def test_a_thousand_redraws_are_few_lines() -> None:
     console, file = plain()
     for number in range(1000):
-        console.note(
+        console.on_event(
             LinePrinted(0, Printed(text=f"{number}/1000", stream="stderr", transient=True))
         )
-    console.note(LinePrinted(0, Printed(text="1000/1000", stream="stderr")))
+    console.on_event(LinePrinted(0, Printed(text="1000/1000", stream="stderr")))
     assert file.getvalue() == "0/1000\n1000/1000\n"
 
 
 def test_plain_view_prints_a_state_once_and_a_change_of_size_again() -> None:
     console, file = plain()
     for count in (2, 2, 1):
-        console.note(workers_started(count))
-    console.note(attempt_started(1, "/runs/mnist/checkpoint_000001"))
+        console.on_event(workers_started(count))
+    console.on_event(attempt_started(1, "/runs/mnist/checkpoint_000001"))
     told = [line.split("] ")[1] for line in file.getvalue().splitlines()[1:]]
     assert told == [
         "running on 2 workers",
@@ -183,16 +183,16 @@ def test_plain_view_prints_a_state_once_and_a_change_of_size_again() -> None:
 @pytest.mark.parametrize(("attempt", "state"), [(0, "starting:"), (3, "resuming: attempt 3")])
 def test_plain_view_of_resumed_run_names_attempt_and_checkpoint(attempt: int, state: str) -> None:
     console, file = plain()
-    console.note(attempt_started(attempt, "/runs/mnist/checkpoint_000001"))
+    console.on_event(attempt_started(attempt, "/runs/mnist/checkpoint_000001"))
     last = file.getvalue().splitlines()[-1]
     assert last.endswith(f"] {state} from /runs/mnist/checkpoint_000001")
 
 
 def test_lines_go_to_the_stream_that_they_came_from(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(logging.INFO, "")
-    console.note(LinePrinted(0, Printed(text="[bold]out[/bold]")))
-    console.note(LinePrinted(0, Printed(text="err", stream="stderr")))
-    console.note(Notice("drawbar's own"))
+    console.on_event(LinePrinted(0, Printed(text="[bold]out[/bold]")))
+    console.on_event(LinePrinted(0, Printed(text="err", stream="stderr")))
+    console.on_event(Notice("drawbar's own"))
     console.close()
     out, err = capsys.readouterr()
     assert out == "[bold]out[/bold]\n"
@@ -205,7 +205,7 @@ def test_where_nobody_reads_the_run_does_not_wait(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(sys, "stderr", full)
         console = Console(logging.INFO, "")
         for number in range(100):
-            console.note(Notice(f"{number} " + "wide " * 1000))  # a pipe holds a tenth of this
+            console.on_event(Notice(f"{number} " + "wide " * 1000))  # a pipe holds a tenth of this
         shown = [reader.readline().split()[2] for _ in range(100)]
         console.close()
     assert shown == [str(number) for number in range(100)]
@@ -301,14 +301,14 @@ class Loss:
         return 0.5
 
 console = Console(20, "/runs/mnist")
-console.note(workers_started(2))
-console.note(reported(0, 7, {"loss": Loss()}))
+console.on_event(workers_started(2))
+console.on_event(reported(0, 7, {"loss": Loss()}))
 for _ in range(2):  # when the second is being made, the first is there
     drawn.acquire()
 termios.tcsetwinsize(1, (24, 30))
 os.write(1, b"\\x1b[8;24;30t")
 print("the driver prints")
-console.note(RunEnded(time=0, outcome="finished"))
+console.on_event(RunEnded(time=0, outcome="finished"))
 console.close()
 """
 
@@ -327,7 +327,7 @@ def test_nothing_is_left_of_the_live_line_on_a_terminal_that_is_made_narrower() 
 def test_what_a_program_writes_passes_as_it_is(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     console = Console(logging.INFO, "/runs/mnist")
     for data in (b"no end of line", b" yet\r\n\xff\x00", b"none"):
-        console.note(BytesWritten(data))
+        console.on_event(BytesWritten(data))
     console.close()
     assert capsysbinary.readouterr().out == b"no end of line yet\r\n\xff\x00none"
 
@@ -339,8 +339,8 @@ from drawbar.train._console.console import Console
 from drawbar.train._history.events import BytesWritten, RunEnded
 console = Console(20, "/runs/mnist")
 for data in {pieces}:
-    console.note(BytesWritten(data))
-console.note(RunEnded(time=0, outcome="finished"))
+    console.on_event(BytesWritten(data))
+console.on_event(RunEnded(time=0, outcome="finished"))
 console.close()
 """)
     lines = ["loss 0.5", "part of it", "100%", "[drawbar] run directory /runs/mnist", "unfinished"]
@@ -348,11 +348,11 @@ console.close()
 
 
 def test_a_redrawn_bar_is_not_what_a_narrow_terminal_cuts_off() -> None:
-    status = Status("/runs/mnist")
-    status.state, status.workers, status.report = "running", 2, (7, {"loss": 0.5})
-    status.redrawn, status.checkpoint = "Epoch 3:  45%", "checkpoint_000001"
+    status = DisplayStatus("/runs/mnist")
+    status.phase, status.num_workers, status.last_report = "running", 2, (7, {"loss": 0.5})
+    status.redrawn_line, status.last_checkpoint = "Epoch 3:  45%", "checkpoint_000001"
     shown = "running on 2 workers | Epoch 3:  45% | report 7: loss 0.5 | checkpoint_000001"
-    assert unstamped(status.one_line()) == f"[drawbar] {shown}"
+    assert unstamped(status.format_line()) == f"[drawbar] {shown}"
 
 
 def test_a_redirected_stdout_gets_the_users_lines_only() -> None:

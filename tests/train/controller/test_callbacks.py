@@ -129,6 +129,6 @@ def test_a_callback_that_does_not_return_is_named_and_given_up_by_a_stop(
     said = ""
     while "waiting for callback Stuck.after_report, which has not returned" not in said:
         said += capfd.readouterr().err
-    assert (run.status, run.done, run.diagnose()) == ("finished", False, "")
+    assert (run.status, run.is_done, run.diagnose()) == ("finished", False, "")
     run.stop(save=False)
     assert run.wait().metrics == {"a": 1}

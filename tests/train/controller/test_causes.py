@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.train import BackendConfig, RunConfig, WorkerFailure, WorkerGroupError, get_context
-from drawbar.train._controller.attempt_failed import AttemptFailed
+from drawbar.train._controller.attempt_failure import AttemptFailure
 from drawbar.train._messages import Gone
 from drawbar.train.testing import run_in_threads
 
@@ -66,10 +66,10 @@ PATIENCE = 60.0
 def test_a_death_that_a_peer_feels_before_ray_tells_is_waited_for(said: str) -> None:
     async def told_late() -> bool:
         failure = WorkerFailure(rank=0, kind="exception", type_name="RuntimeError", message=said)
-        failed = AttemptFailed("worker", [failure])
-        waiting = asyncio.create_task(failed.first_cause(PATIENCE))
+        failed = AttemptFailure("worker", [failure])
+        waiting = asyncio.create_task(failed.wait_for_root_cause(PATIENCE))
         waited = not (await asyncio.wait([waiting], timeout=0.1))[0]
-        failed.hear(1, Gone(detail="SIGKILL", time=0.0))
+        failed.on_message(1, Gone(detail="SIGKILL", time=0.0))
         await waiting
         return waited
 
@@ -79,7 +79,9 @@ def test_a_death_that_a_peer_feels_before_ray_tells_is_waited_for(said: str) -> 
 def test_nobody_is_waited_for_where_no_peer_is_missed() -> None:
     async def told() -> bool:
         failure = WorkerFailure(rank=0, kind="exception", type_name="ValueError", message="boom")
-        waiting = asyncio.create_task(AttemptFailed("worker", [failure]).first_cause(PATIENCE))
+        waiting = asyncio.create_task(
+            AttemptFailure("worker", [failure]).wait_for_root_cause(PATIENCE)
+        )
         return bool((await asyncio.wait([waiting], timeout=PATIENCE))[0])
 
     assert asyncio.run(told())

@@ -105,7 +105,7 @@ def assert_resumed(result: Result, num_workers: int) -> None:
     assert result.return_values == [[]] * max(num_workers, 1)
     assert_intact(Path(result.path), newest=STEPS - 1)
     check_run(result.path)
-    assert sum(attempt.checkpoints for attempt in result.timeline.attempts) == STEPS
+    assert sum(attempt.num_checkpoints for attempt in result.timeline.attempts) == STEPS
     frame = result.metrics_dataframe
     for rank in range(max(num_workers, 1)):
         assert list(frame[frame["rank"] == rank]["step"]) == list(range(STEPS))
@@ -152,7 +152,7 @@ def test_a_driver_killed_while_it_commits(
     how["delete_local_checkpoint_after_upload"] = False
 
     def main() -> None:
-        kill_at(point, times=FATAL_STEP + 1)
+        kill_at(point, occurrence=FATAL_STEP + 1)
         fit(saving(tmp_path, **how), run_config, 0)
 
     with drivers(main) as driver:
@@ -167,7 +167,7 @@ def test_a_driver_killed_while_it_merges_two_ranks(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers
 ) -> None:
     def main() -> None:
-        kill_at("commit.merged", times=FATAL_STEP + 1)
+        kill_at("commit.merged", occurrence=FATAL_STEP + 1)
         fit(saving(tmp_path), run_config, 2)
 
     with drivers(main) as driver:

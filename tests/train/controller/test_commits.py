@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from drawbar.train import CheckpointConfig
-from drawbar.train._controller.commits import Committer
-from drawbar.train._controller.progress import Round
+from drawbar.train._controller.commits import CheckpointCommitter
+from drawbar.train._controller.progress import ReportRound
 from drawbar.train._messages import FileSent, Offer, Reported
 from drawbar.train._orders import FileTaken, Order, Persist
 from drawbar.train._storage import upkeep
@@ -30,9 +30,9 @@ def sent(number: int, path: str, data: bytes) -> FileSent:
 
 async def pieces_of_two_ranks(folder: Path) -> None:
     directory = RunDirectory(folder)
-    upkeep.create(directory)
+    upkeep.create_directories(directory)
     said: asyncio.Queue[object] = asyncio.Queue()
-    commits = Committer(
+    commits = CheckpointCommitter(
         directory,
         CheckpointConfig(),
         metadata={},
@@ -47,14 +47,14 @@ async def pieces_of_two_ranks(folder: Path) -> None:
     def order(rank: int, order: Order) -> None:
         assert isinstance(order, Persist)
 
-    complete = Round(0, {0: offered(0), 1: offered(1)}, {0: FILES, 1: FILES})
-    commits.begin(complete, run_id="r", attempt=0, world_size=2, order=order)
-    commits.take(0, sent(0, "fast", b"f"), said.put_nowait)
+    complete = ReportRound(0, {0: offered(0), 1: offered(1)}, {0: FILES, 1: FILES})
+    commits.start(complete, run_id="r", attempt=0, world_size=2, send_command=order)
+    commits.on_chunk(0, sent(0, "fast", b"f"), said.put_nowait)
     assert await next_said() == FileTaken(number=0)
     (stage,) = directory.staging.path.glob("rank_0-*")
     os.mkfifo(stage / "slow")  # opening it waits for a reader, as for a disk
-    commits.take(0, sent(1, "slow", b"s"), said.put_nowait)
-    commits.take(1, sent(2, "fast", b"f"), said.put_nowait)
+    commits.on_chunk(0, sent(1, "slow", b"s"), said.put_nowait)
+    commits.on_chunk(1, sent(2, "fast", b"f"), said.put_nowait)
     assert await next_said() == FileTaken(number=2)
     reader = await asyncio.to_thread(open, stage / "slow", "rb")
     with reader:
@@ -62,7 +62,7 @@ async def pieces_of_two_ranks(folder: Path) -> None:
         assert await asyncio.to_thread(reader.read) == b"s"
     (stage / "slow").unlink()
     (stage / "slow").mkdir()
-    commits.take(0, sent(3, "slow", b"s"), said.put_nowait)
+    commits.on_chunk(0, sent(3, "slow", b"s"), said.put_nowait)
     assert isinstance(await next_said(), IsADirectoryError)
     await commits.close()
 

@@ -10,15 +10,20 @@ from drawbar.train import FailureConfig, ResumeError
 from drawbar.train._controller.decisions import (
     GiveUp,
     Restart,
-    Spent,
-    after_failure,
-    spent_so_far,
+    UsedBudget,
+    count_used_budget,
+    decide_after_failure,
     startup_delay,
 )
-from drawbar.train._history.events import AttemptEnd
-from drawbar.train._launch.resume import ResumePlan, RunState, changes, resume_plan
+from drawbar.train._driver.resume import (
+    ResumeDecision,
+    RunDirectoryState,
+    decide_resume,
+    list_config_changes,
+)
+from drawbar.train._history.events import AttemptEndCause
 
-NONE, UNFINISHED, FINISHED, DAMAGED = RunState
+NONE, UNFINISHED, FINISHED, DAMAGED = RunDirectoryState
 
 
 @pytest.mark.parametrize(
@@ -32,46 +37,50 @@ NONE, UNFINISHED, FINISHED, DAMAGED = RunState
 )
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_a_budget_allows_as_many_restarts_as_it_says(
-    end: AttemptEnd, budget: str, counter: str, limit: int
+    end: AttemptEndCause, budget: str, counter: str, limit: int
 ) -> None:
     config = FailureConfig(**{budget: limit})  # type: ignore[arg-type]  # the key varies
-    spent = Spent()
+    spent = UsedBudget()
     for number in range(limit):
-        decision = after_failure(end, spent, config)
-        assert decision == Restart(Spent(**{counter: number + 1}))
+        decision = decide_after_failure(end, spent, config)
+        assert decision == Restart(UsedBudget(**{counter: number + 1}))
         assert isinstance(decision, Restart)
-        spent = decision.spent
-    assert after_failure(end, spent, config) == GiveUp(f"FailureConfig.{budget}={limit} is used up")
+        spent = decision.used
+    assert decide_after_failure(end, spent, config) == GiveUp(
+        f"FailureConfig.{budget}={limit} is used up"
+    )
 
 
 @pytest.mark.parametrize("end", ["worker", "hang", "preemption", "startup"])
-def test_minus_one_is_without_limit(end: AttemptEnd) -> None:
+def test_minus_one_is_without_limit(end: AttemptEndCause) -> None:
     config = FailureConfig(max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1)
-    spent = Spent(failures=10**6, preemptions=10**6, startups=10**6)
-    assert after_failure(end, spent, config) == Restart(spent.after(end))
+    spent = UsedBudget(failures=10**6, preemptions=10**6, startups=10**6)
+    assert decide_after_failure(end, spent, config) == Restart(spent.add(end))
 
 
 @pytest.mark.parametrize("end", ["configuration", "divergence", "storage"])
-def test_what_would_fail_again_is_not_tried_again(end: AttemptEnd) -> None:
+def test_what_would_fail_again_is_not_tried_again(end: AttemptEndCause) -> None:
     config = FailureConfig(max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1)
-    assert after_failure(end, Spent(), config) == GiveUp("it would fail again in the same way")
+    assert decide_after_failure(end, UsedBudget(), config) == GiveUp(
+        "it would fail again in the same way"
+    )
 
 
 def test_a_resize_costs_nothing() -> None:
     none_left = FailureConfig(max_failures=0, max_preemption_failures=0, max_startup_failures=0)
-    assert after_failure("resize", Spent(), none_left) == Restart(Spent())
+    assert decide_after_failure("resize", UsedBudget(), none_left) == Restart(UsedBudget())
 
 
 def test_each_budget_is_counted_apart() -> None:
-    spent = Spent(failures=0, preemptions=5, startups=5)
-    assert isinstance(after_failure("worker", spent, FailureConfig(max_failures=1)), Restart)
-    assert spent.after("worker") == Spent(failures=1, preemptions=5, startups=5)
+    spent = UsedBudget(failures=0, preemptions=5, startups=5)
+    assert isinstance(decide_after_failure("worker", spent, FailureConfig(max_failures=1)), Restart)
+    assert spent.add("worker") == UsedBudget(failures=1, preemptions=5, startups=5)
 
 
 def test_budgets_are_counted_over_drivers() -> None:
-    ends: list[AttemptEnd] = ["worker", "hang", "preemption", "startup", "resize", "storage"]
-    assert spent_so_far([]) == Spent()
-    assert spent_so_far(ends) == Spent(failures=2, preemptions=1, startups=1)
+    ends: list[AttemptEndCause] = ["worker", "hang", "preemption", "startup", "resize", "storage"]
+    assert count_used_budget([]) == UsedBudget()
+    assert count_used_budget(ends) == UsedBudget(failures=2, preemptions=1, startups=1)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +112,10 @@ AUTO_FROM_START = "training continues from the beginning, since it has no checkp
     ],
 )
 def test_resume_plan_warns_about_finished_and_damaged_runs(
-    state: RunState, newest: str | None, resume: Any, fresh: bool, warning: str
+    state: RunDirectoryState, newest: str | None, resume: Any, fresh: bool, warning: str
 ) -> None:
-    plan = resume_plan(state, resume, path="/runs/a", newest=newest)
-    assert plan.fresh is fresh
+    plan = decide_resume(state, resume, path="/runs/a", latest=newest)
+    assert plan.is_new_run is fresh
     assert warning in plan.warning
     assert bool(plan.warning) is bool(warning)
 
@@ -127,20 +136,20 @@ def test_resume_plan_warns_about_finished_and_damaged_runs(
     ],
 )
 def test_resume_plan_with_conflicting_directory_names_the_remedy(
-    state: RunState, newest: str | None, resume: Any, message: str
+    state: RunDirectoryState, newest: str | None, resume: Any, message: str
 ) -> None:
     with pytest.raises(ResumeError, match=f'RunConfig.resume="{resume}", but .*{message}'):
-        resume_plan(state, resume, path="/runs/a", newest=newest)
+        decide_resume(state, resume, path="/runs/a", latest=newest)
 
 
 @pytest.mark.parametrize("state", [FINISHED, DAMAGED])
-def test_resume_plan_with_conflicting_functions_needs_must(state: RunState) -> None:
-    def plan(resume: Any) -> ResumePlan:
-        return resume_plan(state, resume, path="/runs/a", newest="c", conflict=("f", "g"))
+def test_resume_plan_with_conflicting_functions_needs_must(state: RunDirectoryState) -> None:
+    def plan(resume: Any) -> ResumeDecision:
+        return decide_resume(state, resume, path="/runs/a", latest="c", conflict=("f", "g"))
 
     with pytest.raises(ResumeError, match="training function f, but this trainer has g"):
         plan("auto")
-    assert not plan("must").fresh
+    assert not plan("must").is_new_run
 
 
 @pytest.mark.parametrize(
@@ -155,4 +164,4 @@ def test_resume_plan_with_conflicting_functions_needs_must(state: RunState) -> N
     ],
 )
 def test_what_changed_between_two_configurations(before: Any, now: Any, found: list[str]) -> None:
-    assert changes(before, now) == found
+    assert list_config_changes(before, now) == found

@@ -275,7 +275,7 @@ def test_survivors_keep_their_process_and_cache(run_config: RunConfig, keep: boo
         collective.barrier()
         return known, context.get_attempt()
 
-    result = fit(function, run_config, num_workers=3, max_failures=1, keep_survivors=keep)
+    result = fit(function, run_config, num_workers=3, max_failures=1, reuse_workers=keep)
     assert result.return_values == [(keep, 1), (False, 1), (keep, 1)]
 
 

@@ -24,11 +24,11 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
-from drawbar.train._controller.diagnosis import difference
-from drawbar.train._controller.progress import Sign
-from drawbar.train._controller.watches import Stacks, quiet_ranks
+from drawbar.train._controller.diagnosis import format_difference
+from drawbar.train._controller.progress import RankActivity
+from drawbar.train._controller.stall_detector import Stacks, find_stalled_ranks
 from drawbar.train._worker.stack import Frame, Stack
-from drawbar.train._worker.user_code import users_lines
+from drawbar.train._worker.user_frames import find_user_frames
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
@@ -138,9 +138,9 @@ def test_a_rank_that_others_wait_for_is_said_to_be_quiet(
             stop()
         collective.barrier()
 
-    run = trainer(function, run_config, quiet_notice=1).start()
-    while not (quiet := run.quiet_ranks):
-        assert not run.done
+    run = trainer(function, run_config, stall_warning_after=1).start()
+    while not (quiet := run.stalled_ranks):
+        assert not run.is_done
     assert list(quiet) == [1]
     assert "rank 1 gives no sign of life for" in quiet[1]
     assert "while rank 0 waits in collective #0 (barrier)" in quiet[1]
@@ -162,12 +162,12 @@ def test_a_rank_that_speaks_again_is_quiet_no_more(
         while not (tmp_path / "end").exists():
             collective.barrier()
 
-    run = trainer(function, run_config, quiet_notice=1).start()
-    while not run.quiet_ranks:
-        assert not run.done
+    run = trainer(function, run_config, stall_warning_after=1).start()
+    while not run.stalled_ranks:
+        assert not run.is_done
     (tmp_path / "go_on").touch()
-    while run.quiet_ranks:
-        assert not run.done
+    while run.stalled_ranks:
+        assert not run.is_done
     (tmp_path / "end").touch()
     run.stop(save=False)
     run.wait()
@@ -176,7 +176,7 @@ def test_a_rank_that_speaks_again_is_quiet_no_more(
 
 HERE = Stack(frames=(Frame("/home/me/train.py", 10, "step"),), text="")
 THERE = Stack(frames=(Frame("/home/me/train.py", 12, "step"),), text="")
-STOPPED = Stack(text="", stopped="stopped (state T): kill -CONT 7 on node")
+STOPPED = Stack(text="", stopped_reason="stopped (state T): kill -CONT 7 on node")
 
 
 @pytest.mark.parametrize(
@@ -193,16 +193,16 @@ STOPPED = Stack(text="", stopped="stopped (state T): kill -CONT 7 on node")
 def test_when_all_are_silent_those_that_do_not_move_and_stand_apart_are_quiet(
     before: Stacks, now: Stacks, found: list[int]
 ) -> None:
-    assert list(quiet_ranks(dict.fromkeys(now, Sign(31)), 30, before, now)) == found
-    talking = {**dict.fromkeys(now, Sign(31)), 0: Sign(1)}
-    assert quiet_ranks(talking, 30, before, now) == {}
+    assert list(find_stalled_ranks(dict.fromkeys(now, RankActivity(31)), 30, before, now)) == found
+    talking = {**dict.fromkeys(now, RankActivity(31)), 0: RankActivity(1)}
+    assert find_stalled_ranks(talking, 30, before, now) == {}
 
 
 def test_the_smaller_group_is_the_odd_one_out() -> None:
     def at(line: int) -> Stack:
         return Stack(frames=(Frame("/home/me/train.py", line, "step"),), text="")
 
-    told = difference({0: at(10), 1: at(12), 2: at(10), 3: None})
+    told = format_difference({0: at(10), 1: at(12), 2: at(10), 3: None})
     assert told.splitlines()[-1] == "  ranks 0, 2 (2): /home/me/train.py:10 in step"
     assert "rank 1: /home/me/train.py:12 in step" in told
     assert "rank 3: does not answer" in told
@@ -211,5 +211,5 @@ def test_the_smaller_group_is_the_odd_one_out() -> None:
 def test_users_lines_exclude_files_of_drawbar() -> None:
     own = [drawbar.train.__file__, drawbar.cli.__file__]
     libraries = [*own, threading.__file__, "<frozen os>"]
-    assert users_lines([*libraries, "/home/me/train.py", *libraries]) == [len(libraries)]
-    assert users_lines(libraries) == []
+    assert find_user_frames([*libraries, "/home/me/train.py", *libraries]) == [len(libraries)]
+    assert find_user_frames(libraries) == []

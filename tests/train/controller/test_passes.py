@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from drawbar.train._controller.passes import Passes
+from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._messages import PassEnded
 
 
 def passed(part: int, batches: int, epoch: int = 0, **options: Any) -> PassEnded:
-    defaults: dict[str, Any] = {"parts": 2, "ended": True, "equalize": "drop", "rows": None}
+    defaults: dict[str, Any] = {"parts": 2, "ended": True, "uneven_rows": "drop", "rows": None}
     return PassEnded(
         dataset="train",
         epoch=epoch,
@@ -25,38 +25,38 @@ def passed(part: int, batches: int, epoch: int = 0, **options: Any) -> PassEnded
 
 
 def test_a_batch_more_is_told_once_and_names_both_ranks() -> None:
-    passes = Passes(2)
-    assert passes.note(0, passed(0, batches=3)) == ""
-    told = passes.note(1, passed(1, batches=4))
+    passes = BatchCountCheck(2)
+    assert passes.add(0, passed(0, batches=3)) == ""
+    told = passes.add(1, passed(1, batches=4))
     assert "rank 0 got 3 batches of datasets['train'] in epoch 0 and rank 1 4" in told
-    assert 'equalize="join"' in told
-    assert [passes.note(rank, passed(rank, 3 + rank, epoch=1)) for rank in (0, 1)] == ["", ""]
+    assert 'uneven_rows="keep"' in told
+    assert [passes.add(rank, passed(rank, 3 + rank, epoch=1)) for rank in (0, 1)] == ["", ""]
 
 
 @pytest.mark.parametrize(
-    "options", [{"equalize": "join"}, {"parts": 1}, {"ended": False}, {"batches": 0}]
+    "options", [{"uneven_rows": "keep"}, {"parts": 1}, {"ended": False}, {"batches": 0}]
 )
 def test_ranks_that_may_differ(options: dict[str, Any]) -> None:
-    passes = Passes(2)
+    passes = BatchCountCheck(2)
     for rank in (0, 1):
-        assert passes.note(rank, passed(rank, **{"batches": 3 + rank} | options)) == ""
+        assert passes.add(rank, passed(rank, **{"batches": 3 + rank} | options)) == ""
 
 
 def test_a_rank_that_gets_nothing_is_told_and_all_that_get_no_row_are_an_error() -> None:
-    passes = Passes(2)
-    told = passes.note(1, passed(1, batches=0, empty="batch", epoch=3))
+    passes = BatchCountCheck(2)
+    told = passes.add(1, passed(1, batches=0, empty="batch", epoch=3))
     assert told == "rank 1 got no batch of datasets['train'] in epoch 3"
-    passes.note(0, passed(0, batches=0, empty="row", epoch=4))
+    passes.add(0, passed(0, batches=0, empty="row", epoch=4))
     with pytest.raises(ValueError, match=r"no rank got a row of datasets\['train'\] in epoch 4"):
-        passes.note(1, passed(1, batches=0, empty="row", epoch=4))
+        passes.add(1, passed(1, batches=0, empty="row", epoch=4))
 
 
 def test_who_is_through_with_an_epoch_that_others_are_in() -> None:
-    passes = Passes(3)
-    assert passes.apart() == ""
-    passes.note(2, passed(2, batches=9))
+    passes = BatchCountCheck(3)
+    assert passes.describe_ranks_ahead() == ""
+    passes.add(2, passed(2, batches=9))
     through = "through with epoch 0 of datasets['train'] are only rank 2 after 9 batches"
-    assert passes.apart() == f"\n  {through}"
+    assert passes.describe_ranks_ahead() == f"\n  {through}"
     for rank in (0, 1):
-        passes.note(rank, passed(rank, batches=9))
-    assert passes.apart() == ""
+        passes.add(rank, passed(rank, batches=9))
+    assert passes.describe_ranks_ahead() == ""

@@ -25,7 +25,7 @@ from drawbar.train import (
     ScalingConfig,
 )
 from drawbar.train._controller import decisions
-from drawbar.train.backend import WorkerGroupView
+from drawbar.train.backend import BackendWorkerGroup
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
@@ -37,7 +37,7 @@ class DyingConfig(BackendConfig):
     end: Callable[[], object]
 
     @property
-    def process_setup(self) -> Callable[[], object]:
+    def process_setup_hook(self) -> Callable[[], object]:
         return self.end
 
 
@@ -72,7 +72,7 @@ class Broken(Backend):
 
     starts: ClassVar[list[int]] = []
 
-    def on_start(self, worker_group: WorkerGroupView, backend_config: Any) -> None:
+    def on_start(self, worker_group: BackendWorkerGroup, backend_config: Any) -> None:
         self.starts.append(len(self.starts))
         raise OSError("the registry does not respond")
 

@@ -34,9 +34,9 @@ from drawbar.train import (
     ValidationTaskConfig,
     WorkerGroupError,
 )
+from drawbar.train._config.validation_config import resolve_validation
 from drawbar.train._history.events import CheckpointValidated
 from drawbar.train._history.journal import replay
-from drawbar.train._settings.validation_config import asked_for
 from drawbar.train._storage.manifest import Validation
 from drawbar.train.testing import run_in_threads
 
@@ -258,7 +258,7 @@ def test_the_oldest_is_validated_first(tmp_path: Path, pipe: Pipe) -> None:
         pipe.say(number_in(checkpoint))
         return {}
 
-    fit(save_with(*[{}] * 5), tmp_path, ValidationConfig(validate, max_in_flight=1))
+    fit(save_with(*[{}] * 5), tmp_path, ValidationConfig(validate, max_concurrent=1))
     assert [pipe.hear() for _ in range(5)] == [list(number) for number in "01234"]
 
 
@@ -325,7 +325,7 @@ def failed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple
             save(number, ValidationTaskConfig(each, timeout))
         return statuses()
 
-    config = ValidationConfig(validate, ray_remote_kwargs={"max_retries": 1}, max_in_flight=7)
+    config = ValidationConfig(validate, ray_remote_kwargs={"max_retries": 1}, max_concurrent=7)
     with pytest.MonkeyPatch.context() as patch, open(folder / "console", "w+") as console:
         patch.setattr(sys, "stderr", console)
         result = fit(function, folder, config, 1)
@@ -608,7 +608,7 @@ async def coroutine(checkpoint: Checkpoint) -> dict[str, Any]:
             "ValidationConfig.ray_remote_kwargs must leave num_returns out",
         ),
         (
-            lambda: ValidationConfig(squared, max_in_flight=0),
+            lambda: ValidationConfig(squared, max_concurrent=0),
             "ValidationConfig.max_in_flight must be at least 1, found 0",
         ),
         (
@@ -662,7 +662,7 @@ def test_arguments_come_back_as_json_has_them() -> None:
 )
 def test_what_a_report_asks_for(validation: Any, expected: Any) -> None:
     defaults = Validation(fn_kwargs={"a": 1, "b": 2}, timeout_s=60)
-    found = asked_for(validation, defaults, has_checkpoint=True)
+    found = resolve_validation(validation, defaults, has_checkpoint=True)
     assert (found and (found.fn_kwargs, found.timeout_s)) == expected
 
 
@@ -695,7 +695,7 @@ def test_a_wrong_report_is_told_at_the_users_line(
     with pytest.raises(WorkerGroupError) as raised:
         fit(function, tmp_path, config)
     assert str(raised.value).startswith(f"rank 0: {error}")
-    assert f"{__file__}:" in raised.value.failures[0].where
+    assert f"{__file__}:" in raised.value.failures[0].location
 
 
 def test_a_mode_of_another_kind_is_refused(tmp_path: Path) -> None:

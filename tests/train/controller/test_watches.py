@@ -7,16 +7,16 @@ import threading
 
 import pytest
 
-from drawbar.train._controller import watches
-from drawbar.train._controller.watches import NodeWatch
+from drawbar.train._controller import stall_detector
+from drawbar.train._controller.stall_detector import NodeWatcher
 from drawbar.train._history.events import Event, Notice
 
 
 def test_that_rays_control_service_does_not_answer_is_said_and_that_it_does_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watches, "DRAIN_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(watches, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(stall_detector, "DRAIN_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(stall_detector, "SILENT_SECONDS", 0.05)
     answers, said = threading.Event(), list[str]()
 
     def draining() -> dict[str, int]:
@@ -33,7 +33,7 @@ def test_that_rays_control_service_does_not_answer_is_said_and_that_it_does_agai
             if len(said) == 2:
                 over.set()
 
-        task = asyncio.create_task(NodeWatch(draining, lambda: None, emit).watch())
+        task = asyncio.create_task(NodeWatcher(draining, lambda: None, emit).run())
         await asyncio.wait_for(over.wait(), 60)
         task.cancel()
 

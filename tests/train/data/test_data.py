@@ -32,11 +32,11 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._data import split
-from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.materialized_split import MaterializedSplits
 from drawbar.train._data.shard import DatasetShard
-from drawbar.train._group import cluster
-from drawbar.train._rows import Equalize
-from drawbar.train.backend import enter_trial
+from drawbar.train._row_positions import UnevenRows
+from drawbar.train._worker_group import cluster
+from drawbar.train.backend import set_tune_trial
 from tests.train.seen import save
 
 if TYPE_CHECKING:
@@ -196,25 +196,27 @@ def test_a_subclass_of_the_config_splits_in_its_own_way(run_config: RunConfig) -
 
 
 def test_a_subclass_that_gives_uneven_parts_must_say_so() -> None:
-    def shards(equalize: Equalize) -> list[dict[str, DatasetShard]]:
-        config, nodes = OddAndEven(equalize=equalize), ["node"] * 2
-        return split.shard({"train": in_memory(5)}, config, nodes, {}, ExactSplits())
+    def shards(uneven_rows: UnevenRows) -> list[dict[str, DatasetShard]]:
+        config, nodes = OddAndEven(uneven_rows=uneven_rows), ["node"] * 2
+        return split.make_shards({"train": in_memory(5)}, config, nodes, {}, MaterializedSplits())
 
     with pytest.raises(
         ValueError, match=r"OddAndEven.configure\(\) gives \[3, 2\] rows of .*'train"
     ):
         shards("drop")
-    uneven = shards("join")
+    uneven = shards("keep")
     assert [each["train"].materialize().count() for each in uneven] == [3, 2]
-    assert split.lazily_read(uneven) == []
-    computed_while_read = DatasetShard(lazy(1).iterator(), uneven[0]["train"].part)
-    assert split.lazily_read([{"train": computed_while_read}]) == ["train"]
+    assert split.list_streamed_shards(uneven) == []
+    computed_while_read = DatasetShard(lazy(1).iterator(), uneven[0]["train"].spec)
+    assert split.list_streamed_shards([{"train": computed_while_read}]) == ["train"]
 
 
 def test_a_stream_that_gives_nobody_a_row_is_an_error(run_config: RunConfig) -> None:
     """That it would is not known before; a rank that is given nothing would wait for the others."""
     nobodys = lazy(3).filter(expr=col("id") == 0)
-    shards = split.shard({"train": nobodys}, DataConfig(), ["node"] * 2, {}, ExactSplits())
+    shards = split.make_shards(
+        {"train": nobodys}, DataConfig(), ["node"] * 2, {}, MaterializedSplits()
+    )
 
     def read(by_name: dict[str, DatasetShard]) -> None:
         with pytest.raises(ValueError, match="fewer rows than there are workers, 2: none gets"):
@@ -300,14 +302,14 @@ def test_workers_that_leave_no_cpu_to_the_data_are_refused(
         )
         values = fit(rest_of_ids, restarts, {"train": in_memory(10)}).return_values
         assert [len(each) for each in values] == [3, 3]
-        cluster._LEAVING_SECONDS = 0.1
+        cluster._PLACEMENT_RELEASE_S = 0.1
         beside = dataclasses.replace(run_config, name="beside others")
         hold_cpu()
         with pytest.raises(InsufficientResourcesError, match="hold CPU=2 of the cluster's CPU=2"):
             fit(ids, beside, {"train": lazy(10)}, num_workers=1)
         hold_cpu()
-        enter_trial(name="trial", id="1", directory="", resources=None)
-        for config in (DataConfig(), DataConfig(equalize="join"), scaled):
+        set_tune_trial(name="trial", id="1", directory="", resources=None)
+        for config in (DataConfig(), DataConfig(uneven_rows="keep"), scaled):
             with pytest.raises(InsufficientResourcesError, match="max_concurrent_trials"):
                 fit(ids, beside, {"train": lazy(10)}, num_workers=0, dataset_config=config)
 

@@ -31,10 +31,10 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._data import split
-from drawbar.train._data.exact_split import ExactSplits
-from drawbar.train._data.streams import end_streams
-from drawbar.train._rows import Read, RowPosition
-from drawbar.train.backend import keep_data_position
+from drawbar.train._data.materialized_split import MaterializedSplits
+from drawbar.train._data.streams import shut_down_streams
+from drawbar.train._row_positions import RowPosition, RowsRead
+from drawbar.train.backend import register_data_position
 from drawbar.train.testing import run_in_threads
 from tests.train.seen import save, saved
 
@@ -120,8 +120,8 @@ def take(shard: Any, rows: int) -> tuple[list[int], dict[str, Any]]:
     for batch in shard.iter_batches(batch_size=10):
         ids += [int(each) for each in batch["id"]]
         if len(ids) == rows:
-            return ids, shard.position()
-    return ids, shard.position()
+            return ids, shard.encode_position()
+    return ids, shard.encode_position()
 
 
 def everything(result: Result) -> list[int]:
@@ -151,15 +151,15 @@ class TestShards:
         result = interrupted(run_config, *workers)
         assert everything(result) == list(range(ROWS))
         (epoch,) = result.data_ledger
-        assert (epoch.rows, epoch.ended, epoch.ranges) == (ROWS, True, None)
+        assert (epoch.num_rows, epoch.is_complete, epoch.row_ranges) == (ROWS, True, None)
 
     def test_each_row_of_a_table_is_read_once(self, run_config: RunConfig) -> None:
         table = {"train": pa.table({"id": range(ROWS)})}
         result = interrupted(run_config, 2, 0, datasets=table)
         assert everything(result) == list(range(ROWS))
         (epoch,) = result.data_ledger
-        assert (epoch.rows, epoch.ended) == (ROWS, True)
-        assert (epoch.repeated, epoch.left_out) == ((), ())
+        assert (epoch.num_rows, epoch.is_complete) == (ROWS, True)
+        assert (epoch.repeated_rows, epoch.unread_rows) == ((), ())
         assert "'train' epoch 0: 1000 rows" in repr(result.data_ledger)
 
     def test_a_killed_worker_changes_neither_rows_nor_order(self, run_config: RunConfig) -> None:
@@ -179,13 +179,15 @@ class TestShards:
         handing_out: list[int] = []
         for workers, rows in ((2, 10), (3, 20), (3, 10), (2, ROWS)):
             nodes = [ray.get_runtime_context().get_node_id()] * workers
-            shards = split.shard(data, DataConfig(), nodes, positions, ExactSplits())
+            shards = split.make_shards(data, DataConfig(), nodes, positions, MaterializedSplits())
             with ThreadPoolExecutor(workers) as pool:  # one thread for each rank
                 ranks = list(pool.map(lambda each, n=rows: take(each["train"], n), shards))
             positions = {"dataset:train": ranks[0][1]}
             seen += chain(*(ids for ids, _ in ranks))
-            handing_out += map(pid_of, {each for rank in shards for each in rank["train"].streams})
-            end_streams(shards)  # with rows left, but for the last ones
+            handing_out += map(
+                pid_of, {each for rank in shards for each in rank["train"].split_coordinators}
+            )
+            shut_down_streams(shards)  # with rows left, but for the last ones
         assert len(handing_out) >= 4
         wait_until_gone(handing_out)
         assert not any(map(has_aborted, handing_out))
@@ -204,8 +206,8 @@ class TestShards:
         files = ray.data.read_csv(str(tmp_path), shuffle=shuffle, override_num_blocks=2)
 
         def shard(positions: Any) -> Any:
-            (found,) = split.shard(
-                {"train": files}, DataConfig(), ["node"], positions, ExactSplits()
+            (found,) = split.make_shards(
+                {"train": files}, DataConfig(), ["node"], positions, MaterializedSplits()
             )
             return found["train"]
 
@@ -239,7 +241,7 @@ class TestShards:
                 next(iter(rows))
                 running = iter(rows)
                 next(running)
-                positions.append(shard.position())
+                positions.append(shard.encode_position())
                 running.close()
             return positions
 
@@ -255,21 +257,23 @@ class TestRowPosition:
     """The record itself."""
 
     def test_it_adds_up_over_restarts_and_world_sizes(self) -> None:
-        position = RowPosition(3).after(2, 100).after(2, 50).after(3, 7).after(3, 0).after(2, 1)
-        assert position == RowPosition(3, (Read(2, 150), Read(3, 7), Read(2, 1)))
+        position = (
+            RowPosition(3).advance(2, 100).advance(2, 50).advance(3, 7).advance(3, 0).advance(2, 1)
+        )
+        assert position == RowPosition(3, (RowsRead(2, 150), RowsRead(3, 7), RowsRead(2, 1)))
 
     def test_it_survives_json(self) -> None:
-        position = RowPosition(3, (Read(2, 150), Read(3, 7)))
+        position = RowPosition(3, (RowsRead(2, 150), RowsRead(3, 7)))
         assert RowPosition.decode(json.loads(json.dumps(position.encode()))) == position
         assert RowPosition.decode(None) == RowPosition()
 
 
 class TestSources:
-    """What integrations use: `drawbar.train.backend.keep_data_position`."""
+    """What integrations use: `drawbar.train.backend.register_data_position`."""
 
     def test_a_position_comes_back_once(self, run_config: RunConfig) -> None:
         def function() -> list[Any]:
-            found = [keep_data_position("rows", lambda: {"at": [1, 2]}) for _ in range(2)]
+            found = [register_data_position("rows", lambda: {"at": [1, 2]}) for _ in range(2)]
             if not saved():
                 save()
                 fail()
@@ -280,7 +284,7 @@ class TestSources:
     def test_sources_of_one_name_are_numbered(self, run_config: RunConfig) -> None:
         def function() -> list[Any]:
             positions = partial(int, 5), partial(int, 6)
-            found = [keep_data_position("rows", each, numbered=True) for each in positions]
+            found = [register_data_position("rows", each, add_index=True) for each in positions]
             if not saved():
                 save()
                 fail()
@@ -291,7 +295,7 @@ class TestSources:
     def test_a_source_not_opened_again_keeps_its_position(self, run_config: RunConfig) -> None:
         def function() -> Any:
             attempt = train.get_context().get_attempt()
-            found = None if attempt == 1 else keep_data_position("rows", lambda: 5)
+            found = None if attempt == 1 else register_data_position("rows", lambda: 5)
             if attempt < 2:
                 save()
                 fail()
@@ -301,7 +305,7 @@ class TestSources:
 
     def test_a_source_that_is_gone_has_none(self, run_config: RunConfig) -> None:
         def function() -> Any:
-            found = keep_data_position("rows", lambda: None)
+            found = register_data_position("rows", lambda: None)
             if not saved():
                 save()
                 fail()
@@ -311,7 +315,7 @@ class TestSources:
 
     def test_a_position_must_be_json(self, run_config: RunConfig) -> None:
         def function() -> None:
-            keep_data_position("rows", lambda: {"at": {1, 2}})
+            register_data_position("rows", lambda: {"at": {1, 2}})
             with pytest.raises(TypeError, match=r"source 'rows' goes into .* found \{'at': \{1, 2"):
                 save()
 

@@ -25,7 +25,7 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._data import split
-from drawbar.train._data.exact_split import ExactSplits, cut_points
+from drawbar.train._data.materialized_split import MaterializedSplits, compute_split_indices
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
@@ -33,15 +33,18 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 
 
 def test_parts_differ_by_one_row_at_most() -> None:
-    assert cut_points(10, 3) == [3, 6]
-    assert cut_points(2, 3) == [0, 1]
-    assert cut_points(10, 1) == []
+    assert compute_split_indices(10, 3) == [3, 6]
+    assert compute_split_indices(2, 3) == [0, 1]
+    assert compute_split_indices(10, 1) == []
 
 
 def test_a_cut_moves_to_the_nearest_beginning_of_a_group() -> None:
-    assert cut_points(10, 2, np.array([0, 4, 7])) == [4]
-    assert cut_points(10, 2, np.array([0, 1])) == [1]
-    assert cut_points(10, 3, np.array([0])) == [0, 10]  # one group: it goes to one worker
+    assert compute_split_indices(10, 2, np.array([0, 4, 7])) == [4]
+    assert compute_split_indices(10, 2, np.array([0, 1])) == [1]
+    assert compute_split_indices(10, 3, np.array([0])) == [
+        0,
+        10,
+    ]  # one group: it goes to one worker
 
 
 def test_group_column_needs_unequal_parts() -> None:
@@ -51,24 +54,26 @@ def test_group_column_needs_unequal_parts() -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_restart_goes_on_inside_an_epoch() -> None:
-    numbers, exact = ray.data.range(23, override_num_blocks=4), ExactSplits()
+    numbers, exact = ray.data.range(23, override_num_blocks=4), MaterializedSplits()
 
     def shards(workers: int, position: Any = None, **options: Any) -> list[Any]:
         positions = {"dataset:train": position} if position else {}
         config = DataConfig(**options)
-        found = split.shard({"train": numbers}, config, ["node"] * workers, positions, exact)
+        found = split.make_shards({"train": numbers}, config, ["node"] * workers, positions, exact)
         return [each["train"] for each in found]
 
-    ranks = shards(2, equalize="join")
+    ranks = shards(2, uneven_rows="keep")
     begun = [iter(each.iter_rows()) for each in ranks]
     seen = [next(rows)["id"] for rows in begun for _ in range(3)]
-    position = ranks[0].position()
+    position = ranks[0].encode_position()
     for workers in (2, 3):  # each on its own
-        rest = shards(workers, position, equalize="join")
+        rest = shards(workers, position, uneven_rows="keep")
         ids = [row["id"] for shard in rest for row in shard.iter_rows()]
         assert sorted(ids + seen) == list(range(23))
         tables = [
-            t for each in shards(workers, position, equalize="join") for t in each.arrow_tables()
+            t
+            for each in shards(workers, position, uneven_rows="keep")
+            for t in each.iter_arrow_tables()
         ]
         assert [row for table in tables for row in table["id"].to_pylist()] == ids
 
@@ -76,8 +81,8 @@ def test_a_restart_goes_on_inside_an_epoch() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("make", [ray.data.range, lambda rows: one(rows)])
 def test_shorter_parts_are_padded(make: Any) -> None:
-    config = DataConfig(equalize="pad")
-    shards = split.shard({"train": make(7)}, config, ["node"] * 3, {}, ExactSplits())
+    config = DataConfig(uneven_rows="pad")
+    shards = split.make_shards({"train": make(7)}, config, ["node"] * 3, {}, MaterializedSplits())
     counts = [len(list(each["train"].iter_rows())) for each in shards]
     assert counts == [len(each["train"]) for each in shards] == [3, 3, 3]
 
@@ -86,7 +91,7 @@ def rows_of(name: str) -> list[int]:
     """A part's rows, which are the same whichever way they are read."""
     shard: Any = train.get_dataset_shard(name)
     rows = [int(row) for batch in shard.iter_batches() for row in batch["row"]]
-    tables = [table for table in shard.arrow_tables() if table.num_rows]
+    tables = [table for table in shard.iter_arrow_tables() if table.num_rows]
     assert [row for table in tables for row in table["row"].to_pylist()] == rows
     return rows
 
@@ -108,7 +113,7 @@ def read_once_more_on_rank_1() -> tuple[list[int], list[int]]:
 def test_every_row_and_whole_groups_and_the_same_parts_after_a_failure(tmp_path: Path) -> None:
     groups = ["b", "a", "b", "c", "a", "c", "b"]  # they lie apart
     items = [{"row": row, "group": group} for row, group in enumerate(groups)]
-    config = DataConfig(datasets_to_split="all", equalize="join", group_column="group")
+    config = DataConfig(datasets_to_split="all", uneven_rows="keep", group_column="group")
     result = fit(tmp_path, {"train": ray.data.from_items(items), "valid": lambda: one()}, config)
     trains, valids = zip(*result.return_values, strict=True)
     assert [{groups[row] for row in rows} for rows in trains] == [{"a"}, {"b", "c"}]
@@ -122,7 +127,7 @@ def test_one_worker_has_the_rows_of_a_group_side_by_side(run_config: RunConfig) 
     result = DataParallelTrainer(
         lambda: [rows_of("train"), rows_of("valid")],
         datasets={"train": shuffled, "valid": shuffled},
-        dataset_config=DataConfig(equalize="join", group_column="group"),
+        dataset_config=DataConfig(uneven_rows="keep", group_column="group"),
         scaling_config=ScalingConfig(num_workers=0),
         run_config=run_config,
     ).fit()

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from drawbar import train
 from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
 from drawbar.train._data import split
-from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.materialized_split import MaterializedSplits
 from drawbar.train._data.shard import DatasetShard
 
 
@@ -31,12 +31,12 @@ class Squares(torch.utils.data.Dataset[dict[str, Any]]):
 
 def shards(world_size: int, position: Any = None, rows: int = 1000) -> list[DatasetShard]:
     positions = {"dataset:train": position} if position else {}
-    of_ranks = split.shard(
-        split.opened({"train": Squares(rows)}),
+    of_ranks = split.make_shards(
+        split.open_datasets({"train": Squares(rows)}),
         DataConfig(),
         ["node"] * world_size,
         positions,
-        ExactSplits(),
+        MaterializedSplits(),
     )
     return [each["train"] for each in of_ranks]
 
@@ -46,8 +46,8 @@ def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
     for batch in shard.iter_batches(batch_size=10, **options):
         seen += batch["id"].tolist()
         if len(seen) == rows:
-            return seen, shard.position()
-    return seen, shard.position()
+            return seen, shard.encode_position()
+    return seen, shard.encode_position()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,9 @@ def test_batches_are_those_of_a_loader() -> None:
     pairs = TensorDataset(torch.arange(4), torch.arange(4) * 2)
     (shard,) = (
         each["train"]
-        for each in split.shard({"train": pairs}, DataConfig(), ["node"], {}, ExactSplits())
+        for each in split.make_shards(
+            {"train": pairs}, DataConfig(), ["node"], {}, MaterializedSplits()
+        )
     )
     assert [(x.tolist(), y.tolist()) for x, y in shard.iter_torch_batches(batch_size=3)] == [
         ([0, 1, 2], [0, 2, 4]),
@@ -96,7 +98,12 @@ def test_a_run_of_no_workers_reads_them_and_says_what_was_read(run_config: RunCo
     ).fit()
     assert result.return_value == list(range(300))
     (epoch,) = result.data_ledger
-    assert (epoch.rows, epoch.repeated, epoch.left_out, epoch.batches) == (300, (), (), {0: 2})
+    assert (epoch.num_rows, epoch.repeated_rows, epoch.unread_rows, epoch.num_batches) == (
+        300,
+        (),
+        (),
+        {0: 2},
+    )
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -116,14 +123,16 @@ def test_a_worker_that_has_not_imported_torch_makes_batches(run_config: RunConfi
 
 
 def test_columns_are_told_from_items() -> None:
-    config = DataConfig(equalize="join", group_column="id")
+    config = DataConfig(uneven_rows="keep", group_column="id")
     with pytest.raises(ValueError, match=r"needs columns, and .* is a Squares, which has items"):
-        split.shard({"train": Squares(3)}, config, ["node"], {}, ExactSplits())
+        split.make_shards({"train": Squares(3)}, config, ["node"], {}, MaterializedSplits())
 
 
 def test_shuffled_items_give_each_worker_a_random_sample() -> None:
-    config = DataConfig(equalize="join", datasets_to_shuffle=["train"])
-    of_ranks = split.shard({"train": Squares(1000)}, config, ["node"] * 2, {}, ExactSplits())
+    config = DataConfig(uneven_rows="keep", datasets_to_shuffle=["train"])
+    of_ranks = split.make_shards(
+        {"train": Squares(1000)}, config, ["node"] * 2, {}, MaterializedSplits()
+    )
     parts = [[row["id"] for row in each["train"].iter_rows()] for each in of_ranks]
     assert sorted(parts[0] + parts[1]) == list(range(1000))
     assert sum(parts[0]) / 500 == pytest.approx(500, rel=0.1)

@@ -24,7 +24,7 @@ from drawbar.train import (
     WorkerGroupError,
 )
 from drawbar.train._data.row_notices import max_left_out
-from drawbar.train._rows import Equalize, NumberedRows, Read
+from drawbar.train._row_positions import NumberedRows, RowsRead, UnevenRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
 
@@ -33,34 +33,36 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 SHUFFLE = {"local_shuffle_buffer_size": 8, "local_shuffle_seed": 3}
 
 
-def rest(rows: int, read: list[Read], world_size: int, equalize: Equalize) -> list[list[int]]:
+def rest(
+    rows: int, read: list[RowsRead], world_size: int, uneven_rows: UnevenRows
+) -> list[list[int]]:
     """Return each rank's unread rows of a dataset in blocks of three rows."""
     blocks = [min(3, rows - start) for start in range(0, rows, 3)]
-    parts = NumberedRows(blocks, equalize).rest(read, world_size)
+    parts = NumberedRows(blocks, uneven_rows).split_unread(read, world_size)
     return [[row for segment in part for row in segment] for part in parts]
 
 
 def test_rest_after_resize_includes_rows_that_drop_left_out() -> None:
-    assert rest(11, [Read(4, 1)], 3, "drop") == [[1, 3], [5, 7], [8, 9]]
-    assert rest(11, [Read(4, 2)], 3, "drop") == [[8], [9], [10]]
-    assert rest(11, [Read(4, 1), Read(3, 1)], 2, "drop") == [[3, 7], [9, 10]]
+    assert rest(11, [RowsRead(4, 1)], 3, "drop") == [[1, 3], [5, 7], [8, 9]]
+    assert rest(11, [RowsRead(4, 2)], 3, "drop") == [[8], [9], [10]]
+    assert rest(11, [RowsRead(4, 1), RowsRead(3, 1)], 2, "drop") == [[3, 7], [9, 10]]
 
 
 def test_rest_after_resize_excludes_rows_that_pad_duplicated() -> None:
-    assert rest(11, [Read(4, 1)], 1, "pad") == [[1, 3, 4, 6, 7, 9, 10]]
-    assert rest(2, [Read(3, 1)], 2, "pad") == [[], []]
+    assert rest(11, [RowsRead(4, 1)], 1, "pad") == [[1, 3, 4, 6, 7, 9, 10]]
+    assert rest(2, [RowsRead(3, 1)], 2, "pad") == [[], []]
 
 
-@pytest.mark.parametrize("equalize", ["drop", "pad", "join"])
-def test_rest_without_resize_continues_each_part(equalize: Equalize) -> None:
-    first = rest(11, [], 4, equalize)
-    assert rest(11, [Read(4, 2)], 4, equalize) == [part[2:] for part in first]
+@pytest.mark.parametrize("uneven_rows", ["drop", "pad", "keep"])
+def test_rest_without_resize_continues_each_part(uneven_rows: UnevenRows) -> None:
+    first = rest(11, [], 4, uneven_rows)
+    assert rest(11, [RowsRead(4, 2)], 4, uneven_rows) == [part[2:] for part in first]
 
 
 def test_max_left_out_adds_one_bound_for_each_world_size() -> None:
-    assert max_left_out([Read(4, 1)], 3) == 3 + 2
-    assert max_left_out([Read(4, 1), Read(4, 2), Read(3, 1)], 3) == 3 + 2
-    assert max_left_out([Read(1, 5)], 1) == 0
+    assert max_left_out([RowsRead(4, 1)], 3) == 3 + 2
+    assert max_left_out([RowsRead(4, 1), RowsRead(4, 2), RowsRead(3, 1)], 3) == 3 + 2
+    assert max_left_out([RowsRead(1, 5)], 1) == 0
 
 
 def read_and_fail_once(config: dict[str, Any]) -> list[int]:
@@ -101,17 +103,22 @@ def rows_before_failure(path: Path) -> list[int]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("equalize", ["join", "pad"])
+@pytest.mark.parametrize("uneven_rows", ["keep", "pad"])
 def test_data_ledger_after_restart_of_shuffled_exact_split_has_no_repeated_rows(
-    tmp_path: Path, equalize: Equalize
+    tmp_path: Path, uneven_rows: UnevenRows
 ) -> None:
     dataset = ray.data.range(23, override_num_blocks=4)
-    result = fit(tmp_path, dataset, DataConfig(equalize=equalize), **SHUFFLE)
+    result = fit(tmp_path, dataset, DataConfig(uneven_rows=uneven_rows), **SHUFFLE)
     before = rows_before_failure(tmp_path)
     assert before != [0, 1, 2, 3]
     assert sorted(before + result.return_value) == list(range(23))
     (epoch,) = result.data_ledger
-    assert (epoch.rows, epoch.repeated, epoch.left_out, epoch.restarts) == (23, (), (), 0)
+    assert (epoch.num_rows, epoch.repeated_rows, epoch.unread_rows, epoch.restarts) == (
+        23,
+        (),
+        (),
+        0,
+    )
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -119,7 +126,7 @@ def test_shuffled_exact_split_resumes_in_the_order_of_an_uninterrupted_epoch(
     tmp_path: Path,
 ) -> None:
     dataset = ray.data.range(23, override_num_blocks=4)
-    result = fit(tmp_path, dataset, DataConfig(equalize="join"), **SHUFFLE)
+    result = fit(tmp_path, dataset, DataConfig(uneven_rows="keep"), **SHUFFLE)
 
     def read_all() -> list[int]:
         batches: Any = train.get_dataset_shard("train").iter_batches(batch_size=4, **SHUFFLE)
@@ -128,7 +135,7 @@ def test_shuffled_exact_split_resumes_in_the_order_of_an_uninterrupted_epoch(
     uninterrupted = DataParallelTrainer(
         read_all,
         datasets={"train": dataset},
-        dataset_config=DataConfig(equalize="join"),
+        dataset_config=DataConfig(uneven_rows="keep"),
         scaling_config=ScalingConfig(num_workers=0),
         run_config=RunConfig(storage_path=tmp_path),
     ).fit()
@@ -140,13 +147,13 @@ def test_shuffled_exact_split_resized_inside_epoch_reads_each_row_once(tmp_path:
     columns = {"id": np.arange(31), "name": [f"row {row}" for row in range(31)]}
     dataset = ray.data.from_pandas([pd.DataFrame(columns)[:13], pd.DataFrame(columns)[13:]])
     with pytest.raises(WorkerGroupError, match="on purpose"):
-        fit(tmp_path, dataset, DataConfig(equalize="join"), num_workers=2, **SHUFFLE)
+        fit(tmp_path, dataset, DataConfig(uneven_rows="keep"), num_workers=2, **SHUFFLE)
     before = rows_before_failure(tmp_path)
     assert len(before) == 8
-    result = fit(tmp_path, dataset, DataConfig(equalize="join"), **SHUFFLE)
+    result = fit(tmp_path, dataset, DataConfig(uneven_rows="keep"), **SHUFFLE)
     assert sorted(before + result.return_value) == list(range(31))
     (epoch,) = result.data_ledger
-    assert (epoch.rows, epoch.repeated, epoch.left_out) == (31, (), ())
+    assert (epoch.num_rows, epoch.repeated_rows, epoch.unread_rows) == (31, (), ())
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -157,7 +164,7 @@ def test_data_ledger_after_resize_leaves_out_no_rows_dropped_before(tmp_path: Pa
     result = fit(tmp_path, frame, DataConfig(), batch_size=1)
     assert sorted(rows_before_failure(tmp_path) + result.return_value) == list(range(5))
     (epoch,) = result.data_ledger
-    assert (epoch.rows, epoch.repeated, epoch.left_out) == (5, (), ())
+    assert (epoch.num_rows, epoch.repeated_rows, epoch.unread_rows) == (5, (), ())
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -166,10 +173,10 @@ def test_restart_of_grouped_dataset_reports_rows_that_are_read_again(
     tmp_path: Path, make: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"id": row, "group": "abc"[row % 3]} for row in range(10)]
-    config = DataConfig(equalize="join", group_column="group")
+    config = DataConfig(uneven_rows="keep", group_column="group")
     result = fit(tmp_path, make(rows), config)
     assert sorted(result.return_value) == list(range(10))
     (epoch,) = result.data_ledger
-    assert (epoch.rows, epoch.restarts) == (14, 1)
+    assert (epoch.num_rows, epoch.restarts) == (14, 1)
     line = r"epoch 0 restarts from its beginning, and 4 rows that were read before are read again"
     assert re.search(line, capfd.readouterr().err)

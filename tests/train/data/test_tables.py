@@ -19,9 +19,9 @@ from ray.data.preprocessors import MaxAbsScaler
 from drawbar import train
 from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
 from drawbar.train._data import split
-from drawbar.train._data.exact_split import ExactSplits
+from drawbar.train._data.materialized_split import MaterializedSplits
 from drawbar.train._data.shard import DatasetShard
-from drawbar.train._rows import Equalize, shares
+from drawbar.train._row_positions import UnevenRows, split_rows
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
@@ -72,9 +72,9 @@ def test_every_kind_is_split_alike_beside_workers_that_hold_every_cpu(
 def shards(table: Any, world_size: int, position: Any = None, **options: Any) -> list[DatasetShard]:
     """Every rank's shard of one table."""
     positions = {"dataset:train": position} if position else {}
-    opened = split.opened({"train": table})
-    of_ranks = split.shard(
-        opened, DataConfig(**options), ["node"] * world_size, positions, ExactSplits()
+    opened = split.open_datasets({"train": table})
+    of_ranks = split.make_shards(
+        opened, DataConfig(**options), ["node"] * world_size, positions, MaterializedSplits()
     )
     return [each["train"] for each in of_ranks]
 
@@ -85,16 +85,16 @@ def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
     for batch in shard.iter_batches(batch_size=10, **options):
         seen += [int(each) for each in batch["id"]]
         if len(seen) == rows:
-            return seen, shard.position()
-    return seen, shard.position()
+            return seen, shard.encode_position()
+    return seen, shard.encode_position()
 
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("to_split", "lengths"), [("all", (50, 5)), (["valid"], (100, 5))])
 def test_the_config_says_what_is_split(to_split: Any, lengths: tuple[int, int]) -> None:
-    tables = split.opened({"train": frame(100), "valid": frame(10)})
+    tables = split.open_datasets({"train": frame(100), "valid": frame(10)})
     config = DataConfig(datasets_to_split=to_split)
-    of_ranks = split.shard(tables, config, ["node"] * 2, {}, ExactSplits())
+    of_ranks = split.make_shards(tables, config, ["node"] * 2, {}, MaterializedSplits())
     assert [(len(each["train"]), len(each["valid"])) for each in of_ranks] == [lengths] * 2
 
 
@@ -148,22 +148,22 @@ def test_every_method_of_an_iterator_is_there() -> None:
     assert shard.schema().names == ["id", "half"]
     assert shard.materialize().count() == 6
     assert [row["id"] for row in shard.iter_rows()] == list(range(6))
-    assert sum(table.num_rows for table in shard.arrow_tables()) == 6
+    assert sum(table.num_rows for table in shard.iter_arrow_tables()) == 6
     assert isinstance(shard.stats(), str)
     assert callable(shard.to_tf)  # which would import TensorFlow
 
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
-    ("equalize", "parts"),
+    ("uneven_rows", "parts"),
     [
         ("drop", [[0, 1], [2, 3], [4, 5]]),
         ("pad", [[0, 1, 2], [2, 3, 4], [4, 5, 6]]),
-        ("join", [[0, 1], [2, 3], [4, 5, 6]]),
+        ("keep", [[0, 1], [2, 3], [4, 5, 6]]),
     ],
 )
-def test_rows_that_are_left_over(equalize: Equalize, parts: list[list[int]]) -> None:
-    found = shards(frame(7), 3, equalize=equalize)
+def test_rows_that_are_left_over(uneven_rows: UnevenRows, parts: list[list[int]]) -> None:
+    found = shards(frame(7), 3, uneven_rows=uneven_rows)
     assert [ids(each.iter_batches()) for each in found] == parts
 
 
@@ -174,7 +174,7 @@ def test_strict_names_what_each_rank_would_get_before_anything_starts(
     trainer = DataParallelTrainer(
         read_every_kind,
         datasets={"train": lambda: frame(8)},
-        dataset_config=DataConfig(equalize="strict"),
+        dataset_config=DataConfig(uneven_rows="error"),
         scaling_config=ScalingConfig(num_workers=3),
         run_config=run_config,
     )
@@ -209,13 +209,13 @@ def test_a_dataset_that_gives_no_worker_a_row_is_refused_before_anything_starts(
                 run_config=run_config,
             ).fit()
     whole = {"train": frame(1), "valid": frame(1)}
-    split.check_rows(whole, DataConfig(datasets_to_split=["valid"], equalize="pad"), 2)
+    split.check_row_counts(whole, DataConfig(datasets_to_split=["valid"], uneven_rows="pad"), 2)
 
 
 def test_shares_of_few_rows() -> None:
-    assert shares(2, 3, "pad") == ((0, 1), (0, 1), (1, 2))
-    assert shares(0, 2, "pad") == ((0, 0), (0, 0))
-    assert shares(2, 3, "drop") == ((0, 0), (0, 0), (0, 0))
+    assert split_rows(2, 3, "pad") == ((0, 1), (0, 1), (1, 2))
+    assert split_rows(0, 2, "pad") == ((0, 0), (0, 0))
+    assert split_rows(2, 3, "drop") == ((0, 0), (0, 0), (0, 0))
 
 
 def scaled() -> tuple[list[float], list[float]]:
@@ -263,10 +263,10 @@ def test_shuffled_dataset_gives_each_worker_a_random_sample(kind: str) -> None:
     names = pd.Categorical(["low"] * 500 + ["high"] * 500)
     table = frame(1000).assign(name=names)
     dataset = table if kind == "table" else ray.data.from_pandas([table[:400], table[400:]])
-    config: dict[str, Any] = {"equalize": "join", "datasets_to_shuffle": ["train"]}
+    config: dict[str, Any] = {"uneven_rows": "keep", "datasets_to_shuffle": ["train"]}
 
     def read() -> list[pd.DataFrame]:
-        parts = (each.arrow_tables() for each in shards(dataset, 3, **config))
+        parts = (each.iter_arrow_tables() for each in shards(dataset, 3, **config))
         return [pd.concat(each.to_pandas() for each in tables) for tables in parts]
 
     parts = read()
@@ -282,7 +282,7 @@ def test_shuffled_dataset_gives_each_worker_a_random_sample(kind: str) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_shuffled_table_resumes_inside_an_epoch() -> None:
-    config: dict[str, Any] = {"equalize": "join", "datasets_to_shuffle": ["train"]}
+    config: dict[str, Any] = {"uneven_rows": "keep", "datasets_to_shuffle": ["train"]}
     first = [take(each, 10) for each in shards(frame(100), 2, **config)]
     rest = [take(each, 1000) for each in shards(frame(100), 3, first[0][1], **config)]
     assert sorted(chain(*(ids for ids, _ in first + rest))) == list(range(100))
@@ -291,12 +291,12 @@ def test_shuffled_table_resumes_inside_an_epoch() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"equalize": "drop"}, 'equalize="drop" streams them'),
-        ({"equalize": "join", "group_column": "q"}, "would separate the rows of a group"),
+        ({"uneven_rows": "drop"}, 'uneven_rows="drop" streams them'),
+        ({"uneven_rows": "keep", "group_column": "q"}, "would separate the rows of a group"),
     ],
 )
 def test_data_config_refuses_shuffle_that_it_cannot_do(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataConfig(datasets_to_shuffle=["train"], **options)
     with pytest.raises(TypeError, match="must be a list of dataset names, found 'train'"):
-        DataConfig(datasets_to_shuffle="train", equalize="join")
+        DataConfig(datasets_to_shuffle="train", uneven_rows="keep")

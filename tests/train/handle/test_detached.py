@@ -72,7 +72,7 @@ class EndsItsDriver(UserCallback):
     def __reduce__(self) -> Any:
         with suppress(ValueError):  # there is none yet
             host: Any = ray.get_actor("run", namespace="drawbar")
-            ray.get(host.is_over.remote())  # it is up
+            ray.get(host.has_ended.remote())  # it is up
             os.kill(os.getpid(), signal.SIGKILL)
         return EndsItsDriver, ()
 
@@ -183,7 +183,7 @@ def test_a_run_outlives_its_driver_and_is_found_again(
 
     run = train.attach("run")
     assert isinstance(run, RunHandle)
-    assert (run.status, run.metrics, run.done) == ("running", {"step": 0}, False)
+    assert (run.status, run.metrics, run.is_done) == ("running", {"step": 0}, False)
     assert train.attach(tmp_path / "run").metrics == {"step": 0}
     with pytest.raises(LookupError, match=r"no detached run 'other' goes on.*go on: run$"):
         train.attach("other")
@@ -198,7 +198,7 @@ def test_a_run_outlives_its_driver_and_is_found_again(
     assert_nothing_is_left()
 
     afterwards = train.attach(tmp_path / "run")
-    assert (afterwards.status, afterwards.done) == ("finished", True)
+    assert (afterwards.status, afterwards.is_done) == ("finished", True)
     assert afterwards.wait().return_values == result.return_values
 
 
@@ -228,7 +228,7 @@ def test_a_run_whose_host_has_not_told_its_ending_is_not_over(
     with drivers(lambda: trainer(function, tmp_path, Waits(go_on)).fit()):
         wait_until_gone(hear_pids(pipe, worker=1)["worker"], seconds=60)
         run = train.attach(tmp_path / "run")
-        assert (run.status, run.done) == ("finished", False)
+        assert (run.status, run.is_done) == ("finished", False)
         go_on.touch()
         assert run.wait().return_values == ["returned"]
 
@@ -251,7 +251,7 @@ def test_a_name_is_that_of_the_run_which_goes_on(
             run_config=RunConfig(name="run"),
         ).fit()
         run = train.attach("run")
-        assert (run.done, run.path) == (False, str(tmp_path / "elsewhere" / "run"))
+        assert (run.is_done, run.path) == (False, str(tmp_path / "elsewhere" / "run"))
         go_on.touch()
         wait_until_gone(pids["host"], seconds=60)
     assert train.attach("run").metrics == {"step": -1}
@@ -446,7 +446,7 @@ def test_a_run_in_another_driver_is_reached_by_its_path(
     with drivers(main) as driver:
         hear_pids(pipe, worker=1)
         run = train.attach(tmp_path / "run")
-        assert (run.name, run.status, run.done) == ("run", "running", False)
+        assert (run.name, run.status, run.is_done) == ("run", "running", False)
         # It may still stand in `say`, in these tests' conftest.py.
         assert f": {Path(__file__).parents[1]}" in run.diagnose()
         with pytest.raises(TimeoutError, match="it goes on"):

@@ -58,7 +58,7 @@ def train_until_asked(pipe: Pipe) -> Callable[[], int]:
         step = 0
         while True:
             step += 1
-            if train.checkpoint_requested():
+            if train.should_checkpoint():
                 with train.checkpoint_dir() as path:
                     (path / "step").write_text("41")
                     train.report({"step": 41}, checkpoint=path)
@@ -81,30 +81,30 @@ def test_a_run_is_seen_while_it_goes_on(run_config: RunConfig, tmp_path: Path, p
         return f"rank {rank}"
 
     run = trainer(function, run_config).start()
-    assert (run.name, run.path, run.done) == ("run", str(tmp_path / "run"), False)
+    assert (run.name, run.path, run.is_done) == ("run", str(tmp_path / "run"), False)
     for _ in range(2):
         pipe.hear()
     assert run.status == "running"
     assert run.metrics == {"seen": 0}
     assert run.metrics_by_rank == {0: {"seen": 0}, 1: {"seen": 10}}
-    assert run.logs() == "printed by 0\n"
-    assert run.logs(rank=1) == "printed by 1\n"
+    assert run.get_logs() == "printed by 0\n"
+    assert run.get_logs(rank=1) == "printed by 1\n"
     assert [attempt.world_size for attempt in run.timeline.attempts] == [2]
     # It may still stand in `say`, in these tests' conftest.py.
     assert f": {Path(__file__).parents[1]}" in run.diagnose()
     assert repr(run).startswith("RunHandle('run', running, world size 2, metrics={'seen': 0}, path")
     with pytest.raises(ValueError, match="has the ranks 0 to 1, found 2"):
-        run.logs(rank=2)
+        run.get_logs(rank=2)
     with pytest.raises(TimeoutError, match=r"after 0\.1 s run 'run' in .*/run is not over"):
         run.wait(timeout=0.1)
 
     go_on.touch()
     result = run.wait()
     assert result.return_values == ["rank 0", "rank 1"]
-    assert (run.status, run.done) == ("finished", True)
+    assert (run.status, run.is_done) == ("finished", True)
     assert run.wait(timeout=0).metrics == run.metrics == {"seen": 0}
     assert run.timeline.attempts[0].outcome == "finished"
-    assert run.logs(rank=1) == "printed by 1\n"
+    assert run.get_logs(rank=1) == "printed by 1\n"
     with pytest.raises(RuntimeError, match=r"is over \(finished\)"):
         run.diagnose()
 
@@ -148,7 +148,7 @@ def test_a_run_that_waits_for_resources_has_nothing_to_save(
 ) -> None:
     run = trainer(train_until_asked(pipe), run_config).start()
     assert run.status == "starting"
-    assert run.logs() == ""
+    assert run.get_logs() == ""
     run.stop()
     assert run.wait(timeout=60).checkpoint is None
     assert run.status == "stopped"
@@ -246,7 +246,7 @@ def test_a_run_on_a_remote_filesystem_is_seen_too(
         return 7
 
     def assert_seen(run: RunHandle) -> None:
-        assert run.logs() == "there\n"
+        assert run.get_logs() == "there\n"
         assert run.metrics == {"step": 1}
 
     filesystem = SubTreeFileSystem(str(tmp_path), LocalFileSystem())

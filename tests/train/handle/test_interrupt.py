@@ -26,7 +26,7 @@ from drawbar.train import (
     ScalingConfig,
     UserAbort,
 )
-from drawbar.train._controller import later
+from drawbar.train._controller import background
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe
@@ -209,7 +209,7 @@ def test_checksums_that_take_long_are_said_and_left_out_by_ctrl_c(
     config = RunConfig(name="run", storage_path=tmp_path)
 
     def program() -> None:
-        later.SILENT_SECONDS = 0.1
+        background.CLOSE_NOTICE_S = 0.1
         main(save, config, 0)()
 
     with drivers(program) as driver:

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from drawbar.train._carry import carry
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._handle.relay import KEPT, Position, Relay
 from drawbar.train._history.events import (
@@ -17,10 +16,11 @@ from drawbar.train._history.events import (
     Notice,
     PreemptionAnnounced,
     RunEnded,
-    WaitsForValidations,
+    ValidationsPending,
     WorkersFailed,
 )
 from drawbar.train._messages import PreemptionInfo, Printed
+from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from tests.train.told import attempt_started, committed, reported, workers_started
 
@@ -30,12 +30,12 @@ FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="ki
 
 def test_events_come_in_order_and_once() -> None:
     relay = Relay()
-    relay.note(attempt_started(0))
-    relay.note(LinePrinted(0, Printed(text="a line")))
+    relay.on_event(attempt_started(0))
+    relay.on_event(LinePrinted(0, Printed(text="a line")))
     events, seen = relay.since(START, 0)
     assert events == [attempt_started(0), LinePrinted(0, Printed(text="a line"))]
     assert relay.since(seen, 0) == ([], seen)
-    relay.note(Notice("more"))
+    relay.on_event(Notice("more"))
     assert relay.since(seen, 0)[0] == [Notice("more")]
 
 
@@ -56,9 +56,9 @@ def test_events_come_in_order_and_once() -> None:
         ),
         Notice("waiting for CPU=4"),
         LinePrinted(1, Printed(text="bad batch", stream="stderr")),
-        WorkersFailed("worker", [FAILURE], is_raised=False),
+        WorkersFailed("worker", [FAILURE], is_final=False),
         PreemptionAnnounced(PreemptionInfo(None, {"n": [0]})),
-        WaitsForValidations("checkpoint_000003"),
+        ValidationsPending("checkpoint_000003"),
         ControllerFailed(),
         RunEnded(time=0, outcome="finished"),
     ],
@@ -66,15 +66,15 @@ def test_events_come_in_order_and_once() -> None:
 )
 def test_what_a_console_shows_reaches_another_process(event: Event) -> None:
     relay = Relay()
-    relay.note(event)
-    assert carry(relay.since(START, 0)[0]).unpack() == [event]
+    relay.on_event(event)
+    assert serialize(relay.since(START, 0)[0]).deserialize() == [event]
 
 
 def test_of_the_reports_only_rank_0s_newest_comes() -> None:
     relay = Relay()
     for index in range(1000):
-        relay.note(reported(0, index, {"loss": index}))
-        relay.note(reported(1, index, {}))
+        relay.on_event(reported(0, index, {"loss": index}))
+        relay.on_event(reported(1, index, {}))
     events, seen = relay.since(START, 0)
     assert events == [reported(0, 999, {"loss": 999})]
     assert relay.since(seen, 0)[0] == []
@@ -82,10 +82,10 @@ def test_of_the_reports_only_rank_0s_newest_comes() -> None:
 
 def test_who_comes_late_begins_with_how_the_run_stands() -> None:
     relay = Relay()
-    relay.note(attempt_started(0))
-    relay.note(workers_started(2))
-    relay.note(Notice("seen by nobody"))
-    relay.note(reported(0, 7, {"loss": 1}))
+    relay.on_event(attempt_started(0))
+    relay.on_event(workers_started(2))
+    relay.on_event(Notice("seen by nobody"))
+    relay.on_event(reported(0, 7, {"loss": 1}))
     events, seen = relay.since(None, 0)
     assert events == [workers_started(2), reported(0, 7, {"loss": 1})]
     assert relay.since(seen, 0)[0] == []
@@ -94,7 +94,7 @@ def test_who_comes_late_begins_with_how_the_run_stands() -> None:
 def test_what_comes_too_fast_is_counted() -> None:
     relay = Relay()
     for number in range(KEPT + 5):
-        relay.note(Notice(str(number)))
+        relay.on_event(Notice(str(number)))
     events, _ = relay.since(START, 0)
     assert events[0] == Notice("5 lines came too fast to be shown here")
     assert events[1] == Notice("5")
@@ -103,6 +103,6 @@ def test_what_comes_too_fast_is_counted() -> None:
 
 def test_a_follower_waits_for_the_next_event_or_the_end() -> None:
     relay = Relay()
-    for speak in (lambda: relay.note(Notice("now")), relay.release):
+    for speak in (lambda: relay.on_event(Notice("now")), relay.release):
         threading.Timer(0.05, speak).start()
         relay.since(relay.since(None, 0)[1], timeout=60)  # the test's own limit would tell

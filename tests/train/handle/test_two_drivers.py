@@ -16,12 +16,12 @@ from fsspec.implementations.local import LocalFileSystem
 from drawbar import train
 from drawbar.train import (
     DataParallelTrainer,
-    JournalLockedError,
     Result,
     RunConfig,
+    RunInProgressError,
     ScalingConfig,
 )
-from drawbar.train._storage.journal_file import is_held
+from drawbar.train._storage.journal_file import is_locked
 from drawbar.train.testing import check_run
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def test_exactly_one_gets_it(
     def main() -> None:
         try:
             fit(tmp_path, pipe, others_gave_up, **where)
-        except JournalLockedError:
+        except RunInProgressError:
             pipe.say("gave up")
 
     with ExitStack() as stack:
@@ -102,7 +102,7 @@ def test_a_run_that_a_driver_takes_up_here_is_read_from_the_storage(
 
         def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
             for journal in tmp_path.glob("cache/*/*/journal.jsonl"):
-                if not seen and is_held(journal) and not journal.stat().st_size:
+                if not seen and is_locked(journal) and not journal.stat().st_size:
                     result = Result.from_path(tmp_path / "run", LocalFileSystem())
                     seen.append(result.timeline.attempts[-1].outcome)
             return super()._open(path, mode, **options)
@@ -142,7 +142,7 @@ def test_who_gives_up_touches_nothing(
         Result.from_path(tmp_path / "run", **where)
         try:
             fit(tmp_path, pipe, others_gave_up, **where)
-        except JournalLockedError as error:
+        except RunInProgressError as error:
             pipe.say("gave up" if "in another process" in str(error) else error)
 
     with drivers(first) as driver:

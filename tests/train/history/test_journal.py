@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from drawbar.train import DamagedRunError, JournalLockedError
+from drawbar.train import DamagedRunError, RunInProgressError
 from drawbar.train._history.events import (
     AttemptEnded,
     AttemptStarted,
@@ -25,7 +25,7 @@ from drawbar.train._history.events import (
     UserFunctionStarted,
     WorkersStarted,
 )
-from drawbar.train._history.journal import Journal, history, replay
+from drawbar.train._history.journal import Journal, replay, select_effective_reports
 from drawbar.train._messages import Ranks, WorkerInfo
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 
@@ -36,7 +36,7 @@ ALONE = Ranks(
 
 ONE_OF_EACH: list[JournaledEvent] = [
     RunStarted(time=0.5, run_id="ab", name="run", config={"scaling": {"num_workers": 2}}),
-    AttemptStarted(time=1.0, attempt=0, first_index=0, checkpoint=None),
+    AttemptStarted(time=1.0, attempt=0, first_report_index=0, resume_checkpoint=None),
     WorkersStarted(time=1.5, attempt=0, workers=[(HERE, ALONE)]),
     UserFunctionStarted(time=2.0, attempt=0, rank=0),
     ReportReceived(time=3.0, attempt=0, rank=0, index=0, metrics={"a": [math.inf, "ü\n"]}),
@@ -53,7 +53,7 @@ ONE_OF_EACH: list[JournaledEvent] = [
         seconds=0.5,
     ),
     CheckpointDeleted(time=5.0, name="c"),
-    AttemptEnded(time=6.0, attempt=0, kind="worker", failures=["rank 0: ValueError"]),
+    AttemptEnded(time=6.0, attempt=0, cause="worker", failure_headlines=["rank 0: ValueError"]),
     RunEnded(time=7.0, outcome="failed", error="rank 0: ValueError"),
 ]
 
@@ -68,7 +68,7 @@ def write(path: Path, events: list[JournaledEvent]) -> None:
 def salvage(path: Path) -> tuple[list[JournaledEvent], bool]:
     journal = Journal(path)
     try:
-        return journal.salvage()
+        return journal.recover()
     finally:
         journal.close()
 
@@ -162,7 +162,7 @@ def test_a_second_damage_does_not_overwrite_what_was_kept_of_the_first(path: Pat
 
 def test_a_journal_is_written_by_one_at_a_time(path: Path) -> None:
     journal = Journal(path)
-    with pytest.raises(JournalLockedError, match=f"{path.parent} is .* on in this process"):
+    with pytest.raises(RunInProgressError, match=f"{path.parent} is .* on in this process"):
         Journal(path)
     journal.close()
     Journal(path).close()
@@ -171,8 +171,8 @@ def test_a_journal_is_written_by_one_at_a_time(path: Path) -> None:
 def test_a_salvaged_journal_is_still_held(path: Path) -> None:
     path.write_bytes(b"garbage\n" + path.read_bytes())
     journal = Journal(path)
-    assert journal.salvage() == (ONE_OF_EACH, False)
-    with pytest.raises(JournalLockedError):
+    assert journal.recover() == (ONE_OF_EACH, False)
+    with pytest.raises(RunInProgressError):
         Journal(path)
     journal.append(ONE_OF_EACH[-1])
     journal.close()
@@ -211,7 +211,9 @@ def report(attempt: int, rank: int, index: int) -> ReportReceived:
 
 
 def start(attempt: int, first_index: int) -> AttemptStarted:
-    return AttemptStarted(time=0, attempt=attempt, first_index=first_index, checkpoint=None)
+    return AttemptStarted(
+        time=0, attempt=attempt, first_report_index=first_index, resume_checkpoint=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,9 @@ def start(attempt: int, first_index: int) -> AttemptStarted:
 def test_history_has_neither_gap_nor_duplicate(
     events: list[JournaledEvent], kept: list[Any]
 ) -> None:
-    assert [(each.attempt, each.rank, each.index) for each in history(events)] == kept
+    assert [
+        (each.attempt, each.rank, each.index) for each in select_effective_reports(events)
+    ] == kept
 
 
 def validated(index: int, **metrics: float) -> CheckpointValidated:
@@ -261,12 +265,12 @@ def validated(index: int, **metrics: float) -> CheckpointValidated:
 
 def test_a_validation_is_told_with_the_report_of_the_lowest_rank() -> None:
     reports = [report(0, 1, 0), report(0, 0, 0), report(0, 1, 1)]
-    told = history([start(0, 0), *reports, validated(0, a=1)])
+    told = select_effective_reports([start(0, 0), *reports, validated(0, a=1)])
     metrics = {(each.rank, each.index): each.metrics for each in told}
     assert metrics == {(1, 0): {}, (0, 0): {"a": 1}, (1, 1): {}}
 
 
 def test_of_a_report_that_counts_no_more_the_validation_does_not_either() -> None:
     lost: list[JournaledEvent] = [start(0, 0), report(0, 0, 0), validated(0, a=1)]
-    (again,) = history([*lost, start(1, 0), report(1, 0, 0)])
+    (again,) = select_effective_reports([*lost, start(1, 0), report(1, 0, 0)])
     assert again.metrics == {}

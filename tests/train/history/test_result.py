@@ -24,7 +24,7 @@ from drawbar.train import (
     TrainingFailedError,
     WorkerGroupError,
 )
-from drawbar.train._history.html import numbers_of
+from drawbar.train._history.html import iter_numbers
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -262,7 +262,9 @@ def test_an_error_is_over_when_the_run_goes_on(tmp_path: Path) -> None:
     with pytest.raises(WorkerGroupError):
         fit(fail, tmp_path)
     assert fit(lambda: save(loss=1.0), tmp_path).error is None
-    assert [attempt.number for attempt in Result.from_path(tmp_path / "run").timeline.attempts] == [
+    assert [
+        attempt.attempt for attempt in Result.from_path(tmp_path / "run").timeline.attempts
+    ] == [
         0,
         1,
     ]
@@ -290,15 +292,20 @@ def test_the_timeline_tells_where_the_time_went(tmp_path: Path) -> None:
         fail_once_after_a_checkpoint, tmp_path, failure_config=FailureConfig(max_failures=1)
     )
     first, second = result.timeline.attempts
-    assert (first.number, first.world_size, first.checkpoints) == (0, 1, 1)
+    assert (first.attempt, first.world_size, first.num_checkpoints) == (0, 1, 1)
     assert first.outcome.startswith("failed: rank 0: ValueError: once")
-    assert (second.number, second.checkpoints, second.outcome) == (1, 0, "finished")
+    assert (second.attempt, second.num_checkpoints, second.outcome) == (1, 0, "finished")
     for each in (first, second):
-        times = [each.started, each.workers_ready, each.function_started, each.first_report]
+        times = [
+            each.start_time,
+            each.workers_ready_time,
+            each.function_start_time,
+            each.first_report_time,
+        ]
         assert times == sorted(time for time in times if time is not None)
-        assert each.seconds is not None
+        assert each.total_seconds is not None
         assert each.startup_seconds is not None
-        assert 0 <= each.startup_seconds <= each.seconds
+        assert 0 <= each.startup_seconds <= each.total_seconds
     assert len(str(result.timeline).splitlines()) == 2
 
 
@@ -361,4 +368,4 @@ class TestInANotebook:
 
 def test_what_no_float_can_be_has_no_curve() -> None:
     metrics = {"n": 10**400, "loss": float("nan"), "best": True, "at": {"lr": 2}}
-    assert dict(numbers_of(metrics)) == {"at/lr": 2.0}
+    assert dict(iter_numbers(metrics)) == {"at/lr": 2.0}

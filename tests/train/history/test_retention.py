@@ -5,8 +5,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from drawbar.train._history.ranking import ranked, score, to_delete, why_unranked
-from drawbar.train._settings.run_config import CheckpointConfig
+from drawbar.train._config.run_config import CheckpointConfig
+from drawbar.train._history.ranking import (
+    describe_missing_scores,
+    get_score,
+    rank_checkpoints,
+    select_surplus,
+)
 from drawbar.train._storage.manifest import Manifest, Validation
 
 
@@ -49,7 +54,7 @@ def by_index(**metrics: list[Any]) -> list[Manifest]:
     ],
 )
 def test_score(metrics: dict[str, Any], attribute: str, expected: float | None) -> None:
-    assert score(metrics, attribute) == expected
+    assert get_score(metrics, attribute) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,11 +73,11 @@ def test_score(metrics: dict[str, Any], attribute: str, expected: float | None) 
 def test_ranked(losses: list[float | None], order: Any, worst_to_best: list[int]) -> None:
     config = CheckpointConfig(checkpoint_score_attribute="loss", checkpoint_score_order=order)
     given = list(reversed(by_index(loss=losses)))
-    assert [checkpoint.index for checkpoint in ranked(given, config)] == worst_to_best
+    assert [checkpoint.index for checkpoint in rank_checkpoints(given, config)] == worst_to_best
 
 
 def test_without_a_score_newer_is_better() -> None:
-    checkpoints = ranked(by_index(loss=[9, 1, 5])[::-1], CheckpointConfig())
+    checkpoints = rank_checkpoints(by_index(loss=[9, 1, 5])[::-1], CheckpointConfig())
     assert [checkpoint.index for checkpoint in checkpoints] == [0, 1, 2]
 
 
@@ -96,7 +101,7 @@ def test_to_delete(losses: list[float | None], num_to_keep: int | None, deleted:
     config = CheckpointConfig(
         num_to_keep=num_to_keep, checkpoint_score_attribute="loss", checkpoint_score_order="min"
     )
-    assert [c.index for c in to_delete(by_index(loss=losses), config)] == deleted
+    assert [c.index for c in select_surplus(by_index(loss=losses), config)] == deleted
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def test_what_is_being_validated_stays_and_pushes_nothing_out(
         msgspec.structs.replace(each, validation=Validation()) if each.index in pending else each
         for each in by_index(loss=losses)
     ]
-    assert [c.index for c in to_delete(checkpoints, config)] == deleted
+    assert [c.index for c in select_surplus(checkpoints, config)] == deleted
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_what_is_being_validated_stays_and_pushes_nothing_out(
 )
 def test_why_unranked(losses: list[Any], attribute: str, told: str | None) -> None:
     config = CheckpointConfig(checkpoint_score_attribute=attribute)
-    why = why_unranked(by_index(loss=losses), config)
+    why = describe_missing_scores(by_index(loss=losses), config)
     assert why is None if told is None else why is not None and told in why
 
 
@@ -144,4 +149,4 @@ def test_a_score_that_a_validation_may_give_is_not_missing() -> None:
     config = CheckpointConfig(checkpoint_score_attribute="accuracy")
     (waiting,) = by_index(loss=[1])
     waiting = msgspec.structs.replace(waiting, validation=Validation())
-    assert why_unranked([waiting], config) is None
+    assert describe_missing_scores([waiting], config) is None

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from drawbar.train._history.event_stream import EventStream
 from drawbar.train._history.events import ControllerFailed, Event, Notice, RunEnded
 from drawbar.train._history.journal import Journal, replay
-from drawbar.train._history.stream import EventStream
-from drawbar.train._history.timeline import Snapshot
+from drawbar.train._history.timeline import RunState
 from tests.train.told import attempt_started, reported, workers_started
 
 
@@ -21,7 +21,7 @@ class Recorder:
         self.heard: list[Event] = []
         self.journaled: list[int] = []
 
-    def note(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.heard.append(event)
         self.journaled.append(len(list(replay(self.path))))
 
@@ -30,7 +30,7 @@ class Recorder:
 
 
 class Broken(Recorder):
-    def note(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         raise ValueError("it cannot")
 
 
@@ -47,7 +47,7 @@ def journal(path: Path) -> Iterator[Journal]:
 
 def test_the_journal_has_it_before_anybody_hears_of_it(path: Path, journal: Journal) -> None:
     watcher = Recorder(path)
-    stream = EventStream(journal, Snapshot(), [watcher])
+    stream = EventStream(journal, RunState(), [watcher])
     events: list[Event] = [attempt_started(0), Notice("wait"), workers_started(2)]
     for event in events:
         stream.emit(event)
@@ -57,20 +57,20 @@ def test_the_journal_has_it_before_anybody_hears_of_it(path: Path, journal: Jour
 
 
 def test_the_live_state_follows(journal: Journal) -> None:
-    stream = EventStream(journal, Snapshot(), [])
+    stream = EventStream(journal, RunState(), [])
     stream.emit(workers_started(2))
     stream.emit(reported(1, 0, {"loss": 1}))
-    before = stream.snapshot()
+    before = stream.copy_state()
     stream.emit(ControllerFailed())
-    assert (before.status, before.metrics) == ("running", {1: {"loss": 1}})
-    assert stream.snapshot().status == "failed"
+    assert (before.status, before.last_metrics) == ("running", {1: {"loss": 1}})
+    assert stream.copy_state().status == "failed"
 
 
 def test_a_watcher_that_fails_keeps_nothing_from_the_others(
     path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
     watcher = Recorder(path)
-    stream = EventStream(journal, Snapshot(), [Broken(path), watcher])
+    stream = EventStream(journal, RunState(), [Broken(path), watcher])
     stream.emit(RunEnded(time=0, outcome="finished"))
     assert watcher.heard == [RunEnded(time=0, outcome="finished")]
     assert "RunEnded was not told" in caplog.text
@@ -78,9 +78,9 @@ def test_a_watcher_that_fails_keeps_nothing_from_the_others(
 
 def test_what_the_journal_does_not_take_is_not_told(path: Path, journal: Journal) -> None:
     watcher = Recorder(path)
-    stream = EventStream(journal, Snapshot(), [watcher])
+    stream = EventStream(journal, RunState(), [watcher])
     path.unlink()
     with pytest.raises(FileNotFoundError):
         stream.emit(RunEnded(time=0, outcome="finished"))
     assert watcher.heard == []
-    assert stream.snapshot().status == "starting"
+    assert stream.copy_state().status == "starting"

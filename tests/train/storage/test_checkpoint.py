@@ -14,23 +14,23 @@ import pytest
 
 from drawbar.train import Checkpoint, CheckpointError
 from drawbar.train._storage import upkeep
-from drawbar.train._storage.checkpoint_store import Draft
+from drawbar.train._storage.checkpoint_store import CheckpointDraft
 from drawbar.train._storage.contents import list_files
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import Part
+from drawbar.train._storage.staging import StagedFiles
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
     """A committed one, with checksums."""
     run = RunDirectory(tmp_path / "run")
-    upkeep.create(run)
-    staged = run.staging.new("rank_0")
+    upkeep.create_directories(run)
+    staged = run.staging.make_directory("rank_0")
     (staged / "deep").mkdir()
     (staged / "model.pt").write_text("weights")
     (staged / "deep" / "state").write_text("state")
-    parts = [Part(staged, list_files(staged))]
+    parts = [StagedFiles(staged, list_files(staged))]
     described = Manifest(
         name="c",
         index=4,
@@ -39,10 +39,10 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
         world_size=2,
         time=time.time(),
         metrics={"loss": 0.5},
-    ).holding(parts[0].files)
-    run.checkpoints.commit(Draft(manifest=described, parts=parts, durable=False))
+    ).with_files(parts[0].files)
+    run.checkpoints.commit(CheckpointDraft(manifest=described, staged_files=parts, durable=False))
     run.checkpoints.write_checksums("c")
-    return run.checkpoints.checkpoint("c")
+    return run.checkpoints.get_checkpoint("c")
 
 
 def files_in(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -133,7 +133,7 @@ def test_manifest_of_newer_format_raises_and_stays_as_it_is(run: Path) -> None:
     newer = set_newer_format(manifest)
     for use in (
         lambda: fit(two_steps, run.parent),
-        lambda: find_run(run).checkpoints(),
+        lambda: find_run(run).list_checkpoints(),
         lambda: train.Checkpoint(manifest.parent).verify(),
     ):
         with pytest.raises(
@@ -220,7 +220,7 @@ def test_resume_of_journal_truncated_at_each_line_leaves_no_unrecorded_gap(
                 Result.from_path(run)
             with pytest.raises(DamagedRunError, match=r'fit\(\) with resume="auto"'):
                 check_run(run)
-            assert "lacks reports" in dict(find_run(run).verify())["journal.jsonl"]
+            assert "lacks reports" in dict(find_run(run).verify_checkpoints())["journal.jsonl"]
             with pytest.raises(ResumeError, match="holds a run with damaged parts"):
                 fit(three_steps, run.parent, resume="never")
         capfd.readouterr()

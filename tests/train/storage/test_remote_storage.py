@@ -25,7 +25,7 @@ from drawbar.train import (
     WorkerGroupError,
 )
 from drawbar.train._storage import upkeep
-from drawbar.train._storage.run_directory import open_directory
+from drawbar.train._storage.run_directory import open_run_directory
 from drawbar.train.testing import run_in_threads
 
 
@@ -117,7 +117,7 @@ def where(storage: dict[str, Any]) -> dict[str, Any]:
 
 def journal_of(storage: dict[str, Any]) -> bytes:
     """Read the journal in the storage."""
-    journal = open_directory(*where(storage).values()).files.read_journal()
+    journal = open_run_directory(*where(storage).values()).run_files.read_journal()
     assert journal is not None
     return journal
 
@@ -157,9 +157,9 @@ def test_a_journal_that_only_this_machine_has_is_kept(
 ) -> None:
     result = fit(three_steps(), storage)
     newest = journal_of(storage)
-    directory = open_directory(*where(storage).values())
-    upkeep.create(directory)
-    directory.journal.write_bytes(newest)  # as a driver leaves it that was killed
+    directory = open_run_directory(*where(storage).values())
+    upkeep.create_directories(directory)
+    directory.journal_path.write_bytes(newest)  # as a driver leaves it that was killed
     assert result.checkpoint is not None
     folder = result.checkpoint.path.rpartition("/")[0]
     with result.filesystem.open_output_stream(f"{folder}/journal.jsonl") as stream:
@@ -203,7 +203,7 @@ def test_a_server_is_known_by_its_address_with_any_credentials(work_folders: Pat
         filesystem = S3FileSystem(
             access_key=key, secret_key=key, endpoint_override=f"127.0.0.1:{port}", region="r"
         )
-        return open_directory("bucket/run", filesystem).path
+        return open_run_directory("bucket/run", filesystem).local_path
 
     assert work_folder(1, "key") == work_folder(1, "other") != work_folder(2, "key")
     assert not work_folders.exists()
@@ -211,7 +211,7 @@ def test_a_server_is_known_by_its_address_with_any_credentials(work_folders: Pat
 
 def test_a_library_may_be_given_no_address(work_folders: Path) -> None:
     def work_folder(**settings: Any) -> Path:
-        return open_directory("bucket/run", fsspec.filesystem("memory", **settings)).path
+        return open_run_directory("bucket/run", fsspec.filesystem("memory", **settings)).local_path
 
     assert work_folder(client_kwargs=None) == work_folder(client_kwargs={}) == work_folder()
     assert work_folder(client_kwargs={"endpoint_url": "http://here"}) != work_folder()

@@ -1,6 +1,6 @@
 import pytest
 
-from drawbar.train._storage.sizes import in_bytes, readable_size
+from drawbar.train._storage.sizes import format_exact_size, format_size
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ from drawbar.train._storage.sizes import in_bytes, readable_size
     ],
 )
 def test_a_number_of_bytes_is_shown_in_the_unit_that_suits_it(nbytes: int, shown: str) -> None:
-    assert readable_size(nbytes) == shown
+    assert format_size(nbytes) == shown
 
 
 def test_a_size_that_is_looked_into_is_exact_too() -> None:
-    assert (in_bytes(5), in_bytes(90_000)) == ("5 bytes", "90 kB (90000 bytes)")
+    assert (format_exact_size(5), format_exact_size(90_000)) == ("5 bytes", "90 kB (90000 bytes)")

@@ -16,14 +16,20 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
-from drawbar.train._history.journal import events_of
+from drawbar.train._history.journal import read_events
 from drawbar.train._storage import upkeep
-from drawbar.train._storage.checkpoint_store import Draft
-from drawbar.train._storage.contents import CHECKSUMS, MANIFEST, METADATA, VALIDATION, list_files
+from drawbar.train._storage.checkpoint_store import CheckpointDraft
+from drawbar.train._storage.contents import (
+    CHECKSUMS_FILE,
+    MANIFEST_FILE,
+    METADATA_FILE,
+    VALIDATION_FILE,
+    list_files,
+)
 from drawbar.train._storage.files import remove_tree, write_atomically
-from drawbar.train._storage.remote_folder import Folder, locate
+from drawbar.train._storage.filesystem import RemotePath, resolve_path
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import Part, one_at_a_time
+from drawbar.train._storage.staging import StagedFiles, hold_file_lock
 
 MOVED_IN = 0x80  # of inotify
 COMES_OR_GOES = 0x40 | MOVED_IN | 0x100 | 0x200  # moved out, moved in, made, deleted
@@ -32,12 +38,12 @@ COMES_OR_GOES = 0x40 | MOVED_IN | 0x100 | 0x200  # moved out, moved in, made, de
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path / "run")
-    upkeep.create(directory)
+    upkeep.create_directories(directory)
     return directory
 
 
 def stage(run: RunDirectory, files: dict[str, str], label: str = "rank_0") -> Path:
-    path = run.staging.new(label)
+    path = run.staging.make_directory(label)
     write(path, files)
     return path
 
@@ -52,12 +58,12 @@ def read(folder: Path) -> dict[str, str]:
     return {file.path: (folder / file.path).read_text() for file in list_files(folder)}
 
 
-def part(path: Path, *names: str) -> Part:
+def part(path: Path, *names: str) -> StagedFiles:
     """All files of a folder, or the share that is named."""
-    return Part(path, tuple(f for f in list_files(path) if not names or f.path in names))
+    return StagedFiles(path, tuple(f for f in list_files(path) if not names or f.path in names))
 
 
-def manifest(*parts: Part, name: str = "c", index: int = 0, **metrics: Any) -> Manifest:
+def manifest(*parts: StagedFiles, name: str = "c", index: int = 0, **metrics: Any) -> Manifest:
     described = Manifest(
         name=name,
         index=index,
@@ -67,20 +73,20 @@ def manifest(*parts: Part, name: str = "c", index: int = 0, **metrics: Any) -> M
         time=time.time(),
         metrics=metrics,
     )
-    return described.holding(file for part in parts for file in part.files)
+    return described.with_files(file for part in parts for file in part.files)
 
 
 def commit(
     run: RunDirectory,
-    *parts: Part,
+    *parts: StagedFiles,
     durable: bool = False,
     metadata: bytes | None = None,
     **fields: Any,
 ) -> Path:
-    draft = Draft(
-        manifest=manifest(*parts, **fields), parts=parts, durable=durable, metadata=metadata
+    draft = CheckpointDraft(
+        manifest=manifest(*parts, **fields), staged_files=parts, durable=durable, metadata=metadata
     )
-    return run.path / run.checkpoints.commit(draft).name
+    return run.local_path / run.checkpoints.commit(draft).name
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -136,19 +142,19 @@ def test_a_checkpoint_may_be_without_files(run: RunDirectory) -> None:
 
 
 def test_the_trainers_metadata_is_put_in_unless_the_user_saved_one(run: RunDirectory) -> None:
-    plain, own = stage(run, {"a": "a"}), stage(run, {"a": "a", METADATA: '{"mine": 1}'})
+    plain, own = stage(run, {"a": "a"}), stage(run, {"a": "a", METADATA_FILE: '{"mine": 1}'})
     for name, staged in (("plain", plain), ("own", own)):
         commit(run, part(staged), name=name, metadata=b'{"trainer": 1}')
-    assert Checkpoint(run.path / "plain").get_metadata() == {"trainer": 1}
-    assert Checkpoint(run.path / "own").get_metadata() == {"mine": 1}
-    Checkpoint(run.path / "own").verify()
+    assert Checkpoint(run.local_path / "plain").get_metadata() == {"trainer": 1}
+    assert Checkpoint(run.local_path / "own").get_metadata() == {"mine": 1}
+    Checkpoint(run.local_path / "own").verify()
 
 
 def test_the_name_of_a_committed_checkpoint_is_refused(run: RunDirectory) -> None:
     commit(run, part(stage(run, {"a": "first"})))
     with pytest.raises(FileExistsError, match="give each checkpoint its own checkpoint_dir_name"):
         commit(run, part(stage(run, {"a": "second"})))
-    assert read(run.path / "c") == {"a": "first"}
+    assert read(run.local_path / "c") == {"a": "first"}
 
 
 def test_a_damaged_checkpoint_is_replaced(run: RunDirectory) -> None:
@@ -162,13 +168,13 @@ def test_a_damaged_checkpoint_is_replaced(run: RunDirectory) -> None:
 def test_a_checkpoint_never_takes_the_place_of_the_runs_own_files(
     run: RunDirectory, name: str
 ) -> None:
-    run.journal.write_text("events")
-    run.trainer.write_text("state")
-    run.log(0).write_text("output")
+    run.journal_path.write_text("events")
+    run.trainer_path.write_text("state")
+    run.get_log_path(0).write_text("output")
     with pytest.raises(FileExistsError, match=f"/run/{name} is there and is no checkpoint"):
         commit(run, part(stage(run, {"a": "a"})), name=name)
-    assert (run.journal.read_text(), run.trainer.read_text()) == ("events", "state")
-    assert run.log(0).read_text() == "output"
+    assert (run.journal_path.read_text(), run.trainer_path.read_text()) == ("events", "state")
+    assert run.get_log_path(0).read_text() == "output"
 
 
 def test_a_share_that_vanished_is_not_committed(run: RunDirectory) -> None:
@@ -177,7 +183,7 @@ def test_a_share_that_vanished_is_not_committed(run: RunDirectory) -> None:
     (staged / "b").unlink()
     with pytest.raises(FileNotFoundError, match="/b'"):
         commit(run, offered)
-    assert run.checkpoints.committed() == []
+    assert run.checkpoints.list_committed() == []
 
 
 def test_a_file_that_grew_after_the_report_is_committed_as_it_is(run: RunDirectory) -> None:
@@ -226,10 +232,10 @@ def test_two_folders_that_lead_into_each_other_are_told(tmp_path: Path) -> None:
 def test_what_is_not_committed_is_swept(run: RunDirectory) -> None:
     path = commit(run, part(stage(run, {"a": "a"})))
     stage(run, {"half": "written"})
-    run.exit_report("h", 1).write_text("{}")
-    upkeep.sweep(run)
+    run.get_exit_report_path("h", 1).write_text("{}")
+    upkeep.clean_up(run)
     assert list(run.staging.path.iterdir()) == []
-    assert not run.exit_report("h", 1).exists()
+    assert not run.get_exit_report_path("h", 1).exists()
     assert read(path) == {"a": "a"}
 
 
@@ -237,23 +243,23 @@ def test_a_deleted_checkpoint_is_gone_and_deleting_it_again_is_no_error(run: Run
     commit(run, part(stage(run, {"a": "a", "b/c": "c"})))
     for _ in range(2):
         run.checkpoints.delete("c")
-        assert run.checkpoints.committed() == []
+        assert run.checkpoints.list_committed() == []
         assert list(run.staging.path.iterdir()) == []
 
 
 def test_checkpoints_are_listed_by_index_and_under_the_name_they_have(run: RunDirectory) -> None:
     for name, index in (("b", 2), ("a", 10), ("c", 1)):
         commit(run, part(stage(run, {"x": name})), name=name, index=index)
-    (run.path / "b").rename(run.path / "renamed")
-    (run.path / "the user's folder").mkdir()
-    assert [each.name for each in run.checkpoints.committed()] == ["c", "renamed", "a"]
-    assert run.checkpoints.damaged() == []
+    (run.local_path / "b").rename(run.local_path / "renamed")
+    (run.local_path / "the user's folder").mkdir()
+    assert [each.name for each in run.checkpoints.list_committed()] == ["c", "renamed", "a"]
+    assert run.checkpoints.list_damaged() == []
 
 
 def test_nothing_in_staging_is_a_checkpoint(run: RunDirectory) -> None:
     path = commit(run, part(stage(run, {"a": "a"})))
     path.rename(run.staging.path / "deleted-1")
-    assert run.checkpoints.committed() == []
+    assert run.checkpoints.list_committed() == []
 
 
 def remove_file(path: Path) -> None:
@@ -297,17 +303,17 @@ def test_a_damaged_checkpoint_is_told_from_an_intact_one(run: RunDirectory, dama
     commit(run, part(stage(run, {"a": "a"})), name="checkpoint_000001", index=1)
     hurt = commit(run, part(stage(run, {"sub/a": "12345"})), name="checkpoint_000002", index=2)
     damage(hurt)
-    assert [each.name for each in run.checkpoints.intact()] == ["checkpoint_000001"]
-    assert run.checkpoints.damaged() == [hurt.name]
+    assert [each.name for each in run.checkpoints.list_intact()] == ["checkpoint_000001"]
+    assert run.checkpoints.list_damaged() == [hurt.name]
 
 
 def test_checksums_are_written_for_every_file_of_the_manifest(run: RunDirectory) -> None:
-    path = commit(run, part(stage(run, {"a": "a", "b/c": "", METADATA: "{}"})))
+    path = commit(run, part(stage(run, {"a": "a", "b/c": "", METADATA_FILE: "{}"})))
     run.checkpoints.write_checksums("c")
-    text = (path / CHECKSUMS).read_text()
+    text = (path / CHECKSUMS_FILE).read_text()
     assert '"a":' in text
     assert '"b/c":' in text
-    assert METADATA not in text
+    assert METADATA_FILE not in text
     Checkpoint(path).verify()
 
 
@@ -315,15 +321,15 @@ def test_checksums_of_a_deleted_checkpoint_are_no_error(run: RunDirectory) -> No
     commit(run, part(stage(run, {"a": "a"})))
     run.checkpoints.delete("c")
     run.checkpoints.write_checksums("c")
-    assert run.checkpoints.committed() == []
+    assert run.checkpoints.list_committed() == []
 
 
 def test_a_stage_lies_where_committing_moves_no_byte(run: RunDirectory, tmp_path: Path) -> None:
-    staged = run.staging.new("rank_0")
+    staged = run.staging.make_directory("rank_0")
     assert run.checkpoints.is_staged(staged)
     assert not run.checkpoints.is_staged(staged / "sub")
     assert not run.checkpoints.is_staged(tmp_path)
-    assert run.staging.new("rank_0") != staged
+    assert run.staging.make_directory("rank_0") != staged
 
 
 @pytest.mark.parametrize(
@@ -363,21 +369,25 @@ def test_what_is_added_to_a_committed_checkpoint_is_made_elsewhere(run: RunDirec
         path,
         [
             lambda: run.checkpoints.write_checksums("c"),
-            lambda: run.checkpoints.keep_validation(manifest(offered), durable=True),
+            lambda: run.checkpoints.write_validation(manifest(offered), durable=True),
             lambda: Checkpoint(path).set_metadata({"by": "ann"}),
         ],
     )
-    assert happened == {(MOVED_IN, CHECKSUMS), (MOVED_IN, VALIDATION), (MOVED_IN, METADATA)}
-    assert not list(run.path.rglob("*.tmp"))
+    assert happened == {
+        (MOVED_IN, CHECKSUMS_FILE),
+        (MOVED_IN, VALIDATION_FILE),
+        (MOVED_IN, METADATA_FILE),
+    }
+    assert not list(run.local_path.rglob("*.tmp"))
 
 
 def test_a_link_that_another_rank_is_replacing_is_looked_at_again(run: RunDirectory) -> None:
-    folder = run.staging.new("rank_0") / "folder"
+    folder = run.staging.make_directory("rank_0") / "folder"
     folder.symlink_to("nowhere")
     lock, held = run.staging.path / "links.lock", threading.Event()
 
     def replace() -> None:
-        with one_at_a_time(lock):
+        with hold_file_lock(lock):
             held.set()
             while not is_waited_for(lock):
                 pass
@@ -388,7 +398,7 @@ def test_a_link_that_another_rank_is_replacing_is_looked_at_again(run: RunDirect
     other = threading.Thread(target=replace, daemon=True)
     other.start()
     held.wait()
-    assert [file.path for file in run.staging.look_into(folder.parent).files] == ["folder/x"]
+    assert [file.path for file in run.staging.scan_directory(folder.parent).files] == ["folder/x"]
     other.join()
 
 
@@ -403,12 +413,12 @@ LEAD_OUT = ["../victim", "a/../../victim", "/etc/passwd", "", "a//b", "./a", "nu
 
 @pytest.mark.parametrize("path", LEAD_OUT)
 def test_a_manifest_that_names_what_lies_elsewhere_is_damage(run: RunDirectory, path: str) -> None:
-    (run.path / "victim").write_text("1")
+    (run.local_path / "victim").write_text("1")
     place = commit(run, part(stage(run, {"file": "1"})), name="checkpoint_000001")
-    text = (place / MANIFEST).read_text()
-    (place / MANIFEST).write_text(text.replace('"file"', json.dumps(path)))
-    assert run.checkpoints.intact() == []
-    assert run.checkpoints.damaged() == ["checkpoint_000001"]
+    text = (place / MANIFEST_FILE).read_text()
+    (place / MANIFEST_FILE).write_text(text.replace('"file"', json.dumps(path)))
+    assert run.checkpoints.list_intact() == []
+    assert run.checkpoints.list_damaged() == ["checkpoint_000001"]
     with pytest.raises(CheckpointError, match="its manifest cannot be read"):
         Checkpoint(place).verify()
 
@@ -416,7 +426,7 @@ def test_a_manifest_that_names_what_lies_elsewhere_is_damage(run: RunDirectory, 
 @pytest.mark.parametrize("path", LEAD_OUT)
 def test_checksums_of_what_lies_elsewhere_are_damage(run: RunDirectory, path: str) -> None:
     place = commit(run, part(stage(run, {"a": "a"})))
-    (place / CHECKSUMS).write_text(json.dumps({path: "0" * 16}))
+    (place / CHECKSUMS_FILE).write_text(json.dumps({path: "0" * 16}))
     with pytest.raises(CheckpointError, match=r"checksums\.json cannot be read: .* is no path"):
         Checkpoint(place).verify()
 
@@ -424,9 +434,9 @@ def test_checksums_of_what_lies_elsewhere_are_damage(run: RunDirectory, path: st
 @pytest.mark.parametrize("name", ["../victim", "..", "a/../../victim", ""])
 def test_a_journal_that_names_what_lies_elsewhere_is_damaged(run: RunDirectory, name: str) -> None:
     event = {"event": "checkpoint_deleted", "time": 1.0, "name": name}
-    run.journal.write_text(json.dumps(event) + "\n")
+    run.journal_path.write_text(json.dumps(event) + "\n")
     with pytest.raises(DamagedRunError, match=r"line 1 of .* is no path of a file"):
-        events_of(run)
+        read_events(run)
 
 
 class Lying(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -447,10 +457,10 @@ class Lying(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_a_listing_of_what_lies_elsewhere_is_damage(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / "run").mkdir()
-    folder = locate(tmp_path / "run", Lying(name, kind))
-    assert isinstance(folder, Folder)
+    folder = resolve_path(tmp_path / "run", Lying(name, kind))
+    assert isinstance(folder, RemotePath)
     with pytest.raises(CheckpointError, match="is no path of a file"):
-        folder.list_files() if kind == "file" else folder.folders()
+        folder.list_files() if kind == "file" else folder.list_directories()
 
 
 def test_what_a_link_leads_to_is_not_deleted_with_the_link(
@@ -459,9 +469,9 @@ def test_what_a_link_leads_to_is_not_deleted_with_the_link(
     path = commit(run, part(stage(run, {"a": "a"})))
     path.rename(tmp_path / "on another disk")
     path.symlink_to(tmp_path / "on another disk")
-    assert [each.name for each in run.checkpoints.intact()] == ["c"]
+    assert [each.name for each in run.checkpoints.list_intact()] == ["c"]
     run.checkpoints.delete("c")
-    assert run.checkpoints.committed() == []
+    assert run.checkpoints.list_committed() == []
     assert list(run.staging.path.iterdir()) == []
     assert read(tmp_path / "on another disk") == {"a": "a"}
 
@@ -475,20 +485,20 @@ def test_an_attempt_that_ends_leaves_alone_what_is_on_its_way_into_a_checkpoint(
     replace = os.replace
 
     def looked(source: Path, target: Path) -> None:
-        seen.append(run.staging.stages())
+        seen.append(run.staging.list_directories())
         assert source.parent == run.staging.path
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", looked)
-    write_atomically(run.path / "new", b"data", by_way_of=run.staging.path)
+    write_atomically(run.local_path / "new", b"data", temp_directory=run.staging.path)
     assert seen == [[staged]]
-    assert (run.path / "new").read_bytes() == b"data"
+    assert (run.local_path / "new").read_bytes() == b"data"
 
 
 def test_what_is_set_aside_after_a_commit_is_not_deleted_for_it(run: RunDirectory) -> None:
-    (run.staging.uncommitted / "before").mkdir(parents=True)
-    grave = run.staging.bury(run.staging.uncommitted)
-    (run.staging.uncommitted / "after").mkdir(parents=True)
+    (run.staging.preserved_path / "before").mkdir(parents=True)
+    grave = run.staging.move_to_trash(run.staging.preserved_path)
+    (run.staging.preserved_path / "after").mkdir(parents=True)
     remove_tree(grave)
-    assert [path.name for path in run.staging.uncommitted.iterdir()] == ["after"]
+    assert [path.name for path in run.staging.preserved_path.iterdir()] == ["after"]
     assert not grave.exists()

@@ -68,7 +68,7 @@ class Faulty(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep work folders below the test's own, and do not wait long before trying again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(retry, "FIRST_DELAY_SECONDS", 0.001)
+    monkeypatch.setattr(retry, "INITIAL_DELAY_S", 0.001)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_a_manifest_that_cannot_be_written_fails_the_run(tmp_path: Path) -> None
 def test_a_slow_upload_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(retry, "SLOW_WARNING_PERIOD_S", 0.01)
     told = threading.Event()
 
     class Tell(logging.Handler):
@@ -349,7 +349,7 @@ def test_a_driver_killed_at_any_step_loses_nothing_committed(
     tmp_path: Path, drivers: Drivers, point: str
 ) -> None:
     def main() -> None:
-        kill_at(point, times=2)
+        kill_at(point, occurrence=2)
         fit(two_steps, tmp_path)
 
     with drivers(main, XDG_CACHE_HOME=str(tmp_path / "cache")) as driver:

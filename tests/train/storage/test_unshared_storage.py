@@ -32,7 +32,7 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train._storage.unshared_node import LIMIT
+from drawbar.train._storage.node_local_storage import MAX_TRANSFER_BYTES
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -103,7 +103,7 @@ def function() -> list[str]:
 def too_large() -> None:
     with train.checkpoint_dir() as path:
         with open(path / f"part_{train.get_context().get_world_rank()}", "wb") as sparse:
-            sparse.truncate(LIMIT + 1)
+            sparse.truncate(MAX_TRANSFER_BYTES + 1)
         train.report({}, checkpoint=path)
 
 
@@ -181,7 +181,7 @@ def said(hidden: Path, drivers: Drivers) -> Said:
 
 def test_what_is_too_large_to_travel_is_refused_at_once(hidden: Path, said: Said) -> None:
     assert "StorageError: rank_" in said.out, said.err
-    assert f"has 1 GB ({LIMIT + 1} bytes) for checkpoint checkpoint_000000" in said.out
+    assert f"has 1 GB ({MAX_TRANSFER_BYTES + 1} bytes) for checkpoint checkpoint_000000" in said.out
     assert f"does not share {hidden}/large with the driver's node" in said.out
     assert "The run ends: it would fail again in the same way" in said.out
     assert Result.from_path(hidden / "large").checkpoint is None

@@ -22,9 +22,9 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
-from drawbar.train._storage.contents import METADATA, list_files
-from drawbar.train._storage.files import SeenFiles
-from drawbar.train._storage.staging import Share, StagingArea
+from drawbar.train._storage.contents import METADATA_FILE, list_files
+from drawbar.train._storage.files import FileIdentities
+from drawbar.train._storage.staging import AssignedFiles, StagingArea
 from drawbar.train.testing import run_in_threads
 from tests.train.local_runs import ASYNC, fit, save
 
@@ -40,7 +40,7 @@ def write(folder: Path, **files: str) -> Path:
 
 
 def content(place: Any) -> dict[str, str]:
-    files = [file.path for file in list_files(Path(place)) if file.path != METADATA]
+    files = [file.path for file in list_files(Path(place)) if file.path != METADATA_FILE]
     return {path: (Path(place) / path).read_text(errors="replace") for path in files}
 
 
@@ -458,14 +458,14 @@ def test_only_what_was_handed_over_is_deleted(tmp_path: Path) -> None:
     own = write(tmp_path / "own", model="1", optimizer="1")
     write(own / "deep", weights="1")
     (own / "link").symlink_to("deep")
-    seen = SeenFiles.of(own, list_files(own))
+    seen = FileIdentities.capture(own, list_files(own))
     shutil.rmtree(own)
     write(own, model="2")
     (own / "deep").mkdir()
-    seen.remove(given=False)
+    seen.remove_unchanged(was_moved=False)
     assert content(own) == {"model": "2"}
     assert (own / "deep").is_dir()
-    SeenFiles.of(own, list_files(own)).remove(given=False)
+    FileIdentities.capture(own, list_files(own)).remove_unchanged(was_moved=False)
     assert not own.exists()
 
 
@@ -488,11 +488,11 @@ def test_what_comes_into_a_folder_while_it_is_handed_over_is_not_deleted(
     staging.path.mkdir()
     if links:
         (own / "link").symlink_to(write(tmp_path / "far", x="x") / "x")
-    share = Share(own, list_files(own), "rank_0", "c", move=True)
+    share = AssignedFiles(own, list_files(own), "rank_0", "c", should_move=True)
     write(own / "deep", late="l")
-    stage = staging.take_over(share, attempt=0)
-    assert staging.taken_over(own, "c", attempt=0) == stage
-    assert staging.taken_over(own, "c", attempt=1) is None
+    stage = staging.stage_moved(share, attempt=0)
+    assert staging.find_moved(own, "c", attempt=0) == stage
+    assert staging.find_moved(own, "c", attempt=1) is None
     late = {"deep/late": "l"}
     assert content(stage) == {"model": "m", **({"link": "x"} if links else late)}
     assert (content(own) if own.exists() else {}) == (late if links else {})

@@ -6,11 +6,11 @@ import pytest
 import ray
 
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
-from drawbar.train.backend import node_address, worker_address
+from drawbar.train.backend import get_node_address, get_worker_address
 
 
 def _addresses() -> tuple[str, str]:
-    return worker_address(), node_address()
+    return get_worker_address(), get_node_address()
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -24,4 +24,4 @@ def test_workers_of_one_node_meet_on_the_loopback(run_config: RunConfig) -> None
 
 def test_there_is_no_worker_address_outside_a_training_function() -> None:
     with pytest.raises(RuntimeError):
-        worker_address()
+        get_worker_address()

@@ -14,7 +14,7 @@ import pytest
 
 from drawbar import train
 from drawbar.train import FailureConfig, Result, RunConfig, collective
-from drawbar.train.backend import keep_data_position, report_soon
+from drawbar.train.backend import register_data_position, report_buffered
 from drawbar.train.testing import run_in_threads
 from tests.train.local_runs import fit, save
 
@@ -58,11 +58,11 @@ def in_thread(function: Callable[[], Any]) -> str:
         ("get_checkpoint", train.get_checkpoint),
         ("get_dataset_shard", train.get_dataset_shard),
         ("get_all_reported_checkpoints", train.get_all_reported_checkpoints),
-        ("checkpoint_requested", train.checkpoint_requested),
+        ("should_checkpoint", train.should_checkpoint),
         ("get_context().diagnose", lambda: train.get_context().diagnose()),
         ("collective.barrier", collective.barrier),
-        ("report_soon", lambda: report_soon({})),
-        ("keep_data_position", lambda: keep_data_position("x", lambda: None)),
+        ("report_buffered", lambda: report_buffered({})),
+        ("register_data_position", lambda: register_data_position("x", lambda: None)),
     ],
 )
 def test_a_forked_child_is_told_who_may_call(name: str, call: Any, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def two_ranks(function: Callable[[], Any], config: RunConfig) -> Result:
 def test_on_several_workers_a_second_thread_is_refused(run_config: RunConfig) -> None:
     def function() -> list[str]:
         train.report({})
-        second = [lambda: train.report({}), collective.barrier, lambda: report_soon({})]
+        second = [lambda: train.report({}), collective.barrier, lambda: report_buffered({})]
         return [in_thread(call) for call in second]
 
     for told in two_ranks(function, run_config).return_values:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.train._group.ranks import visible_devices
+from drawbar.train._config.forwarded_env import select_forwarded
 from drawbar.train._messages import Ranks, WorkerInfo
-from drawbar.train._settings.forwarded import forwarded
-from drawbar.train._worker.environment import (
-    THREAD_VARIABLES,
-    available_cores,
-    thread_count,
-    thread_variables,
-    torchrun_variables,
+from drawbar.train._worker.worker_env import (
+    THREAD_ENV_VARS,
+    compute_thread_count,
+    count_available_cores,
+    make_thread_env_vars,
+    make_torchrun_env_vars,
 )
+from drawbar.train._worker_group.ranks import format_visible_devices
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ from drawbar.train._worker.environment import (
     ],
 )
 def test_forwarded_by_default(name: str) -> None:
-    assert forwarded({name: "1"}) == {name: "1"}
+    assert select_forwarded({name: "1"}) == {name: "1"}
 
 
 @pytest.mark.parametrize("name", ["PATH", "HOME", "MY_TOKEN", "LD_PRELOAD", "AWS", "XHF_TOKEN"])
 def test_not_forwarded_unless_asked_for(name: str) -> None:
-    assert forwarded({name: "1"}) == {}
-    assert forwarded({name: "1"}, [name]) == {name: "1"}
+    assert select_forwarded({name: "1"}) == {}
+    assert select_forwarded({name: "1"}, [name]) == {name: "1"}
 
 
 @pytest.mark.parametrize(
@@ -60,20 +60,20 @@ def test_not_forwarded_unless_asked_for(name: str) -> None:
     ],
 )
 def test_never_forwarded(name: str) -> None:
-    assert forwarded({name: "1"}, ["*"]) == {}
+    assert select_forwarded({name: "1"}, ["*"]) == {}
     with pytest.raises(ValueError, match=f"forward_env names '{name}', which is never forwarded"):
-        forwarded({}, [name])
+        select_forwarded({}, [name])
 
 
 def test_user_patterns() -> None:
     environ = {"MY_A": "1", "MY_B": "2", "my_c": "3", "OTHER": "4"}
-    assert forwarded(environ, ["MY_*", "NOT_SET"]) == {"MY_A": "1", "MY_B": "2"}
+    assert select_forwarded(environ, ["MY_*", "NOT_SET"]) == {"MY_A": "1", "MY_B": "2"}
 
 
 def test_a_thread_count_set_by_ray_is_not_the_users() -> None:
     job = {"RAY_RAYLET_PID": "7", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "3"}
-    assert forwarded(job) == {"MKL_NUM_THREADS": "3"}
-    assert forwarded(job, ["OMP_NUM_THREADS"])["OMP_NUM_THREADS"] == "1"
+    assert select_forwarded(job) == {"MKL_NUM_THREADS": "3"}
+    assert select_forwarded(job, ["OMP_NUM_THREADS"])["OMP_NUM_THREADS"] == "1"
 
 
 def test_torchrun_variables_are_those_of_torchrun(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_torchrun_variables_are_those_of_torchrun(tmp_path: Path) -> None:
         [sys.executable, *launch], env=env, check=True, capture_output=True, text=True
     )
     theirs = json.loads(shown.stdout.splitlines()[-1])
-    ours = torchrun_variables(
+    ours = make_torchrun_env_vars(
         Ranks(
             world_rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1
         )
@@ -100,7 +100,7 @@ def test_torchrun_variables() -> None:
     ranks = Ranks(
         world_rank=3, world_size=5, local_rank=1, local_world_size=2, node_rank=1, num_nodes=3
     )
-    assert torchrun_variables(ranks) == {
+    assert make_torchrun_env_vars(ranks) == {
         "RANK": "3",
         "WORLD_SIZE": "5",
         "LOCAL_RANK": "1",
@@ -130,18 +130,20 @@ def test_torchrun_variables() -> None:
 def test_thread_count(
     cpus_per_worker: float | None, local_world_size: int, cores: int, expected: int
 ) -> None:
-    count = thread_count(
+    count = compute_thread_count(
         cpus_per_worker=cpus_per_worker, local_world_size=local_world_size, cores=cores
     )
     assert count == expected
 
 
 def test_rays_thread_count_is_replaced() -> None:
-    assert thread_variables(4, {"OMP_NUM_THREADS": "1"}, {}) == dict.fromkeys(THREAD_VARIABLES, "4")
+    assert make_thread_env_vars(4, {"OMP_NUM_THREADS": "1"}, {}) == dict.fromkeys(
+        THREAD_ENV_VARS, "4"
+    )
 
 
 def test_the_users_thread_counts_win() -> None:
-    variables = thread_variables(
+    variables = make_thread_env_vars(
         4, {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "6"}, {"MKL_NUM_THREADS": "3"}
     )
     assert variables.keys() == {
@@ -152,8 +154,8 @@ def test_the_users_thread_counts_win() -> None:
 
 
 def test_the_users_omp_threads_hold_for_all_libraries() -> None:
-    variables = thread_variables(4, {}, {"OMP_NUM_THREADS": "2,1"})
-    assert variables == dict.fromkeys(THREAD_VARIABLES[1:], "2")
+    variables = make_thread_env_vars(4, {}, {"OMP_NUM_THREADS": "2,1"})
+    assert variables == dict.fromkeys(THREAD_ENV_VARS[1:], "2")
 
 
 @pytest.mark.parametrize(
@@ -171,13 +173,14 @@ def test_visible_devices(gpu_ids: list[tuple[str, ...]], expected: str) -> None:
         WorkerInfo(node_id="a", node_ip="10.0.0.1", hostname="host", pid=1, gpu_ids=ids)
         for ids in gpu_ids
     ]
-    assert visible_devices(workers) == expected
+    assert format_visible_devices(workers) == expected
 
 
 def test_available_cores_follow_the_affinity() -> None:
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-        "from drawbar.train._worker.environment import available_cores; print(available_cores())"
+        "from drawbar.train._worker.worker_env import count_available_cores; "
+        "print(count_available_cores())"
     )
     env = {"PYTHONPATH": ":".join(sys.path)}
     assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "1\n"
@@ -190,9 +193,9 @@ def test_available_cores_follow_the_cgroup_quota(tmp_path: Path, group: str, quo
     (tmp_path / "outer" / "cpu.max").write_text("max 100000\n")
     (tmp_path / group / "cpu.max").write_text(f"{quota}\n")
     (tmp_path / "membership").write_text("1:cpu:/elsewhere\n0::/outer/inner\n")
-    cores = available_cores(cgroup_root=tmp_path, membership=tmp_path / "membership")
+    cores = count_available_cores(cgroup_root=tmp_path, membership=tmp_path / "membership")
     assert cores == 1
 
 
 def test_available_cores_without_cgroups(tmp_path: Path) -> None:
-    assert available_cores(cgroup_root=tmp_path, membership=tmp_path / "none") >= 1
+    assert count_available_cores(cgroup_root=tmp_path, membership=tmp_path / "none") >= 1

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from drawbar.train._worker.interrupt import AttemptInterrupted, Interruptible
+from drawbar.train._worker.interrupt import AttemptInterrupted, InterruptScope
 
 
-def run(code: Interruptible, started: threading.Event) -> None:
+def run(code: InterruptScope, started: threading.Event) -> None:
     code.begin()
     started.set()
     while True:
@@ -18,7 +18,7 @@ def run(code: Interruptible, started: threading.Event) -> None:
 
 
 def test_it_is_interrupted_at_its_next_instruction() -> None:
-    code, started, ended = Interruptible(), threading.Event(), threading.Event()
+    code, started, ended = InterruptScope(), threading.Event(), threading.Event()
 
     def user_code() -> None:
         try:
@@ -33,14 +33,14 @@ def test_it_is_interrupted_at_its_next_instruction() -> None:
 
 
 def test_one_that_comes_before_it_begins_is_not_lost() -> None:
-    code = Interruptible()
+    code = InterruptScope()
     code.interrupt()
     with pytest.raises(AttemptInterrupted):
         code.begin()
 
 
 def test_one_that_comes_too_late_hits_nothing() -> None:
-    code = Interruptible()
+    code = InterruptScope()
     code.begin()
     code.end()
     code.interrupt()
@@ -51,9 +51,9 @@ def test_one_that_comes_too_late_hits_nothing() -> None:
 def test_one_that_is_taken_back_leaves_a_traced_thread_running() -> None:
     """What is pending for ever keeps Python 3.11 from beginning any function that is traced."""
     for is_late in (False, True):
-        code, ended = Interruptible(), threading.Event()
+        code, ended = InterruptScope(), threading.Event()
 
-        def user_code(code: Interruptible, is_late: bool, ended: threading.Event) -> None:
+        def user_code(code: InterruptScope, is_late: bool, ended: threading.Event) -> None:
             with contextlib.suppress(AttemptInterrupted):
                 code.begin()
                 if is_late:
@@ -73,30 +73,30 @@ def test_one_that_is_taken_back_leaves_a_traced_thread_running() -> None:
 
 @pytest.mark.parametrize("is_sent", [False, True])
 def test_what_a_wait_has_raised_is_not_raised_again_while_the_code_cleans_up(is_sent: bool) -> None:
-    code = Interruptible()
+    code = InterruptScope()
     code.begin()
     if is_sent:
         with contextlib.suppress(AttemptInterrupted):
             go_on(code)
     with pytest.raises(AttemptInterrupted, match="over"):
-        code.raise_here("over")
+        code.raise_interrupt("over")
     go_on(code)
     code.end()
 
 
-def go_on(code: Interruptible) -> None:
+def go_on(code: InterruptScope) -> None:
     """Run instructions after an interruption, which comes before one of them or never."""
     code.interrupt()
     [abs(number) for number in range(1000)]
 
 
 def test_what_another_thread_raises_spares_the_code_nothing() -> None:
-    code = Interruptible()
+    code = InterruptScope()
     code.begin()
 
     def other() -> None:
         with contextlib.suppress(AttemptInterrupted):
-            code.raise_here("over")
+            code.raise_interrupt("over")
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -108,7 +108,7 @@ def test_what_another_thread_raises_spares_the_code_nothing() -> None:
 
 def test_a_thread_that_the_code_starts_is_not_hit_in_its_place() -> None:
     for _ in range(100):
-        code, started, ended = Interruptible(), threading.Event(), threading.Event()
+        code, started, ended = InterruptScope(), threading.Event(), threading.Event()
         thread = threading.Thread(target=start_threads, args=(code, started, ended), daemon=True)
         thread.start()
         started.wait()
@@ -116,7 +116,7 @@ def test_a_thread_that_the_code_starts_is_not_hit_in_its_place() -> None:
         assert ended.wait(10)
 
 
-def start_threads(code: Interruptible, started: threading.Event, ended: threading.Event) -> None:
+def start_threads(code: InterruptScope, started: threading.Event, ended: threading.Event) -> None:
     try:
         code.begin()
         while True:

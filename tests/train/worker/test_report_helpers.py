@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drawbar import train
 from drawbar.train import CheckpointConfig, RunConfig, get_context
-from drawbar.train.backend import align_reports, common_checkpoint, discard_checkpoint
+from drawbar.train.backend import discard_checkpoint, get_agreed_checkpoint, sync_report_index
 from drawbar.train.testing import run_in_threads
 
 
@@ -22,7 +22,7 @@ def test_ranks_that_reported_unequally_often_meet_again(run_config: RunConfig) -
         rank = get_context().get_world_rank()
         for step in range(3 * rank):
             train.report({"step": step})
-        align_reports()
+        sync_report_index()
         with train.checkpoint_dir() as path:
             (path / f"{rank}").touch()
             train.report({"rank": rank}, checkpoint=path)
@@ -44,7 +44,7 @@ def test_ranks_that_load_together_have_the_checkpoint_that_one_of_them_has_just_
                 save(f"step-{step}")
             else:  # which waits for nothing
                 train.report({"step": step})
-            checkpoint = common_checkpoint()
+            checkpoint = get_agreed_checkpoint()
             assert checkpoint is not None
             found.append(Path(checkpoint).name)
         return found

@@ -13,8 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drawbar.train._group.exit_status import ExitReport, read_exit_report, verdict, wait_for_report
 from drawbar.train._worker import sentinel as _sentinel
+from drawbar.train._worker_group.exit_status import (
+    ExitReport,
+    describe_exit,
+    read_exit_report,
+    wait_for_exit_report,
+)
 
 
 def run_worker(code: str, report_file: Path, before_start: str = "") -> subprocess.Popen[str]:
@@ -34,7 +39,7 @@ def run_worker(code: str, report_file: Path, before_start: str = "") -> subproce
 
 
 def report_of(report_file: Path) -> ExitReport:
-    report = asyncio.run(wait_for_report(report_file, timeout_s=10))
+    report = asyncio.run(wait_for_exit_report(report_file, timeout_s=10))
     assert report is not None
     return report
 
@@ -74,13 +79,13 @@ def test_the_verdict_names_the_signal_or_the_exit_code(
     report_file = tmp_path / "exit.json"
     run_worker(code, report_file).communicate()
     fault_log = Path(f"{report_file}.fault").read_text()
-    assert verdict(report_of(report_file), "", fault_log).startswith(expected)
+    assert describe_exit(report_of(report_file), "", fault_log).startswith(expected)
 
 
 def test_a_crash_is_told_with_the_line_of_python_that_crashed(tmp_path: Path) -> None:
     report_file = tmp_path / "exit.json"
     run_worker("faulthandler._sigsegv()", report_file).communicate()
-    said = verdict(report_of(report_file), "", Path(f"{report_file}.fault").read_text())
+    said = describe_exit(report_of(report_file), "", Path(f"{report_file}.fault").read_text())
     assert 'File "<string>", line 8 in <module>' in said
 
 
@@ -133,7 +138,7 @@ def test_a_normal_end_is_reported_too(tmp_path: Path) -> None:
     worker.communicate()
     report = report_of(tmp_path / "exit.json")
     assert report.pid == worker.pid
-    assert verdict(report, "", "") == "exited with code 0 by os._exit or sys.exit"
+    assert describe_exit(report, "", "") == "exited with code 0 by os._exit or sys.exit"
 
 
 def report(status: int | None, *, oom_kill: bool | None = False) -> ExitReport:
@@ -141,7 +146,7 @@ def report(status: int | None, *, oom_kill: bool | None = False) -> ExitReport:
 
 
 def test_the_kernels_oom_killer_is_named() -> None:
-    assert verdict(report(9, oom_kill=True), "", "") == (
+    assert describe_exit(report(9, oom_kill=True), "", "") == (
         "killed by SIGKILL, by the kernel's OOM killer: "
         "the cgroup's oom_kill count rose, last RSS 3.1 GB"
     )
@@ -152,7 +157,7 @@ def test_rays_memory_monitor_is_named_in_rays_words() -> None:
         "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: "
         "10.0.0.1, ID: ee) was 22.9GB used / 23.5GB limit (0.97)\nOOM kill reason: threshold"
     )
-    assert verdict(report(9), detail, "") == (
+    assert describe_exit(report(9), detail, "") == (
         "killed by Ray's memory monitor: Memory on the node (IP: 10.0.0.1, ID: ee) was 22.9GB used "
         "/ 23.5GB limit (0.97)"
     )
@@ -160,16 +165,16 @@ def test_rays_memory_monitor_is_named_in_rays_words() -> None:
 
 def test_rays_guess_about_the_oom_killer_is_not_believed() -> None:
     guess = "Some common causes include: (1) the process was killed by the OOM killer due to ..."
-    assert verdict(None, guess, "").startswith("vanished without a trace")
+    assert describe_exit(None, guess, "").startswith("vanished without a trace")
 
 
 def test_a_crash_without_a_status_is_known_from_faulthandler() -> None:
     fault_log = "Fatal Python error: Aborted\n\nThread 0x1:\n  File train.py, line 3 in step"
-    assert verdict(report(None), "", fault_log) == f"killed by SIGABRT: {fault_log}"
+    assert describe_exit(report(None), "", fault_log) == f"killed by SIGABRT: {fault_log}"
 
 
 def test_a_log_without_a_crash_is_not_quoted() -> None:
-    said = verdict(report(11), "", "epoch 1\nepoch 2\n")
+    said = describe_exit(report(11), "", "epoch 1\nepoch 2\n")
     assert said == "killed by SIGSEGV"
 
 
@@ -177,16 +182,16 @@ def test_the_account_of_a_crash_is_short() -> None:
     lines = "".join(f"  File train.py, line {line} in step\n" for line in range(100))
     stacks = f"Thread 0x1:\n{lines}\nCurrent thread 0x2:\n  File c.py, line 3 in call\n"
     fault_log = f"epoch 1\nFatal Python error: Bus error\n\n{stacks}\nExtension modules: numpy"
-    told = verdict(report(7), "", fault_log).splitlines()
+    told = describe_exit(report(7), "", fault_log).splitlines()
     assert len(told) == 40
     assert told[2:4] == ["Current thread 0x2:", "  File c.py, line 3 in call"]
 
 
 def test_without_a_status_the_oom_count_still_speaks() -> None:
-    said = verdict(report(None, oom_kill=True), "", "")
+    said = describe_exit(report(None, oom_kill=True), "", "")
     assert said.startswith("vanished, probably killed, by the kernel's OOM killer")
 
 
 def test_no_report_is_none_and_not_an_error(tmp_path: Path) -> None:
     assert read_exit_report(tmp_path / "exit.json") is None
-    assert asyncio.run(wait_for_report(tmp_path / "exit.json", timeout_s=0.01)) is None
+    assert asyncio.run(wait_for_exit_report(tmp_path / "exit.json", timeout_s=0.01)) is None

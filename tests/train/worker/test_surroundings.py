@@ -23,7 +23,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-from drawbar.train._surroundings import Surroundings
+from drawbar.train._driver_env import DriverEnvironment
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -99,10 +99,10 @@ def test_the_driver_s_logging_holds_in_every_attempt(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("configured_logging")
 def test_logging_and_arguments_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    surroundings, root = Surroundings.here(), logging.getLogger()
+    surroundings, root = DriverEnvironment.capture(), logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(sys, "argv", ["worker"])
-    with surroundings.entered():
+    with surroundings.apply():
         assert len(root.handlers) == 1
         assert sys.argv != ["worker"]
     assert (root.handlers, sys.argv) == ([], ["worker"])

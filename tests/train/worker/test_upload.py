@@ -286,7 +286,7 @@ def test_what_a_function_raises_is_told_with_the_users_lines_alone(
 def test_a_function_that_takes_long_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(retries, "SLOW_WARNING_PERIOD_S", 0.01)
 
     def save() -> str:
         told = queue.SimpleQueue[str]()

@@ -14,15 +14,15 @@ import sys
 import threading
 from typing import TextIO
 
-from drawbar.train._console.notebook import NotebookView
-from drawbar.train._console.views import (
-    PlainView,
-    Status,
-    Streams,
-    TerminalView,
-    View,
-    shown_metrics,
+from drawbar.train._console.displays import (
+    Display,
+    DisplayStatus,
+    OutputStreams,
+    PlainDisplay,
+    TerminalDisplay,
+    format_metrics,
 )
+from drawbar.train._console.notebook import NotebookDisplay
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import (
     AttemptEnded,
@@ -38,13 +38,13 @@ from drawbar.train._history.events import (
     PreemptionAnnounced,
     ReportReceived,
     RunEnded,
-    WaitsForValidations,
+    ValidationsPending,
     WorkersFailed,
     WorkersStarted,
 )
 from drawbar.train._messages import Printed
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._storage.sizes import readable_size
+from drawbar.train._storage.sizes import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -63,31 +63,31 @@ class Console:
     """
 
     def __init__(
-        self, level: int, run_path: str, *, file: TextIO | None = None, live: bool = True
+        self, level: int, run_path: str, *, file: TextIO | None = None, is_live: bool = True
     ) -> None:
         self._level = level
         self._budget = ""  # that is left for failures
-        self._status = Status(run_path)
+        self._line_status = DisplayStatus(run_path)
         self._lock = threading.RLock()
-        self._streams = Streams(file)
-        self._plain = PlainView(self._streams, self._status)
-        self._view: View = self._plain
-        if live and level <= logging.INFO:
-            self._view = self._live_view(file) or self._plain
+        self._outputs = OutputStreams(file)
+        self._plain_display = PlainDisplay(self._outputs, self._line_status)
+        self._display: Display = self._plain_display
+        if is_live and level <= logging.INFO:
+            self._display = self._make_live_display(file) or self._plain_display
 
-    def _live_view(self, file: TextIO | None) -> View | None:
+    def _make_live_display(self, file: TextIO | None) -> Display | None:
         """Give the view that is redrawn, or None where nothing can be."""
         try:
-            terminal = self._streams.get("stderr").isatty()
+            terminal = self._outputs.get_stream("stderr").isatty()
             if terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
-                return TerminalView(self._streams, self._status, file)
-            if file is None and _in_notebook():
-                return NotebookView(self._streams, self._status)
+                return TerminalDisplay(self._outputs, self._line_status, file)
+            if file is None and _is_in_notebook():
+                return NotebookDisplay(self._outputs, self._line_status)
         except Exception:
             logger.debug("no live view", exc_info=True)
         return None
 
-    def note(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Show an event, if it is worth it."""
         try:
             self._show(event)
@@ -97,35 +97,37 @@ class Console:
     def _show(self, event: Event) -> None:
         if isinstance(event, ReportReceived):  # thousands per second, of which few are shown
             if event.rank == 0 and self._level <= logging.INFO:
-                self._status.report = (event.index, event.metrics)
-                self._view.reported()
+                self._line_status.last_report = (event.index, event.metrics)
+                self._display.on_report()
             return
         with self._lock:
             match event:
                 case LinePrinted():
                     self._show_line(event.rank, event.line)
                 case BytesWritten() if self._level <= logging.WARNING:
-                    self._view.user_bytes(event.data, event.stream)
+                    self._display.write_user_bytes(event.data, event.stream)
                 case Notice():
-                    self._say(logging.WARNING, event.text)
+                    self._print(logging.WARNING, event.text)
                 case WorkersFailed():
                     self._budget = event.budget
-                    if event.failures and not event.is_raised:  # fit() raises the last one
+                    if event.failures and not event.is_final:  # fit() raises the last one
                         self._show_failure(event.failures[0])
                 case PreemptionAnnounced():
                     ranks = ", ".join(map(str, event.info.preempted_ranks))
-                    self._say(logging.WARNING, f"the nodes of ranks {ranks} are to be taken away")
-                case AttemptEnded() if event.kind == "resize":
+                    self._print(logging.WARNING, f"the nodes of ranks {ranks} are to be taken away")
+                case AttemptEnded() if event.cause == "resize":
                     text = "there is room for more workers: the group grows"
-                    self._say(logging.WARNING, text)
+                    self._print(logging.WARNING, text)
                 case CheckpointCommitted():
-                    size = readable_size(event.nbytes)
-                    self._status.checkpoint = f"{event.name} ({size} in {event.seconds:.1f} s)"
-                    self._status.checkpoints[event.name] = event.metrics
+                    size = format_size(event.nbytes)
+                    self._line_status.last_checkpoint = (
+                        f"{event.name} ({size} in {event.seconds:.1f} s)"
+                    )
+                    self._line_status.checkpoints[event.name] = event.metrics
                     if self._level <= logging.INFO:
-                        self._view.committed()
+                        self._display.on_commit()
                 case CheckpointDeleted():
-                    self._status.checkpoints.pop(event.name, None)
+                    self._line_status.checkpoints.pop(event.name, None)
                 case CheckpointValidated():
                     self._show_validation(event)
                 case _:
@@ -133,7 +135,7 @@ class Console:
 
     def _show_state(self, event: Event) -> None:
         """Show the state of the run if the event changes it."""
-        first = not self._status.state
+        first = not self._line_status.phase
         match event:
             case AttemptStarted():
                 # Attempts before the first one that is shown were started by an earlier driver.
@@ -141,39 +143,39 @@ class Console:
                 detail = self._describe_start(event)
             case WorkersStarted():
                 name, detail = "running", ""
-                self._status.workers = len(event.workers)
-            case WaitsForValidations():
-                name, detail = "waiting for validations", event.which
+                self._line_status.num_workers = len(event.workers)
+            case ValidationsPending():
+                name, detail = "waiting for validations", event.description
             case RunEnded():
                 name, detail = event.outcome, ""
             case ControllerFailed():
                 name, detail = "failed", ""
             case _:
                 return
-        self._status.state, self._status.detail = name, detail
+        self._line_status.phase, self._line_status.detail = name, detail
         if self._level <= logging.INFO:
-            if first and self._status.path:
-                self._view.line(f"run directory {self._status.path}")
-            self._view.state_changed()
+            if first and self._line_status.path:
+                self._display.print_line(f"run directory {self._line_status.path}")
+            self._display.on_state_change()
 
     def _show_failure(self, cause: WorkerFailure) -> None:
         # The script's own output shows why it exited.
         text = cause.headline() if cause.kind == "exit" else cause.describe()
-        self._say(logging.CRITICAL, text)
+        self._print(logging.CRITICAL, text)
 
     def _describe_start(self, event: AttemptStarted) -> str:
         number = f"attempt {event.attempt}" if event.attempt else ""
-        start = f"from {event.checkpoint}" if event.checkpoint else ""
+        start = f"from {event.resume_checkpoint}" if event.resume_checkpoint else ""
         budget, self._budget = self._budget, ""
         detail = " ".join(part for part in (number, start) if part)
         return f"{detail} ({budget})" if budget else detail
 
     def _show_validation(self, event: CheckpointValidated) -> None:
         if event.status is ReportedCheckpointStatus.VALIDATED:
-            shown = shown_metrics(event.metrics)
-            self._say(logging.INFO, f"validated {event.name} in {event.seconds:.1f} s: {shown}")
+            shown = format_metrics(event.metrics)
+            self._print(logging.INFO, f"validated {event.name} in {event.seconds:.1f} s: {shown}")
         else:
-            self._say(
+            self._print(
                 logging.WARNING,
                 f"the validation of {event.name} failed, the training goes on: {event.error}",
             )
@@ -183,29 +185,29 @@ class Console:
         if rank == 0 and line.record != (self._level > logging.WARNING):
             return  # of rank 0 either all that it prints is shown, or the errors that it logs
         text = line.text if rank == 0 else f"[rank {rank}] {line.text}"
-        self._status.redrawn = text if line.transient else ""
+        self._line_status.redrawn_line = text if line.transient else ""
         if line.transient:
-            self._view.redrawn(text, line.stream)
+            self._display.on_redraw(text, line.stream)
         else:
-            self._view.user_line(text, line.stream)
+            self._display.print_user_line(text, line.stream)
 
-    def _say(self, level: int, text: str) -> None:
+    def _print(self, level: int, text: str) -> None:
         if self._level <= level:
-            self._view.line(text)
+            self._display.print_line(text)
 
     def close(self) -> None:
         """Show what was held back and end the live line. What comes later makes plain lines."""
         try:
             with self._lock:
-                self._status.redrawn = ""
-                view, self._view = self._view, self._plain
+                self._line_status.redrawn_line = ""
+                view, self._display = self._display, self._plain_display
                 view.close()
-                self._streams.close()
+                self._outputs.close()
         except Exception:
             logger.debug("what was held back could not be shown", exc_info=True)
 
 
-def _in_notebook() -> bool:
+def _is_in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return type(shell).__name__ == "ZMQInteractiveShell"

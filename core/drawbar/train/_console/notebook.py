@@ -10,72 +10,76 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from drawbar.train._console.views import PlainView, Status, Streams
-from drawbar.train._history.html import POINTS, Card, numbers_of
+from drawbar.train._console.displays import DisplayStatus, OutputStreams, PlainDisplay
+from drawbar.train._history.html import MAX_CURVE_POINTS, RunCard, iter_numbers
 from drawbar.train._lines import StreamName
 
-_PERIOD_S = 0.5
+_DRAW_PERIOD_S = 0.5
 
 
-class NotebookView(PlainView):
+class NotebookDisplay(PlainDisplay):
     """A card in the cell's output that is updated in place, and plain lines below it."""
 
-    def __init__(self, streams: Streams, status: Status) -> None:
+    def __init__(self, streams: OutputStreams, status: DisplayStatus) -> None:
         from IPython import display
 
         super().__init__(streams, status)
-        self._curves = Curves()
-        self._drawn_at = time.monotonic()
+        self._curves = CurveBuffer()
+        self._last_drawn = time.monotonic()
         make_handle: Any = display.DisplayHandle  # has no types
         self._handle = make_handle()
-        self._handle.display(self._content(), raw=True)
+        self._handle.display(self._render(), raw=True)
 
-    def _content(self) -> dict[str, str]:
+    def _render(self) -> dict[str, str]:
         status = self._status
-        card = Card(
+        card = RunCard(
             title=os.path.basename(status.path.rstrip("/")),
-            status=" | ".join(filter(None, (status.activity(), status.elapsed(), status.redrawn))),
+            status=" | ".join(
+                filter(
+                    None, (status.format_activity(), status.format_elapsed(), status.redrawn_line)
+                )
+            ),
             path=status.path,
-            metrics=status.report[1] if status.report else {},
+            metrics=status.last_report[1] if status.last_report else {},
             curves=self._curves.points,
             checkpoints=list(status.checkpoints.items()),
         )
-        return {"text/plain": status.one_line(), "text/html": card.html()}
+        return {"text/plain": status.format_line(), "text/html": card.render()}
 
-    def state_changed(self) -> None:
-        self._drawn_at = time.monotonic()
-        self._handle.update(self._content(), raw=True)
+    def on_state_change(self) -> None:
+        self._last_drawn = time.monotonic()
+        self._handle.update(self._render(), raw=True)
 
-    def reported(self) -> None:
-        if self._status.report is not None:
-            self._curves.add(*self._status.report)
-        self._draw_sometimes()
+    def on_report(self) -> None:
+        if self._status.last_report is not None:
+            self._curves.add(*self._status.last_report)
+        self._draw_if_due()
 
-    def redrawn(self, text: str, stream: StreamName) -> None:
-        self._draw_sometimes()
+    def on_redraw(self, text: str, stream: StreamName) -> None:
+        self._draw_if_due()
 
-    def _draw_sometimes(self) -> None:
-        if time.monotonic() - self._drawn_at >= _PERIOD_S:
-            self.state_changed()
+    def _draw_if_due(self) -> None:
+        if time.monotonic() - self._last_drawn >= _DRAW_PERIOD_S:
+            self.on_state_change()
 
-    committed = close = state_changed
+    committed = close = on_state_change
 
 
-class Curves:
+class CurveBuffer:
     """What rank 0 has reported, thinned as it grows: it is drawn on few pixels, again and again."""
 
     def __init__(self) -> None:
         self.points: dict[str, dict[int, float]] = {}
-        self._step = 1
+        self._stride = 1
 
     def add(self, index: int, metrics: Mapping[str, object]) -> None:
         """Take the numbers of report `index`."""
-        if index % self._step:
+        if index % self._stride:
             return
-        for name, value in numbers_of(metrics):
+        for name, value in iter_numbers(metrics):
             self.points.setdefault(name, {})[index] = value
-        if max(map(len, self.points.values()), default=0) > 2 * POINTS:
-            self._step *= 2
+        if max(map(len, self.points.values()), default=0) > 2 * MAX_CURVE_POINTS:
+            self._stride *= 2
             for points in self.points.values():
-                for each in [index for index in points if index % self._step]:
+                for each in [index for index in points if index % self._stride]:
                     del points[each]

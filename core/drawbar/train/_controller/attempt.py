@@ -14,26 +14,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from drawbar.train._carry import carry
-from drawbar.train._controller.attempt_failed import AttemptFailed
-from drawbar.train._controller.commits import Committer
+from drawbar.train._controller.attempt_failure import AttemptFailure
+from drawbar.train._controller.batch_counts import BatchCountCheck
+from drawbar.train._controller.checkpoint_queries import CheckpointQueries
+from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.failures import describe_divergence, describe_interruption
-from drawbar.train._controller.passes import Passes
-from drawbar.train._controller.progress import Progress, Sign
-from drawbar.train._controller.questions import Questions
-from drawbar.train._controller.validations import Validations
+from drawbar.train._controller.progress import AttemptProgress, RankActivity
+from drawbar.train._controller.validations import ValidationScheduler
 from drawbar.train._errors import WorkerFailure
+from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
-    AttemptEnd,
+    AttemptEndCause,
     BytesWritten,
-    DatasetPassEnded,
+    DatasetEpochEnded,
     LinePrinted,
     Notice,
     ReportReceived,
-    RoundReported,
+    RoundCompleted,
     UserFunctionStarted,
 )
-from drawbar.train._history.stream import Emit
 from drawbar.train._messages import (
     CheckpointsAsked,
     CollectiveCalled,
@@ -60,6 +59,7 @@ from drawbar.train._messages import (
     Wrote,
 )
 from drawbar.train._orders import CollectiveDone, Order
+from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import Manifest
 
 
@@ -72,7 +72,7 @@ class Attempt:
         workers: Where each rank's process is, in rank order.
         order: Gives one rank an order.
         emit: Tells events.
-        tells_rounds: Whether complete rounds of metrics are told too.
+        should_emit_rounds: Whether complete rounds of metrics are told too.
         diagnose: Finds out where all ranks stand and tells the one that asked.
     """
 
@@ -85,40 +85,42 @@ class Attempt:
         workers: Sequence[WorkerInfo],
         order: Callable[[int, Order], None],
         emit: Emit,
-        tells_rounds: bool,
-        commits: Committer,
-        validations: Validations,
-        diagnose: Callable[[int, DiagnosisAsked], None],
+        should_emit_rounds: bool,
+        commits: CheckpointCommitter,
+        validations: ValidationScheduler,
+        on_diagnosis_request: Callable[[int, DiagnosisAsked], None],
     ) -> None:
         self.number = number
         self.workers = list(workers)
-        self.values: dict[int, Finished] = {}
-        self.wishes = Wishes()
+        self.finished: dict[int, Finished] = {}
+        self.requests = Wishes()
         self._run_id = run_id
         self._order = order
         self._emit = emit
-        self._tells_rounds = tells_rounds
+        self._tells_rounds = should_emit_rounds
         self._commits = commits
-        self._diagnose = diagnose
-        self._progress = Progress(len(workers), first_index, keep_all_rounds=tells_rounds)
-        self.questions = Questions(self._progress, commits, validations, order)
-        self._metrics: dict[int, list[dict[str, object]]] = {}
+        self._diagnose = on_diagnosis_request
+        self._progress = AttemptProgress(
+            len(workers), first_index, should_keep_all_rounds=should_emit_rounds
+        )
+        self.checkpoint_queries = CheckpointQueries(self._progress, commits, validations, order)
+        self._round_metrics: dict[int, list[dict[str, object]]] = {}
         # The patience of `over` counts from here on: the start before it has had its own time.
-        self._heard = dict.fromkeys(range(len(workers)), time.monotonic())
-        self._lines: dict[int, str] = {}  # of each rank's last report or collective
-        self.passes = Passes(len(workers))
-        self._is_over = asyncio.Event()
+        self._last_activity = dict.fromkeys(range(len(workers)), time.monotonic())
+        self._last_locations: dict[int, str] = {}  # of each rank's last report or collective
+        self.batch_counts = BatchCountCheck(len(workers))
+        self._ended = asyncio.Event()
         self._error: Exception | None = None
-        self._raised: dict[int, float] = {}  # by rank: when its function did
+        self._failure_times: dict[int, float] = {}  # by rank: when its function did
 
-    def hear(self, rank: int, messages: Sequence[Message]) -> None:
+    def on_messages(self, rank: int, messages: Sequence[Message]) -> None:
         """Take what a rank says, in its order. Never raises: `over` does."""
         for message in messages:
-            if self._is_over.is_set():
-                self._hear_late(rank, message)
+            if self._ended.is_set():
+                self._handle_late_message(rank, message)
                 continue
             try:
-                self._receive(rank, message)
+                self._handle_message(rank, message)
             except Exception as error:
                 self.fail(error)
 
@@ -128,23 +130,23 @@ class Attempt:
         Returns:
             False if it was over before.
         """
-        if self._is_over.is_set():
+        if self._ended.is_set():
             return False
         # Who had raised by then counts for the cause, though it has not told how.
-        if isinstance(error, AttemptFailed):
-            error.raised = self._raised
-            error.returned = set(self.values)
+        if isinstance(error, AttemptFailure):
+            error.failure_times = self._failure_times
+            error.returned = set(self.finished)
         self._error = error
-        self._is_over.set()
+        self._ended.set()
         return True
 
     def close(self) -> None:
         """Hear nothing any more."""
         # Without an error, nothing is gathered for its cause either.
         self._error = None
-        self._is_over.set()
+        self._ended.set()
 
-    async def over(self, patience: float | None) -> bool:
+    async def wait(self, timeout: float | None) -> bool:
         """Wait until every function has returned.
 
         Returns:
@@ -152,103 +154,103 @@ class Attempt:
             still until validations have ended, which may take as long as they are given.
 
         Raises:
-            AttemptFailed: A rank failed or died, or the ranks can never meet.
+            AttemptFailure: A rank failed or died, or the ranks can never meet.
             OSError: The journal cannot be written.
         """
-        while not self._is_over.is_set():
+        while not self._ended.is_set():
             left = None
-            if patience is not None:
-                left = max(self._heard.values()) + patience - time.monotonic()
-                if left <= 0 and not self.questions.await_validation:
+            if timeout is not None:
+                left = max(self._last_activity.values()) + timeout - time.monotonic()
+                if left <= 0 and not self.checkpoint_queries.is_waiting_for_validation:
                     return False
                 # Somebody waits for a validation: look again when as much time has gone.
-                left = left if left > 0 else patience
+                left = left if left > 0 else timeout
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
-                    await self._is_over.wait()
+                    await self._ended.wait()
         if self._error is not None:
             raise self._error
         return True
 
-    def _hear_late(self, rank: int, message: Message) -> None:
+    def _handle_late_message(self, rank: int, message: Message) -> None:
         match message:
             # Printed before the attempt ended, or while the function cleans up. Lines on stderr are
             # omitted: most are libraries' messages about lost peers, and the log has them. The
             # output of a script is complete instead, as under torchrun.
             case Printed(stream="stdout") | Wrote():
-                self._show(rank, message)
-            case _ if isinstance(self._error, AttemptFailed):
-                self._error.hear(rank, message)
+                self._emit_output(rank, message)
+            case _ if isinstance(self._error, AttemptFailure):
+                self._error.on_message(rank, message)
 
-    def _show(self, rank: int, message: Printed | Wrote) -> None:
+    def _emit_output(self, rank: int, message: Printed | Wrote) -> None:
         if isinstance(message, Printed):
             self._emit(LinePrinted(rank, message))
         else:
             self._emit(BytesWritten(message.data, message.stream))
 
-    def _receive(self, rank: int, message: Message) -> None:
+    def _handle_message(self, rank: int, message: Message) -> None:
         """Take one message.
 
         Raises:
-            AttemptFailed: As `over`.
+            AttemptFailure: As `over`.
         """
         # By the clock of this process: those of the nodes may differ.
-        self._heard[rank] = time.monotonic()
+        self._last_activity[rank] = time.monotonic()
         match message:
             case Reported():
-                self._reported(rank, message)
+                self._on_report(rank, message)
             case Printed() | Wrote():
-                self._show(rank, message)
+                self._emit_output(rank, message)
             case SignOfLife():
                 pass  # its time is all that it says
             case WaitsForCheckpoint():
-                self._progress.waits(rank, message.index)
+                self._progress.on_waiting_for_checkpoint(rank, message.index)
                 self._check_divergence()
             case Persisted():
-                self._commits.persisted(rank, message)
+                self._commits.on_persisted(rank, message)
             case FileSent():
-                self._commits.take(rank, message, partial(self._order, rank))
+                self._commits.on_chunk(rank, message, partial(self._order, rank))
             case FileAsked():
-                self._commits.pieces.read(message, partial(self._order, rank))
+                self._commits.transfers.read_chunk(message, partial(self._order, rank))
             case CollectiveCalled():
-                self._called(rank, message)
+                self._on_collective(rank, message)
             case CheckpointsAsked():
-                self.questions.ask(rank, message)
+                self.checkpoint_queries.add(rank, message)
                 self._check_divergence()
             case Discarded():
-                self._commits.kept.discard(message.name)
+                self._commits.registry.discard(message.name)
             case PassEnded():
-                self._passed(rank, message)
+                self._on_epoch_ended(rank, message)
             case DiagnosisAsked():
                 self._diagnose(rank, message)
             case FunctionRaised():
-                self._raised[rank] = message.time
+                self._failure_times[rank] = message.time
             case FunctionStarted():
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case Finished():
-                self.values[rank] = message
+                self.finished[rank] = message
                 # A return value that does not pickle fails nothing: the training itself has gone
                 # well.
                 if message.value_error:
                     self._emit(Notice(f"rank {rank}: {message.value_error}"))
-                self._progress.finished(rank)
-                self.questions.answer()
+                self._progress.on_finished(rank)
+                self.checkpoint_queries.reply_to_ready()
                 self._check_divergence()
-                if self.finished:
-                    self._is_over.set()
+                if self.is_finished:
+                    self._ended.set()
             case Failed():
-                raise AttemptFailed(_end_by(message.failure), [message.failure])
+                raise AttemptFailure(_get_end_cause(message.failure), [message.failure])
             case Gone():
-                raise AttemptFailed("worker", gone={rank: message})
+                raise AttemptFailure("worker", deaths={rank: message})
             case Interrupted():
-                raise AttemptFailed("worker", [describe_interruption(rank)])
+                raise AttemptFailure("worker", [describe_interruption(rank)])
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the function has returned on every rank."""
-        return len(self.values) == len(self.workers)
+        return len(self.finished) == len(self.workers)
 
-    def preempted(self, draining: Mapping[str, int]) -> PreemptionInfo | None:
+    def on_draining_nodes(self, draining: Mapping[str, int]) -> PreemptionInfo | None:
         """Take note of nodes that go; gives what is new about this attempt's workers."""
         ranks: dict[str, list[int]] = {}
         for rank, worker in enumerate(self.workers):
@@ -258,47 +260,47 @@ class Attempt:
         deadlines = [draining[node] for node in ranks if draining[node]]
         info = PreemptionInfo(min(deadlines, default=None), ranks)
         # The same nodes are found again every two seconds, and are said once.
-        if not ranks or info == self.wishes.preemption:
+        if not ranks or info == self.requests.preemption:
             return None
-        self.wishes = Wishes(checkpoint=True, preemption=info)
+        self.requests = Wishes(checkpoint=True, preemption=info)
         return info
 
     def request_checkpoint(self) -> None:
-        """Have `checkpoint_requested()` say yes."""
-        self.wishes = replace(self.wishes, checkpoint=True)
+        """Have `should_checkpoint()` say yes."""
+        self.requests = replace(self.requests, checkpoint=True)
 
-    def signs(self) -> dict[int, Sign]:
+    def get_activity(self) -> dict[int, RankActivity]:
         """Give the last sign of life of each rank that has not finished."""
         now = time.monotonic()
         return {
-            rank: self._progress.sign_of(rank, now - heard, self._lines.get(rank, ""))
-            for rank, heard in self._heard.items()
-            if rank not in self.values
+            rank: self._progress.get_activity(rank, now - heard, self._last_locations.get(rank, ""))
+            for rank, heard in self._last_activity.items()
+            if rank not in self.finished
         }
 
-    def remarks(self) -> list[str]:
+    def get_final_notices(self) -> list[str]:
         """List what ranks have to say of an attempt that went well, each thing once."""
-        said = (remark for _, value in sorted(self.values.items()) for remark in value.remarks)
+        said = (remark for _, value in sorted(self.finished.items()) for remark in value.remarks)
         return list(dict.fromkeys(said))
 
-    def reports_of(self, rank: int) -> int:
+    def count_reports(self, rank: int) -> int:
         """How often a rank has reported in this attempt."""
         return self._progress.ranks[rank].reports - self._progress.first_index
 
-    def committed(self, manifest: Manifest, order: Order) -> None:
+    def on_committed(self, manifest: Manifest, command: Order) -> None:
         """Take note of a commit and tell every rank."""
-        self._progress.committed(manifest.index)
+        self._progress.on_committed(manifest.index)
         for rank in range(len(self.workers)):
             # A rank that has returned would drop it, and on Ray an order costs a call.
-            if rank not in self.values:
-                self._order(rank, order)
-        self.questions.answer()
-        metrics = self._metrics.pop(manifest.index, None)
+            if rank not in self.finished:
+                self._order(rank, command)
+        self.checkpoint_queries.reply_to_ready()
+        metrics = self._round_metrics.pop(manifest.index, None)
         if metrics is not None:
-            checkpoint = self._commits.kept.checkpoint(manifest)
-            self._emit(RoundReported(manifest.index, metrics, checkpoint))
+            checkpoint = self._commits.registry.get_checkpoint(manifest)
+            self._emit(RoundCompleted(manifest.index, metrics, checkpoint))
 
-    def _reported(self, rank: int, report: Reported) -> None:
+    def _on_report(self, rank: int, report: Reported) -> None:
         self._emit(
             ReportReceived(
                 time=report.time,
@@ -308,58 +310,58 @@ class Attempt:
                 metrics=report.metrics,
             )
         )
-        self._lines[rank] = report.where
+        self._last_locations[rank] = report.where
         # Only what is handed over and not waited for can be lost to the user without their
         # noticing.
         if report.offer is not None and report.offer.handed_over and not report.waits:
-            self._commits.handed_over.note(
+            self._commits.moved_files.add(
                 report.index,
                 rank,
                 node=self.workers[rank].hostname,
                 directory=report.offer.directory,
             )
-        for complete in self._progress.reported(rank, report):
-            if conflict := complete.conflict():
-                raise AttemptFailed("divergence", [describe_divergence(conflict)])
+        for complete in self._progress.on_report(rank, report):
+            if conflict := complete.find_conflict():
+                raise AttemptFailure("divergence", [describe_divergence(conflict)])
             if self._tells_rounds:
                 # Kept until the commit, so that a callback is never given a checkpoint that is not
                 # there.
                 metrics = [complete.reports[each].metrics for each in sorted(complete.reports)]
                 if complete.offers:
-                    self._metrics[complete.index] = metrics
+                    self._round_metrics[complete.index] = metrics
                 else:
-                    self._emit(RoundReported(complete.index, metrics, None))
-            self._commits.begin(
+                    self._emit(RoundCompleted(complete.index, metrics, None))
+            self._commits.start(
                 complete,
                 run_id=self._run_id,
                 attempt=self.number,
                 world_size=len(self.workers),
-                order=self._order,
+                send_command=self._order,
             )
-        self.questions.answer()
+        self.checkpoint_queries.reply_to_ready()
         if report.offer is not None:
             self._check_divergence()
 
-    def _passed(self, rank: int, passed: PassEnded) -> None:
+    def _on_epoch_ended(self, rank: int, passed: PassEnded) -> None:
         self._emit(
-            DatasetPassEnded(time=time.time(), attempt=self.number, rank=rank, passed=passed)
+            DatasetEpochEnded(time=time.time(), attempt=self.number, rank=rank, shard_epoch=passed)
         )
         try:
-            if text := self.passes.note(rank, passed):
+            if text := self.batch_counts.add(rank, passed):
                 self._emit(Notice(text))
         except ValueError as error:
-            raise AttemptFailed("configuration", cause=error) from error
+            raise AttemptFailure("configuration", exception=error) from error
 
-    def _called(self, rank: int, call: CollectiveCalled) -> None:
-        self._lines[rank] = call.where
-        calls = self._progress.called(rank, call)
+    def _on_collective(self, rank: int, call: CollectiveCalled) -> None:
+        self._last_locations[rank] = call.where
+        calls = self._progress.on_collective(rank, call)
         if calls is None:
             self._check_divergence()
             return
         # Passed on as they are: only ranks unpack what users made.
         payloads = tuple(calls[each].payload for each in sorted(calls))
         if call.kind == "wishes":
-            payloads = (carry(self.wishes),)
+            payloads = (serialize(self.requests),)
         # Only rank 0 has packed anything; the others would be sent a list of None.
         if call.kind == "broadcast_from_rank_zero":
             payloads = payloads[:1]
@@ -367,12 +369,12 @@ class Attempt:
             self._order(each, CollectiveDone(sequence=call.sequence, payloads=payloads))
 
     def _check_divergence(self) -> None:
-        reason = self._progress.divergence()
+        reason = self._progress.find_divergence()
         if reason is not None:
-            raise AttemptFailed("divergence", [describe_divergence(reason)])
+            raise AttemptFailure("divergence", [describe_divergence(reason)])
 
 
-def _end_by(failure: WorkerFailure) -> AttemptEnd:
+def _get_end_cause(failure: WorkerFailure) -> AttemptEndCause:
     match failure.kind:
         case "configuration" | "storage":
             return failure.kind

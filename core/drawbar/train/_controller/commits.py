@@ -16,32 +16,32 @@ from pathlib import Path
 
 import msgspec
 
-from drawbar.train._controller.handed_over import HandedOver
-from drawbar.train._controller.kept import KeptCheckpoints
-from drawbar.train._controller.later import Later, logged
-from drawbar.train._controller.pending import Pending
-from drawbar.train._controller.pieces import Pieces
-from drawbar.train._controller.progress import Round
+from drawbar.train._config.run_config import CheckpointConfig
+from drawbar.train._controller.background import BackgroundTasks, run_and_log_errors
+from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
+from drawbar.train._controller.moved_files import MovedFiles
+from drawbar.train._controller.pending_checkpoint import PendingCheckpoint
+from drawbar.train._controller.progress import ReportRound
+from drawbar.train._controller.transfers import FileTransfers
+from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
     CheckpointCommitted,
 )
-from drawbar.train._history.stream import Emit
 from drawbar.train._messages import FileSent, Persisted
 from drawbar.train._orders import Committed, FileTaken, Order, Persist
-from drawbar.train._settings.run_config import CheckpointConfig
 from drawbar.train._storage import fault_points, upkeep
-from drawbar.train._storage.checkpoint_store import Draft
+from drawbar.train._storage.checkpoint_store import CheckpointDraft
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import (
     Manifest,
-    committed_already,
+    make_already_committed_error,
 )
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import Part
-from drawbar.train._threads import in_daemon_thread
+from drawbar.train._storage.staging import StagedFiles
+from drawbar.train._threads import run_in_daemon_thread
 
 
-class Committer:
+class CheckpointCommitter:
     """Commits the checkpoints of a run, over all its attempts.
 
     Args:
@@ -71,103 +71,103 @@ class Committer:
         self._emit = emit
         self._on_commit = committed
         self._on_failure = failed
-        self._pending: dict[int, Pending] = {}
-        self._ready: asyncio.Queue[Pending] = asyncio.Queue()
+        self._pending: dict[int, PendingCheckpoint] = {}
+        self._ready: asyncio.Queue[PendingCheckpoint] = asyncio.Queue()
         self._committing: set[int] = set()
-        self.pieces = Pieces(directory, failed)
-        self.handed_over = HandedOver()
-        self._later = Later()
-        self.kept = KeptCheckpoints(directory, config, emit, self._later)
+        self.transfers = FileTransfers(directory, failed)
+        self.moved_files = MovedFiles()
+        self._background = BackgroundTasks()
+        self.registry = CheckpointRegistry(directory, config, emit, self._background)
         self._task: asyncio.Task[None] | None = None
 
-    def what_is_left(self) -> str:
+    def describe_remaining_files(self) -> str:
         """Say which checkpoint a failed run has, and where what was handed over for another is."""
-        return "\n".join((self.kept.what_loads(), *self.handed_over.left))
+        return "\n".join((self.registry.describe_recoverable(), *self.moved_files.remaining))
 
-    def begin(
+    def start(
         self,
-        complete: Round,
+        report_round: ReportRound,
         *,
         run_id: str,
         attempt: int,
         world_size: int,
-        order: Callable[[int, Order], None],
+        send_command: Callable[[int, Order], None],
     ) -> None:
         """Make a checkpoint of what the ranks offered in this round."""
-        offers = complete.offers
+        offers = report_round.offers
         if not offers:
             return
         # Ranks may report different metrics; the checkpoint has those of the lowest with files.
-        report = complete.reports[min(offers)]
+        report = report_round.reports[min(offers)]
         name = offers[min(offers)].name
         # Found out here rather than by the rename: on an object store the ranks would already be
         # writing their files into the committed checkpoint.
-        if any(each.name == name for each in self.kept.all):
-            self._on_failure(committed_already(self._checkpoints.place(name)))
+        if any(each.name == name for each in self.registry.manifests):
+            self._on_failure(make_already_committed_error(self._checkpoints.path(name)))
             return
-        validations = [complete.reports[rank].validation for rank in offers]
+        validations = [report_round.reports[rank].validation for rank in offers]
 
-        def manifest(parts: list[Part]) -> Manifest:
+        def manifest(parts: list[StagedFiles]) -> Manifest:
             described = Manifest(
                 name=name,
-                index=complete.index,
+                index=report_round.index,
                 attempt=attempt,
                 run_id=run_id,
                 world_size=world_size,
                 time=time.time(),
                 metrics=report.metrics,
-                positions=report.positions,
+                data_positions=report.positions,
                 validation=next((each for each in validations if each is not None), None),
             )
-            return described.holding(file for part in parts for file in part.files)
+            return described.with_files(file for part in parts for file in part.files)
 
         in_place = any(offer.in_place for offer in offers.values())
-        pending = Pending(complete.index, manifest, time.monotonic(), name, in_place)
+        pending = PendingCheckpoint(report_round.index, manifest, time.monotonic(), name, in_place)
         for rank, offer in offers.items():
-            share = complete.shares[rank]
+            share = report_round.assigned_files[rank]
             if offer.staged:
-                pending.parts[rank] = Part(Path(offer.directory), share)
+                pending.staged_files[rank] = StagedFiles(Path(offer.directory), share)
             # What an upload function puts there nobody knows, and ranks may meet in it; so each
             # of them is asked, also one all of whose files lower ranks give.
             elif share or offer.in_place:
-                pending.awaited[rank] = share
-                order(rank, Persist(index=complete.index, files=share, name=name))
-        self._pending[complete.index] = pending
+                pending.awaited_files[rank] = share
+                send_command(rank, Persist(index=report_round.index, files=share, name=name))
+        self._pending[report_round.index] = pending
         # From the complete round on, not from the last `Persisted`: whoever asks for all
         # checkpoints waits for this one too.
-        self._committing.add(complete.index)
-        self._commit_if_ready(complete.index)
+        self._committing.add(report_round.index)
+        self._commit_if_ready(report_round.index)
 
-    def persisted(self, rank: int, message: Persisted) -> None:
+    def on_persisted(self, rank: int, message: Persisted) -> None:
         """Take note that a rank has staged its share."""
         pending = self._pending.get(message.index)
         # Otherwise it is of an attempt that was dropped, and names may have been given anew.
-        if pending is not None and rank in pending.awaited:
-            share = pending.awaited.pop(rank)
-            travelled = self.pieces.stage(pending.name, rank)
+        if pending is not None and rank in pending.awaited_files:
+            share = pending.awaited_files.pop(rank)
+            travelled = self.transfers.pop_staging_directory(pending.name, rank)
             directory = Path(message.directory) if message.directory else travelled
-            pending.parts[rank] = Part(directory, share, message.checksums)
+            pending.staged_files[rank] = StagedFiles(directory, share, message.checksums)
             if message.name:
-                pending.places[rank] = message.name
+                pending.uploaded_names[rank] = message.name
             self._commit_if_ready(message.index)
 
-    def take(self, rank: int, sent: FileSent, answer: Callable[[Order], None]) -> None:
+    def on_chunk(self, rank: int, chunk: FileSent, reply: Callable[[Order], None]) -> None:
         """Take a piece of a share that travels here from a node of its own, then say so."""
         # The rank waits for an answer in any case: it sends the next piece only then.
-        if any(each.name == sent.name for each in self._pending.values()):
-            self.pieces.take(rank, sent, answer)
+        if any(each.name == chunk.name for each in self._pending.values()):
+            self.transfers.write_chunk(rank, chunk, reply)
         else:  # of a checkpoint that was dropped
-            answer(FileTaken(number=sent.number))
+            reply(FileTaken(number=chunk.number))
 
     def _commit_if_ready(self, index: int) -> None:
-        if self._pending[index].awaited:
+        if self._pending[index].awaited_files:
             return
         # One at a time and in this order, though disks could do more: `newest` must never go back.
         self._ready.put_nowait(self._pending.pop(index))
         if self._task is None:
-            self._task = asyncio.create_task(self._commit_forever())
+            self._task = asyncio.create_task(self._commit_loop())
 
-    async def _commit_forever(self) -> None:
+    async def _commit_loop(self) -> None:
         while True:
             pending = await self._ready.get()
             try:
@@ -178,69 +178,69 @@ class Committer:
                 self._committing.discard(pending.index)
                 self._ready.task_done()
 
-    async def _commit(self, pending: Pending) -> None:
-        parts = [pending.parts[rank] for rank in sorted(pending.parts)]
-        manifest = pending.manifest(parts)
-        draft = Draft(
-            manifest=msgspec.structs.replace(manifest, name=pending.placed()),
-            parts=parts,
+    async def _commit(self, pending: PendingCheckpoint) -> None:
+        parts = [pending.staged_files[rank] for rank in sorted(pending.staged_files)]
+        manifest = pending.make_manifest(parts)
+        draft = CheckpointDraft(
+            manifest=msgspec.structs.replace(manifest, name=pending.resolve_name()),
+            staged_files=parts,
             durable=self._config.durable,
             metadata=self._metadata,
-            in_place=pending.in_place,
+            is_in_place=pending.in_place,
         )
-        manifest = await in_daemon_thread(self._checkpoints.commit, draft)
-        seconds = time.monotonic() - pending.began
+        manifest = await run_in_daemon_thread(self._checkpoints.commit, draft)
+        seconds = time.monotonic() - pending.start_time
         # The journal first: nothing may go on from a checkpoint that it does not know.
         self._emit(CheckpointCommitted.of(manifest, seconds=seconds))
-        fault_points.reached("commit.journaled")
-        self.kept.all.append(manifest)
+        fault_points.maybe_stop_at("commit.journaled")
+        self.registry.manifests.append(manifest)
         # Before the ranks hear of it: the answers for which they wait depend on what is committing.
         self._committing.discard(manifest.index)
-        self.handed_over.committed(manifest.index)
+        self.moved_files.on_committed(manifest.index)
         self._on_commit(manifest)
-        self.kept.retain()
+        self.registry.apply_retention()
         # Out of the way by a rename: by the time of the deletion more may have been set aside.
-        given_up = self._staging.bury(self._staging.uncommitted)
-        self._later.do(self._after_commit, manifest.name, given_up)
+        given_up = self._staging.move_to_trash(self._staging.preserved_path)
+        self._background.submit(self._finalize, manifest.name, given_up)
 
-    def _after_commit(self, name: str, given_up: Path) -> None:
+    def _finalize(self, name: str, trash: Path) -> None:
         """Do what no checkpoint depends on in one go: each change of threads holds training up."""
-        logged(self._checkpoints.write_checksums, name)
-        remove_tree(given_up)
-        self._directory.files.publish()
+        run_and_log_errors(self._checkpoints.write_checksums, name)
+        remove_tree(trash)
+        self._directory.run_files.upload_journal()
 
-    def committing(self, before: int) -> bool:
+    def has_uncommitted(self, before: int) -> bool:
         """Whether a checkpoint of a complete round before this one is not committed yet."""
         return any(index < before for index in self._committing)
 
-    def committed_order(self, manifest: Manifest) -> Committed:
+    def make_committed_command(self, manifest: Manifest) -> Committed:
         """Give the order that tells a rank of this commit."""
         return Committed(index=manifest.index, name=manifest.name)
 
-    async def settle(self) -> None:
+    async def finish_attempt(self) -> None:
         """Finish the commits that every rank has persisted, drop the rest: the attempt is over."""
         # Else whoever asks for all checkpoints waits for these without end.
         self._committing.difference_update(self._pending)
         self._pending.clear()
         # Their pieces are written into the stages that are removed below.
-        await self.pieces.settle()
+        await self.transfers.finish()
         # Not dropped, though the attempt is over: all ranks have persisted, and a restart from
         # there saves the most.
         await self._ready.join()
-        await in_daemon_thread(self.handed_over.tell)
+        await run_in_daemon_thread(self.moved_files.warn_of_remaining)
         # Before the stages are removed: these files are nowhere else.
-        await in_daemon_thread(upkeep.set_aside, self._directory)
-        for stage in self._staging.stages():
-            self._later.do(remove_tree, stage)
+        await run_in_daemon_thread(upkeep.preserve_uncommitted, self._directory)
+        for stage in self._staging.list_directories():
+            self._background.submit(remove_tree, stage)
 
-    def give_up(self) -> None:
+    def stop_waiting(self) -> None:
         """Have `close` wait no longer for what no checkpoint depends on."""
-        self._later.give_up()
+        self._background.stop_waiting()
 
     async def close(self) -> None:
         """Finish everything, checksums and deletions too."""
-        await self.settle()
-        await self._later.close(self._emit)
+        await self.finish_attempt()
+        await self._background.close(self._emit)
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from drawbar.train._history.events import AttemptEnd
-from drawbar.train._settings.run_config import FailureConfig
+from drawbar.train._config.run_config import FailureConfig
+from drawbar.train._history.events import AttemptEndCause
 
 STARTUP_DELAY_SECONDS = 2.0
 MAX_STARTUP_DELAY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Spent:
+class UsedBudget:
     """How much of each budget is used up."""
 
     failures: int = 0
     preemptions: int = 0
     startups: int = 0
 
-    def after(self, end: AttemptEnd) -> Spent:
+    def add(self, cause: AttemptEndCause) -> UsedBudget:
         """Count one more attempt that ended so. A resize costs nothing."""
-        match end:
+        match cause:
             case "worker" | "hang":
                 return replace(self, failures=self.failures + 1)
             case "preemption":
@@ -43,7 +43,7 @@ class Restart:
         delay: Seconds to wait before the start.
     """
 
-    spent: Spent
+    used: UsedBudget
     budget: str = field(default="", compare=False)
     delay: float = 0.0
 
@@ -55,28 +55,30 @@ class GiveUp:
     reason: str
 
 
-def after_failure(end: AttemptEnd, spent: Spent, config: FailureConfig) -> Restart | GiveUp:
+def decide_after_failure(
+    cause: AttemptEndCause, used: UsedBudget, config: FailureConfig
+) -> Restart | GiveUp:
     """Decide whether another attempt follows a failed one.
 
     Permanent failures are not retried: configuration errors, diverged ranks, and a storage that
     rejects a checkpoint.
     """
-    match end:
+    match cause:
         case "worker" | "hang":
-            used, name, limit = spent.failures, "max_failures", config.max_failures
+            spent, name, limit = used.failures, "max_failures", config.max_failures
         case "preemption":
-            used, name = spent.preemptions, "max_preemption_failures"
+            spent, name = used.preemptions, "max_preemption_failures"
             limit = config.max_preemption_failures
         case "startup":
-            used, name, limit = spent.startups, "max_startup_failures", config.max_startup_failures
+            spent, name, limit = used.startups, "max_startup_failures", config.max_startup_failures
         case "resize":
-            return Restart(spent)
+            return Restart(used)
         case "configuration" | "divergence" | "storage":
             return GiveUp("it would fail again in the same way")
     # -1 is no limit.
-    if limit < 0 or used < limit:
-        left = "no limit" if limit < 0 else f"{limit - used - 1} of {limit} left"
-        return Restart(spent.after(end), f"{name}: {left}")
+    if limit < 0 or spent < limit:
+        left = "no limit" if limit < 0 else f"{limit - spent - 1} of {limit} left"
+        return Restart(used.add(cause), f"{name}: {left}")
     return GiveUp(f"FailureConfig.{name}={limit} is used up")
 
 
@@ -93,9 +95,9 @@ def startup_delay(failed_starts: int) -> float:
     return min(STARTUP_DELAY_SECONDS * 2.0**doublings, MAX_STARTUP_DELAY_SECONDS)
 
 
-def spent_so_far(ends: Iterable[AttemptEnd]) -> Spent:
+def count_used_budget(ends: Iterable[AttemptEndCause]) -> UsedBudget:
     """Count the budgets used by attempts that ended so, for a run that goes on in a new driver."""
-    spent = Spent()
+    spent = UsedBudget()
     for end in ends:
-        spent = spent.after(end)
+        spent = spent.add(end)
     return spent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ray.exceptions import OutOfMemoryError, RayActorError, RuntimeEnvSetupError
 
-from drawbar.train._controller.attempt_failed import AttemptFailed
+from drawbar.train._controller.attempt_failure import AttemptFailure
 from drawbar.train._controller.decisions import Restart
 from drawbar.train._errors import (
     ControllerError,
@@ -21,15 +21,15 @@ from drawbar.train._errors import (
     WorkerFailure,
     WorkerGroupError,
 )
-from drawbar.train._group.exit_status import (
-    startup_verdict,
-    verdict,
-    wait_for_report,
-    wait_for_report_of_pid,
-)
-from drawbar.train._history.events import AttemptEnd
+from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._messages import Gone, WorkerInfo
 from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._worker_group.exit_status import (
+    describe_exit,
+    startup_verdict,
+    wait_for_exit_report,
+    wait_for_report_of_pid,
+)
 
 EXIT_REPORT_SECONDS = 2.0
 
@@ -38,16 +38,16 @@ EXIT_REPORT_SECONDS = 2.0
 
 
 async def describe_death(
-    rank: int, gone: Gone, worker: WorkerInfo, directory: RunDirectory, reports: int
+    rank: int, death: Gone, worker: WorkerInfo, directory: RunDirectory, reports: int
 ) -> WorkerFailure:
     """Describe a process that died: what killed it, as far as this system tells, and when."""
-    report = await wait_for_report(
-        directory.exit_report(worker.hostname, worker.pid), EXIT_REPORT_SECONDS
+    report = await wait_for_exit_report(
+        directory.get_exit_report_path(worker.hostname, worker.pid), EXIT_REPORT_SECONDS
     )
-    log = directory.log(rank)
+    log = directory.get_log_path(rank)
     # faulthandler writes to the descriptor of stderr, and that is the log.
-    cause = verdict(report, gone.detail, _tail(log))
-    if gone.preempted:
+    cause = describe_exit(report, death.detail, _read_tail(log))
+    if death.preempted:
         cause = f"its node {worker.node_id[:8]} ({worker.node_ip}) is gone or going; {cause}"
     return WorkerFailure(
         rank=rank,
@@ -59,8 +59,8 @@ async def describe_death(
         pid=worker.pid,
         # The sentinel's time is that of the death; Ray tells of it when the connection has ended,
         # which may be after the failures that it caused.
-        time=report.time if report is not None else gone.time,
-        reports=reports,
+        time=report.time if report is not None else death.time,
+        num_reports=reports,
         log_path=str(log),
     )
 
@@ -85,7 +85,7 @@ async def describe_startup_death(
     pid = int(found[1]) if found else 0
     report = None
     if pid:
-        folder = directory.exit_report("", pid).parent
+        folder = directory.get_exit_report_path("", pid).parent
         report = await wait_for_report_of_pid(folder, pid, since, EXIT_REPORT_SECONDS)
     node = re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
     in_init = getattr(error, "actor_init_failed", False)
@@ -101,12 +101,12 @@ async def describe_startup_death(
     )
 
 
-def describe_delay(failed: AttemptFailed, restart: Restart) -> str:
+def describe_delay(failed: AttemptFailure, restart: Restart) -> str:
     """Return the console line about the wait before the workers are started again."""
-    cause = "" if failed.failures else f" ({type(failed.cause).__name__}: {failed.cause})"
+    cause = "" if failed.failures else f" ({type(failed.exception).__name__}: {failed.exception})"
     return (
         f"The workers did not start{cause}. Starting them again in {restart.delay:g} s "
-        f"(startup failure {restart.spent.startups})"
+        f"(startup failure {restart.used.startups})"
     )
 
 
@@ -139,7 +139,7 @@ def describe_interruption(rank: int) -> WorkerFailure:
     )
 
 
-def startup_end(error: Exception) -> AttemptEnd:
+def classify_startup_error(error: Exception) -> AttemptEndCause:
     """Tell a start that may work next time from one that cannot."""
     # Ray has no other sign for it than these words.
     if isinstance(error, RayActorError) and "its node has died" in str(error):
@@ -155,14 +155,14 @@ def startup_end(error: Exception) -> AttemptEnd:
     return "configuration" if isinstance(error, hopeless) else "startup"
 
 
-def training_failed(
-    end: AttemptEnd,
+def make_training_failed_error(
+    cause: AttemptEndCause,
     failures: Sequence[WorkerFailure],
-    cause: Exception | None,
+    exception: Exception | None,
     *,
     reason: str,
     path: str,
-    loads: str,
+    recoverable: str,
 ) -> TrainingFailedError:
     """Return the error that `fit()` raises: the root cause, then the headlines of the others.
 
@@ -174,32 +174,32 @@ def training_failed(
         path: Run directory.
         loads: Latest checkpoint that loads.
     """
-    footer = f"\n\nThe run ends: {reason}.\nrun directory: {path}\n{loads}"
-    if isinstance(cause, InsufficientResourcesError):
-        return InsufficientResourcesError(f"{cause}{footer}", path=path)
+    footer = f"\n\nThe run ends: {reason}.\nrun directory: {path}\n{recoverable}"
+    if isinstance(exception, InsufficientResourcesError):
+        return InsufficientResourcesError(f"{exception}{footer}", path=path)
     if not failures or failures[0].kind == "startup":
-        what = failures[0].describe() if failures else f"{type(cause).__name__}: {cause}"
-        message = f"the run failed in its {_PART[end]}: {what}{footer}"
-        return ControllerError(message, cause, path=path)
+        what = failures[0].describe() if failures else f"{type(exception).__name__}: {exception}"
+        message = f"the run failed in its {_FAILED_PART_BY_CAUSE[cause]}: {what}{footer}"
+        return ControllerError(message, exception, path=path)
     message = failures[0].describe()
     if len(failures) > 1:
         others = "\n".join(f"  {_in_one_line(failure, failures[0])}" for failure in failures[1:])
         message += f"\n\nafter it also failed:\n{others}"
-    if end == "preemption":
+    if cause == "preemption":
         return PreemptionError(message + footer, path=path)
     kinds: dict[str, type[WorkerGroupError]] = {"divergence": DivergenceError, "hang": HangError}
-    kind = kinds.get(end, WorkerGroupError)
+    kind = kinds.get(cause, WorkerGroupError)
     return kind(message + footer, failures=failures, path=path)
 
 
 def _in_one_line(failure: WorkerFailure, first: WorkerFailure) -> str:
     if (failure.type_name, failure.message) != (first.type_name, first.message):
         return failure.headline()
-    where = f" ({failure.where})" if failure.where else ""
+    where = f" ({failure.location})" if failure.location else ""
     return f"rank {failure.rank}: the same {failure.type_name}{where}"
 
 
-_PART = {
+_FAILED_PART_BY_CAUSE = {
     "startup": "start-up",
     "configuration": "configuration",
     "storage": "storage",
@@ -211,7 +211,7 @@ _PART = {
 }
 
 
-def _tail(path: Path, nbytes: int = 20_000) -> str:
+def _read_tail(path: Path, nbytes: int = 20_000) -> str:
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - nbytes))

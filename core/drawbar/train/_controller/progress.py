@@ -17,12 +17,12 @@ from drawbar.train._storage.contents import FileEntry
 
 
 @dataclass(frozen=True)
-class Round:
+class ReportRound:
     """The `index`-th report of every rank, complete. `shares`: which files each rank is to give."""
 
     index: int
     reports: Mapping[int, Reported]
-    shares: Mapping[int, tuple[FileEntry, ...]]
+    assigned_files: Mapping[int, tuple[FileEntry, ...]]
 
     @property
     def offers(self) -> dict[int, Offer]:
@@ -33,7 +33,7 @@ class Round:
             if report.offer is not None
         }
 
-    def conflict(self) -> str | None:
+    def find_conflict(self) -> str | None:
         """Say why the offers do not make one checkpoint, or return None."""
         offers = self.offers
         if len(offers) < 2:
@@ -43,34 +43,34 @@ class Round:
         for rank, offer in offers.items():
             if offer.name != offers[lowest].name:
                 return (
-                    f"{self._who(lowest)} names the checkpoint {offers[lowest].name!r}, "
-                    f"{self._who(rank)} names it {offer.name!r}"
+                    f"{self._format_rank(lowest)} names the checkpoint {offers[lowest].name!r}, "
+                    f"{self._format_rank(rank)} names it {offer.name!r}"
                 )
-            for path, kind in _paths(offer):
+            for path, kind in _iter_paths(offer):
                 before, whose = found.setdefault(path, (kind, rank))
                 if kind != before:
                     return (
-                        f"in the checkpoint {path!r} is a {before} of {self._who(whose)} "
-                        f"and a {kind} of {self._who(rank)}"
+                        f"in the checkpoint {path!r} is a {before} of {self._format_rank(whose)} "
+                        f"and a {kind} of {self._format_rank(rank)}"
                     )
         return None
 
-    def _who(self, rank: int) -> str:
+    def _format_rank(self, rank: int) -> str:
         return f"rank {rank} (report #{self.index} at {self.reports[rank].where})"
 
 
 @dataclass(frozen=True)
-class Sign:
+class RankActivity:
     """The last sign of life of one rank that has not finished.
 
     `silent` is in seconds. `waits`: where it waits inside Drawbar, "" if it does not; `waiters`:
     who waits for it there. `last`: the line of its last report or collective.
     """
 
-    silent: float
-    waits: str = ""
+    idle_seconds: float
+    waiting_in: str = ""
     waiters: tuple[int, ...] = ()
-    last: str = ""
+    last_location: str = ""
 
 
 @dataclass
@@ -88,38 +88,38 @@ class RankProgress:
     collectives: int = 0
     users_collectives: int = 0
     last: str = ""
-    waits_for_report: Reported | None = None
-    waits_in_collective: CollectiveCalled | None = None
-    waits_for_rounds: CheckpointsAsked | None = None
-    finished: bool = False
+    awaited_report: Reported | None = None
+    awaited_collective: CollectiveCalled | None = None
+    awaited_checkpoints: CheckpointsAsked | None = None
+    is_finished: bool = False
 
-    def stands_at(self) -> str:
+    def describe(self) -> str:
         """Describe in words where the rank is."""
-        if self.waits_in_collective is not None:
-            call = self.waits_in_collective
+        if self.awaited_collective is not None:
+            call = self.awaited_collective
             which = "internal collective" if call.number is None else f"collective #{call.number}"
             return f"waits in {which} ({_name_of(call)}) at {call.where}"
-        if self.waits_for_report is not None:
-            report = self.waits_for_report
+        if self.awaited_report is not None:
+            report = self.awaited_report
             return f"waits for report #{report.index} with a checkpoint at {report.where}"
-        if self.waits_for_rounds is not None:
-            where = self.waits_for_rounds.where
+        if self.awaited_checkpoints is not None:
+            where = self.awaited_checkpoints.where
             return (
                 f"waits in get_all_reported_checkpoints() for report #{self.reports - 1} at {where}"
             )
-        if self.finished:
+        if self.is_finished:
             calls = f"{self.reports} reports and {self.users_collectives} collectives"
             return f"finished after {calls}" + (f", the last at {self.last}" if self.last else "")
         return "runs"
 
 
 @dataclass
-class Progress:
+class AttemptProgress:
     """Where every rank stands. Feed it what ranks say, in the order of each rank."""
 
     world_size: int
     first_index: int
-    keep_all_rounds: bool = False
+    should_keep_all_rounds: bool = False
     ranks: dict[int, RankProgress] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -127,58 +127,61 @@ class Progress:
         self._rounds: dict[int, dict[int, Reported]] = {}
         self._calls: dict[int, CollectiveCalled] = {}
 
-    def reported(self, rank: int, report: Reported) -> list[Round]:
+    def on_report(self, rank: int, report: Reported) -> list[ReportRound]:
         """Take a report. Returns the rounds that it completes.
 
-        A round nobody offered files in is returned only with `keep_all_rounds`: otherwise its
+        A round nobody offered files in is returned only with `should_keep_all_rounds`: otherwise
+        its
         reports are not kept, so that one rank may report for ever while others never do.
         """
         # By its number rather than by counting: reports are numbered over the whole run.
         self.ranks[rank].reports = report.index + 1
         self.ranks[rank].last = report.where
         if report.waits:
-            self.ranks[rank].waits_for_report = report
-        if report.offer is not None or self.keep_all_rounds:
+            self.ranks[rank].awaited_report = report
+        if report.offer is not None or self.should_keep_all_rounds:
             self._rounds.setdefault(report.index, {})[rank] = report
         # The common case, a report of metrics alone, does not look at the other ranks.
         if not self._rounds:
             return []
         complete = min(each.reports for each in self.ranks.values())
-        return [self._take(index) for index in sorted(self._rounds) if index < complete]
+        return [self._pop_round(index) for index in sorted(self._rounds) if index < complete]
 
-    def _take(self, index: int) -> Round:
+    def _pop_round(self, index: int) -> ReportRound:
         reports = self._rounds.pop(index)
-        return Round(index, reports, _shares(reports))
+        return ReportRound(index, reports, _assign_files(reports))
 
-    def waits(self, rank: int, index: int) -> None:
+    def on_waiting_for_checkpoint(self, rank: int, index: int) -> None:
         """Take note that a rank waits for a checkpoint that it reported earlier."""
         report = self._rounds.get(index, {}).get(rank)
         if report is not None:
-            self.ranks[rank].waits_for_report = report
+            self.ranks[rank].awaited_report = report
 
-    def asked(self, rank: int, question: CheckpointsAsked) -> None:
+    def on_checkpoints_requested(self, rank: int, question: CheckpointsAsked) -> None:
         """Take note that a rank waits until all have reported as often as it has."""
         waits = question.until is not None and not question.timed
-        self.ranks[rank].waits_for_rounds = question if waits else None
+        self.ranks[rank].awaited_checkpoints = question if waits else None
 
-    def answered(self, rank: int) -> None:
+    def on_checkpoints_reply(self, rank: int) -> None:
         """Take note that it does so no more."""
-        self.ranks[rank].waits_for_rounds = None
+        self.ranks[rank].awaited_checkpoints = None
 
-    def collecting(self, before: int) -> bool:
+    def has_missing_reports(self, before: int) -> bool:
         """Whether a rank that goes on has still to make a report before this one."""
-        return any(not each.finished and each.reports < before for each in self.ranks.values())
+        return any(not each.is_finished and each.reports < before for each in self.ranks.values())
 
-    def committed(self, index: int) -> None:
+    def on_committed(self, index: int) -> None:
         """Take note that checkpoint `index` is committed, so nobody waits for it any more."""
         for each in self.ranks.values():
-            if each.waits_for_report is not None and each.waits_for_report.index == index:
-                each.waits_for_report = None
+            if each.awaited_report is not None and each.awaited_report.index == index:
+                each.awaited_report = None
 
-    def called(self, rank: int, call: CollectiveCalled) -> dict[int, CollectiveCalled] | None:
+    def on_collective(
+        self, rank: int, call: CollectiveCalled
+    ) -> dict[int, CollectiveCalled] | None:
         """Record a collective call. Return every rank's call when this one completes it."""
         self.ranks[rank].collectives = call.sequence + 1
-        self.ranks[rank].waits_in_collective = call
+        self.ranks[rank].awaited_collective = call
         if call.number is not None:
             self.ranks[rank].users_collectives = call.number + 1
             self.ranks[rank].last = call.where
@@ -190,36 +193,36 @@ class Progress:
         # All at once, before anybody is told: else the first to go on would prove a divergence from
         # those that have not heard yet.
         for each in self.ranks.values():
-            each.waits_in_collective = None
+            each.awaited_collective = None
         calls, self._calls = self._calls, {}
         return calls
 
-    def finished(self, rank: int) -> bool:
+    def on_finished(self, rank: int) -> bool:
         """Take note that a rank's function returned. Returns whether all have."""
-        self.ranks[rank].finished = True
-        return all(each.finished for each in self.ranks.values())
+        self.ranks[rank].is_finished = True
+        return all(each.is_finished for each in self.ranks.values())
 
-    def divergence(self) -> str | None:
+    def find_divergence(self) -> str | None:
         """Return why some rank waits forever, and the remedy on a second line; None if none does.
 
         The proof is one pair of ranks: one waits for a call of all ranks, and the other one has
         finished without that call, or is blocked in a different call that needs the first rank.
         """
-        for waiter in self._waiters():
+        for waiter in self._list_waiting_ranks():
             for other in self.ranks:
-                reason = self._stuck(waiter, other)
+                reason = self._explain_deadlock(waiter, other)
                 if reason:
                     return f"{reason}\n{self._remedy(waiter, other)}"
         return None
 
     def _remedy(self, waiter: int, other: int) -> str:
         """Return what to change in the training function, for ranks that wait forever."""
-        if not self.ranks[other].finished:
+        if not self.ranks[other].is_finished:
             return (
                 "All ranks must reach both calls, in the same order. Move them out of branches "
                 "that depend on the rank."
             )
-        call = self.ranks[waiter].waits_in_collective
+        call = self.ranks[waiter].awaited_collective
         if call is None:
             return (
                 "All ranks must call report() equally often as long as one of them reports "
@@ -236,67 +239,71 @@ class Progress:
             "depend on the rank, and run the same number of steps on each."
         )
 
-    def waiters_for(self, rank: int) -> tuple[int, ...]:
+    def find_waiters(self, rank: int) -> tuple[int, ...]:
         """Give the ranks that stand still until this one does something."""
         return tuple(
             waiter
             for waiter in self.ranks
-            if waiter != rank and self._stands_still(waiter) and self._needs(waiter, rank)
+            if waiter != rank and self._is_blocked(waiter) and self._depends_on(waiter, rank)
         )
 
-    def sign_of(self, rank: int, silent: float, last: str) -> Sign:
+    def get_activity(self, rank: int, silent: float, last: str) -> RankActivity:
         """Give the last sign of life of a rank that has not finished."""
-        waits = self.ranks[rank].stands_at() if self._stands_still(rank) else ""
-        return Sign(silent, waits, self.waiters_for(rank), last)
+        waits = self.ranks[rank].describe() if self._is_blocked(rank) else ""
+        return RankActivity(silent, waits, self.find_waiters(rank), last)
 
-    def _waiters(self) -> list[int]:
+    def _list_waiting_ranks(self) -> list[int]:
         # A rank whose checkpoint is in flight goes on, but what it waits for at its end is known.
         offering = {rank for reports in self._rounds.values() for rank in reports}
-        return [rank for rank in self.ranks if self._stands_still(rank) or rank in offering]
+        return [rank for rank in self.ranks if self._is_blocked(rank) or rank in offering]
 
-    def _stuck(self, waiter: int, other: int) -> str | None:
+    def _explain_deadlock(self, waiter: int, other: int) -> str | None:
         a, b = self.ranks[waiter], self.ranks[other]
         if waiter == other:
             return None
         # The surest proof: who has returned will not come any more.
-        if self._needs(waiter, other) and b.finished:
-            return f"rank {other} {b.stands_at()}; rank {waiter} {self._wait_of(waiter)}"
-        if a.waits_in_collective is not None and b.waits_in_collective is not None:
-            mine, theirs = a.waits_in_collective, b.waits_in_collective
+        if self._depends_on(waiter, other) and b.is_finished:
+            return f"rank {other} {b.describe()}; rank {waiter} {self._describe_wait(waiter)}"
+        if a.awaited_collective is not None and b.awaited_collective is not None:
+            mine, theirs = a.awaited_collective, b.awaited_collective
             if (mine.sequence, mine.kind) != (theirs.sequence, theirs.kind):
-                return f"rank {waiter} {a.stands_at()}; rank {other} {b.stands_at()}"
-        both_stand = self._stands_still(waiter) and self._stands_still(other)
-        if both_stand and self._needs(waiter, other) and self._needs(other, waiter):
-            return f"rank {waiter} {a.stands_at()}; rank {other} {b.stands_at()}"
+                return f"rank {waiter} {a.describe()}; rank {other} {b.describe()}"
+        both_stand = self._is_blocked(waiter) and self._is_blocked(other)
+        if both_stand and self._depends_on(waiter, other) and self._depends_on(other, waiter):
+            return f"rank {waiter} {a.describe()}; rank {other} {b.describe()}"
         return None
 
-    def _stands_still(self, rank: int) -> bool:
+    def _is_blocked(self, rank: int) -> bool:
         each = self.ranks[rank]
-        waits = (each.waits_for_report, each.waits_in_collective, each.waits_for_rounds)
+        waits = (each.awaited_report, each.awaited_collective, each.awaited_checkpoints)
         return any(wait is not None for wait in waits)
 
-    def _needs(self, waiter: int, other: int) -> bool:
+    def _depends_on(self, waiter: int, other: int) -> bool:
         """Whether what `waiter` waits for needs something that `other` has not done yet."""
-        call = self.ranks[waiter].waits_in_collective
+        call = self.ranks[waiter].awaited_collective
         if call is not None:
             return self.ranks[other].collectives <= call.sequence
         there, reports = self.ranks[other], self.ranks[waiter].reports
-        if self.ranks[waiter].waits_for_rounds and not there.finished and there.reports < reports:
+        if (
+            self.ranks[waiter].awaited_checkpoints
+            and not there.is_finished
+            and there.reports < reports
+        ):
             return True
-        oldest = self._oldest_offer(waiter)
+        oldest = self._find_oldest_offer(waiter)
         return oldest is not None and self.ranks[other].reports <= oldest.index
 
-    def _oldest_offer(self, rank: int) -> Reported | None:
+    def _find_oldest_offer(self, rank: int) -> Reported | None:
         for index in sorted(self._rounds):
             report = self._rounds[index].get(rank)
             if report is not None and report.offer is not None:
                 return report
         return None
 
-    def _wait_of(self, rank: int) -> str:
-        if self._stands_still(rank):
-            return self.ranks[rank].stands_at()
-        offer = self._oldest_offer(rank)
+    def _describe_wait(self, rank: int) -> str:
+        if self._is_blocked(rank):
+            return self.ranks[rank].describe()
+        offer = self._find_oldest_offer(rank)
         assert offer is not None  # only called for a rank that needs something
         return f"has a checkpoint pending in report #{offer.index} from {offer.where}"
 
@@ -304,10 +311,10 @@ class Progress:
 def _name_of(call: CollectiveCalled) -> str:
     """Return the name of the function that made a collective call."""
     is_public = call.kind in ("barrier", "broadcast_from_rank_zero", "all_gather")
-    return call.kind if is_public else "checkpoint_requested"
+    return call.kind if is_public else "should_checkpoint"
 
 
-def _paths(offer: Offer) -> Iterator[tuple[str, str]]:
+def _iter_paths(offer: Offer) -> Iterator[tuple[str, str]]:
     """Give every file of an offer and every folder that they lie in."""
     for file in offer.files:
         yield file.path, "file"
@@ -315,7 +322,7 @@ def _paths(offer: Offer) -> Iterator[tuple[str, str]]:
             yield str(folder), "folder"
 
 
-def _shares(reports: Mapping[int, Reported]) -> dict[int, tuple[FileEntry, ...]]:
+def _assign_files(reports: Mapping[int, Reported]) -> dict[int, tuple[FileEntry, ...]]:
     """Give each file to the lowest rank that offers it."""
     taken: set[str] = set()
     shares: dict[int, tuple[FileEntry, ...]] = {}

@@ -7,25 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from drawbar.train._carry import Carried
-from drawbar.train._controller.decisions import Spent
+from drawbar.train._config.backend import BackendConfig
+from drawbar.train._config.data_config import DataConfig
+from drawbar.train._config.function_identity import FunctionIdentity
+from drawbar.train._config.run_config import RunConfig, RunContext
+from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._controller.decisions import UsedBudget
 from drawbar.train._errors import TrainingFailedError
-from drawbar.train._group.validators import ValidationWork
 from drawbar.train._history.events import AttemptStarted
 from drawbar.train._history.journal import Journal
 from drawbar.train._history.result import Result
-from drawbar.train._history.timeline import Snapshot
+from drawbar.train._history.timeline import RunState
 from drawbar.train._messages import Assignment, Finished, Ranks, WorkerInfo, WorkerSpec
-from drawbar.train._settings.backend import BackendConfig
-from drawbar.train._settings.data_config import DataConfig
-from drawbar.train._settings.function_identity import FunctionIdentity
-from drawbar.train._settings.run_config import RunConfig, RunContext
-from drawbar.train._settings.scaling_config import ScalingConfig
+from drawbar.train._serialization import Serialized
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._worker_group.validators import ValidationTask
 
 
-class Plan(Protocol):
+class AssignmentPlanner(Protocol):
     """What the trainer contributes to each attempt."""
 
     @property
@@ -33,7 +33,7 @@ class Plan(Protocol):
         """What every worker and every checkpoint has of the trainer's metadata."""
         ...
 
-    def assignments(
+    def make_assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
     ) -> list[Assignment]:
         """Say what each slot is to do; datasets are sharded anew."""
@@ -44,11 +44,11 @@ class Plan(Protocol):
         """Console lines about the datasets of the most recent assignments."""
         ...
 
-    def waiting_for(self, up: int, placed: bool) -> str:
+    def describe_wait(self, up: int, placed: bool) -> str:
         """Say in one line what the workers that have not started are waiting for."""
         ...
 
-    def draining(self) -> dict[str, int]:
+    def get_draining_nodes(self) -> dict[str, int]:
         """Give the nodes that are about to go: id to deadline (ms since the epoch, 0 unknown)."""
         ...
 
@@ -68,18 +68,18 @@ class RunSpec:
         validation: None if the trainer has no `validation_config`.
     """
 
-    payload: Carried
+    train_loop: Serialized
     function: FunctionIdentity
-    worker: WorkerSpec
-    trainer: bytes
-    settings: dict[str, object]
+    worker_spec: WorkerSpec
+    trainer_state: bytes
+    config_record: dict[str, object]
     scaling_config: ScalingConfig
     run_config: RunConfig
     backend_config: BackendConfig
     dataset_config: DataConfig
     datasets: Mapping[str, object]
     resume_from_checkpoint: Checkpoint | None
-    validation: ValidationWork | None
+    validation_task: ValidationTask | None
 
     @property
     def name(self) -> str:
@@ -87,15 +87,15 @@ class RunSpec:
         assert self.run_config.name is not None  # the trainer has given it one
         return self.run_config.name
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold no longer what the user's functions refer to: the run is over."""
-        self.payload.let_go()
-        if self.validation is not None:
-            self.validation.function.let_go()
+        self.train_loop.release()
+        if self.validation_task is not None:
+            self.validation_task.function.release()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class OpenRun:
     """A run that this process holds, ready for its next attempt.
 
     Attributes:
@@ -104,7 +104,7 @@ class Run:
         directory: Where it lies.
         journal: Open, so that no other process writes to it.
         snapshot: How it stands.
-        first_attempt: Number of the next attempt.
+        next_attempt: Number of the next attempt.
         spent: What earlier attempts have taken of the run's budget of failures.
         warning: For the user; may be empty.
     """
@@ -113,9 +113,9 @@ class Run:
     run_id: str
     directory: RunDirectory
     journal: Journal
-    snapshot: Snapshot
-    first_attempt: int
-    spent: Spent
+    state: RunState
+    next_attempt: int
+    used_budget: UsedBudget
     warning: str
 
     @property
@@ -124,58 +124,60 @@ class Run:
         return RunContext(
             name=self.spec.name,
             run_id=self.run_id,
-            path=self.directory.location,
+            path=self.directory.uri,
             scaling_config=self.spec.scaling_config,
             run_config=self.spec.run_config,
         )
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ControllerOutcome:
     """How the run ended: each rank's return value, or the error; neither if the user stopped it."""
 
-    values: dict[int, Finished] = field(default_factory=dict)
+    finished: dict[int, Finished] = field(default_factory=dict)
     error: TrainingFailedError | None = None
 
 
-Packed = TypeVar("Packed", Carried, bytes)
+SerializedT = TypeVar("SerializedT", Serialized, bytes)
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunOutcome:
     """A run that is over. It has a result unless it failed."""
 
-    outcome: Outcome
-    snapshot: Snapshot
+    outcome: ControllerOutcome
+    snapshot: RunState
     result: Result | None
 
-    def settle(self) -> Result:
+    def get_result(self) -> Result:
         """Give the result with the return values, or raise why the run failed."""
         if self.outcome.error is not None:
             raise self.outcome.error
         assert self.result is not None  # it has not failed
-        values = self.outcome.values
+        values = self.outcome.finished
         # Here and not before: the classes need not exist in the process that hosts the run.
-        self.result.return_values = [_unpickled(rank, values[rank]) for rank in sorted(values)]
+        self.result.return_values = [
+            _load_return_value(rank, values[rank]) for rank in sorted(values)
+        ]
         return self.result
 
-    def packed(self, pack: Callable[[object], Packed]) -> Packed:
+    def serialize(self, serializer: Callable[[object], SerializedT]) -> SerializedT:
         """Pack it for a process or a file; of what users made, only what their workers packed."""
         try:
-            packed = pack(self)
+            packed = serializer(self)
         except Exception:  # an error whose cause does not pickle
             error = self.outcome.error
             plain = TrainingFailedError(str(error), path=getattr(error, "path", ""))
-            packed = pack(replace(self, outcome=Outcome(error=plain)))
+            packed = serializer(replace(self, outcome=ControllerOutcome(error=plain)))
         return packed
 
 
-def _unpickled(rank: int, finished: Finished) -> object:
+def _load_return_value(rank: int, finished: Finished) -> object:
     """Give a rank's return value; one that cannot be had is told, and does not fail the run."""
     if finished.value is None:
         return None  # the console has said why
     try:
-        return finished.value.unpack()
+        return finished.value.deserialize()
     except Exception as error:
         why = f"it does not unpickle here: {error!r}"
         warnings.warn(f"the return value of rank {rank} is lost: {why}", stacklevel=5)

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from drawbar.train._rows import Segment, Shuffle
+from drawbar.train._row_positions import LocalShuffle, Segment
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import ray
 
-    from drawbar.train._rows import Numbers
+    from drawbar.train._row_positions import Numbers
 
 
-def shuffled_rows(segments: list[Segment], shuffle: Shuffle, rank: int, *, epoch: int) -> Numbers:
+def shuffled_rows(
+    segments: list[Segment], shuffle: LocalShuffle, rank: int, *, epoch: int
+) -> Numbers:
     """Return the row numbers of a rank's blocks in the order of a local shuffle.
 
     Args:
@@ -38,7 +40,7 @@ def shuffled_rows(segments: list[Segment], shuffle: Shuffle, rank: int, *, epoch
     numbers = ray.data.from_blocks(blocks)
     numbers.context.execution_options.preserve_order = True
     numbers.context.enable_progress_bars = False
-    options = shuffle.options(epoch, rank)
+    options = shuffle.make_iterator_options(epoch, rank)
     batches = numbers.iterator().iter_batches(**options, batch_format="numpy")
     return np.concatenate([batch["row"] for batch in batches])
 

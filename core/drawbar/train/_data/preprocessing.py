@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from drawbar.train._config.data_config import TRAIN_DATASET_KEY
 from drawbar.train._data import split
-from drawbar.train._data.items import is_map_style
-from drawbar.train._settings.data_config import TRAIN_DATASET_KEY
+from drawbar.train._data.map_style import is_map_style
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,7 +25,7 @@ def is_fitted(preprocessor: Preprocessor) -> bool:
     return preprocessor.fit_status() in (statuses.FITTED, statuses.NOT_FITTABLE)
 
 
-def fitted(preprocessor: Preprocessor, datasets: Mapping[str, object]) -> Preprocessor:
+def fit_preprocessor(preprocessor: Preprocessor, datasets: Mapping[str, object]) -> Preprocessor:
     """Give a preprocessor that is fitted on the training data; one that is fitted already as it is.
 
     Raises:
@@ -39,25 +39,27 @@ def fitted(preprocessor: Preprocessor, datasets: Mapping[str, object]) -> Prepro
             f"datasets are {', '.join(map(repr, datasets)) or 'none'}; fit it before"
         )
     train = {TRAIN_DATASET_KEY: datasets[TRAIN_DATASET_KEY]}
-    dataset = split.as_ray_datasets(split.made(train))[TRAIN_DATASET_KEY]
+    dataset = split.to_ray_datasets(split.make_datasets(train))[TRAIN_DATASET_KEY]
     return copy.deepcopy(preprocessor).fit(dataset)
 
 
-def applied(preprocessor: Preprocessor, datasets: Mapping[str, object]) -> dict[str, object]:
+def apply_preprocessor(
+    preprocessor: Preprocessor, datasets: Mapping[str, object]
+) -> dict[str, object]:
     """Give the datasets as the preprocessor leaves them; functions, when they are called."""
     return {
-        name: partial(_made, preprocessor, name, each)
+        name: partial(_make_and_transform, preprocessor, name, each)
         if callable(each)
-        else _transformed(preprocessor, each)
+        else _transform(preprocessor, each)
         for name, each in datasets.items()
     }
 
 
-def _made(preprocessor: Preprocessor, name: str, make: object) -> Dataset | pa.Table:
-    return _transformed(preprocessor, split.made({name: make})[name])
+def _make_and_transform(preprocessor: Preprocessor, name: str, make: object) -> Dataset | pa.Table:
+    return _transform(preprocessor, split.make_datasets({name: make})[name])
 
 
-def _transformed(preprocessor: Preprocessor, dataset: Any) -> Dataset | pa.Table:
+def _transform(preprocessor: Preprocessor, dataset: Any) -> Dataset | pa.Table:
     """Transform a table here and now, and a dataset of Ray Data's when it is read."""
     if hasattr(dataset, "streaming_split"):
         return preprocessor.transform(dataset)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from drawbar.train._config.data_config import DataConfig
 from drawbar.train._data.shard import DatasetShard
-from drawbar.train._data.streams import rows_of
-from drawbar.train._rows import Read, RowPosition
-from drawbar.train._settings.data_config import DataConfig
+from drawbar.train._data.streams import count_rows_or_none
+from drawbar.train._row_positions import RowPosition, RowsRead
 
 
 def describe_left_out(
     datasets: Mapping[str, object], config: DataConfig, world_size: int
 ) -> list[str]:
     """Return a line for each dataset whose rows are left out, as far as known before the start."""
-    if config.equalize != "drop" or config.is_configured:
+    if config.uneven_rows != "drop" or config.has_custom_split:
         return []
     lines = []
     for name, each in datasets.items():
-        rows = None if callable(each) or not config.splits(name) else rows_of(each)
+        rows = None if callable(each) or not config.is_split(name) else count_rows_or_none(each)
         if rows is not None and rows % world_size:
             lines.append(
                 f"datasets[{name!r}]: {rows % world_size} of {rows} rows are left out, so that "
-                f"{world_size} workers get equally many. Set DataConfig.equalize to change that"
+                f"{world_size} workers get equally many. Set DataConfig.uneven_rows to change that"
             )
     return lines
 
@@ -42,18 +42,18 @@ def describe_resume(
     lines = []
     for name, shard in shards.items():
         position = positions.get(name, RowPosition())
-        part = shard.part
-        if not position.read:
+        part = shard.spec
+        if not position.rows_read:
             continue
         if shard.is_restarted_from(position):
-            rows = sum(each.workers * each.rows for each in position.read)
+            rows = sum(each.num_workers * each.rows_per_worker for each in position.rows_read)
             lines.append(
                 f"datasets[{name!r}]: epoch {position.epoch} restarts from its beginning, and "
                 f"{rows} rows that were read before are read again. {_cause(config)}"
             )
-        elif part.alike and config.splits(name) and config.equalize == "drop":
-            bound = max_left_out(position.read, part.of)
-            if position.read[-1].workers != part.of and bound:
+        elif part.has_equal_shards and config.is_split(name) and config.uneven_rows == "drop":
+            bound = max_left_out(position.rows_read, part.num_shards)
+            if position.rows_read[-1].num_workers != part.num_shards and bound:
                 lines.append(
                     f"datasets[{name!r}]: up to {bound} rows of epoch {position.epoch} are left "
                     "out, so that workers get equally many rows at each number of workers"
@@ -61,12 +61,12 @@ def describe_resume(
     return lines
 
 
-def max_left_out(read: Sequence[Read], world_size: int) -> int:
-    """Return how many rows of a streamed epoch `equalize="drop"` may leave out.
+def max_left_out(read: Sequence[RowsRead], world_size: int) -> int:
+    """Return how many rows of a streamed epoch `uneven_rows="drop"` may leave out.
 
     At each number of workers, it is one less than that number.
     """
-    sizes = [each.workers for each in read] + [world_size]
+    sizes = [each.num_workers for each in read] + [world_size]
     changes = [size for before, size in zip([0, *sizes], sizes, strict=False) if size != before]
     return sum(size - 1 for size in changes)
 

@@ -6,12 +6,12 @@ import contextlib
 
 import cloudpickle
 
-from drawbar.train._controller.run import Ending, Outcome
-from drawbar.train._history.journal import events_of
+from drawbar.train._controller.run import ControllerOutcome, RunOutcome
+from drawbar.train._history.journal import read_events
 from drawbar.train._history.result import Result
-from drawbar.train._history.timeline import ENDS, Snapshot
-from drawbar.train._storage.own_files import OUTCOME
+from drawbar.train._history.timeline import FINAL_STATUSES, RunState
 from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.run_files import OUTCOME_FILE
 
 
 class EndedRun:
@@ -21,8 +21,8 @@ class EndedRun:
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
-        self._events = events_of(directory)
-        self._snapshot = Snapshot.of(self._events)
+        self._events = read_events(directory)
+        self._snapshot = RunState.from_events(self._events)
 
     @classmethod
     def find(cls, directory: RunDirectory) -> EndedRun | None:
@@ -31,12 +31,15 @@ class EndedRun:
             run = cls(directory)
         except FileNotFoundError:
             return None
-        return run if run.snapshot().status in ENDS else None
+        return run if run.snapshot().status in FINAL_STATUSES else None
 
     @property
-    def is_told(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the directory has all there is: a detached run's host tells its ending last."""
-        return not self._snapshot.detached or self._directory.files.read(OUTCOME) is not None
+        return (
+            not self._snapshot.is_detached
+            or self._directory.run_files.read(OUTCOME_FILE) is not None
+        )
 
     @property
     def silence(self) -> str:
@@ -51,7 +54,7 @@ class EndedRun:
     @property
     def path(self) -> str:
         """Where the run lies."""
-        return self._directory.location
+        return self._directory.uri
 
     def join(self, timeout: float | None = None) -> bool:
         """It is over."""
@@ -67,24 +70,28 @@ class EndedRun:
         """Nobody stands anywhere."""
         return ""
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RunState:
         """Say how the run stood at its end."""
         return self._snapshot
 
-    def log(self, rank: int) -> str:
+    def read_log(self, rank: int) -> str:
         """Give what a rank has written."""
-        return (self._directory.files.read(f"logs/rank_{rank}.log") or b"").decode(errors="replace")
+        return (self._directory.run_files.read(f"logs/rank_{rank}.log") or b"").decode(
+            errors="replace"
+        )
 
-    def ending(self) -> Ending:
+    def ending(self) -> RunOutcome:
         """Give how the run ended: with return values if it was detached.
 
         Of any other run nothing is unpickled, whatever lies in its directory.
         """
-        packed = self._directory.files.read(OUTCOME) if self._snapshot.detached else None
+        packed = (
+            self._directory.run_files.read(OUTCOME_FILE) if self._snapshot.is_detached else None
+        )
         if packed is not None:
             with contextlib.suppress(Exception):  # it needs classes that are not here
-                ending: Ending = cloudpickle.loads(packed)
+                ending: RunOutcome = cloudpickle.loads(packed)
                 if ending.snapshot.timeline == self._snapshot.timeline:  # of the last start
                     return ending
-        result = Result.of(self._directory, self._events)
-        return Ending(Outcome(error=result.error), self._snapshot, result)
+        result = Result.from_run_directory(self._directory, self._events)
+        return RunOutcome(ControllerOutcome(error=result.error), self._snapshot, result)

@@ -17,31 +17,31 @@ from dataclasses import dataclass
 
 import ray
 
-from drawbar.train._carry import Carried, carry, keep
-from drawbar.train._controller.run import Ending, RunSpec
-from drawbar.train._group.cluster import process_is_gone
+from drawbar.train._controller.run import RunOutcome, RunSpec
+from drawbar.train._driver.controller_thread import ControllerThread, start_ray_run
+from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._handle.relay import Position, Relay
 from drawbar.train._history.events import Event
-from drawbar.train._history.timeline import Snapshot
-from drawbar.train._launch.host import Host, host_workers
-from drawbar.train._storage.own_files import OUTCOME
+from drawbar.train._history.timeline import RunState
+from drawbar.train._serialization import Serialized, serialize, serialize_without_references
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._surroundings import Surroundings
-from drawbar.train._worker.environment import by_runtime_env
+from drawbar.train._storage.run_files import OUTCOME_FILE
+from drawbar.train._worker.worker_env import get_runtime_env_vars
+from drawbar.train._worker_group.cluster import is_process_dead
 
 POLL_SECONDS = 1.0
-SILENCE_SECONDS = 10.0
+CLIENT_TIMEOUT_S = 10.0
 """How long a client may be silent before it counts as gone."""
-FAREWELL_SECONDS = 3.0
+DETACHED_CLIENT_TIMEOUT_S = 3.0
 """How long another follower may be: it finds the ending in the run's directory."""
-START_SECONDS = 60.0
+START_TIMEOUT_S = 60.0
 """How long a driver may take from making the actor to giving it its run."""
 
 _logger = logging.getLogger("drawbar.train")
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class HostedRunInfo:
     """What does not change while a run is hosted. `level`: of its console."""
 
     directory: RunDirectory
@@ -50,12 +50,12 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class News:
+class EventBatch:
     """What has happened since a position. `ending`: the packed `Ending`, when the run is over."""
 
     events: Sequence[Event]
     position: Position
-    ending: Carried | None
+    ending: Serialized | None
 
 
 class HostActor:
@@ -64,144 +64,148 @@ class HostActor:
     def __init__(
         self,
         environment: Mapping[str, str],
-        surroundings: Surroundings,
+        surroundings: DriverEnvironment,
         detached: bool,
         driver: str,
     ) -> None:
-        os.environ.update({**environment, **by_runtime_env()})
-        self._in_surroundings = surroundings.entered()
-        self._in_surroundings.__enter__()  # until this process ends
+        os.environ.update({**environment, **get_runtime_env_vars()})
+        self._driver_env_context = surroundings.apply()
+        self._driver_env_context.__enter__()  # until this process ends
         self._detached = detached
-        self._relay = Relay()
-        self._followers = _Followers(FAREWELL_SECONDS if detached else SILENCE_SECONDS)
-        self._host: Host | None = None
-        self._facts: RunFacts | None = None
+        self._event_buffer = Relay()
+        self._followers = _ClientHeartbeats(
+            DETACHED_CLIENT_TIMEOUT_S if detached else CLIENT_TIMEOUT_S
+        )
+        self._host: ControllerThread | None = None
+        self._facts: HostedRunInfo | None = None
         self._driver = driver  # its process, as Ray knows it
-        self._beginning = threading.Lock()
-        self._begun = threading.Event()
-        self._ending: Carried | None = None
-        threading.Thread(target=self._attend, name="drawbar-attend", daemon=True).start()
+        self._start_lock = threading.Lock()
+        self._started = threading.Event()
+        self._ending: Serialized | None = None
+        threading.Thread(target=self._supervise, name="drawbar-attend", daemon=True).start()
 
-    def begin(self, packed: Carried) -> RunFacts:
+    def start_run(self, packed: Serialized) -> HostedRunInfo:
         """Check, open and start the run."""
-        with self._beginning:
-            spec: RunSpec = packed.unpack()
-            spec.backend_config.preflight(spec.scaling_config)
-            self._host = host_workers(spec, lambda path: self._relay)
-            level = spec.run_config.logging_config.level
-            self._facts = RunFacts(self._host.directory, level, self._detached)
-            self._followers.heard_of(_STARTER)
-            self._begun.set()
+        with self._start_lock:
+            spec: RunSpec = packed.deserialize()
+            spec.backend_config.check_requirements(spec.scaling_config)
+            self._host = start_ray_run(spec, lambda path: self._event_buffer)
+            level = spec.run_config.logging_config.level_number
+            self._facts = HostedRunInfo(self._host.directory, level, self._detached)
+            self._followers.record(_STARTER_ID)
+            self._started.set()
             return self._facts
 
-    def facts(self) -> RunFacts:
+    def get_info(self) -> HostedRunInfo:
         """Say what is hosted, as soon as it has begun."""
-        self._begun.wait(START_SECONDS)
+        self._started.wait(START_TIMEOUT_S)
         assert self._facts is not None  # it has begun
         return self._facts
 
-    def follow(self, follower: str, seen: Position | None) -> News:
+    def poll_events(self, client_id: str, position: Position | None) -> EventBatch:
         """Give what has happened since then; waits for something to happen, but not long."""
-        self._followers.heard_of(follower)
+        self._followers.record(client_id)
         ending = self._ending  # before the events: none comes after it
-        events, position = self._relay.since(seen, POLL_SECONDS)
+        events, position = self._event_buffer.since(position, POLL_SECONDS)
         # Once more, since the wait took up to a second, and the time of silence counts from the
         # answer.
-        self._followers.heard_of(follower)
-        return News(events, position, ending)
+        self._followers.record(client_id)
+        return EventBatch(events, position, ending)
 
-    def leave(self, follower: str) -> None:
+    def disconnect(self, client_id: str) -> None:
         """Take note that a follower leaves.
 
         It says so itself, when the ending has arrived: answers that are still under way end with
         this actor.
         """
-        self._followers.forget(follower)
+        self._followers.remove(client_id)
 
     # -- what its followers ask of the run
 
     def stop(self, save: bool) -> None:
         """End the run in order."""
-        self._run().stop(save=save)
+        self._get_controller_thread().stop(save=save)
 
     def kill(self) -> None:
         """End the run at once."""
-        self._run().kill()
+        self._get_controller_thread().kill()
 
     def diagnose(self) -> str:
         """Say where every rank stands."""
-        return self._run().diagnose()
+        return self._get_controller_thread().diagnose()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RunState:
         """Say how the run stands."""
-        return self._run().snapshot()
+        return self._get_controller_thread().snapshot()
 
-    def log(self, rank: int) -> str:
+    def read_log(self, rank: int) -> str:
         """Give what a rank has written so far."""
-        return self._run().log(rank)
+        return self._get_controller_thread().read_log(rank)
 
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the run has ended, or never begins, and this actor is about to end."""
-        return self._ending is not None or self._is_abandoned()
+        return self._ending is not None or self._is_orphaned()
 
-    def outlive(self) -> None:
+    def block_until_killed(self) -> None:
         """Never return: the caller learns when this actor has ended."""
         threading.Event().wait()
 
-    def _run(self) -> Host:
-        self._begun.wait(START_SECONDS)
+    def _get_controller_thread(self) -> ControllerThread:
+        self._started.wait(START_TIMEOUT_S)
         assert self._host is not None  # it has begun
         return self._host
 
     # -- its life
 
-    def _attend(self) -> None:
+    def _supervise(self) -> None:
         """See the run to its end, then end this actor."""
         try:
-            if self._is_given_a_run():
-                host = self._run()
+            if self._wait_for_start():
+                host = self._get_controller_thread()
                 # A client's run ends with the client, as any run does with its driver.
                 if not self._detached:
-                    threading.Thread(target=self._end_with_the_client, daemon=True).start()
+                    threading.Thread(target=self._stop_without_clients, daemon=True).start()
                 host.join()
-                self._keep(host.ending())
-                self._followers.wait_until_gone()
+                self._store_outcome(host.ending())
+                self._followers.wait_until_empty()
         finally:
             # `ray.actor.exit_actor()` raises an exception, which would end this thread alone.
             ray.kill(ray.get_runtime_context().current_actor)
 
-    def _is_given_a_run(self) -> bool:
+    def _wait_for_start(self) -> bool:
         """Wait until the run has begun; tells whether it has."""
-        until = time.monotonic() + START_SECONDS
-        while not self._begun.wait(POLL_SECONDS):
-            if self._is_abandoned() or time.monotonic() > until:
+        until = time.monotonic() + START_TIMEOUT_S
+        while not self._started.wait(POLL_SECONDS):
+            if self._is_orphaned() or time.monotonic() > until:
                 return False
         return True
 
-    def _is_abandoned(self) -> bool:
+    def _is_orphaned(self) -> bool:
         """Whether the driver has gone before it gave this actor its run."""
-        waits = not self._begun.is_set() and not self._beginning.locked()
-        return waits and process_is_gone(self._driver)
+        waits = not self._started.is_set() and not self._start_lock.locked()
+        return waits and is_process_dead(self._driver)
 
-    def _end_with_the_client(self) -> None:
-        self._followers.wait_until_gone()
-        self._run().stop(save=False)
+    def _stop_without_clients(self) -> None:
+        self._followers.wait_until_empty()
+        self._get_controller_thread().stop(save=False)
 
-    def _keep(self, ending: Ending) -> None:
+    def _store_outcome(self, ending: RunOutcome) -> None:
         if self._detached:
             try:
-                self._run().directory.files.write(OUTCOME, ending.packed(keep))
+                self._get_controller_thread().directory.run_files.write(
+                    OUTCOME_FILE, ending.serialize(serialize_without_references)
+                )
             except OSError as error:
                 _logger.warning("the return values are not kept: %s", error)
-        self._ending = ending.packed(carry)
-        self._relay.release()
+        self._ending = ending.serialize(serialize)
+        self._event_buffer.release()
 
 
-_STARTER = "starter"
+_STARTER_ID = "starter"
 """Who has begun the run, until the first one follows it."""
 
 
-class _Followers:
+class _ClientHeartbeats:
     """Who follows a run. One that is silent for longer than `patience` seconds is gone."""
 
     def __init__(self, patience: float) -> None:
@@ -209,20 +213,20 @@ class _Followers:
         self._heard: dict[str, float] = {}  # when each was last heard of
         self._changed = threading.Condition()
 
-    def heard_of(self, follower: str) -> None:
+    def record(self, follower: str) -> None:
         """Take note that one is there."""
         with self._changed:
             self._heard[follower] = time.monotonic()
-            if follower != _STARTER:
-                self._heard.pop(_STARTER, None)
+            if follower != _STARTER_ID:
+                self._heard.pop(_STARTER_ID, None)
 
-    def forget(self, follower: str) -> None:
+    def remove(self, follower: str) -> None:
         """Take note that one leaves."""
         with self._changed:
             self._heard.pop(follower, None)
             self._changed.notify_all()
 
-    def wait_until_gone(self) -> None:
+    def wait_until_empty(self) -> None:
         """Wait until nobody is there any more."""
         with self._changed:
             while self._heard:

@@ -13,9 +13,9 @@ from drawbar.train._history.events import (
     Event,
     Notice,
     ReportReceived,
-    RoundReported,
+    RoundCompleted,
     RunEnded,
-    WaitsForValidations,
+    ValidationsPending,
     WorkersStarted,
 )
 
@@ -49,7 +49,7 @@ class Relay:
         self._reports = 0
         self._over = False
 
-    def note(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Keep an event. A report wakes nobody."""
         with self._changed:
             match event:
@@ -58,12 +58,12 @@ class Relay:
                         self._report = event
                         self._reports += 1
                     return
-                case RoundReported():
+                case RoundCompleted():
                     return  # for callbacks, which the host has
                 case (
                     AttemptStarted()
                     | WorkersStarted()
-                    | WaitsForValidations()
+                    | ValidationsPending()
                     | RunEnded()
                     | ControllerFailed()
                 ):

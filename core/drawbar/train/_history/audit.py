@@ -17,9 +17,9 @@ from drawbar.train._history.events import (
     ReportsLost,
     WorkersStarted,
 )
-from drawbar.train._history.journal import events_of, history, kept_indices
-from drawbar.train._storage.remote_folder import AnyFileSystem
-from drawbar.train._storage.run_directory import RunDirectory, open_directory
+from drawbar.train._history.journal import kept_indices, read_events, select_effective_reports
+from drawbar.train._storage.filesystem import AnyFileSystem
+from drawbar.train._storage.run_directory import RunDirectory, open_run_directory
 
 
 def check_run(
@@ -47,11 +47,11 @@ def check_run(
         FileNotFoundError: There is no journal at `path`.
         DamagedRunError: It cannot be read, or was truncated.
     """
-    directory = open_directory(path, storage_filesystem)
-    events = events_of(directory)
+    directory = open_run_directory(path, storage_filesystem)
+    events = read_events(directory)
     _check_reports(events)
     _check_history(events)
-    for name in _kept(events):
+    for name in _list_kept(events):
         _check_checkpoint(directory, name)
 
 
@@ -64,7 +64,7 @@ def _check_reports(events: Sequence[JournaledEvent]) -> None:
         match event:
             case AttemptStarted():
                 assert event.attempt > attempt, f"attempt {event.attempt} follows {attempt}"
-                attempt, first, made = event.attempt, event.first_index, {}
+                attempt, first, made = event.attempt, event.first_report_index, {}
                 assert first > committed, (
                     f"attempt {attempt} begins at report {first}, checkpoint {committed} is there"
                 )
@@ -92,15 +92,15 @@ def _check_reports(events: Sequence[JournaledEvent]) -> None:
 
 def _check_history(events: Sequence[JournaledEvent]) -> None:
     of_rank: dict[int, list[int]] = defaultdict(list)
-    for report in history(events):
+    for report in select_effective_reports(events):
         of_rank[report.rank].append(report.index)
-    worlds = _worlds(events)
+    worlds = _list_attempt_sizes(events)
     for rank, indices in of_rank.items():
-        whole = _due(worlds, rank, end=indices[-1] + 1)
+        whole = _list_expected_reports(worlds, rank, end=indices[-1] + 1)
         assert indices == whole, f"the history of rank {rank} has a gap or a duplicate: {indices}"
 
 
-def _worlds(events: Sequence[JournaledEvent]) -> list[tuple[int, int]]:
+def _list_attempt_sizes(events: Sequence[JournaledEvent]) -> list[tuple[int, int]]:
     """List the attempts that make up the history: the first report of each, and its workers.
 
     An attempt whose reports were lost ends at the first of them; an entry of no workers follows.
@@ -108,8 +108,8 @@ def _worlds(events: Sequence[JournaledEvent]) -> list[tuple[int, int]]:
     worlds: list[tuple[int, int]] = []
     for event in events:
         if isinstance(event, AttemptStarted):
-            worlds = [each for each in worlds if each[0] < event.first_index]
-            worlds.append((event.first_index, 0))
+            worlds = [each for each in worlds if each[0] < event.first_report_index]
+            worlds.append((event.first_report_index, 0))
         elif isinstance(event, ReportsLost):
             worlds = [each for each in worlds if each[0] < event.first]
             worlds.append((event.first, 0))
@@ -118,7 +118,7 @@ def _worlds(events: Sequence[JournaledEvent]) -> list[tuple[int, int]]:
     return worlds
 
 
-def _due(worlds: Sequence[tuple[int, int]], rank: int, *, end: int) -> list[int]:
+def _list_expected_reports(worlds: Sequence[tuple[int, int]], rank: int, *, end: int) -> list[int]:
     """List the reports that a rank owes, before `end`: those of the attempts that it was part of.
 
     In an elastic group a rank may come later, go, and come again.
@@ -130,13 +130,13 @@ def _due(worlds: Sequence[tuple[int, int]], rank: int, *, end: int) -> list[int]
     return due
 
 
-def _kept(events: Sequence[JournaledEvent]) -> list[str]:
+def _list_kept(events: Sequence[JournaledEvent]) -> list[str]:
     return list(kept_indices(events))  # in the order of the commits
 
 
 def _check_checkpoint(directory: RunDirectory, name: str) -> None:
     try:
-        directory.checkpoints.checkpoint(name).verify()
+        directory.checkpoints.get_checkpoint(name).verify()
     except CheckpointError as error:
-        if name in _kept(events_of(directory)):  # not deleted in the meantime
+        if name in _list_kept(read_events(directory)):  # not deleted in the meantime
             raise AssertionError(f"a committed checkpoint is lost: {error}") from error

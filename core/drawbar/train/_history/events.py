@@ -13,15 +13,15 @@ from typing import Literal
 
 import msgspec
 
+from drawbar.train._config.function_identity import FunctionIdentity
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._messages import PassEnded, PreemptionInfo, Printed, Ranks, WorkerInfo
 from drawbar.train._metrics import Metrics
-from drawbar.train._settings.function_identity import FunctionIdentity
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import check_checkpoint_name
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 
-AttemptEnd = Literal[
+AttemptEndCause = Literal[
     "worker", "hang", "preemption", "resize", "startup", "configuration", "divergence", "storage"
 ]
 
@@ -34,13 +34,13 @@ New event types and optional fields do not change it. Everything else does, also
 """
 
 
-class Journaled(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+class JournalEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """What the journal keeps. `time`: in seconds since the epoch."""
 
     time: float
 
 
-class RunStarted(Journaled, frozen=True, kw_only=True, tag="run_started"):
+class RunStarted(JournalEntry, frozen=True, kw_only=True, tag="run_started"):
     """`fit()` was called on this directory.
 
     Attributes:
@@ -60,32 +60,32 @@ class RunStarted(Journaled, frozen=True, kw_only=True, tag="run_started"):
     format_version: int = JOURNAL_FORMAT
 
 
-class AttemptStarted(Journaled, frozen=True, kw_only=True, tag="attempt_started"):
+class AttemptStarted(JournalEntry, frozen=True, kw_only=True, tag="attempt_started"):
     """The workers are about to start. Reports are numbered from `first_index` on.
 
     Reports of earlier attempts with that number or a higher one are no longer part of the history.
     """
 
     attempt: int
-    first_index: int
-    checkpoint: str | None
+    first_report_index: int
+    resume_checkpoint: str | None
 
 
-class WorkersStarted(Journaled, frozen=True, kw_only=True, tag="workers_started"):
+class WorkersStarted(JournalEntry, frozen=True, kw_only=True, tag="workers_started"):
     """Every worker process is up and has its ranks."""
 
     attempt: int
     workers: list[tuple[WorkerInfo, Ranks]]
 
 
-class UserFunctionStarted(Journaled, frozen=True, kw_only=True, tag="function_started"):
+class UserFunctionStarted(JournalEntry, frozen=True, kw_only=True, tag="function_started"):
     """The first line of the training function ran on this rank."""
 
     attempt: int
     rank: int
 
 
-class ReportReceived(Journaled, frozen=True, kw_only=True, tag="report"):
+class ReportReceived(JournalEntry, frozen=True, kw_only=True, tag="report"):
     """One rank's `report()`."""
 
     attempt: int
@@ -94,15 +94,15 @@ class ReportReceived(Journaled, frozen=True, kw_only=True, tag="report"):
     metrics: Metrics
 
 
-class DatasetPassEnded(Journaled, frozen=True, kw_only=True, tag="dataset_pass"):
+class DatasetEpochEnded(JournalEntry, frozen=True, kw_only=True, tag="dataset_pass"):
     """A rank has gone through its part of a dataset, or has left it before the end."""
 
     attempt: int
     rank: int
-    passed: PassEnded
+    shard_epoch: PassEnded
 
 
-class ReportsLost(Journaled, frozen=True, kw_only=True, tag="reports_lost"):
+class ReportsLost(JournalEntry, frozen=True, kw_only=True, tag="reports_lost"):
     """Reports `first` to `until` - 1 are missing from the journal, although the run made them.
 
     A start that finds `checkpoint` newer than the journal records this.
@@ -113,7 +113,7 @@ class ReportsLost(Journaled, frozen=True, kw_only=True, tag="reports_lost"):
     checkpoint: str
 
 
-class CheckpointCommitted(Journaled, frozen=True, kw_only=True, tag="checkpoint"):
+class CheckpointCommitted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint"):
     """A checkpoint is committed. `seconds`: from the last rank's report to the commit."""
 
     attempt: int
@@ -141,7 +141,7 @@ class CheckpointCommitted(Journaled, frozen=True, kw_only=True, tag="checkpoint"
         )
 
 
-class CheckpointValidated(Journaled, frozen=True, kw_only=True, tag="checkpoint_validated"):
+class CheckpointValidated(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_validated"):
     """A checkpoint's validation has ended; what it says is as in `Validation`."""
 
     index: int
@@ -152,7 +152,7 @@ class CheckpointValidated(Journaled, frozen=True, kw_only=True, tag="checkpoint_
     seconds: float
 
     @staticmethod
-    def of(manifest: Manifest, validation: Validation) -> CheckpointValidated:
+    def from_manifest(manifest: Manifest, validation: Validation) -> CheckpointValidated:
         """Give the event of the end of this checkpoint's validation."""
         return CheckpointValidated(
             time=time.time(),
@@ -165,7 +165,7 @@ class CheckpointValidated(Journaled, frozen=True, kw_only=True, tag="checkpoint_
         )
 
 
-class CheckpointDeleted(Journaled, frozen=True, kw_only=True, tag="checkpoint_deleted"):
+class CheckpointDeleted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_deleted"):
     """Retention let go of a checkpoint."""
 
     name: str
@@ -174,22 +174,22 @@ class CheckpointDeleted(Journaled, frozen=True, kw_only=True, tag="checkpoint_de
         check_checkpoint_name(self.name)
 
 
-class AttemptEnded(Journaled, frozen=True, kw_only=True, tag="attempt_ended"):
+class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended"):
     """The attempt ended early. `failures` are headlines, the root cause first."""
 
     attempt: int
-    kind: AttemptEnd
-    failures: list[str]
+    cause: AttemptEndCause
+    failure_headlines: list[str]
 
 
-class RanksQuiet(Journaled, frozen=True, kw_only=True, tag="ranks_quiet"):
+class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):
     """Which ranks give no sign of life now, and what is said of each; none: all do again."""
 
     attempt: int
-    ranks: dict[int, str]
+    descriptions: dict[int, str]
 
 
-class RunEnded(Journaled, frozen=True, kw_only=True, tag="run_ended"):
+class RunEnded(JournalEntry, frozen=True, kw_only=True, tag="run_ended"):
     """The run is over: "finished", "failed" or "stopped"."""
 
     outcome: str
@@ -202,13 +202,13 @@ JournaledEvent = (
     | WorkersStarted
     | UserFunctionStarted
     | ReportReceived
-    | DatasetPassEnded
+    | DatasetEpochEnded
     | ReportsLost
     | CheckpointCommitted
     | CheckpointValidated
     | CheckpointDeleted
     | AttemptEnded
-    | RanksQuiet
+    | RanksStalled
     | RunEnded
 )
 
@@ -237,7 +237,7 @@ class BytesWritten:
 
 
 @dataclass(frozen=True)
-class RoundReported:
+class RoundCompleted:
     """Every rank has reported `index`; the checkpoint that came with it is committed.
 
     `metrics` are in rank order. Such rounds are only told where there are callbacks.
@@ -259,9 +259,9 @@ class WorkersFailed:
         budget: Remaining failure budget if the run restarts, such as "max_failures: 2 of 3 left".
     """
 
-    end: AttemptEnd
+    cause: AttemptEndCause
     failures: Sequence[WorkerFailure]
-    is_raised: bool
+    is_final: bool
     budget: str = ""
 
 
@@ -273,10 +273,10 @@ class PreemptionAnnounced:
 
 
 @dataclass(frozen=True)
-class WaitsForValidations:
+class ValidationsPending:
     """Every function has returned, and validations go on; `which` says where they stand."""
 
-    which: str
+    description: str
 
 
 @dataclass(frozen=True)
@@ -289,9 +289,9 @@ Event = (
     | Notice
     | LinePrinted
     | BytesWritten
-    | RoundReported
+    | RoundCompleted
     | WorkersFailed
     | PreemptionAnnounced
-    | WaitsForValidations
+    | ValidationsPending
     | ControllerFailed
 )

@@ -29,16 +29,16 @@ from drawbar.train._history.events import (
     RunStarted,
     WorkersStarted,
 )
-from drawbar.train._metrics import Metrics, from_json, to_json
-from drawbar.train._storage.files import is_open_at
+from drawbar.train._metrics import Metrics, decode_non_finite, encode_non_finite
+from drawbar.train._storage.files import is_current_file
 from drawbar.train._storage.journal_file import JournalFile
-from drawbar.train._storage.manifest import UNREADABLE, Manifest
+from drawbar.train._storage.manifest import DECODE_ERRORS, Manifest
 from drawbar.train._storage.run_directory import RunDirectory
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(JournaledEvent)
 _EVENT_TYPES = {kind.__struct_config__.tag for kind in get_args(JournaledEvent)}
-_WITH_METRICS = (ReportReceived, CheckpointCommitted, CheckpointValidated)
+_METRIC_EVENTS = (ReportReceived, CheckpointCommitted, CheckpointValidated)
 
 
 class Journal(JournalFile):
@@ -52,16 +52,16 @@ class Journal(JournalFile):
         """
         # Else the events would go into a file that nobody can find, and a checkpoint be promised
         # there.
-        if not is_open_at(self._path, self._file.fileno()):
+        if not is_current_file(self._path, self._file.fileno()):
             raise FileNotFoundError(
                 f"{self._path.parent}, or the journal in it, was deleted or moved while the run "
-                f"went on; what was to be written to it: {_told(event)}"
+                f"went on; what was to be written to it: {_describe_event(event)}"
             )
-        if isinstance(event, _WITH_METRICS):
-            event = msgspec.structs.replace(event, metrics=to_json(event.metrics))
-        self.write(_encoder.encode(event) + b"\n")
+        if isinstance(event, _METRIC_EVENTS):
+            event = msgspec.structs.replace(event, metrics=encode_non_finite(event.metrics))
+        self.append_line(_encoder.encode(event) + b"\n")
 
-    def salvage(self) -> tuple[list[JournaledEvent], bool]:
+    def recover(self) -> tuple[list[JournaledEvent], bool]:
         """Read the readable lines. Return their events, and whether all lines are readable.
 
         Unreadable lines are moved to `journal.damaged`.
@@ -81,16 +81,16 @@ class Journal(JournalFile):
             (good if _is_readable(line) else bad).append(line)
         with open(self._path.with_name("journal.damaged"), "ab") as damaged:
             damaged.writelines(bad)
-        self.replace(b"".join(good))
+        self.replace_contents(b"".join(good))
         return list(replay(self._path)), False
 
 
-def _told(event: JournaledEvent) -> str:
+def _describe_event(event: JournaledEvent) -> str:
     match event:
         case ReportReceived():
             return f"report {event.index} of rank {event.rank}"
         case AttemptEnded():
-            return f"the failure of attempt {event.attempt}, {'; '.join(event.failures)}"
+            return f"the failure of attempt {event.attempt}, {'; '.join(event.failure_headlines)}"
         case _:
             return type(event).__name__
 
@@ -98,7 +98,7 @@ def _told(event: JournaledEvent) -> str:
 def _is_readable(line: bytes) -> bool:
     try:
         _decode(line, "")
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return False
     return True
 
@@ -122,7 +122,7 @@ def _decode(line: bytes, place: object) -> JournaledEvent | None:
     """
     try:
         event = _decoder.decode(line)
-    except UNREADABLE:
+    except DECODE_ERRORS:
         header = _header_decoder.decode(line)
         _check_format(header.format_version, place)
         if header.event in _EVENT_TYPES:
@@ -148,17 +148,17 @@ def replay(path: Path) -> Iterator[JournaledEvent]:
         UnsupportedFormatError: A newer version of Drawbar has written the journal.
     """
     with open(path, "rb") as file:
-        yield from events_in(file, path)
+        yield from decode_events(file, path)
 
 
-def events_in(lines: Iterable[bytes], place: object) -> Iterator[JournaledEvent]:
+def decode_events(lines: Iterable[bytes], place: object) -> Iterator[JournaledEvent]:
     """Read the events from the lines of the journal at `place`; see `replay`."""
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             return
         try:
             event = _decode(line, place)
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             raise DamagedRunError(
                 f"line {number} of {place} cannot be read: {error}. The run's checkpoints are "
                 'not touched by that; fit() with resume="auto" keeps the damaged lines in '
@@ -166,12 +166,14 @@ def events_in(lines: Iterable[bytes], place: object) -> Iterator[JournaledEvent]
             ) from error
         if event is None:
             continue
-        if isinstance(event, _WITH_METRICS):
-            event = msgspec.structs.replace(event, metrics=from_json(event.metrics))
+        if isinstance(event, _METRIC_EVENTS):
+            event = msgspec.structs.replace(event, metrics=decode_non_finite(event.metrics))
         yield event
 
 
-def legible(data: bytes, place: object = "") -> tuple[list[JournaledEvent], list[int]]:
+def decode_readable_events(
+    data: bytes, place: object = ""
+) -> tuple[list[JournaledEvent], list[int]]:
     """Return the events of the readable lines, and the numbers of the unreadable lines.
 
     Raises:
@@ -181,13 +183,13 @@ def legible(data: bytes, place: object = "") -> tuple[list[JournaledEvent], list
     unreadable: list[int] = []
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         try:
-            events += events_in([line], place)
+            events += decode_events([line], place)
         except DamagedRunError:
             unreadable.append(number)
     return events, unreadable
 
 
-def journal_lost(place: object, newest: str) -> DamagedRunError:
+def make_journal_lost_error(place: object, newest: str) -> DamagedRunError:
     """Say that there is no event beside checkpoints, of which `newest` is one."""
     return DamagedRunError(
         f"{place} is empty or gone, and {newest} lies beside it: the run's history is lost, its "
@@ -245,7 +247,7 @@ def _next_report(events: Sequence[JournaledEvent]) -> int:
     first, made = 0, dict[int, int]()
     for event in events:
         if isinstance(event, AttemptStarted):
-            first, made = event.first_index, {}
+            first, made = event.first_report_index, {}
         elif isinstance(event, WorkersStarted):
             made = dict.fromkeys(range(len(event.workers)), first)
         elif isinstance(event, ReportReceived):
@@ -280,15 +282,15 @@ def require_complete(
     """
     journaled = {event.name for event in events if isinstance(event, CheckpointCommitted)}
     unknown = [name for name in names if name not in journaled]
-    if lost := missing_reports(events, directory.checkpoints.committed(unknown)):
+    if lost := missing_reports(events, directory.checkpoints.list_committed(unknown)):
         raise DamagedRunError(
-            f"{directory.journal} ends before {lost.checkpoint} was committed: reports "
+            f"{directory.journal_path} ends before {lost.checkpoint} was committed: reports "
             f"{lost.first} to {lost.until - 1} are missing. The checkpoints are not affected; "
             'fit() with resume="auto" resumes from the newest intact one and records the gap'
         )
 
 
-def events_of(directory: RunDirectory) -> list[JournaledEvent]:
+def read_events(directory: RunDirectory) -> list[JournaledEvent]:
     """Read the events of a run, also of one that is active. Nothing is written.
 
     Raises:
@@ -297,25 +299,25 @@ def events_of(directory: RunDirectory) -> list[JournaledEvent]:
             checkpoints exist.
     """
     # The journal of an object store is uploaded after a commit, so it may end before it.
-    names = directory.checkpoints.names() if directory.folder is None else []
-    data, place = directory.files.read_journal(), directory.home / directory.journal.name
-    events = list(events_in(io.BytesIO(data or b""), place))
-    if not events and (found := directory.checkpoints.committed()):
-        raise journal_lost(place, found[-1].name)
+    names = directory.checkpoints.names() if directory.remote_path is None else []
+    data, place = directory.run_files.read_journal(), directory.root / directory.journal_path.name
+    events = list(decode_events(io.BytesIO(data or b""), place))
+    if not events and (found := directory.checkpoints.list_committed()):
+        raise make_journal_lost_error(place, found[-1].name)
     if data is None:
         raise FileNotFoundError(
-            f"{directory.location} holds no Drawbar run: it has no {directory.journal.name}"
+            f"{directory.uri} holds no Drawbar run: it has no {directory.journal_path.name}"
         )
     require_complete(events, names, directory)
     return events
 
 
-def committed(events: Iterable[JournaledEvent]) -> set[str]:
+def list_committed_names(events: Iterable[JournaledEvent]) -> set[str]:
     """Return the names of the checkpoints that were committed and not deleted."""
     return set(kept_indices(events))
 
 
-def history(events: Iterable[JournaledEvent]) -> list[ReportReceived]:
+def select_effective_reports(events: Iterable[JournaledEvent]) -> list[ReportReceived]:
     """Return the reports that count, in order, without duplicates.
 
     An attempt that starts at report k replaces the reports of earlier attempts from k on. There is
@@ -330,13 +332,13 @@ def history(events: Iterable[JournaledEvent]) -> list[ReportReceived]:
         elif isinstance(event, CheckpointValidated):
             validated[event.index] = event.metrics
         elif isinstance(event, AttemptStarted | ReportsLost):
-            first = event.first_index if isinstance(event, AttemptStarted) else event.first
+            first = event.first_report_index if isinstance(event, AttemptStarted) else event.first
             reports = [report for report in reports if report.index < first]
             validated = {index: each for index, each in validated.items() if index < first}
-    return _with_validations(reports, validated) if validated else reports
+    return _add_validation_metrics(reports, validated) if validated else reports
 
 
-def _with_validations(
+def _add_validation_metrics(
     reports: list[ReportReceived], validated: dict[int, Metrics]
 ) -> list[ReportReceived]:
     lowest: dict[int, int] = {}

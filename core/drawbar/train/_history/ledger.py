@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from drawbar.train._history.events import AttemptStarted, DatasetPassEnded, JournaledEvent
+from drawbar.train._history.events import AttemptStarted, DatasetEpochEnded, JournaledEvent
 from drawbar.train._messages import PassEnded
-from drawbar.train._rows import NumberedRows, Ranges, cut_segments, decode_reads
+from drawbar.train._row_positions import NumberedRows, RowRanges, cut_segments, decode_reads
 
 
 @dataclass(frozen=True)
@@ -34,32 +34,32 @@ class DatasetEpoch:
 
     dataset: str
     epoch: int
-    rows: int | None
-    batches: dict[int, int]
-    ended: bool
-    ranges: Ranges | None
-    in_all: int | None
+    num_rows: int | None
+    num_batches: dict[int, int]
+    is_complete: bool
+    row_ranges: RowRanges | None
+    total_rows: int | None
     restarts: int = 0
 
     @property
-    def repeated(self) -> Ranges | None:
+    def repeated_rows(self) -> RowRanges | None:
         """The rows that were read more than once; None if rows are not known by number."""
-        if self.ranges is None:
+        if self.row_ranges is None:
             return None
         found, until = [], 0
-        for low, high in self.ranges:
+        for low, high in self.row_ranges:
             if low < min(until, high):
                 found.append((low, min(until, high)))
             until = max(until, high)
         return tuple(found)
 
     @property
-    def left_out(self) -> Ranges | None:
+    def unread_rows(self) -> RowRanges | None:
         """The rows that were not read; None if rows are not known by number."""
-        if self.ranges is None or self.in_all is None:
+        if self.row_ranges is None or self.total_rows is None:
             return None
         found, until = [], 0
-        for low, high in (*self.ranges, (self.in_all, self.in_all)):
+        for low, high in (*self.row_ranges, (self.total_rows, self.total_rows)):
             if until < low:
                 found.append((until, low))
             until = max(until, high)
@@ -76,22 +76,24 @@ class DataLedger:
         self._epochs = list(epochs)
 
     @classmethod
-    def of(cls, events: Iterable[JournaledEvent]) -> DataLedger:
+    def from_events(cls, events: Iterable[JournaledEvent]) -> DataLedger:
         """Make the ledger of a journal's events.
 
         As with reports, an attempt that starts at report k takes the place of what came after the
         checkpoint of report k - 1.
         """
-        passes: list[DatasetPassEnded] = []
+        passes: list[DatasetEpochEnded] = []
         for event in events:
-            if isinstance(event, DatasetPassEnded):
+            if isinstance(event, DatasetEpochEnded):
                 passes.append(event)
             elif isinstance(event, AttemptStarted):
-                passes = [each for each in passes if each.passed.index < event.first_index]
-        by_epoch: dict[tuple[str, int], list[DatasetPassEnded]] = {}
+                passes = [
+                    each for each in passes if each.shard_epoch.index < event.first_report_index
+                ]
+        by_epoch: dict[tuple[str, int], list[DatasetEpochEnded]] = {}
         for each in passes:
-            by_epoch.setdefault((each.passed.dataset, each.passed.epoch), []).append(each)
-        return cls([_epoch(*key, by_epoch[key]) for key in sorted(by_epoch)])
+            by_epoch.setdefault((each.shard_epoch.dataset, each.shard_epoch.epoch), []).append(each)
+        return cls([_build_epoch(*key, by_epoch[key]) for key in sorted(by_epoch)])
 
     def __iter__(self) -> Iterator[DatasetEpoch]:
         return iter(self._epochs)
@@ -102,35 +104,36 @@ class DataLedger:
     def __repr__(self) -> str:
         lines = [
             f"{each.dataset!r} epoch {each.epoch}: "
-            f"{'?' if each.rows is None else each.rows} rows{'' if each.ended else ', not all'}"
+            f"{'?' if each.num_rows is None else each.num_rows} "
+            f"rows{'' if each.is_complete else ', not all'}"
             for each in self._epochs
         ]
         return f"DataLedger({'; '.join(lines)})"
 
 
-def _epoch(dataset: str, epoch: int, passes: Sequence[DatasetPassEnded]) -> DatasetEpoch:
+def _build_epoch(dataset: str, epoch: int, passes: Sequence[DatasetEpochEnded]) -> DatasetEpoch:
     # What earlier attempts have read and kept is in what the newest says had been read before.
     newest = max(each.attempt for each in passes)
     parts: dict[int, PassEnded] = {}
     for each in sorted(passes, key=lambda each: -each.rank):  # of a whole one the lowest rank's
         if each.attempt == newest:
-            parts[each.passed.part] = each.passed
+            parts[each.shard_epoch.part] = each.shard_epoch
     any_part = next(iter(parts.values()))
     ended = len(parts) == any_part.parts and all(each.ended for each in parts.values())
     return DatasetEpoch(
         dataset=dataset,
         epoch=epoch,
-        rows=_rows(parts),
-        batches={number: parts[number].batches for number in sorted(parts)},
-        ended=ended,
-        ranges=_ranges(parts, ended=ended),
-        in_all=any_part.in_all,
+        num_rows=_count_epoch_rows(parts),
+        num_batches={number: parts[number].batches for number in sorted(parts)},
+        is_complete=ended,
+        row_ranges=_collect_row_ranges(parts, ended=ended),
+        total_rows=any_part.in_all,
         restarts=len(any_part.discarded),
     )
 
 
-def _rows(parts: dict[int, PassEnded]) -> int | None:
-    ranges = _ranges(parts, ended=True)
+def _count_epoch_rows(parts: dict[int, PassEnded]) -> int | None:
+    ranges = _collect_row_ranges(parts, ended=True)
     if ranges is not None:
         return sum(high - low for low, high in ranges)
     counts = [each.rows for each in parts.values()]
@@ -138,10 +141,12 @@ def _rows(parts: dict[int, PassEnded]) -> int | None:
         return None
     one = next(iter(parts.values()))
     before = [read for reads in (one.before, *one.discarded) for read in decode_reads(reads)]
-    return sum(each.workers * each.rows for each in before) + sum(filter(None, counts))
+    return sum(each.num_workers * each.rows_per_worker for each in before) + sum(
+        filter(None, counts)
+    )
 
 
-def _ranges(parts: dict[int, PassEnded], *, ended: bool) -> Ranges | None:
+def _collect_row_ranges(parts: dict[int, PassEnded], *, ended: bool) -> RowRanges | None:
     """Return the row numbers that were read.
 
     Until an epoch has ended, they are unknown if rows were shuffled.
@@ -154,19 +159,21 @@ def _ranges(parts: dict[int, PassEnded], *, ended: bool) -> Ranges | None:
     shuffled = any(each.shuffled for each in parts.values()) or any(e.shuffle for e in before)
     if (shuffled and not ended) or any(each.shuffle for reads in discarded for each in reads):
         return None
-    rows = NumberedRows([one.in_all], one.equalize)
-    left = rows.rest(before, one.parts)
+    rows = NumberedRows([one.in_all], one.uneven_rows)
+    left = rows.split_unread(before, one.parts)
     taken = list(rows.read)
     for number, each in parts.items():
         taken += cut_segments(left[number], 0, each.rows)
     for reads in discarded:
-        again = NumberedRows([one.in_all], one.equalize)
-        again.rest(reads, reads[-1].workers)
+        again = NumberedRows([one.in_all], one.uneven_rows)
+        again.split_unread(reads, reads[-1].num_workers)
         taken += again.read
-    return _merged(sorted((each.start, each.stop) for each in taken if isinstance(each, range)))
+    return _merge_adjacent(
+        sorted((each.start, each.stop) for each in taken if isinstance(each, range))
+    )
 
 
-def _merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
+def _merge_adjacent(ranges: Sequence[tuple[int, int]]) -> RowRanges:
     """Merge ranges that touch; ranges that overlap stay separate, since their rows count twice."""
     if not ranges:
         return ()

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from numbers import Real
 
+from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._history.events import RunStarted
-from drawbar.train._metrics import flatten, metrics_there_are
-from drawbar.train._settings.run_config import CheckpointConfig
+from drawbar.train._metrics import describe_available, flatten
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 
 
-def checkpoint_config_of(event: RunStarted) -> CheckpointConfig:
+def parse_checkpoint_config(event: RunStarted) -> CheckpointConfig:
     """Give how a start ranked checkpoints, as far as this version knows its settings."""
     journaled = event.config.get("checkpoint_config")
     settings = journaled if isinstance(journaled, Mapping) else {}
@@ -30,7 +30,7 @@ def checkpoint_config_of(event: RunStarted) -> CheckpointConfig:
         return CheckpointConfig()
 
 
-def score(metrics: Mapping[str, object], attribute: str) -> float | None:
+def get_score(metrics: Mapping[str, object], attribute: str) -> float | None:
     """Look up the metric that ranks a checkpoint.
 
     Args:
@@ -42,7 +42,7 @@ def score(metrics: Mapping[str, object], attribute: str) -> float | None:
         The metric, or None if it is missing, not a real number, NaN, or an integer that is too
         large for a float.
     """
-    value = _find(metrics, attribute)
+    value = _look_up_metric(metrics, attribute)
     if not isinstance(value, Real):
         return None
     try:
@@ -52,7 +52,7 @@ def score(metrics: Mapping[str, object], attribute: str) -> float | None:
     return None if math.isnan(found) else found
 
 
-def ranked(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:
+def rank_checkpoints(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:
     """Sort checkpoints from worst to best.
 
     Without `checkpoint_score_attribute` newer is better. With it, a checkpoint that has no score is
@@ -61,7 +61,7 @@ def ranked(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Ma
 
     def key(checkpoint: Manifest) -> tuple[bool, float, int]:
         attribute = config.checkpoint_score_attribute
-        found = None if attribute is None else score(checkpoint.metrics, attribute)
+        found = None if attribute is None else get_score(checkpoint.metrics, attribute)
         if found is None:
             return (False, 0.0, checkpoint.index)
         higher_is_better = config.checkpoint_score_order == "max"
@@ -70,26 +70,28 @@ def ranked(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Ma
     return sorted(checkpoints, key=key)
 
 
-def to_delete(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:
+def select_surplus(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:
     """List what to delete, worst first.
 
     All but the `num_to_keep` best of those that are not being validated, and the newest. None, if
     they are ranked by a score and none of them has one.
     """
-    settled = _settled(checkpoints)
+    settled = _exclude_pending(checkpoints)
     if config.num_to_keep is None or not settled or not _can_rank(settled, config):
         return []
     newest = max(checkpoint.index for checkpoint in checkpoints)
-    surplus = ranked(settled, config)[: -config.num_to_keep]
+    surplus = rank_checkpoints(settled, config)[: -config.num_to_keep]
     return [checkpoint for checkpoint in surplus if checkpoint.index != newest]
 
 
-def why_unranked(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> str | None:
+def describe_missing_scores(
+    checkpoints: Sequence[Manifest], config: CheckpointConfig
+) -> str | None:
     """Say that there are checkpoints and none has a score, and what they have instead.
 
     None if one has a score, or may get it from a validation that goes on.
     """
-    settled = _settled(checkpoints)
+    settled = _exclude_pending(checkpoints)
     attribute = config.checkpoint_score_attribute
     if not settled or attribute is None or _can_rank(settled, config):
         return None
@@ -98,26 +100,28 @@ def why_unranked(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> s
     values = flatten(newest.metrics)
     if attribute in values:
         return f"{setting}: that is {values[attribute]!r} in {newest.name}, which ranks nothing."
-    there_are = metrics_there_are([newest.metrics], instead_of=attribute)
+    there_are = describe_available([newest.metrics], missing_name=attribute)
     return f"{setting}: {newest.name} has no such metric. {there_are}"
 
 
-def _settled(checkpoints: Sequence[Manifest]) -> list[Manifest]:
+def _exclude_pending(checkpoints: Sequence[Manifest]) -> list[Manifest]:
     pending = ReportedCheckpointStatus.PENDING_VALIDATION
     return [checkpoint for checkpoint in checkpoints if checkpoint.status is not pending]
 
 
 def _can_rank(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> bool:
     attribute = config.checkpoint_score_attribute
-    return attribute is None or any(score(c.metrics, attribute) is not None for c in checkpoints)
+    return attribute is None or any(
+        get_score(c.metrics, attribute) is not None for c in checkpoints
+    )
 
 
-def _find(metrics: Mapping[str, object], attribute: str) -> object:
+def _look_up_metric(metrics: Mapping[str, object], attribute: str) -> object:
     if attribute in metrics:
         return metrics[attribute]
     for key, value in metrics.items():
         if isinstance(value, Mapping) and attribute.startswith(f"{key}/"):
-            found = _find(value, attribute.removeprefix(f"{key}/"))
+            found = _look_up_metric(value, attribute.removeprefix(f"{key}/"))
             if found is not None:
                 return found
     return None

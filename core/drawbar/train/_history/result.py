@@ -8,21 +8,26 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._history.events import JournaledEvent, ReportReceived, RunEnded, RunStarted
-from drawbar.train._history.html import Card, curves_of
-from drawbar.train._history.journal import events_of, history, replay
+from drawbar.train._history.html import RunCard, extract_curves
+from drawbar.train._history.journal import read_events, replay, select_effective_reports
 from drawbar.train._history.ledger import DataLedger
-from drawbar.train._history.ranking import checkpoint_config_of, ranked, score, why_unranked
-from drawbar.train._history.record import COLUMNS, row_of
-from drawbar.train._history.timeline import Snapshot, Timeline
-from drawbar.train._metrics import Metrics, metrics_there_are
-from drawbar.train._settings.run_config import CheckpointConfig
+from drawbar.train._history.ranking import (
+    describe_missing_scores,
+    get_score,
+    parse_checkpoint_config,
+    rank_checkpoints,
+)
+from drawbar.train._history.run_record import REPORT_COLUMNS, make_report_row
+from drawbar.train._history.timeline import RunState, Timeline
+from drawbar.train._metrics import Metrics, describe_available
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore
+from drawbar.train._storage.filesystem import AnyFileSystem, RemotePath, make_local_filesystem
 from drawbar.train._storage.manifest import Manifest
-from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, local_filesystem
-from drawbar.train._storage.run_directory import RunDirectory, open_directory
+from drawbar.train._storage.run_directory import RunDirectory, open_run_directory
 
 if TYPE_CHECKING:
     import pandas
@@ -57,7 +62,7 @@ class Result:
     return_values: list[Any] = field(default_factory=list)
     _storage_filesystem: object = None
     _directory: RunDirectory | None = field(default=None, compare=False)
-    _read: list[JournaledEvent] | None = field(default=None, compare=False)
+    _journal_events: list[JournaledEvent] | None = field(default=None, compare=False)
 
     @classmethod
     def from_path(
@@ -73,45 +78,51 @@ class Result:
             FileNotFoundError: There is no run at `path`.
             DamagedRunError: Its journal cannot be read.
         """
-        directory = open_directory(path, storage_filesystem)
-        return cls.of(directory, events_of(directory))
+        directory = open_run_directory(path, storage_filesystem)
+        return cls.from_run_directory(directory, read_events(directory))
 
     @classmethod
-    def of(cls, directory: RunDirectory, read: list[JournaledEvent] | None = None) -> Result:
+    def from_run_directory(
+        cls, directory: RunDirectory, read: list[JournaledEvent] | None = None
+    ) -> Result:
         """Read the result of a run, whose journal may have been `read` already."""
-        events = list(_events_of(directory)) if read is None else read
+        events = list(_read_local_or_remote_events(directory)) if read is None else read
         config, error = CheckpointConfig(), None
         for event in events:
             if isinstance(event, RunStarted):
-                config, error = checkpoint_config_of(event), None
+                config, error = parse_checkpoint_config(event), None
             elif isinstance(event, RunEnded) and event.outcome == "failed":
-                error = TrainingFailedError(event.error, path=directory.location)
+                error = TrainingFailedError(event.error, path=directory.uri)
         # Not what the journal says: a user may have deleted some, or retention was cut off by a
         # kill.
-        manifests = _intact(directory.checkpoints)
-        if unranked := why_unranked(manifests, config):
-            _logger.warning("%s: %s best_checkpoints are by age", directory.location, unranked)
-        pairs = {m.name: (directory.checkpoints.checkpoint(m.name), m.metrics) for m in manifests}
+        manifests = _list_intact_checkpoints(directory.checkpoints)
+        if unranked := describe_missing_scores(manifests, config):
+            _logger.warning("%s: %s best_checkpoints are by age", directory.uri, unranked)
+        pairs = {
+            m.name: (directory.checkpoints.get_checkpoint(m.name), m.metrics) for m in manifests
+        }
         return cls(
-            path=directory.home.path if isinstance(directory.home, Folder) else directory.location,
+            path=directory.root.fs_path
+            if isinstance(directory.root, RemotePath)
+            else directory.uri,
             _storage_filesystem=directory.filesystem,
             _directory=directory,
-            _read=read,
-            metrics=_last_metrics(history(events)),
+            _journal_events=read,
+            metrics=_get_last_metrics(select_effective_reports(events)),
             checkpoint=pairs[manifests[-1].name][0] if manifests else None,
-            best_checkpoints=[pairs[m.name] for m in ranked(manifests, config)],
+            best_checkpoints=[pairs[m.name] for m in rank_checkpoints(manifests, config)],
             error=error,
         )
 
     @property
     def filesystem(self) -> FileSystem:
         """The `pyarrow.fs.FileSystem` that the run lies on."""
-        return self._storage_filesystem or local_filesystem()
+        return self._storage_filesystem or make_local_filesystem()
 
     @property
     def uri(self) -> str:
         """The address of the run: its path, or its URI if it was given as one."""
-        return self._directory.location if self._directory else self.path
+        return self._directory.uri if self._directory else self.path
 
     @property
     def return_value(self) -> Any:
@@ -137,9 +148,9 @@ class Result:
             raise ImportError(
                 'Result.metrics_dataframe needs pandas: pip install "drawbar[data]"'
             ) from error
-        reports = history(self._events())
-        rows = [row_of(r) for r in sorted(reports, key=lambda r: (r.index, r.rank))]
-        return pandas.DataFrame(rows, columns=None if rows else list(COLUMNS))
+        reports = select_effective_reports(self._events())
+        rows = [make_report_row(r) for r in sorted(reports, key=lambda r: (r.index, r.rank))]
+        return pandas.DataFrame(rows, columns=None if rows else list(REPORT_COLUMNS))
 
     @property
     def data_ledger(self) -> DataLedger:
@@ -147,7 +158,7 @@ class Result:
 
         Such as `all(not each.repeated and not each.left_out for each in result.data_ledger)`.
         """
-        return DataLedger.of(self._events())
+        return DataLedger.from_events(self._events())
 
     @property
     def timeline(self) -> Timeline:
@@ -155,9 +166,11 @@ class Result:
         return Timeline.of(self._events())
 
     def _events(self) -> Iterable[JournaledEvent]:
-        if self._read is not None:
-            return self._read
-        return _events_of(self._directory or open_directory(self.path, self._storage_filesystem))
+        if self._journal_events is not None:
+            return self._journal_events
+        return _read_local_or_remote_events(
+            self._directory or open_run_directory(self.path, self._storage_filesystem)
+        )
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
         """Give the kept checkpoint with the lowest or highest value of a metric.
@@ -174,11 +187,11 @@ class Result:
             raise ValueError(f'mode must be "min" or "max", found {mode!r}')
         if not self.best_checkpoints:
             return None
-        scored = [(score(metrics, metric), c) for c, metrics in self.best_checkpoints]
+        scored = [(get_score(metrics, metric), c) for c, metrics in self.best_checkpoints]
         usable = [(value, checkpoint) for value, checkpoint in scored if value is not None]
         if not usable:
             reported = [metrics for _, metrics in self.best_checkpoints]
-            there_are = metrics_there_are(reported, instead_of=metric)
+            there_are = describe_available(reported, missing_name=metric)
             raise KeyError(f"no checkpoint has the metric {metric!r}. {there_are}")
         choose = max if mode == "max" else min
         return choose(reversed(usable), key=lambda pair: pair[0])[1]  # of equals the newest
@@ -202,37 +215,41 @@ class Result:
             events = list(self._events())
         except (OSError, ValueError):
             events = []
-        status = Snapshot.of(events).status if events else ""
-        return Card(
+        status = RunState.from_events(events).status if events else ""
+        return RunCard(
             title=os.path.basename(self.path.rstrip("/")),
             status="failed" if self.error else status,
             path=self.uri,
             error=str(self.error or ""),
             metrics=self.metrics or {},
-            curves=curves_of(history(events)),
+            curves=extract_curves(select_effective_reports(events)),
             checkpoints=[
                 (os.path.basename(c.path), metrics) for c, metrics in self.best_checkpoints
             ],
-        ).html()
+        ).render()
 
 
-def _events_of(directory: RunDirectory) -> Iterable[JournaledEvent]:
+def _read_local_or_remote_events(directory: RunDirectory) -> Iterable[JournaledEvent]:
     """Read the journal here if it is; a remote run that is over has its own in the storage only."""
-    return replay(directory.journal) if directory.journal.exists() else events_of(directory)
+    return (
+        replay(directory.journal_path)
+        if directory.journal_path.exists()
+        else read_events(directory)
+    )
 
 
-def _intact(checkpoints: CheckpointStore) -> list[Manifest]:
+def _list_intact_checkpoints(checkpoints: CheckpointStore) -> list[Manifest]:
     """List the checkpoints that are whole, and say of the others why they are left out."""
-    committed = checkpoints.committed()
-    damage = {each.name: checkpoints.damage(each) for each in committed}
+    committed = checkpoints.list_committed()
+    damage = {each.name: checkpoints.find_damage(each) for each in committed}
     if any(damage.values()):
-        for each in checkpoints.committed():  # without what retention has deleted meanwhile
+        for each in checkpoints.list_committed():  # without what retention has deleted meanwhile
             if wrong := damage.get(each.name):
                 _logger.warning("%s is damaged, and left out of the result: %s", each.name, wrong)
     return [each for each in committed if not damage[each.name]]
 
 
-def _last_metrics(reports: list[ReportReceived]) -> Metrics | None:
+def _get_last_metrics(reports: list[ReportReceived]) -> Metrics | None:
     if not reports:
         return None
     lowest = min(report.rank for report in reports)

@@ -11,8 +11,8 @@ from drawbar.train._history.events import (
     CheckpointCommitted,
     ControllerFailed,
     Event,
-    Journaled,
-    RanksQuiet,
+    JournalEntry,
+    RanksStalled,
     ReportReceived,
     RunEnded,
     RunStarted,
@@ -21,7 +21,7 @@ from drawbar.train._history.events import (
 )
 from drawbar.train._metrics import Metrics
 
-_CENTURIES = 1e10  # in seconds: no clock has told that
+_MAX_PLAUSIBLE_SECONDS = 1e10  # in seconds: no clock has told that
 
 
 @dataclass(kw_only=True)
@@ -32,50 +32,52 @@ class AttemptTimes:
         number: Number of the attempt.
         world_size: Number of workers, 0 if they did not start.
         started: The workers were asked for.
-        workers_ready: Every process was up and had its ranks.
+        workers_ready_time: Every process was up and had its ranks.
         function_started: The first line of the training function ran on the last rank.
-        first_report: The first report came.
+        first_report_time: The first report came.
         ended: The attempt failed, or the run ended.
         outcome: "finished", "failed: ..." or "stopped".
         checkpoints: Number of checkpoints committed.
         checkpoint_seconds: Time that their commits took, together.
     """
 
-    number: int
-    started: float
+    attempt: int
+    start_time: float
     world_size: int = 0
-    workers_ready: float | None = None
-    function_started: float | None = None
-    first_report: float | None = None
-    ended: float | None = None
+    workers_ready_time: float | None = None
+    function_start_time: float | None = None
+    first_report_time: float | None = None
+    end_time: float | None = None
     outcome: str = "unfinished"
-    checkpoints: int = 0
+    num_checkpoints: int = 0
     checkpoint_seconds: float = 0.0
 
     @property
     def startup_seconds(self) -> float | None:
         """From asking for workers to the first user line on the last rank."""
-        if self.function_started is None:
+        if self.function_start_time is None:
             return None
-        return self.function_started - self.started
+        return self.function_start_time - self.start_time
 
     @property
-    def seconds(self) -> float | None:
+    def total_seconds(self) -> float | None:
         """From asking for workers to the end of the attempt."""
-        return None if self.ended is None else self.ended - self.started
+        return None if self.end_time is None else self.end_time - self.start_time
 
     def __str__(self) -> str:
-        startup, whole = _shown(self.startup_seconds), _shown(self.seconds)
+        startup, whole = _format_seconds(self.startup_seconds), _format_seconds(self.total_seconds)
         return (
-            f"attempt {self.number}: {self.world_size} workers, start-up {startup}, whole {whole}, "
-            f"{self.checkpoints} checkpoints in {_shown(self.checkpoint_seconds)}, {self.outcome}"
+            f"attempt {self.attempt}: {self.world_size} workers, start-up {startup}, whole "
+            f"{whole}, "
+            f"{self.num_checkpoints} checkpoints in {_format_seconds(self.checkpoint_seconds)}, "
+            f"{self.outcome}"
         )
 
 
-def _shown(seconds: float | None) -> str:
+def _format_seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    return f"{seconds:.2f} s" if abs(seconds) < _CENTURIES else "unknown"
+    return f"{seconds:.2f} s" if abs(seconds) < _MAX_PLAUSIBLE_SECONDS else "unknown"
 
 
 @dataclass
@@ -95,41 +97,43 @@ class Timeline:
     def note(self, event: Event) -> None:
         """Take in the next event."""
         if isinstance(event, AttemptStarted):
-            self.attempts.append(AttemptTimes(number=event.attempt, started=event.time))
+            self.attempts.append(AttemptTimes(attempt=event.attempt, start_time=event.time))
         elif self.attempts:
-            _note(self.attempts[-1], event)
+            _apply_to_attempt(self.attempts[-1], event)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.attempts))
 
 
-def _note(attempt: AttemptTimes, event: Event) -> None:
+def _apply_to_attempt(attempt: AttemptTimes, event: Event) -> None:
     match event:
         case WorkersStarted():
-            attempt.workers_ready = event.time
+            attempt.workers_ready_time = event.time
             attempt.world_size = len(event.workers)
         case UserFunctionStarted():
-            attempt.function_started = max(event.time, attempt.function_started or 0.0)
-        case ReportReceived() if attempt.first_report is None:
-            attempt.first_report = event.time
+            attempt.function_start_time = max(event.time, attempt.function_start_time or 0.0)
+        case ReportReceived() if attempt.first_report_time is None:
+            attempt.first_report_time = event.time
         case CheckpointCommitted():
-            attempt.checkpoints += 1
+            attempt.num_checkpoints += 1
             attempt.checkpoint_seconds += event.seconds
         case AttemptEnded():
-            attempt.ended = event.time
-            attempt.outcome = f"failed: {event.failures[0] if event.failures else event.kind}"
-        case RunEnded() if attempt.ended is None:
-            attempt.ended = event.time
+            attempt.end_time = event.time
+            attempt.outcome = (
+                f"failed: {event.failure_headlines[0] if event.failure_headlines else event.cause}"
+            )
+        case RunEnded() if attempt.end_time is None:
+            attempt.end_time = event.time
             attempt.outcome = event.outcome
         case _:
             pass
 
 
-ENDS = ("finished", "failed", "stopped")
+FINAL_STATUSES = ("finished", "failed", "stopped")
 
 
 @dataclass
-class Snapshot:
+class RunState:
     """How a run stands.
 
     Attributes:
@@ -141,28 +145,28 @@ class Snapshot:
     """
 
     status: str = "starting"
-    metrics: dict[int, Metrics] = field(default_factory=dict)
-    quiet: dict[int, str] = field(default_factory=dict)
+    last_metrics: dict[int, Metrics] = field(default_factory=dict)
+    stalled_ranks: dict[int, str] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
-    detached: bool = False
+    is_detached: bool = False
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> Snapshot:
+    def from_events(cls, events: Iterable[Event]) -> RunState:
         """Give how the run stands after these events."""
         snapshot = cls()
         for event in events:
-            snapshot.note(event)
+            snapshot.apply(event)
         return snapshot
 
-    def note(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Take note of the next event."""
-        if not isinstance(event, Journaled | ControllerFailed):
+        if not isinstance(event, JournalEntry | ControllerFailed):
             return  # it changes nothing here
         self.timeline.note(event)
         match event:
             case RunStarted():
                 self.status = "starting"
-                self.detached = event.detached
+                self.is_detached = event.detached
             # A start that fails and is tried again is still the start.
             case AttemptStarted() if self.status == "running":
                 self.status = "restarting"
@@ -170,16 +174,18 @@ class Snapshot:
                 self.status = "running"
                 # An elastic group may have fewer ranks than before.
                 here = range(len(event.workers))
-                self.metrics = {rank: self.metrics[rank] for rank in here if rank in self.metrics}
+                self.last_metrics = {
+                    rank: self.last_metrics[rank] for rank in here if rank in self.last_metrics
+                }
             case ReportReceived():
-                self.metrics[event.rank] = event.metrics
-            case RanksQuiet():
-                self.quiet = event.ranks
+                self.last_metrics[event.rank] = event.metrics
+            case RanksStalled():
+                self.stalled_ranks = event.descriptions
             case AttemptEnded():
-                self.quiet = {}
+                self.stalled_ranks = {}
             case RunEnded():
-                self.status, self.quiet = event.outcome, {}
+                self.status, self.stalled_ranks = event.outcome, {}
             case ControllerFailed():
-                self.status, self.quiet = "failed", {}
+                self.status, self.stalled_ranks = "failed", {}
             case _:
                 pass

@@ -19,25 +19,25 @@ from typing import TYPE_CHECKING, Any, Self
 import cloudpickle
 
 from drawbar.train._errors import CheckpointError
-from drawbar.train._storage.contents import MANIFEST, METADATA, list_files
+from drawbar.train._storage.contents import MANIFEST_FILE, METADATA_FILE, list_files
+from drawbar.train._storage.download_cache import keep_copy, use_cached_copy
 from drawbar.train._storage.files import copy_files, write_atomically
+from drawbar.train._storage.filesystem import (
+    AnyFileSystem,
+    RemotePath,
+    is_same_filesystem,
+    make_local_filesystem,
+    resolve_path,
+)
 from drawbar.train._storage.manifest import (
     Manifest,
-    check_files,
-    checksum,
+    check_file_sizes,
+    compute_checksum,
+    list_user_files,
     read_checksums,
-    read_file,
+    read_file_or_none,
     read_manifest,
-    user_files,
 )
-from drawbar.train._storage.remote_folder import (
-    AnyFileSystem,
-    Folder,
-    local_filesystem,
-    locate,
-    same_filesystem,
-)
-from drawbar.train._storage.shared_copy import kept_copy, shared_copy
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -47,7 +47,7 @@ PREPROCESSOR_KEY = "preprocessor_pkl"
 """Where a preprocessor lies in a checkpoint's metadata, as in Ray Train's."""
 
 
-def with_preprocessor(metadata: Mapping[str, object], preprocessor: object) -> dict[str, object]:
+def add_preprocessor(metadata: Mapping[str, object], preprocessor: object) -> dict[str, object]:
     """Give metadata that hold a preprocessor too."""
     return {**metadata, PREPROCESSOR_KEY: cloudpickle.dumps(preprocessor).hex()}
 
@@ -76,26 +76,34 @@ class Checkpoint:
     ) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"Checkpoint takes the path of a directory, found {path!r}")
-        self._place = locate(path, filesystem)
-        self.path = self._place.path if isinstance(self._place, Folder) else str(self._place)
+        self._storage_path = resolve_path(path, filesystem)
+        self.path = (
+            self._storage_path.fs_path
+            if isinstance(self._storage_path, RemotePath)
+            else str(self._storage_path)
+        )
         # Of this object, not of the place. It travels along, so that ranks which are given one
         # checkpoint make one copy of it.
-        self._identity = uuid.uuid4().hex
+        self._copy_key = uuid.uuid4().hex
 
     @property
     def filesystem(self) -> FileSystem:
         """The `pyarrow.fs.FileSystem` that `path` lies on."""
-        return local_filesystem() if isinstance(self._place, Path) else self._place.filesystem
+        return (
+            make_local_filesystem()
+            if isinstance(self._storage_path, Path)
+            else self._storage_path.filesystem
+        )
 
     @property
     def is_local(self) -> bool:
         """Whether `path` is one of this node, or of what is mounted here."""
-        return isinstance(self._place, Path)
+        return isinstance(self._storage_path, Path)
 
     @property
     def uri(self) -> str:
         """The address of the directory, as it was given: a path, or a URI."""
-        return str(self._place)
+        return str(self._storage_path)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
@@ -103,12 +111,12 @@ class Checkpoint:
         return cls(path)
 
     @classmethod
-    def at(cls, place: Path | Folder) -> Checkpoint:
+    def from_storage_path(cls, place: Path | RemotePath) -> Checkpoint:
         """Refer to a place that is known already."""
         if isinstance(place, Path):
             return cls(place)
-        checkpoint = cls(place.path, place.filesystem)
-        checkpoint._place = place
+        checkpoint = cls(place.fs_path, place.filesystem)
+        checkpoint._storage_path = place
         return checkpoint
 
     @contextmanager
@@ -121,11 +129,11 @@ class Checkpoint:
         Raises:
             CheckpointError: The directory is not there.
         """
-        self.require()
-        if isinstance(self._place, Path):
+        self.check_exists()
+        if isinstance(self._storage_path, Path):
             yield self.path
             return
-        with shared_copy(self._place) as path:
+        with use_cached_copy(self._storage_path) as path:
             yield str(path)
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -140,25 +148,25 @@ class Checkpoint:
             CheckpointError: The checkpoint is not there.
             ValueError: `path` is the checkpoint itself.
         """
-        self.require()
+        self.check_exists()
         if path is None:
-            return str(kept_copy(self._identity, self._copy_to))
+            return str(keep_copy(self._copy_key, self._copy_to))
         target = Path(path)
         target.mkdir(parents=True, exist_ok=True)
         self._copy_to(target)
         return str(target)
 
     def _copy_to(self, target: Path) -> None:
-        if isinstance(self._place, Path):
-            if target.samefile(self._place):
+        if isinstance(self._storage_path, Path):
+            if target.samefile(self._storage_path):
                 raise ValueError(f"to_directory() was given the checkpoint's own path, {target}")
-            copy_files(self._place, target, list_files(self._place))
+            copy_files(self._storage_path, target, list_files(self._storage_path))
         else:
-            self._place.download(target, user_files(self._place))
+            self._storage_path.download_files(target, list_user_files(self._storage_path))
 
     def get_metadata(self) -> dict[str, Any]:
         """Give the metadata set for this checkpoint, with the trainer's `metadata` in it."""
-        data = read_file(self._place, METADATA)
+        data = read_file_or_none(self._storage_path, METADATA_FILE)
         return dict(json.loads(data)) if data is not None else {}
 
     def set_metadata(self, metadata: Mapping[str, object]) -> None:
@@ -167,12 +175,12 @@ class Checkpoint:
             kind = type(metadata).__name__
             raise TypeError(f"the metadata must be a mapping, found {metadata!r} ({kind})")
         data = json.dumps(dict(metadata)).encode()
-        if isinstance(self._place, Path):
-            committed = (self._place / MANIFEST).exists()
-            by_way_of = self._place.parent if committed else None
-            write_atomically(self._place / METADATA, data, by_way_of=by_way_of)
+        if isinstance(self._storage_path, Path):
+            committed = (self._storage_path / MANIFEST_FILE).exists()
+            by_way_of = self._storage_path.parent if committed else None
+            write_atomically(self._storage_path / METADATA_FILE, data, temp_directory=by_way_of)
         else:
-            self._place.write(METADATA, data)
+            self._storage_path.write(METADATA_FILE, data)
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
         """Add to the metadata; keys that are there already are replaced."""
@@ -191,12 +199,12 @@ class Checkpoint:
 
     def set_preprocessor(self, preprocessor: object) -> None:
         """Add a preprocessor to the metadata, as `DataConfig.preprocessor` does."""
-        self.update_metadata(with_preprocessor({}, preprocessor))
+        self.update_metadata(add_preprocessor({}, preprocessor))
 
     @property
     def manifest(self) -> Manifest | None:
         """What the commit wrote down: files, sizes, metrics. None if it is not committed."""
-        return read_manifest(self._place)
+        return read_manifest(self._storage_path)
 
     def verify(self) -> None:
         """Check that the checkpoint is committed and unaltered: every file, its size, its checksum.
@@ -207,33 +215,40 @@ class Checkpoint:
         Raises:
             CheckpointError: Something is missing or differs; the message names the file.
         """
-        self.require()
+        self.check_exists()
         manifest = self.manifest
         if manifest is None:
-            written = read_file(self._place, MANIFEST) is not None
+            written = read_file_or_none(self._storage_path, MANIFEST_FILE) is not None
             why = "its manifest cannot be read" if written else "it was never committed"
-            raise CheckpointError(f"{self._place} holds no manifest: {why}")
-        check_files(self._place, manifest)
-        sums = read_checksums(self._place)
+            raise CheckpointError(f"{self._storage_path} holds no manifest: {why}")
+        check_file_sizes(self._storage_path, manifest)
+        sums = read_checksums(self._storage_path)
         if sums is None:
             return
         with self.as_directory() as folder:
             for name, expected in sums.items():
                 try:
-                    found = checksum(Path(folder) / name)
+                    found = compute_checksum(Path(folder) / name)
                 except FileNotFoundError as gone:  # deleted in this very moment, as by retention
-                    raise CheckpointError(f"{self._place}/{name} is missing") from gone
+                    raise CheckpointError(f"{self._storage_path}/{name} is missing") from gone
                 if found != expected:
                     raise CheckpointError(
-                        f"{self._place}/{name} was altered after the commit: its xxh3 is {found}, "
+                        f"{self._storage_path}/{name} was altered after the commit: its xxh3 is "
+                        f"{found}, "
                         f"the commit has {expected}"
                     )
 
-    def require(self) -> None:
+    def check_exists(self) -> None:
         """Check that the directory is there. Raises `CheckpointError` if it is not."""
-        there = self._place.is_dir() if isinstance(self._place, Path) else self._place.exists()
+        there = (
+            self._storage_path.is_dir()
+            if isinstance(self._storage_path, Path)
+            else self._storage_path.exists()
+        )
         if not there:
-            raise CheckpointError(f"there is no checkpoint at {self._place}: not a directory")
+            raise CheckpointError(
+                f"there is no checkpoint at {self._storage_path}: not a directory"
+            )
 
     def __fspath__(self) -> str:
         if not self.is_local:
@@ -248,7 +263,7 @@ class Checkpoint:
             return False
         if self.is_local or other.is_local:
             return self.is_local and other.is_local
-        return same_filesystem(self.filesystem, other.filesystem)
+        return is_same_filesystem(self.filesystem, other.filesystem)
 
     def __hash__(self) -> int:
         # Filesystems have no hash, and equal ones need not be one object.
@@ -257,4 +272,4 @@ class Checkpoint:
     def __repr__(self) -> str:
         if self.is_local:
             return f"Checkpoint({self.path!r})"
-        return f"Checkpoint({str(self._place)!r}, filesystem={self.filesystem.type_name!r})"
+        return f"Checkpoint({str(self._storage_path)!r}, filesystem={self.filesystem.type_name!r})"

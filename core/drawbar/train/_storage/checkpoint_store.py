@@ -10,21 +10,21 @@ from typing import Protocol
 
 from drawbar.train._errors import CheckpointError, DamagedRunError
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.contents import is_outside
+from drawbar.train._storage.contents import is_external
+from drawbar.train._storage.external_checkpoints import INDEX_FILE, list_names
+from drawbar.train._storage.filesystem import RemotePath, resolve_path
 from drawbar.train._storage.manifest import (
     Manifest,
-    check_files,
-    committed_already,
+    assign_directory_names,
+    check_file_sizes,
+    make_already_committed_error,
     read_manifest,
-    under_their_names,
 )
-from drawbar.train._storage.places import PLACES, places_of
-from drawbar.train._storage.remote_folder import Folder, locate
-from drawbar.train._storage.staging import Part, Share
+from drawbar.train._storage.staging import AssignedFiles, StagedFiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
+class CheckpointDraft:
     """A checkpoint that all ranks have brought their parts of, and that is to be committed.
 
     Attributes:
@@ -36,20 +36,20 @@ class Draft:
     """
 
     manifest: Manifest
-    parts: Sequence[Part]
+    staged_files: Sequence[StagedFiles]
     durable: bool
     metadata: bytes | None = None
-    in_place: bool = False
+    is_in_place: bool = False
 
 
-class ShareSink(Protocol):
+class UploadTarget(Protocol):
     """Where a rank puts its share of a checkpoint, seen from the rank's node."""
 
     def is_staged(self, path: Path) -> bool:
         """Whether a commit can take this directory as it lies."""
         ...
 
-    def persist(self, share: Share) -> Part:
+    def persist(self, files: AssignedFiles) -> StagedFiles:
         """Put a rank's share where a commit can take it.
 
         Raises:
@@ -58,56 +58,56 @@ class ShareSink(Protocol):
         ...
 
 
-class CheckpointStore(ShareSink, ABC):
+class CheckpointStore(UploadTarget, ABC):
     """All checkpoints of one run. A checkpoint exists if and only if its manifest does."""
 
     # -- one checkpoint
 
     @property
     @abstractmethod
-    def home(self) -> Path | Folder:
+    def root(self) -> Path | RemotePath:
         """The run's directory."""
 
-    def place(self, name: str) -> Path | Folder:
+    def path(self, name: str) -> Path | RemotePath:
         """Where the checkpoint of this name lies."""
-        return locate(name) if is_outside(name) else self.home / name
+        return resolve_path(name) if is_external(name) else self.root / name
 
     @abstractmethod
-    def name_of(self, checkpoint: Checkpoint) -> str | None:
+    def get_child_name(self, checkpoint: Checkpoint) -> str | None:
         """Give the name of a checkpoint that lies directly in the run; None for any other."""
 
-    def name_by_place(self, checkpoint: Checkpoint) -> str | None:
+    def get_in_place_name(self, checkpoint: Checkpoint) -> str | None:
         """Give the name that a checkpoint has by where it lies, which may be anywhere.
 
         None: what lies there is the run's own, or neither a path nor a URI leads there.
         """
-        inside = self.name_of(checkpoint) or self._path_inside(checkpoint)
+        inside = self.get_child_name(checkpoint) or self._get_relative_path(checkpoint)
         if inside is not None:
             return None if inside.startswith(".") else inside
-        return checkpoint.uri if is_outside(checkpoint.uri) else None
+        return checkpoint.uri if is_external(checkpoint.uri) else None
 
     @abstractmethod
-    def _path_inside(self, checkpoint: Checkpoint) -> str | None:
+    def _get_relative_path(self, checkpoint: Checkpoint) -> str | None:
         """Give the path in the run that a checkpoint lies at; None if it lies elsewhere."""
 
-    def checkpoint(self, name: str) -> Checkpoint:
+    def get_checkpoint(self, name: str) -> Checkpoint:
         """Give the checkpoint of this name."""
-        return Checkpoint.at(self.place(name))
+        return Checkpoint.from_storage_path(self.path(name))
 
     def is_intact(self, name: str) -> bool:
         """Whether a checkpoint is committed and has every file with its size."""
-        place = self.place(name)
+        place = self.path(name)
         manifest = read_manifest(place)
-        return manifest is not None and not _damage(place, manifest)
+        return manifest is not None and not _find_damage(place, manifest)
 
-    def damage(self, manifest: Manifest) -> str:
+    def find_damage(self, manifest: Manifest) -> str:
         """Say which file a committed checkpoint lacks; "" if it has every one with its size."""
-        return _damage(self.place(manifest.name), manifest)
+        return _find_damage(self.path(manifest.name), manifest)
 
     # -- changes
 
     @abstractmethod
-    def commit(self, draft: Draft) -> Manifest:
+    def commit(self, draft: CheckpointDraft) -> Manifest:
         """Make a checkpoint of what the ranks have persisted. Returns what it consists of.
 
         Raises:
@@ -130,7 +130,7 @@ class CheckpointStore(ShareSink, ABC):
         """See that a checkpoint has its second file, with hashes, which `verify()` reads."""
 
     @abstractmethod
-    def keep_validation(self, manifest: Manifest, *, durable: bool) -> None:
+    def write_validation(self, manifest: Manifest, *, durable: bool) -> None:
         """Write what came of a checkpoint's validation beside its manifest.
 
         Raises:
@@ -140,67 +140,67 @@ class CheckpointStore(ShareSink, ABC):
     # -- all checkpoints
 
     @abstractmethod
-    def damaged(self) -> list[str]:
+    def list_damaged(self) -> list[str]:
         """List the names of directories that were made as checkpoints and are not intact."""
 
-    def sweep(self) -> None:
+    def clean_up(self) -> None:
         """Remove what earlier processes left among the checkpoints, uncommitted or half deleted."""
 
     @abstractmethod
-    def _folders(self) -> list[str]:
+    def _list_directories(self) -> list[str]:
         """List the names of folders directly in the run that may be checkpoints."""
 
     def names(self) -> list[str]:
         """List the names of folders that may be checkpoints. Nothing in them is read."""
-        return [*self._folders(), *places_of(self.home)]
+        return [*self._list_directories(), *list_names(self.root)]
 
-    def committed(self, names: Collection[str] | None = None) -> list[Manifest]:
+    def list_committed(self, names: Collection[str] | None = None) -> list[Manifest]:
         """List the committed checkpoints, oldest first. Their files are not checked.
 
         Args:
             names: Names of the checkpoints to list; None lists all.
         """
         read = {
-            name: read_manifest(self.place(name))
+            name: read_manifest(self.path(name))
             for name in (self.names() if names is None else names)
         }
         found: Mapping[str, Manifest] = {name: each for name, each in read.items() if each}
-        return under_their_names(found)
+        return assign_directory_names(found)
 
-    def legible(self) -> tuple[list[Manifest], dict[str, str]]:
+    def list_readable(self) -> tuple[list[Manifest], dict[str, str]]:
         """List those of them that can be read, and say by name why others cannot."""
-        names, found, unread = [*self._folders()], dict[str, Manifest](), dict[str, str]()
+        names, found, unread = [*self._list_directories()], dict[str, Manifest](), dict[str, str]()
         try:
-            names += places_of(self.home)
+            names += list_names(self.root)
         except DamagedRunError as error:
-            unread[PLACES] = str(error)
+            unread[INDEX_FILE] = str(error)
         for name in names:
             try:
-                manifest = read_manifest(self.place(name))
+                manifest = read_manifest(self.path(name))
             except (OSError, ImportError, ValueError) as error:  # of a place that is elsewhere too
                 unread[name] = str(error)
             else:
                 found |= {name: manifest} if manifest else {}
-        return under_their_names(found), unread
+        return assign_directory_names(found), unread
 
-    def intact(self) -> list[Manifest]:
+    def list_intact(self) -> list[Manifest]:
         """List the committed checkpoints that have every file with its size, oldest first."""
-        return [each for each in self.committed() if not self.damage(each)]
+        return [each for each in self.list_committed() if not self.find_damage(each)]
 
-    def _refuse_committed(self, name: str) -> None:
+    def _check_not_committed(self, name: str) -> None:
         if self.is_intact(name):
-            raise committed_already(self.place(name))
+            raise make_already_committed_error(self.path(name))
 
 
-def _damage(place: Path | Folder, manifest: Manifest) -> str:
+def _find_damage(place: Path | RemotePath, manifest: Manifest) -> str:
     try:
-        check_files(place, manifest)
+        check_file_sizes(place, manifest)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def taken(place: Path | Folder) -> FileExistsError:
+def make_name_conflict_error(place: Path | RemotePath) -> FileExistsError:
     """Say that something of the user's has the name of a checkpoint."""
     return FileExistsError(
         f"{place} is there and is no checkpoint that Drawbar made; move it away, or give the "
@@ -208,6 +208,6 @@ def taken(place: Path | Folder) -> FileExistsError:
     )
 
 
-def default_name(index: int) -> str:
+def make_default_name(index: int) -> str:
     """Name the checkpoint of report `index`, if the user does not."""
     return f"checkpoint_{index:06d}"

@@ -13,16 +13,16 @@ import msgspec
 
 from drawbar.train._errors import CheckpointError
 
-_LEADS_OUT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|\0")
+_ESCAPING_PATH = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|\0")
 
 
-def check_stays_inside(path: str) -> str:
+def check_relative_path(path: str) -> str:
     """Check that a path out of data, with "/" between folders, leads to something below a folder.
 
     Raises:
         CheckpointError: It is absolute, empty, or has an empty part, "..", "." or NUL in it.
     """
-    if _LEADS_OUT.search(path):
+    if _ESCAPING_PATH.search(path):
         raise CheckpointError(
             f"{path!r} is no path of a file in a checkpoint: it would lead out of it, or nowhere. "
             "What lists it is damaged"
@@ -30,7 +30,7 @@ def check_stays_inside(path: str) -> str:
     return path
 
 
-def is_outside(name: str) -> bool:
+def is_external(name: str) -> bool:
     """Whether a checkpoint's name is the address of a place outside the run's directory.
 
     Any other is the path of a folder in there.
@@ -44,7 +44,7 @@ def check_checkpoint_name(name: str) -> str:
     Raises:
         CheckpointError: It is neither an address nor the path of a folder in the run.
     """
-    return name if is_outside(name) else check_stays_inside(name)
+    return name if is_external(name) else check_relative_path(name)
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -58,22 +58,22 @@ class FileEntry(msgspec.Struct, frozen=True):
     size: int
 
     def __post_init__(self) -> None:
-        check_stays_inside(self.path)
+        check_relative_path(self.path)
 
 
 # Drawbar's own files in a checkpoint. They are not part of what the user saved.
-MANIFEST = ".drawbar.json"
-CHECKSUMS = ".drawbar-checksums.json"
-VALIDATION = ".drawbar-validation.json"
-PENDING = ".drawbar-pending"
-METADATA = ".metadata.json"
-_OWN = re.compile(
+MANIFEST_FILE = ".drawbar.json"
+CHECKSUMS_FILE = ".drawbar-checksums.json"
+VALIDATION_FILE = ".drawbar-validation.json"
+PENDING_MARKER = ".drawbar-pending"
+METADATA_FILE = ".metadata.json"
+_RESERVED_NAMES = re.compile(
     r"\.drawbar(-checksums|-validation)?\.json|\.drawbar-pending|\.drawbar-.+\.\d+\.tmp"
 )
 
 
 @dataclass(frozen=True)
-class Contents:
+class DirectoryContents:
     """What lies below a directory.
 
     Attributes:
@@ -83,16 +83,16 @@ class Contents:
     """
 
     files: tuple[FileEntry, ...]
-    links: frozenset[str]
-    own: tuple[str, ...]
+    symlinks: frozenset[str]
+    reserved_files: tuple[str, ...]
 
 
 def list_files(directory: Path) -> tuple[FileEntry, ...]:
-    """List every file below `directory`; see `look_into`."""
-    return look_into(directory).files
+    """List every file below `directory`; see `scan_directory`."""
+    return scan_directory(directory).files
 
 
-def look_into(directory: Path) -> Contents:
+def scan_directory(directory: Path) -> DirectoryContents:
     """Look at everything below `directory`, once.
 
     Symbolic links are followed. Empty folders are not listed.
@@ -112,53 +112,53 @@ def look_into(directory: Path) -> Contents:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 if is_link := entry.is_symlink():
                     links.add(path)
-                if is_own(path):
+                if is_reserved(path):
                     own.append(path)
                 elif entry.is_dir():
                     if is_link:
-                        _check_leads_on(entry.path, leads_through)
+                        _check_no_cycle(entry.path, leads_through)
                     stack.append((path, (*leads_through, entry.path)))
                 elif not entry.is_file():
-                    raise OSError(errno.EINVAL, _why_not(entry.path), entry.path)
+                    raise OSError(errno.EINVAL, _describe_unsupported(entry.path), entry.path)
                 else:
                     files.append(FileEntry(path, entry.stat().st_size))
     files.sort(key=lambda file: file.path)
-    return Contents(tuple(files), frozenset(links), tuple(sorted(own)))
+    return DirectoryContents(tuple(files), frozenset(links), tuple(sorted(own)))
 
 
-def _why_not(path: str) -> str:
+def _describe_unsupported(path: str) -> str:
     where = f" to {os.readlink(path)}, where nothing is" if not os.path.exists(path) else ""
     return f"it is no file, no folder and no link to one{where}, so it cannot be saved"
 
 
-def _check_leads_on(link: str, leads_through: tuple[str, ...]) -> None:
+def _check_no_cycle(link: str, leads_through: tuple[str, ...]) -> None:
     """Check that a link to a folder leads to none of those that have led to it."""
     real = os.path.realpath(link)
     if any(os.path.realpath(folder) == real for folder in leads_through):
         raise OSError(errno.ELOOP, f"it is a symbolic link back to {real}", link)
 
 
-def is_own(path: str) -> bool:
+def is_reserved(path: str) -> bool:
     """Whether a path in a checkpoint is that of a file of Drawbar's."""
-    return path.startswith(".drawbar") and _OWN.fullmatch(path) is not None
+    return path.startswith(".drawbar") and _RESERVED_NAMES.fullmatch(path) is not None
 
 
-def holds_own(directory: Path) -> bool:
+def has_reserved_files(directory: Path) -> bool:
     """Whether a directory holds a file of Drawbar's, so that Drawbar made it."""
-    return any(map(is_own, os.listdir(directory)))
+    return any(map(is_reserved, os.listdir(directory)))
 
 
-def find_links(directory: Path) -> set[str]:
+def find_symlinks(directory: Path) -> set[str]:
     """Find the symbolic links below `directory`, as paths in it; "" if it is one itself.
 
     None is followed.
     """
     if directory.is_symlink():
         return {""}
-    return {path for path, entry in entries_below(directory) if entry.is_symlink()}
+    return {path for path, entry in walk_entries(directory) if entry.is_symlink()}
 
 
-def entries_below(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def walk_entries(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Give everything below `directory` but folders, with its path; no link is followed."""
     stack = [""]
     while stack:
@@ -172,7 +172,7 @@ def entries_below(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
                     yield path, entry
 
 
-def is_folder(entry: os.DirEntry[str]) -> bool:
+def is_directory(entry: os.DirEntry[str]) -> bool:
     """Whether this is a folder, or a link to one; a link that leads back to itself is none."""
     try:
         return entry.is_dir()
@@ -180,11 +180,11 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def leads_through(path: str, links: set[str]) -> bool:
+def is_behind_symlink(path: str, links: set[str]) -> bool:
     """Whether the way to a file, or the file itself, is one of these links."""
-    return "" in links or path in links or any(way in links for way in ways_to(path))
+    return "" in links or path in links or any(way in links for way in list_parents(path))
 
 
-def ways_to(path: str) -> list[str]:
+def list_parents(path: str) -> list[str]:
     """List the folders on the way to a file."""
     return [str(way) for way in PurePosixPath(path).parents[:-1]]

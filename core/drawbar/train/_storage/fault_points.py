@@ -27,10 +27,10 @@ POINTS = (
     "commit.journaled",
 )
 
-armed: dict[str, Callable[[], None]] = {}
+armed_actions: dict[str, Callable[[], None]] = {}
 
 
-def reached(point: str) -> None:
+def maybe_stop_at(point: str) -> None:
     """Run what a test armed for this point, if anything."""
-    if armed and point in armed:
-        armed[point]()
+    if armed_actions and point in armed_actions:
+        armed_actions[point]()

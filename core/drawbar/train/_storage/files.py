@@ -14,21 +14,21 @@ from pathlib import Path
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.contents import (
     FileEntry,
-    entries_below,
-    find_links,
-    leads_through,
+    find_symlinks,
+    is_behind_symlink,
     list_files,
-    ways_to,
+    list_parents,
+    walk_entries,
 )
-from drawbar.train._storage.retries import explained
-from drawbar.train._storage.sizes import in_bytes
-from drawbar.train._threads import DaemonThreads
+from drawbar.train._storage.retries import add_context
+from drawbar.train._storage.sizes import format_exact_size
+from drawbar.train._threads import DaemonThreadPool
 
 _COPY_THREADS = 8
-_LITTLE = 1024 * 1024  # bytes that are copied sooner than threads have started
-_CHUNK = 64 * 1024 * 1024
+_SMALL_COPY_BYTES = 1024 * 1024  # bytes that are copied sooner than threads have started
+_COPY_CHUNK_BYTES = 64 * 1024 * 1024
 # What copy_file_range() says of files that can be copied in another way.
-_NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY}
+_NO_KERNEL_COPY_ERRNOS = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY}
 
 
 def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
@@ -36,12 +36,12 @@ def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
 
     `copy_file_range` shares the blocks instead of copying them on filesystems with reflinks.
     """
-    fault_points.reached("persist.start")
-    _make_folders(target, files)
-    _for_each(files, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}"))
+    fault_points.maybe_stop_at("persist.start")
+    _make_directories(target, files)
+    _run_parallel(files, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}"))
 
 
-def _make_folders(target: Path, files: Sequence[FileEntry]) -> None:
+def _make_directories(target: Path, files: Sequence[FileEntry]) -> None:
     """Make the folders that these files are to lie in, each once."""
     for folder in {os.path.dirname(f"{target}/{file.path}") for file in files}:
         if not os.path.isdir(folder):
@@ -54,18 +54,18 @@ def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     What lies behind a symbolic link is copied. The caller removes `source`, once it needs no more
     of it: until then what was copied is there as well, and if this fails all of it is.
     """
-    fault_points.reached("persist.start")
-    links = find_links(source)
-    linked = [file for file in files if leads_through(file.path, links)] if links else []
-    _make_folders(target, files)
-    _for_each(linked, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}"))
+    fault_points.maybe_stop_at("persist.start")
+    links = find_symlinks(source)
+    linked = [file for file in files if is_behind_symlink(file.path, links)] if links else []
+    _make_directories(target, files)
+    _run_parallel(linked, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}"))
     behind = {file.path for file in linked}
     own = [file for file in files if file.path not in behind]
     moved = []
     try:
         for number, file in enumerate(own):
             if number == (len(own) + 1) // 2:
-                fault_points.reached("persist.half")
+                fault_points.maybe_stop_at("persist.half")
             if _rename_or_copy(f"{source}/{file.path}", f"{target}/{file.path}"):
                 moved.append(file)
     except OSError:
@@ -87,47 +87,50 @@ def _rename_or_copy(source: str, target: str) -> bool:
     return True
 
 
-def replace_links(directory: Path, spare: Path) -> None:
+def replace_symlinks(directory: Path, scratch_directory: Path) -> None:
     """Put copies of what they lead to in the place of the symbolic links below `directory`.
 
     Args:
         directory: Is no link itself.
         spare: An empty folder on the same filesystem, where the copies are made.
     """
-    links = find_links(directory)
-    linked = [file for file in list_files(directory) if leads_through(file.path, links)]
-    _make_folders(spare, linked)
-    _for_each(linked, lambda file: _copy_file(f"{directory}/{file.path}", f"{spare}/{file.path}"))
+    links = find_symlinks(directory)
+    linked = [file for file in list_files(directory) if is_behind_symlink(file.path, links)]
+    _make_directories(scratch_directory, linked)
+    _run_parallel(
+        linked,
+        lambda file: _copy_file(f"{directory}/{file.path}", f"{scratch_directory}/{file.path}"),
+    )
     for link in links:
-        if (spare / link).is_dir():
+        if (scratch_directory / link).is_dir():
             # A rename puts a folder in the place of an empty one only, not of a link.
             os.unlink(directory / link)
-            os.rename(spare / link, directory / link)
-        elif (spare / link).exists():
-            os.replace(spare / link, directory / link)
+            os.rename(scratch_directory / link, directory / link)
+        elif (scratch_directory / link).exists():
+            os.replace(scratch_directory / link, directory / link)
         else:
             os.unlink(directory / link)  # to a folder without files
 
 
-def keep_only(directory: Path, wanted: Container[str]) -> None:
+def remove_unlisted(directory: Path, listed_paths: Container[str]) -> None:
     """Delete every file below `directory` that is not wanted, and every link, wanted or not."""
-    for path, entry in list(entries_below(directory)):
-        if path not in wanted or entry.is_symlink():
+    for path, entry in list(walk_entries(directory)):
+        if path not in listed_paths or entry.is_symlink():
             os.unlink(entry.path)
 
 
-def _for_each(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -> None:
+def _run_parallel(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -> None:
     total = sum(file.size for file in files)
-    if len(files) <= 1 or (len(files) <= _COPY_THREADS and total <= _LITTLE):
+    if len(files) <= 1 or (len(files) <= _COPY_THREADS and total <= _SMALL_COPY_BYTES):
         for number, file in enumerate(files):
             if number == 1:
-                fault_points.reached("persist.half")
+                fault_points.maybe_stop_at("persist.half")
             action(file)
         return
-    with DaemonThreads(min(_COPY_THREADS, len(files)), "drawbar-copy") as pool:
+    with DaemonThreadPool(min(_COPY_THREADS, len(files)), "drawbar-copy") as pool:
         for number, _ in enumerate(pool.map(action, files)):
             if number == 0:
-                fault_points.reached("persist.half")
+                fault_points.maybe_stop_at("persist.half")
 
 
 def _copy_file(source: str, target: str) -> None:
@@ -137,7 +140,7 @@ def _copy_file(source: str, target: str) -> None:
                 # The kernel may have copied a piece before it refused the next one.
                 reader.seek(0)
                 writer.seek(0)
-                shutil.copyfileobj(reader, writer, _CHUNK)
+                shutil.copyfileobj(reader, writer, _COPY_CHUNK_BYTES)
             # A script that is saved along with the model stays executable.
             os.fchmod(writer.fileno(), stat.S_IMODE(os.fstat(reader.fileno()).st_mode))
     except OSError:
@@ -150,16 +153,16 @@ def _copy_in_kernel(reader: int, writer: int) -> bool:
     if not hasattr(os, "copy_file_range"):
         return False
     try:
-        while os.copy_file_range(reader, writer, _CHUNK):
-            fault_points.reached("persist.half")
+        while os.copy_file_range(reader, writer, _COPY_CHUNK_BYTES):
+            fault_points.maybe_stop_at("persist.half")
     except OSError as error:
-        if error.errno not in _NOT_IN_KERNEL:
+        if error.errno not in _NO_KERNEL_COPY_ERRNOS:
             raise
         return False
     return True
 
 
-def is_open_at(path: Path, descriptor: int) -> bool:
+def is_current_file(path: Path, descriptor: int) -> bool:
     """Whether an open file is still the one at this path, neither deleted nor moved."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
@@ -167,11 +170,11 @@ def is_open_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-NO_FILE = frozenset({errno.EISDIR, errno.EINVAL, errno.ELOOP})
-"""The errors by which `read_regular` says that something is there, and is no file."""
+NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.EINVAL, errno.ELOOP})
+"""The errors by which `read_regular_file` says that something is there, and is no file."""
 
 
-def read_regular(path: Path, start: int = 0) -> bytes:
+def read_regular_file(path: Path, start: int = 0) -> bytes:
     """Read a file from a byte on, if it is one: what else lies there may never end, as a FIFO does.
 
     Raises:
@@ -194,15 +197,15 @@ def read_regular(path: Path, start: int = 0) -> bytes:
         return file.read()
 
 
-def sync_tree(directory: Path) -> None:
+def fsync_tree(directory: Path) -> None:
     """Have the kernel write every file and folder below `directory` to the disk."""
     for root, _, names in os.walk(directory):
         for name in names:
-            sync(Path(root) / name)
-        sync(Path(root))
+            fsync_path(Path(root) / name)
+        fsync_path(Path(root))
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Have the kernel write one file or folder to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -212,7 +215,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(
-    path: Path, data: bytes, *, durable: bool = False, by_way_of: Path | None = None
+    path: Path, data: bytes, *, durable: bool = False, temp_directory: Path | None = None
 ) -> None:
     """Write a whole file or none of it: a temporary file, then a rename.
 
@@ -228,18 +231,18 @@ def write_atomically(
     """
     folder = os.fsencode(path.parent.name)[-100:].decode(errors="ignore")  # names have limits
     name = f".drawbar-{folder}-{path.name}.{os.getpid()}.tmp"
-    temporary = (by_way_of or path.parent) / name
+    temporary = (temp_directory or path.parent) / name
     try:
         temporary.write_bytes(data)
         if durable:
-            sync(temporary)
+            fsync_path(temporary)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise explained(error, f"writing {in_bytes(len(data))} to {path}") from error
+        raise add_context(error, f"writing {format_exact_size(len(data))} to {path}") from error
 
 
-def take_mode_of_folder(path: Path) -> None:
+def inherit_directory_mode(path: Path) -> None:
     """Let those read and write a file or folder who may do so where it lies.
 
     What the owner of a place has set, for themselves alone or for a group, then holds whatever the
@@ -253,7 +256,7 @@ def take_mode_of_folder(path: Path) -> None:
             os.chmod(path, (own & 0o7000) | (outer & allowed))
 
 
-def tree_size(path: Path) -> int:
+def compute_tree_size(path: Path) -> int:
     """Count the bytes of all files below a directory; of a link, none. They may go meanwhile."""
     total = 0
     for folder, _, names in os.walk(path):
@@ -264,7 +267,7 @@ def tree_size(path: Path) -> int:
     return total
 
 
-def is_open_below(directory: Path) -> bool:
+def has_open_files(directory: Path) -> bool:
     """Whether a process that this user may look into is in a directory, or has a file of it open.
 
     False where there is no /proc.
@@ -274,12 +277,12 @@ def is_open_below(directory: Path) -> bool:
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 opened = [process / "cwd", *(process / "fd").iterdir()]
-                if any(f"{_target(each)}/".startswith(inside) for each in opened):
+                if any(f"{_read_link(each)}/".startswith(inside) for each in opened):
                     return True
     return False
 
 
-def _target(link: Path) -> str:
+def _read_link(link: Path) -> str:
     with contextlib.suppress(OSError):  # it is closed by now
         return os.readlink(link)
     return ""
@@ -299,7 +302,7 @@ def remove_tree(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class SeenFiles:
+class FileIdentities:
     """Files of a folder as they were at one moment, to be deleted later if they still are the same.
 
     Whoever shares the folder may have written the next ones there by then, under the same names.
@@ -314,21 +317,21 @@ class SeenFiles:
     identities: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, directory: Path, files: Sequence[FileEntry]) -> SeenFiles:
+    def capture(cls, directory: Path, files: Sequence[FileEntry]) -> FileIdentities:
         """Look at these files.
 
         Raises:
             FileNotFoundError: One is not there.
         """
         links: set[str] = {""} if directory.is_symlink() else set()
-        folders = {way for file in files for way in ways_to(file.path)}
+        folders = {way for file in files for way in list_parents(file.path)}
         for folder in sorted(folders):  # outer ones first
-            if not leads_through(folder, links) and os.path.islink(directory / folder):
+            if not is_behind_symlink(folder, links) and os.path.islink(directory / folder):
                 links.add(folder)
-        own = [file.path for file in files if not leads_through(file.path, links)]
-        return cls(directory, {path: _identity(directory, path) for path in (*links, *own)})
+        own = [file.path for file in files if not is_behind_symlink(file.path, links)]
+        return cls(directory, {path: _get_identity(directory, path) for path in (*links, *own)})
 
-    def remove(self, *, given: bool) -> None:
+    def remove_unchanged(self, *, was_moved: bool) -> None:
         """Delete those that are still the same, and the folders that are empty then.
 
         Of what is linked, the links go. Any of it may be gone, since peers delete the same.
@@ -339,16 +342,16 @@ class SeenFiles:
         """
         for path, identity in self.identities.items():
             with contextlib.suppress(OSError):
-                if _identity(self.directory, path) == identity:
+                if _get_identity(self.directory, path) == identity:
                     os.unlink(self.directory / path if path else self.directory)
-                    given = True
-        if given and not self.directory.is_symlink():
+                    was_moved = True
+        if was_moved and not self.directory.is_symlink():
             for folder, _, _ in os.walk(self.directory, topdown=False):
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
 
 
-def _identity(directory: Path, path: str) -> tuple[int, ...]:
+def _get_identity(directory: Path, path: str) -> tuple[int, ...]:
     # A file that takes the place of a deleted one may get its inode, but not its time too.
     found = os.lstat(directory / path if path else directory)
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

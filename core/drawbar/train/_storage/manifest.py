@@ -11,25 +11,25 @@ from pathlib import Path
 import msgspec
 
 from drawbar.train._errors import CheckpointError, UnsupportedFormatError
-from drawbar.train._metrics import Metrics, from_json, to_json
+from drawbar.train._metrics import Metrics, decode_non_finite, encode_non_finite
 from drawbar.train._storage.contents import (
-    CHECKSUMS,
-    MANIFEST,
-    METADATA,
-    VALIDATION,
+    CHECKSUMS_FILE,
+    MANIFEST_FILE,
+    METADATA_FILE,
+    VALIDATION_FILE,
     FileEntry,
     check_checkpoint_name,
-    check_stays_inside,
-    is_own,
+    check_relative_path,
+    is_reserved,
 )
 from drawbar.train._storage.files import (
-    NO_FILE,
-    read_regular,
-    sync,
-    sync_tree,
+    NOT_A_FILE_ERRNOS,
+    fsync_path,
+    fsync_tree,
+    read_regular_file,
     write_atomically,
 )
-from drawbar.train._storage.remote_folder import Folder
+from drawbar.train._storage.filesystem import RemotePath
 
 
 class ReportedCheckpointStatus(Enum):
@@ -62,17 +62,17 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     seconds: float = 0.0
 
-    def succeeded(self, metrics: Metrics) -> Validation:
+    def with_success(self, metrics: Metrics) -> Validation:
         """Give the validation as it has ended well."""
         status = ReportedCheckpointStatus.VALIDATED
         return msgspec.structs.replace(self, status=status, metrics=metrics)
 
-    def failed(self, error: str) -> Validation:
+    def with_failure(self, error: str) -> Validation:
         """Give the validation as it has failed."""
         status = ReportedCheckpointStatus.VALIDATION_FAILED
         return msgspec.structs.replace(self, status=status, error=error)
 
-    def timed_out(self) -> Validation:
+    def with_timeout(self) -> Validation:
         """Give the validation as its time, which is limited, is over."""
         return msgspec.structs.replace(
             self,
@@ -84,7 +84,7 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
 MANIFEST_FORMAT = 1
 """Format version of manifests. New optional fields do not change it."""
 
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, CheckpointError)
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, CheckpointError)
 """What decoding raises for data that is damaged, or names what it must not."""
 
 
@@ -112,7 +112,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     files: tuple[FileEntry, ...] = ()
     metrics: Metrics
-    positions: dict[str, object] = {}
+    data_positions: dict[str, object] = {}
     run_id: str
     validation: Validation | None = None
     format_version: int = MANIFEST_FORMAT
@@ -132,26 +132,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             return ReportedCheckpointStatus.COMMITTED
         return self.validation.status
 
-    def holding(self, files: Iterable[FileEntry]) -> Manifest:
+    def with_files(self, files: Iterable[FileEntry]) -> Manifest:
         """Give the manifest with these files, less the user's metadata file, which may change."""
-        kept = (file for file in files if file.path != METADATA)
+        kept = (file for file in files if file.path != METADATA_FILE)
         ordered = sorted(kept, key=lambda file: file.path)
         return msgspec.structs.replace(self, files=tuple(ordered))
 
-    def as_stored(self, directory: Path) -> Manifest:
+    def with_stored_sizes(self, directory: Path) -> Manifest:
         """Give the manifest the files' sizes as they are: a log may have grown since `report`."""
         sizes = {file.path: os.stat(directory / file.path).st_size for file in self.files}
         files = tuple(FileEntry(path, size) for path, size in sizes.items())
         return msgspec.structs.replace(self, files=files)
 
-    def validated(self, validation: Validation) -> Manifest:
+    def with_validation(self, validation: Validation) -> Manifest:
         """Give the manifest with what came of the validation."""
         metrics = {**self.metrics, **validation.metrics}
         return msgspec.structs.replace(self, metrics=metrics, validation=validation)
 
     def encode(self) -> bytes:
         """Give the manifest as JSON."""
-        plain = to_json(msgspec.to_builtins(self))
+        plain = encode_non_finite(msgspec.to_builtins(self))
         return msgspec.json.format(msgspec.json.encode(plain), indent=1)
 
     @staticmethod
@@ -162,14 +162,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             UnsupportedFormatError: A newer version of Drawbar has written it.
             msgspec.MsgspecError, CheckpointError: It is damaged.
         """
-        plain = from_json(msgspec.json.decode(data))
+        plain = decode_non_finite(msgspec.json.decode(data))
         version = plain.get("format_version") if isinstance(plain, dict) else None
         if isinstance(version, int) and version > MANIFEST_FORMAT:
             raise UnsupportedFormatError.of(place, version, MANIFEST_FORMAT)
         return msgspec.convert(plain, Manifest)
 
 
-def under_their_names(found: Mapping[str, Manifest]) -> list[Manifest]:
+def assign_directory_names(found: Mapping[str, Manifest]) -> list[Manifest]:
     """Give the manifests of a run's folders, oldest first, each named as its folder is.
 
     What the user has copied beside a checkpoint is left out: it would count twice.
@@ -183,37 +183,37 @@ def under_their_names(found: Mapping[str, Manifest]) -> list[Manifest]:
     return sorted(named, key=lambda manifest: (manifest.index, manifest.time))
 
 
-def read_file(place: Path | Folder, name: str, start: int = 0) -> bytes | None:
+def read_file_or_none(place: Path | RemotePath, name: str, start: int = 0) -> bytes | None:
     """Read a file of a run or checkpoint, from a byte on; None if it is not there.
 
     Raises:
-        OSError: It cannot be read, or is no file; see `read_regular`.
+        OSError: It cannot be read, or is no file; see `read_regular_file`.
     """
-    if isinstance(place, Folder):
-        data = place.read_if_there(name)
+    if isinstance(place, RemotePath):
+        data = place.read_or_none(name)
         return None if data is None else data[start:]
     try:
-        return read_regular(place / name, start)
+        return read_regular_file(place / name, start)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def read_checksums(place: Path | Folder) -> dict[str, str] | None:
+def read_checksums(place: Path | RemotePath) -> dict[str, str] | None:
     """Read the checksums of a checkpoint; None if they were not written yet.
 
     They follow the commit without an fsync, so that a power cut may leave an empty file.
     """
-    data = read_file(place, CHECKSUMS)
+    data = read_file_or_none(place, CHECKSUMS_FILE)
     if data is None or not data.strip(b"\0"):
         return None
     try:
         sums = msgspec.json.decode(data, type=dict[str, str])
-        return {check_stays_inside(path): value for path, value in sums.items()}
-    except UNREADABLE as error:
-        raise CheckpointError(f"{place}/{CHECKSUMS} cannot be read: {error}") from error
+        return {check_relative_path(path): value for path, value in sums.items()}
+    except DECODE_ERRORS as error:
+        raise CheckpointError(f"{place}/{CHECKSUMS_FILE} cannot be read: {error}") from error
 
 
-def checksum(path: Path) -> str:
+def compute_checksum(path: Path) -> str:
     """Give the xxh3 (64 bit) of a file's content as 16 hex digits."""
     import xxhash
 
@@ -224,21 +224,21 @@ def checksum(path: Path) -> str:
     return str(digest.hexdigest())
 
 
-def user_files(place: Folder) -> tuple[FileEntry, ...]:
+def list_user_files(place: RemotePath) -> tuple[FileEntry, ...]:
     """List what the user saved, as `files.list_files` does for a local directory."""
-    return tuple(file for file in place.list_files() if not is_own(file.path))
+    return tuple(file for file in place.list_files() if not is_reserved(file.path))
 
 
-def read_manifest(place: Path | Folder) -> Manifest | None:
+def read_manifest(place: Path | RemotePath) -> Manifest | None:
     """Read the manifest of a checkpoint directory; None if there is none that can be read.
 
     It says what came of the checkpoint's validation, if that has ended.
     """
-    manifest = _read_manifest(place, MANIFEST)
+    manifest = _decode_manifest_file(place, MANIFEST_FILE)
     # Most have none: on an object store each further file is a request.
     if manifest is None or manifest.validation is None:
         return manifest
-    validated = _read_manifest(place, VALIDATION)
+    validated = _decode_manifest_file(place, VALIDATION_FILE)
     if validated is None or validated.time != manifest.time:  # not that of an earlier commit here
         return manifest
     return validated
@@ -246,37 +246,37 @@ def read_manifest(place: Path | Folder) -> Manifest | None:
 
 def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:
     """Write the manifest into a local directory, with which it is a checkpoint."""
-    path = directory / MANIFEST
+    path = directory / MANIFEST_FILE
     # The files first: a manifest that outlives a power cut must not promise what has not.
     if durable:
-        sync_tree(directory)
+        fsync_tree(directory)
     write_atomically(path, manifest.encode(), durable=durable)
     if durable:
-        sync(directory)
+        fsync_path(directory)
 
 
-def _read_manifest(place: Path | Folder, name: str) -> Manifest | None:
+def _decode_manifest_file(place: Path | RemotePath, name: str) -> Manifest | None:
     try:
-        data = read_file(place, name)
+        data = read_file_or_none(place, name)
         return None if data is None else Manifest.decode(data, f"{place}/{name}")
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return None
     except OSError as error:
-        if error.errno not in NO_FILE:  # the storage may answer the next time
+        if error.errno not in NOT_A_FILE_ERRNOS:  # the storage may answer the next time
             raise
         return None
 
 
-def check_files(place: Path | Folder, manifest: Manifest) -> None:
+def check_file_sizes(place: Path | RemotePath, manifest: Manifest) -> None:
     """Check that each file of the manifest is there with its size.
 
     Raises:
         CheckpointError: A file is missing, is none any more, or has another size.
     """
-    if isinstance(place, Folder):
+    if isinstance(place, RemotePath):
         sizes: dict[str, int | None] = {file.path: file.size for file in place.list_files()}
     else:
-        sizes = {file.path: _size(place / file.path) for file in manifest.files}
+        sizes = {file.path: _get_size(place / file.path) for file in manifest.files}
     for file in manifest.files:
         size = sizes.get(file.path)
         if size is None:
@@ -287,7 +287,7 @@ def check_files(place: Path | Folder, manifest: Manifest) -> None:
             )
 
 
-def _size(path: Path) -> int | None:
+def _get_size(path: Path) -> int | None:
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -297,7 +297,7 @@ def _size(path: Path) -> int | None:
     return found.st_size
 
 
-def committed_already(place: Path | Folder) -> FileExistsError:
+def make_already_committed_error(place: Path | RemotePath) -> FileExistsError:
     """Say that a name is taken."""
     return FileExistsError(
         f"{place} is a committed checkpoint already; give each checkpoint its own "

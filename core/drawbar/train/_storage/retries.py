@@ -13,13 +13,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-TRIES = 6
-FIRST_DELAY_SECONDS = 0.1
-SLOW_SECONDS = 30.0
+MAX_TRIES = 6
+INITIAL_DELAY_S = 0.1
+SLOW_WARNING_PERIOD_S = 30.0
 
 _logger = logging.getLogger("drawbar.train")
 
-_TRANSIENT_NUMBERS = {
+_TRANSIENT_ERRNOS = {
     errno.EAGAIN,
     errno.EINTR,
     errno.ETIMEDOUT,
@@ -52,11 +52,11 @@ def is_transient(error: BaseException) -> bool:
         return False
     # The number says all: such an error's text may have a path in it that reads like a failure.
     if error.errno is not None:
-        return error.errno in _TRANSIENT_NUMBERS
+        return error.errno in _TRANSIENT_ERRNOS
     return _TRANSIENT_TEXT.search(str(error)) is not None
 
 
-def retrying(action: Callable[[], T], what: str) -> T:
+def retry_transient(action: Callable[[], T], description: str) -> T:
     """Do it, and again after 0.1, 0.2, 0.4 ... seconds while it fails transiently, 6 times in all.
 
     The first failure is logged; `what` says in words what is being done, with path and bytes.
@@ -64,21 +64,21 @@ def retrying(action: Callable[[], T], what: str) -> T:
     Raises:
         OSError: It failed in another way, or too often. The message begins with `what`.
     """
-    for number in range(1, TRIES + 1):
+    for number in range(1, MAX_TRIES + 1):
         try:
             return action()
         except FileNotFoundError:
             raise  # an answer rather than a failure
         except OSError as error:
-            if number == TRIES or not is_transient(error):
-                raise explained(error, what, tries=number) from error
+            if number == MAX_TRIES or not is_transient(error):
+                raise add_context(error, description, tries=number) from error
             if number == 1:
-                _logger.warning("%s failed and is tried again: %s", what, error)
-        time.sleep(FIRST_DELAY_SECONDS * 2 ** (number - 1))
+                _logger.warning("%s failed and is tried again: %s", description, error)
+        time.sleep(INITIAL_DELAY_S * 2 ** (number - 1))
     raise AssertionError("the last try returns or raises")
 
 
-def explained(error: OSError, what: str, *, tries: int = 1) -> OSError:
+def add_context(error: OSError, what: str, *, tries: int = 1) -> OSError:
     """Give the error as one of the same kind that says what was being done."""
     times = f" {tries} times" if tries > 1 else ""
     reason = error.strerror or str(error) or type(error).__name__
@@ -87,13 +87,13 @@ def explained(error: OSError, what: str, *, tries: int = 1) -> OSError:
 
 
 @contextmanager
-def told_when_slow(what: str) -> Iterator[None]:
+def warn_if_slow(what: str) -> Iterator[None]:
     """Log that `what` is still going on, every 30 seconds."""
     done = threading.Event()
     began = time.monotonic()
 
     def watch() -> None:
-        while not done.wait(SLOW_SECONDS):
+        while not done.wait(SLOW_WARNING_PERIOD_S):
             _logger.warning("%s takes long: %.0f s so far", what, time.monotonic() - began)
 
     thread = threading.Thread(target=watch, name="drawbar-slow-storage", daemon=True)

@@ -27,11 +27,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawbar.train._storage.checkpoint_store import CheckpointStore
-from drawbar.train._storage.journal_file import JOURNAL
-from drawbar.train._storage.local_checkpoints import LocalCheckpoints
-from drawbar.train._storage.own_files import TRAINER, OwnFiles, PublishedFiles
-from drawbar.train._storage.remote_checkpoints import RemoteCheckpoints
-from drawbar.train._storage.remote_folder import AnyFileSystem, Folder, locate, server_of
+from drawbar.train._storage.filesystem import (
+    AnyFileSystem,
+    RemotePath,
+    describe_endpoint,
+    resolve_path,
+)
+from drawbar.train._storage.journal_file import JOURNAL_FILE
+from drawbar.train._storage.local_store import LocalCheckpointStore
+from drawbar.train._storage.remote_store import RemoteCheckpointStore
+from drawbar.train._storage.run_files import TRAINER_FILE, RemoteRunFiles, RunFiles
 from drawbar.train._storage.staging import StagingArea
 
 if TYPE_CHECKING:
@@ -47,46 +52,50 @@ class RunDirectory:
         folder: Where the run lies if its storage is not mounted; `path` is the work folder then.
     """
 
-    path: Path
-    folder: Folder | None = None
+    local_path: Path
+    remote_path: RemotePath | None = None
 
     # -- where it is
 
     @property
-    def home(self) -> Path | Folder:
+    def root(self) -> Path | RemotePath:
         """Where the run lies."""
-        return self.path if self.folder is None else self.folder
+        return self.local_path if self.remote_path is None else self.remote_path
 
     @property
     def name(self) -> str:
         """Name of the run."""
-        return self.home.name
+        return self.root.name
 
     @property
-    def parent(self) -> str:
+    def storage_fs_path(self) -> str:
         """The storage path that the run lies in, on its filesystem."""
-        return str(self.path.parent) if self.folder is None else self.folder.parent.path
+        return (
+            str(self.local_path.parent)
+            if self.remote_path is None
+            else self.remote_path.parent.fs_path
+        )
 
     @property
-    def location(self) -> str:
+    def uri(self) -> str:
         """Where the run lies, for people and for `Result.from_path`."""
-        return str(self.home)
+        return str(self.root)
 
     @property
     def filesystem(self) -> FileSystem | None:
         """The `pyarrow.fs.FileSystem` that the run lies on; None if it is a local one."""
-        return None if self.folder is None else self.folder.filesystem
+        return None if self.remote_path is None else self.remote_path.filesystem
 
-    def local_places(self) -> list[Path]:
+    def list_local_paths(self) -> list[Path]:
         """List the folders of this node that the run lies in."""
-        local = None if self.folder is None else self.folder.local
-        return [self.path] if local is None else [self.path, local]
+        local = None if self.remote_path is None else self.remote_path.local_path
+        return [self.local_path] if local is None else [self.local_path, local]
 
     def is_on_this_node(self, run_id: str) -> bool:
         """Whether this node sees the run's journal, rather than none or that of another run."""
         try:
             # By what is in it: every node has a /tmp, and may have a run of this name there.
-            with open(self.journal, "rb") as file:
+            with open(self.journal_path, "rb") as file:
                 return any(run_id.encode() in line for line in file)
         except FileNotFoundError:
             return False
@@ -96,46 +105,46 @@ class RunDirectory:
     @property
     def checkpoints(self) -> CheckpointStore:
         """The run's checkpoints."""
-        if self.folder is None:
-            return LocalCheckpoints(self.path, self.staging)
-        return RemoteCheckpoints(self.folder)
+        if self.remote_path is None:
+            return LocalCheckpointStore(self.local_path, self.staging)
+        return RemoteCheckpointStore(self.remote_path)
 
     @property
     def staging(self) -> StagingArea:
         """The folder of everything that is not committed."""
-        return StagingArea(self.path / ".staging")
+        return StagingArea(self.local_path / ".staging")
 
     @property
-    def files(self) -> OwnFiles:
+    def run_files(self) -> RunFiles:
         """The run's own files, as others find them."""
-        if self.folder is None:
-            return OwnFiles(self.path, self.staging.path)
-        return PublishedFiles(self.path, self.staging.path, self.folder)
+        if self.remote_path is None:
+            return RunFiles(self.local_path, self.staging.path)
+        return RemoteRunFiles(self.local_path, self.staging.path, self.remote_path)
 
     @property
-    def journal(self) -> Path:
+    def journal_path(self) -> Path:
         """File of the run's events."""
-        return self.path / JOURNAL
+        return self.local_path / JOURNAL_FILE
 
     @property
-    def trainer(self) -> Path:
+    def trainer_path(self) -> Path:
         """File with what `restore()` needs."""
-        return self.path / TRAINER
+        return self.local_path / TRAINER_FILE
 
-    def log(self, rank: int) -> Path:
+    def get_log_path(self, rank: int) -> Path:
         """File with one rank's full output."""
-        return self.path / "logs" / f"rank_{rank}.log"
+        return self.local_path / "logs" / f"rank_{rank}.log"
 
-    def exit_report(self, hostname: str, pid: int) -> Path:
+    def get_exit_report_path(self, hostname: str, pid: int) -> Path:
         """File that tells how a worker process ended."""
-        return self.path / ".workers" / f"{hostname}-{pid}.json"
+        return self.local_path / ".workers" / f"{hostname}-{pid}.json"
 
-    def holds_run(self) -> bool:
+    def has_run(self) -> bool:
         """Whether there is a run: its journal, or checkpoints whose journal is lost."""
-        return self.files.read_journal() is not None or bool(self.checkpoints.committed())
+        return self.run_files.read_journal() is not None or bool(self.checkpoints.list_committed())
 
 
-def open_directory(
+def open_run_directory(
     path: str | os.PathLike[str], filesystem: AnyFileSystem | None = None
 ) -> RunDirectory:
     """Give the directory of a run, wherever it lies. Nothing is read or written yet.
@@ -146,24 +155,25 @@ def open_directory(
     Raises:
         ImportError, ValueError, TypeError: The path and the filesystem name no storage.
     """
-    return directory_at(locate(path, filesystem))
+    return make_run_directory(resolve_path(path, filesystem))
 
 
-def directory_at(place: Path | Folder) -> RunDirectory:
-    """Give the directory of a run at a place; see `open_directory`."""
+def make_run_directory(place: Path | RemotePath) -> RunDirectory:
+    """Give the directory of a run at a place; see `open_run_directory`."""
     if isinstance(place, Path):
         return RunDirectory(place)
-    key = f"{place.filesystem.type_name} {place.path} {server_of(place.filesystem)}".rstrip()
+    endpoint = describe_endpoint(place.filesystem)
+    key = f"{place.filesystem.type_name} {place.fs_path} {endpoint}".rstrip()
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return RunDirectory(_cache() / f"{place.name}-{digest}", place)
+    return RunDirectory(_get_cache_directory() / f"{place.name}-{digest}", place)
 
 
-def work_folders() -> list[Path]:
+def list_work_directories() -> list[Path]:
     """List the work folders of this user's remote runs on this machine."""
-    cache = _cache()
+    cache = _get_cache_directory()
     return sorted(path for path in cache.iterdir() if path.is_dir()) if cache.is_dir() else []
 
 
-def _cache() -> Path:
+def _get_cache_directory() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
     return cache / "drawbar"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def readable_size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """Give a number of bytes in the unit that suits it, such as "1.23 GB"."""
     amount = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
@@ -13,6 +13,6 @@ def readable_size(nbytes: int) -> str:
     return f"{amount:.3g} TB"
 
 
-def in_bytes(nbytes: int) -> str:
+def format_exact_size(nbytes: int) -> str:
     """Give a number of bytes as people read it, and exactly."""
-    return f"{nbytes} bytes" if nbytes < 1000 else f"{readable_size(nbytes)} ({nbytes} bytes)"
+    return f"{nbytes} bytes" if nbytes < 1000 else f"{format_size(nbytes)} ({nbytes} bytes)"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import list_files
-from drawbar.train._storage.remote_folder import Folder, local_filesystem
+from drawbar.train._storage.filesystem import RemotePath, make_local_filesystem
 from drawbar.train._storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -25,29 +25,29 @@ class StorageContext(os.PathLike[str]):
     """
 
     def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
-        self._path = directory.path
+        self._run_directory = directory
+        self._path = directory.local_path
 
     @property
     def storage_filesystem(self) -> FileSystem:
         """The `pyarrow.fs.FileSystem` that the run lies on."""
-        return self._directory.filesystem or local_filesystem()
+        return self._run_directory.filesystem or make_local_filesystem()
 
     @property
     def storage_fs_path(self) -> str:
         """The storage path, on its filesystem."""
-        return self._directory.parent
+        return self._run_directory.storage_fs_path
 
     @property
     def experiment_dir_name(self) -> str:
         """Name of the run."""
-        return self._directory.name
+        return self._run_directory.name
 
     @property
     def experiment_fs_path(self) -> str:
         """The run's directory, on its filesystem."""
-        home = self._directory.home
-        return home.path if isinstance(home, Folder) else str(home)
+        home = self._run_directory.root
+        return home.fs_path if isinstance(home, RemotePath) else str(home)
 
     def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
         """Give the path, on its filesystem, that a checkpoint of this name has."""
@@ -77,13 +77,13 @@ class StorageContext(os.PathLike[str]):
 
         For a `checkpoint_upload_fn`, which does something before or after.
         """
-        place = self._directory.checkpoints.place(checkpoint_dir_name)
-        if isinstance(place, Folder):
+        place = self._run_directory.checkpoints.path(checkpoint_dir_name)
+        if isinstance(place, RemotePath):
             with checkpoint.as_directory() as source:
-                place.upload(Path(source), list_files(Path(source)))
+                place.upload_files(Path(source), list_files(Path(source)))
         else:
             checkpoint.to_directory(place)
-        return Checkpoint.at(place)
+        return Checkpoint.from_storage_path(place)
 
     def __fspath__(self) -> str:
         return str(self._path)
@@ -106,4 +106,4 @@ class StorageContext(os.PathLike[str]):
         return str(self._path)
 
     def __repr__(self) -> str:
-        return f"StorageContext({self._directory.location!r})"
+        return f"StorageContext({self._run_directory.uri!r})"

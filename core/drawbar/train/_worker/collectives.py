@@ -7,13 +7,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from drawbar.train._carry import carry
 from drawbar.train._messages import CollectiveCalled, CollectiveKind, Message, Wishes
 from drawbar.train._orders import CollectiveDone
 from drawbar.train._package_files import is_drawbar_frame
-from drawbar.train._worker.callers import Callers
-from drawbar.train._worker.mailbox import Mailbox
-from drawbar.train._worker.user_code import caller_line
+from drawbar.train._serialization import serialize
+from drawbar.train._worker.command_queue import CommandQueue
+from drawbar.train._worker.thread_guard import ThreadGuard
+from drawbar.train._worker.user_frames import format_caller_location
 
 _CORE = "drawbar.train."
 
@@ -32,38 +32,40 @@ class Collectives:
     def __init__(
         self,
         rank: int,
-        callers: Callers,
-        order: AbstractContextManager[object],
+        thread_guard: ThreadGuard,
+        send_lock: AbstractContextManager[object],
         say: Callable[[Message], None],
-        mailbox: Mailbox,
+        command_queue: CommandQueue,
     ) -> None:
         self._rank = rank
-        self._callers = callers
-        self._order = order
+        self._callers = thread_guard
+        self._order = send_lock
         self._say = say
-        self._mailbox = mailbox
+        self._mailbox = command_queue
         self._next = 0
         self._next_of_user = 0
 
     @property
-    def called(self) -> int:
+    def call_count(self) -> int:
         """Do what `drawbar.train.backend.collectives_called` says."""
         return self._next
 
-    def skip(self, count: int) -> None:
+    def set_call_count(self, count: int) -> None:
         """Begin after those that this rank has called in another process."""
         self._next = count
 
-    def meet(
+    def call(
         self, kind: CollectiveKind, value: object = None, *, timeout: float | None = None
     ) -> list[Any]:
         """Run one collective call and return its values (none for a barrier)."""
         # What nobody reads is not packed: it may be large, or not pickle.
-        gives = kind == "all_gather" or (kind == "broadcast_from_rank_zero" and self._rank == 0)
-        payload = carry(value) if gives else None
-        where, is_users = caller_line(), not _is_called_by_integration()
+        has_payload = kind == "all_gather" or (
+            kind == "broadcast_from_rank_zero" and self._rank == 0
+        )
+        payload = serialize(value) if has_payload else None
+        where, is_users = format_caller_location(), not _is_called_by_integration()
         with self._order:
-            self._callers.check_speaker("a collective")
+            self._callers.check_reporting_thread("a collective")
             sequence, self._next = self._next, self._next + 1
             number = self._next_of_user if is_users else None
             self._next_of_user += is_users
@@ -74,11 +76,11 @@ class Collectives:
             )
         done = self._mailbox.wait((CollectiveDone, sequence), timeout=timeout)
         assert isinstance(done, CollectiveDone)
-        return [p.unpack() for p in done.payloads if p is not None]
+        return [p.deserialize() for p in done.payloads if p is not None]
 
-    def wishes(self) -> Wishes:
+    def get_requests(self) -> Wishes:
         """Ask, together with all ranks, what the controller wishes."""
-        (wishes,) = self.meet("wishes")
+        (wishes,) = self.call("wishes")
         found: Wishes = wishes
         return found
 

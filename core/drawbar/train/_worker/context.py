@@ -16,16 +16,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+from drawbar.train._config.checks import parse_duration
+from drawbar.train._config.data_config import TRAIN_DATASET_KEY
+from drawbar.train._config.validation_config import ValidationTaskConfig
+from drawbar.train._driver_env import TuneTrial
 from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
 from drawbar.train._metrics import Metrics
 from drawbar.train._package_files import is_drawbar_frame
-from drawbar.train._settings.checks import require_duration
-from drawbar.train._settings.data_config import TRAIN_DATASET_KEY
-from drawbar.train._settings.validation_config import ValidationTaskConfig
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.storage_context import StorageContext
-from drawbar.train._surroundings import Trial
 from drawbar.train._worker.program_session import program_session
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.uploads import CheckpointUploadFn, CheckpointUploadMode
@@ -34,51 +34,51 @@ if TYPE_CHECKING:
     from ray.data import DataIterator
 
 
-class _OfThread(threading.local):
+class _ThreadLocalSession(threading.local):
     session: Session | None = None
 
 
 _process_sessions: list[Session] = []
-_thread = _OfThread()
+_thread_local = _ThreadLocalSession()
 
 
 @contextmanager
-def in_session(session: Session, *, whole_process: bool) -> Iterator[None]:
+def use_session(session: Session, *, is_process_wide: bool) -> Iterator[None]:
     """Make a session that of the calling thread; of threads that have none too, if it is whole.
 
     Runs with `num_workers=0` in several threads begin and end in any order.
     """
-    session.callers.begin()
+    session.thread_guard.start()
     # Given back at the end: with `num_workers=0` a function may call `fit()` itself.
-    previous, _thread.session = _thread.session, session
-    if whole_process:
+    previous, _thread_local.session = _thread_local.session, session
+    if is_process_wide:
         _process_sessions.append(session)
     try:
         yield
     finally:
-        _thread.session = previous
-        if whole_process:
+        _thread_local.session = previous
+        if is_process_wide:
             _process_sessions.remove(session)
 
 
-def current_session(caller: str) -> Session:
+def current_session(function_name: str) -> Session:
     """Give the session of this thread or process, to speak for its rank.
 
     Raises:
         RuntimeError: The caller is not inside a training function, or is in a process that was
             forked from there, or in a thread of an earlier attempt.
     """
-    session = _session_here(caller)
-    session.callers.check(caller)
+    session = _find_session(function_name)
+    session.thread_guard.check_caller(function_name)
     return session
 
 
-def _session_here(caller: str | None = None) -> Session:
+def _find_session(caller: str | None = None) -> Session:
     # The thread's own first: in the worlds of `testing` several ranks share this process.
-    session = _thread.session or next(reversed(_process_sessions), None) or program_session()
+    session = _thread_local.session or next(reversed(_process_sessions), None) or program_session()
     if session is None:
         raise RuntimeError(
-            f"{caller or _called_by_user()}() works inside a training function that a Drawbar "
+            f"{caller or _find_public_caller()}() works inside a training function that a Drawbar "
             "trainer runs, while it runs. This is the driver, another process, a thread that goes "
             "on after the function, or, with drawbar.train.testing, any other thread. Call it from "
             "train_loop_per_worker"
@@ -86,7 +86,7 @@ def _session_here(caller: str | None = None) -> Session:
     return session
 
 
-def _called_by_user() -> str:
+def _find_public_caller() -> str:
     """Name the function of Drawbar, or of an integration, that somebody else has called."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_drawbar_frame(frame.f_back):
@@ -127,12 +127,12 @@ class TrainContext:
 
     def get_trial_resources(self) -> Any:
         """`ray.tune.PlacementGroupFactory` of the trial of Ray Tune; None if there is none."""
-        return self._trial.resources.unpack() if self._trial else None
+        return self._trial.placement_group_factory.deserialize() if self._trial else None
 
     @property
-    def _trial(self) -> Trial | None:
+    def _trial(self) -> TuneTrial | None:
         surroundings = self._assignment.spec.surroundings
-        return surroundings.trial if surroundings else None
+        return surroundings.tune_trial if surroundings else None
 
     def get_world_size(self) -> int:
         """Number of workers."""
@@ -196,7 +196,7 @@ def get_context() -> TrainContext:
     Raises:
         RuntimeError: Called outside a training function.
     """
-    return TrainContext(_session_here())
+    return TrainContext(_find_session())
 
 
 def report(
@@ -270,7 +270,7 @@ def get_checkpoint() -> Checkpoint | None:
     At the start of an attempt that is the one to go on from; after a report with a checkpoint, that
     one.
     """
-    return current_session("get_checkpoint").newest_checkpoint()
+    return current_session("get_checkpoint").get_latest_checkpoint()
 
 
 def get_preemption_info() -> PreemptionInfo | None:
@@ -279,16 +279,16 @@ def get_preemption_info() -> PreemptionInfo | None:
     A collective: every rank must call it equally often, and all get the same answer. When there is
     one, save a checkpoint: once it is committed, the run moves to other nodes by itself.
     """
-    return current_session("get_preemption_info").collectives.wishes().preemption
+    return current_session("get_preemption_info").collectives.get_requests().preemption
 
 
-def checkpoint_requested() -> bool:
+def should_checkpoint() -> bool:
     """Tell whether the run wants a checkpoint now: nodes are to be taken away, or it is to stop.
 
     A collective, like `get_preemption_info`. Call it once in a while, at a step where all ranks
     could save.
     """
-    return current_session("checkpoint_requested").collectives.wishes().checkpoint
+    return current_session("should_checkpoint").collectives.get_requests().checkpoint
 
 
 def checkpoint_dir() -> AbstractContextManager[Path]:
@@ -338,12 +338,13 @@ def get_all_reported_checkpoints(
             f"found {consistency_mode!r}; write CheckpointConsistencyMode.COMMITTED"
         )
     if timeout_s is not None:
-        timeout_s = require_duration(
-            "timeout_s", timeout_s, none_means="waits without limit", may_be_zero=True
+        timeout_s = parse_duration(
+            "timeout_s", timeout_s, none_meaning="waits without limit", can_be_zero=True
         )
     session = current_session("get_all_reported_checkpoints")
     return [
-        ReportedCheckpoint(*each) for each in session.all_checkpoints(consistency_mode, timeout_s)
+        ReportedCheckpoint(*each)
+        for each in session.get_all_checkpoints(consistency_mode, timeout_s)
     ]
 
 
@@ -359,7 +360,7 @@ def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DataIterator:
     Raises:
         KeyError: The trainer was given no dataset of this name; the message lists the names.
     """
-    shard: object = current_session("get_dataset_shard").data.shard(dataset_name)
+    shard: object = current_session("get_dataset_shard").data_sources.get_shard(dataset_name)
     return cast("DataIterator", shard)  # it has the methods of one
 
 
@@ -375,7 +376,7 @@ def barrier(timeout_s: float | None = None) -> None:
     Raises:
         TimeoutError: Not every rank has come in that time. The ranks cannot meet any more after it.
     """
-    current_session("collective.barrier").collectives.meet("barrier", timeout=timeout_s)
+    current_session("collective.barrier").collectives.call("barrier", timeout=timeout_s)
 
 
 def broadcast_from_rank_zero(data: T) -> T:
@@ -384,7 +385,7 @@ def broadcast_from_rank_zero(data: T) -> T:
     Meant for addresses, seeds and settings; anything that pickles is taken.
     """
     session = current_session("collective.broadcast_from_rank_zero")
-    (value,) = session.collectives.meet("broadcast_from_rank_zero", data)
+    (value,) = session.collectives.call("broadcast_from_rank_zero", data)
     if session.assignment.ranks.world_rank == 0:
         return data
     result: T = value
@@ -393,4 +394,4 @@ def broadcast_from_rank_zero(data: T) -> T:
 
 def all_gather(data: T) -> list[T]:
     """Give every rank's `data` to every rank, in rank order. Anything that pickles is taken."""
-    return current_session("collective.all_gather").collectives.meet("all_gather", data)
+    return current_session("collective.all_gather").collectives.call("all_gather", data)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from drawbar.train._data.shard import DatasetShard
-from drawbar.train._data.split import fetch_shards, position_name
+from drawbar.train._data.split import fetch_shards, make_position_key
 from drawbar.train._messages import PassEnded
 
 
@@ -25,24 +25,24 @@ class DataSources:
         self,
         shards: object,
         positions: Mapping[str, object],
-        tell: Callable[[PassEnded], None],
+        on_epoch_ended: Callable[[PassEnded], None],
     ) -> None:
-        self._tell = tell
-        self._offered = shards
+        self._tell = on_epoch_ended
+        self._shards_ref = shards
         self._lock = threading.RLock()
         self._shards: dict[str, DatasetShard] | None = None
-        self._position_of: dict[str, Callable[[], object]] = {}
-        self._left = dict(positions)  # of sources not opened yet
-        self._opened = Counter[str]()
+        self._position_callbacks: dict[str, Callable[[], object]] = {}
+        self._unclaimed_positions = dict(positions)  # of sources not opened yet
+        self._source_counts = Counter[str]()
 
-    def shard(self, name: str) -> DatasetShard:
+    def get_shard(self, name: str) -> DatasetShard:
         """Do what `drawbar.train.get_dataset_shard` says."""
         with self._lock:
             if self._shards is None:
-                shards = fetch_shards(self._offered)
+                shards = fetch_shards(self._shards_ref)
                 for each, shard in shards.items():
-                    self.keep_position(position_name(each), shard.position)
-                    shard.tell = self._tell
+                    self.track_position(make_position_key(each), shard.encode_position)
+                    shard.on_epoch_end = self._tell
                 self._shards = shards
         try:
             return self._shards[name]
@@ -52,26 +52,26 @@ class DataSources:
                 f"the trainer was given no dataset {name!r}; its datasets: {names}"
             ) from None
 
-    def keep_position(
-        self, name: str, position: Callable[[], object], *, numbered: bool = False
+    def track_position(
+        self, name: str, position: Callable[[], object], *, add_index: bool = False
     ) -> object:
-        """Do what `drawbar.train.backend.keep_data_position` says."""
+        """Do what `drawbar.train.backend.register_data_position` says."""
         with self._lock:
-            if numbered:
-                self._opened[name] += 1
-                name = f"{name}-{self._opened[name]}"
-            self._position_of[name] = position
+            if add_index:
+                self._source_counts[name] += 1
+                name = f"{name}-{self._source_counts[name]}"
+            self._position_callbacks[name] = position
             # Given out once: a second source of this name begins at its start.
-            return self._left.pop(name, None)
+            return self._unclaimed_positions.pop(name, None)
 
-    def positions(self) -> dict[str, object]:
+    def get_positions(self) -> dict[str, object]:
         """Give the position of every source, also of those that are not opened again yet.
 
         Raises:
             TypeError: One cannot be written as JSON.
         """
         with self._lock:
-            sources, left = dict(self._position_of), dict(self._left)
+            sources, left = dict(self._position_callbacks), dict(self._unclaimed_positions)
         # Outside the lock: it is code of others, and may wait for a thread that opens a source.
         positions = {name: position() for name, position in sources.items()}
         for name, value in positions.items():

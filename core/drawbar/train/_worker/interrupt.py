@@ -17,7 +17,7 @@ class AttemptInterrupted(BaseException):
     """
 
 
-class Interruptible:
+class InterruptScope:
     """User code in a thread, which calls `begin` and `end` around it.
 
     An interruption that comes too late hits nothing: what the thread does afterwards, such as
@@ -27,7 +27,7 @@ class Interruptible:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: int | None = None
-        self._is_wanted = False
+        self._is_requested = False
         self._is_sent = False
         self._has_raised = False
 
@@ -40,21 +40,21 @@ class Interruptible:
         with self._lock:
             self._thread = threading.get_ident()
             # It may have come while this thread was being set up; nobody would send it again.
-            is_wanted = self._is_wanted
+            is_wanted = self._is_requested
         if is_wanted:
             raise AttemptInterrupted
 
     def interrupt(self) -> None:
         """Raise `AttemptInterrupted` in the thread, at its next Python instruction."""
         with self._lock:
-            self._is_wanted = True
+            self._is_requested = True
             if self._thread is not None and not self._has_raised:
                 # Under the lock: else the thread could leave the user's code between the look and
                 # the hit.
                 self._is_sent = True
-                _hit(self._thread)
+                _raise_in_thread(self._thread)
 
-    def raise_here(self, reason: str) -> NoReturn:
+    def raise_interrupt(self, reason: str) -> NoReturn:
         """Raise `AttemptInterrupted` in the calling thread; if that is the user code's, once only.
 
         A second one would cut short what the user's code does because of the first, such as a
@@ -65,7 +65,7 @@ class Interruptible:
             self._has_raised |= is_here
             is_sent = is_here and self._is_sent
         if is_sent:
-            _take_back()
+            _discard_pending_exception()
         raise AttemptInterrupted(reason)
 
     def end(self) -> None:
@@ -78,13 +78,13 @@ class Interruptible:
             self._thread = None
             is_sent = self._is_sent
         if is_sent:
-            _take_back()
+            _discard_pending_exception()
 
 
-LONGEST_BIRTH_SECONDS = 1.0
+THREAD_START_TIMEOUT_S = 1.0
 
 
-def _hit(thread: int) -> None:
+def _raise_in_thread(thread: int) -> None:
     """Raise `AttemptInterrupted` in this very thread.
 
     Before Python 3.12 a thread that is being started has the id of the one that starts it, would
@@ -92,32 +92,32 @@ def _hit(thread: int) -> None:
     thread is started in this moment. Only what `threading` starts can be seen: `_limbo` has it.
     """
     if sys.version_info >= (3, 12):
-        _set_exception(thread, AttemptInterrupted)
+        _set_async_exception(thread, AttemptInterrupted)
         return
     lock, being_started = vars(threading)["_active_limbo_lock"], vars(threading)["_limbo"]
-    deadline = time.monotonic() + LONGEST_BIRTH_SECONDS  # one that never ended is left there
+    deadline = time.monotonic() + THREAD_START_TIMEOUT_S  # one that never ended is left there
     while True:
         with lock:
             if not being_started or time.monotonic() > deadline:
-                _set_exception(thread, AttemptInterrupted)
+                _set_async_exception(thread, AttemptInterrupted)
                 return
         time.sleep(0)  # lets it be born
 
 
-def _take_back() -> None:
+def _discard_pending_exception() -> None:
     """Let no exception be on its way to this thread: one of our own takes its place, and ends here.
 
     Setting none instead would leave Python 3.11 with a signal that nobody answers: every function
     of a thread that is traced (by a debugger, coverage, cProfile) would then never begin.
     """
     try:
-        _set_exception(threading.get_ident(), AttemptInterrupted)
+        _set_async_exception(threading.get_ident(), AttemptInterrupted)
         while True:
             pass
     except AttemptInterrupted:
         pass
 
 
-def _set_exception(thread: int, exception: type[BaseException]) -> None:
+def _set_async_exception(thread: int, exception: type[BaseException]) -> None:
     identity = ctypes.c_ulong(thread)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(exception))

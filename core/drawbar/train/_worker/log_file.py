@@ -17,10 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from drawbar.train._worker import forks
+from drawbar.train._worker import fork_counter
 
-LOOK_SECONDS = 0.25
-MOST_BYTES = 16 * 1024
+LOG_POLL_S = 0.25
+MAX_FORWARDED_BYTES = 16 * 1024
 """How much of what others have written is handed on between two looks; the log has the rest."""
 
 
@@ -38,14 +38,14 @@ class LogFile:
         self._path = path
         self._feed = feed
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        self._forks = forks.count
-        self._seen = os.fstat(self._fd).st_size  # what lies before is known
+        self._forks = fork_counter.count
+        self._forwarded_size = os.fstat(self._fd).st_size  # what lies before is known
         self._lock = threading.RLock()  # a signal handler may print while this prints
         self._decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode
-        self._left = MOST_BYTES
-        self._skipped = 0
+        self._remaining_bytes = MAX_FORWARDED_BYTES
+        self._skipped_bytes = 0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look_often, name="drawbar-log", daemon=True)
+        self._thread = threading.Thread(target=self._poll_loop, name="drawbar-log", daemon=True)
 
     def __enter__(self) -> LogFile:
         self._thread.start()
@@ -58,12 +58,12 @@ class LogFile:
         traceback: TracebackType | None,
     ) -> None:
         # A child that was forked inside has no such thread, and shares the descriptor's position.
-        if forks.count != self._forks:
+        if fork_counter.count != self._forks:
             return
         self._ended.set()
         self._thread.join()
         # What came after the thread's last look.
-        self._look()
+        self._poll()
         with self._lock:
             os.close(self._fd)
             self._fd = -1
@@ -73,7 +73,7 @@ class LogFile:
 
         Gives False in a forked child, which is one of the others, and after the end.
         """
-        if forks.count != self._forks:
+        if fork_counter.count != self._forks:
             return False
         with self._lock:
             if self._fd < 0:
@@ -82,34 +82,34 @@ class LogFile:
             # With O_APPEND the position is where the text has landed, whoever has written
             # meanwhile.
             end = os.lseek(self._fd, 0, os.SEEK_CUR)
-            if end - written != self._seen:
-                self._hand_on(end - written)
-            self._seen = end
+            if end - written != self._forwarded_size:
+                self._forward_until(end - written)
+            self._forwarded_size = end
         return True
 
-    def _look_often(self) -> None:
-        while not self._ended.wait(LOOK_SECONDS):
+    def _poll_loop(self) -> None:
+        while not self._ended.wait(LOG_POLL_S):
             flush_c_stdout()
-            self._look()
+            self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         with self._lock:
             size = os.fstat(self._fd).st_size
-            if size != self._seen:
-                self._hand_on(size)
-                self._seen = size
-            if self._skipped:
-                self._feed(f"\n({self._skipped} bytes more are in {self._path})\n")
-            self._left, self._skipped = MOST_BYTES, 0
+            if size != self._forwarded_size:
+                self._forward_until(size)
+                self._forwarded_size = size
+            if self._skipped_bytes:
+                self._feed(f"\n({self._skipped_bytes} bytes more are in {self._path})\n")
+            self._remaining_bytes, self._skipped_bytes = MAX_FORWARDED_BYTES, 0
 
-    def _hand_on(self, end: int) -> None:
+    def _forward_until(self, end: int) -> None:
         """Hand on what lies between what was seen and `end`; less than nothing if it was cut."""
-        length = max(end - self._seen, 0)
-        shown = min(length, self._left)
-        self._left -= shown
-        self._skipped += length - shown
+        length = max(end - self._forwarded_size, 0)
+        shown = min(length, self._remaining_bytes)
+        self._remaining_bytes -= shown
+        self._skipped_bytes += length - shown
         if shown:
-            self._feed(self._decode(os.pread(self._fd, shown, self._seen)))
+            self._feed(self._decode(os.pread(self._fd, shown, self._forwarded_size)))
 
 
 def flush_c_stdout() -> None:

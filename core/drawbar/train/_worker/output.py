@@ -20,17 +20,17 @@ from typing import Any, TextIO, cast
 
 from drawbar.train._lines import LineSplitter, StreamName
 from drawbar.train._messages import Printed
-from drawbar.train._worker import forks
+from drawbar.train._worker import fork_counter
 from drawbar.train._worker.log_file import LogFile, flush_c_stdout
 
-Say = Callable[[Printed], None]
-Missed = Callable[[OSError], None]
+SendLine = Callable[[Printed], None]
+OnWriteError = Callable[[OSError], None]
 _FILENO: dict[StreamName, int] = {"stdout": 1, "stderr": 2}
 
 
 @contextmanager
 def capture_output(
-    log_path: Path, say: Say | None, *, errors_only: bool, redirect_fds: bool
+    log_path: Path, say: SendLine | None, *, errors_only: bool, redirect_fds: bool
 ) -> Iterator[None]:
     """Write everything this process prints to a file, and say what the driver should show.
 
@@ -56,50 +56,50 @@ def capture_output(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undo:
         log = undo.enter_context(open(log_path, "ab", buffering=0))
-        missed = _say_once_what_is_missed(log_path, say)
+        missed = _make_write_error_handler(log_path, say)
         watched = None
         if redirect_fds and say and not errors_only:
-            watched = undo.enter_context(_watched(log_path, say))
+            watched = undo.enter_context(_forward_native_output(log_path, say))
         for name in _FILENO:
-            lines = _Lines(name, say) if say and not errors_only else None
+            lines = _LineSplitter(name, say) if say and not errors_only else None
             if redirect_fds:
                 _redirect(_FILENO[name], log.fileno(), getattr(sys, name), undo)
-                stream: _FileStream | _Tee = _FileStream(name, lines, watched, missed)
+                stream: _LogStream | _TeeStream = _LogStream(name, lines, watched, missed)
             else:
-                stream = _Tee(name, getattr(sys, name), log, lines, missed)
+                stream = _TeeStream(name, getattr(sys, name), log, lines, missed)
             undo.callback(setattr, sys, name, getattr(sys, name))
-            undo.callback(stream.retire)
+            undo.callback(stream.stop_capture)
             setattr(sys, name, stream)
         if say:
-            undo.enter_context(_error_records(say))
+            undo.enter_context(_forward_error_records(say))
         yield
 
 
 @contextmanager
-def _watched(path: Path, say: Say) -> Iterator[LogFile]:
+def _forward_native_output(path: Path, say: SendLine) -> Iterator[LogFile]:
     """Have what others than Python write to the log said, line by line."""
-    lines = _Lines("stderr", say)
+    lines = _LineSplitter("stderr", say)
     with LogFile(path, lines.feed) as log:
         yield log
     lines.finish()
 
 
-def _say_once_what_is_missed(path: Path, say: Say | None) -> Missed:
+def _make_write_error_handler(path: Path, say: SendLine | None) -> OnWriteError:
     """Make what takes the errors of a log that cannot be written, and says the first one.
 
     The user's `print` does not raise them: training does not end because its log's disk is full.
     """
-    there, is_told = forks.count, False
+    there, is_told = fork_counter.count, False
 
-    def missed(error: OSError) -> None:
+    def on_write_error(error: OSError) -> None:
         nonlocal is_told
-        if say is None or is_told or forks.count != there:
+        if say is None or is_told or fork_counter.count != there:
             return
         is_told = True
         text = f"{path} does not have all that is printed from here on: {error}"
         say(Printed(text=text, stream="stderr"))
 
-    return missed
+    return on_write_error
 
 
 def _redirect(fd: int, log: int, stream: TextIO, undo: ExitStack) -> None:
@@ -116,15 +116,19 @@ def _redirect(fd: int, log: int, stream: TextIO, undo: ExitStack) -> None:
     os.dup2(log, fd)
 
 
-class _FileStream(io.TextIOWrapper):
-    """A text stream on descriptor 1 or 2, unbuffered, that also hands its text to `_Lines`.
+class _LogStream(io.TextIOWrapper):
+    """A text stream on descriptor 1 or 2, unbuffered, that also hands its text to `_LineSplitter`.
 
     A library's logging handler may hold it longer than the capture lasts; then it passes the text
     on to whatever `sys.stdout` or `sys.stderr` is by that time, such as the next capture's stream.
     """
 
     def __init__(
-        self, name: StreamName, lines: _Lines | None, log: LogFile | None, missed: Missed
+        self,
+        name: StreamName,
+        lines: _LineSplitter | None,
+        log: LogFile | None,
+        missed: OnWriteError,
     ) -> None:
         # Unbuffered: what was printed before a SIGKILL is in the log.
         raw = io.FileIO(_FILENO[name], "wb", closefd=False)
@@ -156,7 +160,7 @@ class _FileStream(io.TextIOWrapper):
             self._lines.feed(text)
         return len(text)
 
-    def keep(self, data: bytes) -> None:
+    def write_bytes(self, data: bytes) -> None:
         """Write to the file what is not to be said as lines."""
         if self._log is None or not self._log.write(data):
             self.buffer.write(data)
@@ -164,7 +168,7 @@ class _FileStream(io.TextIOWrapper):
     def close(self) -> None:
         """Do nothing: like the standard streams, it lasts as long as the process."""
 
-    def retire(self) -> None:
+    def stop_capture(self) -> None:
         self._retired, self._log = True, None
         if self._lines:
             self._lines.finish()
@@ -172,11 +176,11 @@ class _FileStream(io.TextIOWrapper):
 
 def write_to_log(data: bytes) -> None:
     """Write to this process's log, while its output is captured, and say nothing of it."""
-    if isinstance(sys.stdout, _FileStream):
-        sys.stdout.keep(data)
+    if isinstance(sys.stdout, _LogStream):
+        sys.stdout.write_bytes(data)
 
 
-class _Tee:
+class _TeeStream:
     """The user's own stream, which also writes to the log. In all else it is the user's stream."""
 
     def __init__(
@@ -184,8 +188,8 @@ class _Tee:
         name: StreamName,
         original: TextIO,
         log: io.FileIO,
-        lines: _Lines | None,
-        missed: Missed,
+        lines: _LineSplitter | None,
+        missed: OnWriteError,
     ) -> None:
         self._stream_name = name
         self._original = original
@@ -216,30 +220,30 @@ class _Tee:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
-    def retire(self) -> None:
+    def stop_capture(self) -> None:
         self._log = None
         if self._lines:
             self._lines.finish()
 
 
-class _Lines(LineSplitter):
+class _LineSplitter(LineSplitter):
     """Split printed text into lines; do nothing in a forked child, which must not take the lock."""
 
-    def __init__(self, stream: StreamName, send: Say) -> None:
+    def __init__(self, stream: StreamName, send: SendLine) -> None:
         super().__init__(stream, send)
-        self._forks = forks.count
+        self._forks = fork_counter.count
 
     def feed(self, text: str) -> None:
-        if forks.count == self._forks:
+        if fork_counter.count == self._forks:
             super().feed(text)
 
     def finish(self) -> None:
-        if forks.count == self._forks:
+        if fork_counter.count == self._forks:
             super().finish()
 
 
 @contextmanager
-def _error_records(say: Say) -> Iterator[None]:
+def _forward_error_records(say: SendLine) -> Iterator[None]:
     """Say each log record of level ERROR and above, whichever logger it comes from.
 
     The records are taken where they are made (`logging.setLogRecordFactory`). A handler on the root

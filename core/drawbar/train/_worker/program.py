@@ -34,8 +34,8 @@ from drawbar.train._worker.output import write_to_log
 from drawbar.train._worker.program_session import RanksEnd
 from drawbar.train._worker.program_signs import Signs
 from drawbar.train._worker.session import Session
-from drawbar.train._worker.stack import Frame, Stack, stopped_stack
-from drawbar.train._worker.user_code import users_line
+from drawbar.train._worker.stack import Frame, Stack, detect_stopped_process
+from drawbar.train._worker.user_frames import format_user_location
 
 MARKER_VARIABLE = "DRAWBAR_PROGRAM"
 SIGN_SECONDS = 5.0
@@ -150,8 +150,8 @@ class Program:
                 # in Ray's all ranks and all of Ray's processes would have one share.
                 start_new_session=True,
             )
-        self._ooms = sentinel.OomKills(process.pid)
-        self._signs = Signs(process.pid, self._session.directory.log(rank))
+        self._ooms = sentinel.OomKillCounter(process.pid)
+        self._signs = Signs(process.pid, self._session.directory.get_log_path(rank))
         self._listen_to(process)
         threading.Thread(
             target=self._await_end, args=(process.pid,), name="drawbar-program", daemon=True
@@ -186,7 +186,7 @@ class Program:
         else:
             self._wire.obey(order)
 
-    def stack(self) -> Stack:
+    def capture_stack(self) -> Stack:
         """Say where the program stands, or that it is stopped.
 
         Raises:
@@ -199,7 +199,7 @@ class Program:
         try:
             return self._stacks.get(timeout=_STACK_SECONDS)
         except queue.Empty:
-            stopped = stopped_stack(self._process.pid)
+            stopped = detect_stopped_process(self._process.pid)
             if stopped is None:
                 raise TimeoutError(f"{self._process} does not answer") from None
             return stopped
@@ -221,7 +221,7 @@ class Program:
         if time.monotonic() >= self._next_sign:
             self._next_sign = time.monotonic() + self._sign_seconds
             if self._signs.look():
-                self._session.pass_on(SignOfLife())
+                self._session.forward(SignOfLife())
         return bool(ready)
 
     def _take_wake(self) -> bool:
@@ -246,7 +246,7 @@ class Program:
         data = os.read(pipe.fileno(), _READ_BYTES)
         if data:
             write_to_log(data)
-            self._session.pass_on(Wrote(data=data, stream=stream))
+            self._session.forward(Wrote(data=data, stream=stream))
         return bool(data)
 
     @property
@@ -276,7 +276,7 @@ class Program:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        sentinel.kill_strays(f"{MARKER_VARIABLE}={self._marker}")
+        sentinel.kill_orphans(f"{MARKER_VARIABLE}={self._marker}")
         if process is not None:
             self._take_last_words(process)
         self._selector.close()
@@ -304,7 +304,7 @@ class Program:
             return
         at = self._ended_at or time.time()
         if account is not None:
-            where, code = users_line(account.lines), status if status > 0 else 1
+            where, code = format_user_location(account.lines), status if status > 0 else 1
             raise ProgramFailedError(
                 account.message,
                 account.type_name,
@@ -324,6 +324,6 @@ class Program:
     def _how_killed(self, number: int) -> str:
         known = number in set(signal.Signals)
         told = f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
-        if number == signal.SIGKILL and self._ooms.have_risen():
+        if number == signal.SIGKILL and self._ooms.has_increased():
             return f"{told}, by the kernel's OOM killer: the cgroup's oom_kill count rose"
         return told

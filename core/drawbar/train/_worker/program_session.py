@@ -17,9 +17,9 @@ import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from drawbar.train._carry import keep
 from drawbar.train._messages import Assignment, Message
 from drawbar.train._orders import Interrupt, Order
+from drawbar.train._serialization import serialize_without_references
 from drawbar.train._worker.program_main import SESSION_VARIABLE
 from drawbar.train._worker.session import Session
 
@@ -42,7 +42,7 @@ class Handover:
         assignment = dataclasses.replace(
             session.assignment, spec=spec, checkpoint=session.checkpoint
         )
-        return cls(assignment, session.collectives.called, session.is_unshared)
+        return cls(assignment, session.collectives.call_count, session.is_storage_node_local)
 
 
 class RanksEnd:
@@ -64,9 +64,9 @@ class RanksEnd:
         except (OSError, EOFError):
             return False
         if said:
-            self._session.pass_on(pickle.loads(said))
+            self._session.forward(pickle.loads(said))
         else:
-            self._wire.send_bytes(keep(Handover.of(self._session)))
+            self._wire.send_bytes(serialize_without_references(Handover.of(self._session)))
             self._is_open = True
         return True
 
@@ -74,7 +74,7 @@ class RanksEnd:
         """Give the program an order, if it takes any."""
         if self._is_open and not isinstance(order, Interrupt):  # it is ended by a signal
             with contextlib.suppress(OSError):
-                self._wire.send_bytes(keep(order))
+                self._wire.send_bytes(serialize_without_references(order))
 
     def close(self) -> None:
         """Hear nothing any more."""
@@ -105,15 +105,15 @@ def _open(descriptor: int) -> Session:
 
     def say(message: Message) -> None:
         with speaking:
-            wire.send_bytes(keep(message))
+            wire.send_bytes(serialize_without_references(message))
 
     # An empty message asks for the handover: a script that never reports costs its rank nothing.
     wire.send_bytes(b"")
     handover: Handover = pickle.loads(wire.recv_bytes())
     session = Session(handover.assignment, say, {})
-    session.collectives.skip(handover.collectives_called)
+    session.collectives.set_call_count(handover.collectives_called)
     if handover.is_unshared:
-        session.use_unshared()
+        session.use_node_local_storage()
 
     def listen() -> None:
         with contextlib.suppress(OSError, EOFError):
@@ -131,6 +131,6 @@ def _flush(session: Session, pid: int) -> None:
     if os.getpid() != pid:
         return
     if getattr(sys, "last_value", None) is None:
-        session.uploads.in_flight.flush()
+        session.uploads.async_commits.flush()
     else:
-        session.end(FLUSH_SECONDS)
+        session.close(FLUSH_SECONDS)

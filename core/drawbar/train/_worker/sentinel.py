@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-MARKER_VARIABLE = "DRAWBAR_WORKER"
+WORKER_MARKER_VARIABLE = "DRAWBAR_WORKER"
 
-_SAMPLE_MS = 1000  # how often the worker's memory is read
-_REAP_S = 2.0  # how long the worker's parent may take to reap it
+_MEMORY_SAMPLE_MS = 1000  # how often the worker's memory is read
+_REAP_TIMEOUT_S = 2.0  # how long the worker's parent may take to reap it
 _NO_PIDFD = -1
-_SWEEPS = 20  # how often strays are looked for: one that was forking has a child at the next look
+_ORPHAN_SCANS = (
+    20  # how often strays are looked for: one that was forking has a child at the next look
+)
 
 # include/uapi/linux/pidfd.h. The exit status is told since Linux 6.15, once the process was reaped.
 _PIDFD_GET_INFO = 0xC040FF0B
@@ -47,7 +49,8 @@ def start(report_file: Path) -> None:
 
     The process becomes the leader of its process group if it is not, and `DRAWBAR_WORKER` is set in
     its environment. However the process ends, `report_file` appears some milliseconds later (see
-    `drawbar.train._group.exit_status`), and its process group and other descendants are killed.
+    `drawbar.train._worker_group.exit_status`), and its process group and other descendants are
+    killed.
 
     Raises:
         OSError: The folder of `report_file` cannot be made, or no process can be started.
@@ -62,9 +65,9 @@ def start(report_file: Path) -> None:
     report_file.parent.mkdir(parents=True, exist_ok=True)
     report_file.unlink(missing_ok=True)  # that of an earlier process with this pid
     marker = f"{os.getpid()}-{os.urandom(8).hex()}"
-    os.environ[MARKER_VARIABLE] = marker
-    reader, _held_until_death = os.pipe()
-    pidfd = _own_pidfd()
+    os.environ[WORKER_MARKER_VARIABLE] = marker
+    reader, _pipe_writer = os.pipe()
+    pidfd = _open_pidfd()
     # Without site, the user's paths and variables: it is up sooner, and nobody's code runs in it.
     command = [sys.executable, "-I", "-S", "-E", os.path.abspath(__file__)]
     # In a session of its own, out of reach of a Ctrl-C in the terminal and of the kill of the
@@ -85,7 +88,7 @@ def start(report_file: Path) -> None:
     threading.Thread(target=process.wait, name="drawbar-sentinel", daemon=True).start()
 
 
-def _own_pidfd() -> int:
+def _open_pidfd() -> int:
     """Open a pidfd on this very process: it names no other one, however soon this one dies."""
     try:
         return os.pidfd_open(os.getpid())
@@ -98,7 +101,7 @@ def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
     if os.fork():
         # An orphan is nobody's child: Ray kills a worker's children when the worker exits.
         os._exit(0)
-    ooms = OomKills(pid)
+    ooms = OomKillCounter(pid)
     rss = _wait_for_death(pid, pidfd)
     died_at = time.time()
     # Before anything is found out: what it has started may hold its GPUs and ports.
@@ -106,14 +109,14 @@ def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
     _kill(-pid)
     report = {
         "pid": pid,
-        "status": _exit_status(pid, pidfd),
+        "status": _read_exit_status(pid, pidfd),
         "time": died_at,
-        "oom_kill": ooms.have_risen(),
+        "oom_kill": ooms.has_increased(),
         "rss": rss,
     }
-    _write(report_file, report)
-    pipe = os.readlink("/proc/self/fd/0") if _has_proc() else ""
-    kill_strays(f"{MARKER_VARIABLE}={marker}", pipe)
+    _write_report(report_file, report)
+    pipe = os.readlink("/proc/self/fd/0") if _has_procfs() else ""
+    kill_orphans(f"{WORKER_MARKER_VARIABLE}={marker}", pipe)
 
 
 def _wait_for_death(pid: int, pidfd: int) -> int | None:
@@ -124,20 +127,20 @@ def _wait_for_death(pid: int, pidfd: int) -> int | None:
     """
     poller = select.poll()
     poller.register(0 if pidfd == _NO_PIDFD else pidfd, select.POLLIN)
-    rss = _resident_bytes(pid)
-    while not poller.poll(_SAMPLE_MS):
-        rss = _resident_bytes(pid) or rss
-        if pidfd == _NO_PIDFD and not _exists(pid):
+    rss = _read_resident_bytes(pid)
+    while not poller.poll(_MEMORY_SAMPLE_MS):
+        rss = _read_resident_bytes(pid) or rss
+        if pidfd == _NO_PIDFD and not _is_alive(pid):
             break
     return rss
 
 
-def _resident_bytes(pid: int) -> int | None:
+def _read_resident_bytes(pid: int) -> int | None:
     statm = _read(f"/proc/{pid}/statm").split()
     return int(statm[1]) * os.sysconf("SC_PAGE_SIZE") or None if statm else None
 
 
-def _exists(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -145,7 +148,7 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _exit_status(pid: int, pidfd: int) -> int | None:
+def _read_exit_status(pid: int, pidfd: int) -> int | None:
     """Give the wait status of the ended process, or None where this kernel does not tell it.
 
     Until the parent reaps it, `/proc/<pid>/stat` tells (last field, proc(5)); afterwards the pidfd.
@@ -156,7 +159,7 @@ def _exit_status(pid: int, pidfd: int) -> int | None:
         return int(stat[-1])
     # By a poll: the pidfd tells the status only once the parent has reaped, and nothing tells of
     # that.
-    deadline = time.monotonic() + _REAP_S
+    deadline = time.monotonic() + _REAP_TIMEOUT_S
     while pidfd != _NO_PIDFD and time.monotonic() < deadline:
         info = bytearray(128)
         struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
@@ -170,19 +173,19 @@ def _exit_status(pid: int, pidfd: int) -> int | None:
     return None
 
 
-class OomKills:
+class OomKillCounter:
     """The OOM killer's victims in the cgroup of a process, or on the machine, from now on."""
 
     def __init__(self, pid: int) -> None:
-        self._file = _oom_file(pid)
-        self._before = _oom_kills(self._file)
+        self._file = _find_oom_file(pid)
+        self._before = _read_oom_kills(self._file)
 
-    def have_risen(self) -> bool | None:
+    def has_increased(self) -> bool | None:
         """Whether there was one; None where they are not counted."""
-        return None if self._before is None else _oom_kills(self._file) != self._before
+        return None if self._before is None else _read_oom_kills(self._file) != self._before
 
 
-def _oom_file(pid: int) -> str:
+def _find_oom_file(pid: int) -> str:
     """Find the file that counts the OOM killer's victims: the worker's cgroup, or the machine."""
     own = []
     for line in _read(f"/proc/{pid}/cgroup").splitlines():
@@ -193,24 +196,24 @@ def _oom_file(pid: int) -> str:
             own.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
     roots = ["/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"]
     candidates = [*own, *roots, "/proc/vmstat"]
-    return next((path for path in candidates if _oom_kills(path) is not None), "")
+    return next((path for path in candidates if _read_oom_kills(path) is not None), "")
 
 
-def _oom_kills(path: str) -> int | None:
+def _read_oom_kills(path: str) -> int | None:
     for line in _read(path).splitlines():
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return None
 
 
-def kill_strays(setting: str, pipe: str = "") -> None:
+def kill_orphans(env_entry: str, pipe: str = "") -> None:
     """Kill the descendants that left the process group, such as a daemon with its own session.
 
     They are those that have `setting` in their environment, or hold the pipe of this name.
     """
     # A stray may start another process between the look and the kill.
-    for _ in range(_SWEEPS):
-        strays = _strays(setting, pipe)
+    for _ in range(_ORPHAN_SCANS):
+        strays = _find_orphans(env_entry, pipe)
         if not strays:
             return
         for pid in strays:
@@ -218,12 +221,12 @@ def kill_strays(setting: str, pipe: str = "") -> None:
         time.sleep(0.01)
 
 
-def _has_proc() -> bool:
+def _has_procfs() -> bool:
     return os.path.isdir("/proc/self/fd")
 
 
-def _strays(setting: str, pipe: str) -> list[int]:
-    if not _has_proc():
+def _find_orphans(setting: str, pipe: str) -> list[int]:
+    if not _has_procfs():
         return []
     others = (int(name) for name in os.listdir("/proc") if name.isdigit())
     return [
@@ -231,11 +234,14 @@ def _strays(setting: str, pipe: str) -> list[int]:
         for pid in others
         if pid != os.getpid()
         # By either: a program may clear its environment, and a daemon closes what it inherits.
-        and (setting in _read(f"/proc/{pid}/environ").split("\0") or (pipe and _holds(pid, pipe)))
+        and (
+            setting in _read(f"/proc/{pid}/environ").split("\0")
+            or (pipe and _has_pipe_open(pid, pipe))
+        )
     ]
 
 
-def _holds(pid: int, pipe: str) -> bool:
+def _has_pipe_open(pid: int, pipe: str) -> bool:
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
@@ -259,7 +265,7 @@ def _read(path: str) -> str:
         return ""
 
 
-def _write(report_file: str, report: Mapping[str, object]) -> None:
+def _write_report(report_file: str, report: Mapping[str, object]) -> None:
     """Make the report appear whole or not at all; nobody is left to tell if its folder is gone."""
     draft = f"{report_file}.{os.getpid()}.tmp"
     with contextlib.suppress(OSError):

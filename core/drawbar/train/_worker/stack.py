@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from drawbar.train._worker.user_code import users_lines
+from drawbar.train._worker.user_frames import find_user_frames
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -32,24 +32,24 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
     frames: tuple[Frame, ...] = ()
     text: str
-    stopped: str = ""
+    stopped_reason: str = ""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The user's innermost line, and what it called if it stands in there."""
-        if self.stopped:
-            return self.stopped
+        if self.stopped_reason:
+            return self.stopped_reason
         if not self.frames:
             return "not in the training function"
-        users = users_lines([frame.file for frame in self.frames])
+        users = find_user_frames([frame.file for frame in self.frames])
         innermost = self.frames[-1]
         users_innermost = self.frames[users[-1]] if users else innermost
         if users_innermost == innermost:
             return str(innermost)
-        return f"{users_innermost}, inside {innermost.function} ({_short(innermost.file)})"
+        return f"{users_innermost}, inside {innermost.function} ({_shorten_path(innermost.file)})"
 
 
-def take_stack(thread: threading.Thread | None) -> Stack:
+def capture_stack(thread: threading.Thread | None) -> Stack:
     """Take the stacks of this process; `thread` is the one that runs the training function."""
     frames = sys._current_frames()
     names = {each.ident: each.name for each in threading.enumerate()}
@@ -64,7 +64,7 @@ def take_stack(thread: threading.Thread | None) -> Stack:
     return Stack(frames=training, text="\n".join(texts))
 
 
-def stopped_stack(pid: int) -> Stack | None:
+def detect_stopped_process(pid: int) -> Stack | None:
     """Say that a process of this machine is stopped, and answers nobody; None if it is not.
 
     It is so by SIGSTOP, Ctrl-Z or a debugger. proc(5) has the states; without /proc it is None.
@@ -77,8 +77,8 @@ def stopped_stack(pid: int) -> Stack | None:
     if state not in "Tt":
         return None
     told = f"stopped (state {state}): kill -CONT {pid} on {os.uname().nodename}"
-    return Stack(text=f"{told}\n", stopped=told)
+    return Stack(text=f"{told}\n", stopped_reason=told)
 
 
-def _short(file: str) -> str:
+def _shorten_path(file: str) -> str:
     return "/".join(Path(file).parts[-3:])

@@ -16,30 +16,30 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from drawbar.cli._doctor.finding import Finding
-from drawbar.cli._doctor.machine import Machine, look
+from drawbar.cli._doctor.check_result import CheckResult
+from drawbar.cli._doctor.machine import MachineInfo, collect
 
-PATIENCE_S = 60.0
+PROBE_TIMEOUT_S = 60.0
 _ROUNDS = 5
 _BYTES = 16 * 2**20
 
 
-class Probe:
+class NodeProbe:
     """Looks around on a node of the cluster."""
 
     def __init__(self) -> None:
         if not os.environ.get("CUDA_VISIBLE_DEVICES", "none"):
             del os.environ["CUDA_VISIBLE_DEVICES"]  # by which Ray hides what was not asked for
 
-    def look(self, storage: str) -> Machine:
+    def collect(self, storage: str) -> MachineInfo:
         """Look at the machine."""
-        return look(storage)
+        return collect(storage)
 
-    def sees(self, path: str) -> bool:
+    def path_exists(self, path: str) -> bool:
         """Whether there is such a file here."""
         return os.path.exists(path)
 
-    def open_store(self) -> tuple[str, int]:
+    def start_store(self) -> tuple[str, int]:
         """Listen for a pair, on a port that is free; gives address and port."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
 
@@ -47,17 +47,17 @@ class Probe:
         self._store = TCPStore(address, 0, 2, is_master=True, wait_for_workers=False)
         return address, self._store.port
 
-    def meet(self, address: str, port: int, rank: int, backend: str) -> float | str:
+    def measure_allreduce(self, address: str, port: int, rank: int, backend: str) -> float | str:
         """Add up numbers with another node; gives bytes per second, or what has failed.
 
         A failure is told and not raised: Ray prints each raised one that is not asked for.
         """
         try:
-            return self._speed(address, port, rank, backend)
+            return self._allreduce_bandwidth(address, port, rank, backend)
         except Exception as error:
-            return _last_line(error)
+            return last_line(error)
 
-    def _speed(self, address: str, port: int, rank: int, backend: str) -> float:
+    def _allreduce_bandwidth(self, address: str, port: int, rank: int, backend: str) -> float:
         import torch
         from torch import distributed
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
@@ -77,20 +77,20 @@ class Probe:
             distributed.destroy_process_group()
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     told = str(error).strip().splitlines()
     return told[-1] if told else repr(error)
 
 
 @contextmanager
-def probes(address: str, *, gpus: bool = False) -> Iterator[dict[str, Any]]:
+def start_probes(address: str, *, gpus: bool = False) -> Iterator[dict[str, Any]]:
     """Have a probe on each node of the cluster at an address, by its host name.
 
     Raises:
         ConnectionError: There is no such cluster.
     """
-    joined = not ray.is_initialized()
-    if joined:
+    did_init = not ray.is_initialized()
+    if did_init:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     remote: Any = ray.remote
     made: dict[str, Any] = {}
@@ -102,32 +102,32 @@ def probes(address: str, *, gpus: bool = False) -> Iterator[dict[str, Any]]:
                 name = node["NodeManagerHostname"]
                 while name in made:
                     name += "'"  # two nodes of one machine
-                made[name] = remote(Probe).options(**options).remote()
+                made[name] = remote(NodeProbe).options(**options).remote()
         yield made
     finally:
         for probe in made.values():
             ray.kill(probe)
-        if joined:
+        if did_init:
             ray.shutdown()
 
 
-def machines(found: dict[str, Any], storage: str) -> tuple[list[Machine], list[float]]:
+def collect_machines(found: dict[str, Any], storage: str) -> tuple[list[MachineInfo], list[float]]:
     """Look at every node; gives also by how many seconds its clock is ahead of the one here."""
     told, offsets = [], []
     for probe in found.values():
         asked = time.time()
-        machine: Machine = ray.get(probe.look.remote(storage), timeout=PATIENCE_S)
+        machine: MachineInfo = ray.get(probe.collect.remote(storage), timeout=PROBE_TIMEOUT_S)
         answered = time.time()
         told.append(machine)
-        outside = max(machine.clock - answered, asked - machine.clock, 0.0)
-        offsets.append(outside if machine.clock > answered else -outside)
+        clock_error = max(machine.clock - answered, asked - machine.clock, 0.0)
+        offsets.append(clock_error if machine.clock > answered else -clock_error)
     return told, offsets
 
 
-def storage_findings(found: dict[str, Any], storage: str) -> Iterator[Finding]:
+def check_storage(found: dict[str, Any], storage: str) -> Iterator[CheckResult]:
     """Say whether every node sees what is written to the storage path here."""
     if "://" in storage:
-        yield Finding("ok", "storage path", f"{storage} is the same place for all nodes")
+        yield CheckResult("ok", "storage path", f"{storage} is the same place for all nodes")
         return
     probe_file = Path(storage) / f".drawbar-doctor-{uuid.uuid4().hex}"
     made = [each for each in probe_file.parents if not each.exists()]
@@ -136,14 +136,14 @@ def storage_findings(found: dict[str, Any], storage: str) -> Iterator[Finding]:
         probe_file.touch()
     except OSError as error:
         advice = "give a storage path that this user may write to"
-        yield Finding("problem", "storage path", str(error), advice, socket.gethostname())
+        yield CheckResult("problem", "storage path", str(error), advice, socket.gethostname())
         return
     try:
         for name, probe in found.items():
-            if ray.get(probe.sees.remote(str(probe_file)), timeout=PATIENCE_S):
-                yield Finding("ok", "storage path", f"{storage} is shared", node=name)
+            if ray.get(probe.path_exists.remote(str(probe_file)), timeout=PROBE_TIMEOUT_S):
+                yield CheckResult("ok", "storage path", f"{storage} is shared", node=name)
             else:
-                yield Finding(
+                yield CheckResult(
                     "warning",
                     "storage path",
                     f"{storage} is another folder there: its ranks send their files to the driver",
@@ -157,26 +157,26 @@ def storage_findings(found: dict[str, Any], storage: str) -> Iterator[Finding]:
                 each.rmdir()
 
 
-def pair_findings(found: dict[str, Any], backend: str) -> Iterator[Finding]:
+def check_node_pairs(found: dict[str, Any], backend: str) -> Iterator[CheckResult]:
     """Have every pair of nodes meet by a backend of torch, and say how fast they are."""
     for (one, first), (other, second) in itertools.combinations(found.items(), 2):
         subject, pair = f"{backend} all-reduce", f"{one} and {other}"
         try:
-            address, port = ray.get(first.open_store.remote(), timeout=PATIENCE_S)
+            address, port = ray.get(first.start_store.remote(), timeout=PROBE_TIMEOUT_S)
             meetings = [
-                first.meet.remote(address, port, 0, backend),
-                second.meet.remote(address, port, 1, backend),
+                first.measure_allreduce.remote(address, port, 0, backend),
+                second.measure_allreduce.remote(address, port, 1, backend),
             ]
-            met: list[float | str] = ray.get(meetings, timeout=PATIENCE_S)
+            met: list[float | str] = ray.get(meetings, timeout=PROBE_TIMEOUT_S)
         except Exception as error:
-            met = [_last_line(error)]
+            met = [last_line(error)]
         failures = [each for each in met if isinstance(each, str)]
         if failures:
             advice = (
                 "open all ports between the nodes, and name the interface that they share: "
                 f"{'GLOO' if backend == 'gloo' else 'NCCL'}_SOCKET_IFNAME"
             )
-            yield Finding("problem", subject, failures[0], advice, pair)
+            yield CheckResult("problem", subject, failures[0], advice, pair)
         else:
             speed = min(each for each in met if isinstance(each, float))
-            yield Finding("ok", subject, f"{speed / 1e9:.2f} GB/s", node=pair)
+            yield CheckResult("ok", subject, f"{speed / 1e9:.2f} GB/s", node=pair)

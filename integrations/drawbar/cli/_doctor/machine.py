@@ -17,12 +17,12 @@ from pathlib import Path
 
 _PATIENCE_S = 60.0
 
-COMPARED = ("drawbar", "ray", "cloudpickle", "msgspec", "torch", "numpy", "pyarrow")
+COMPARED_PACKAGES = ("drawbar", "ray", "cloudpickle", "msgspec", "torch", "numpy", "pyarrow")
 """The packages that must be the same on all machines: their objects travel between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineInfo:
     """What a machine tells of itself.
 
     Attributes:
@@ -45,7 +45,7 @@ class Machine:
     gpus: list[str]
     torch_cuda: str | None
     torch_gpus: int
-    unsupported: list[str]
+    unsupported_gpus: list[str]
     open_files: int
     processes: int
     shared_memory: tuple[int, int] | None
@@ -53,24 +53,24 @@ class Machine:
     clock: float = 0.0
 
 
-def look(storage: str) -> Machine:
+def collect(storage: str) -> MachineInfo:
     """Look at this machine.
 
     Args:
         storage: A local storage path, whose disk is looked at too; "" if there is none.
     """
-    cuda, usable, unsupported = _torch()
-    return Machine(
+    cuda, usable, unsupported = _query_torch()
+    return MachineInfo(
         host=socket.gethostname(),
         python=platform.python_version(),
-        packages={name: found for name in COMPARED if (found := _version(name))},
+        packages={name: found for name in COMPARED_PACKAGES if (found := _version(name))},
         gpus=_gpus(),
         torch_cuda=cuda,
         torch_gpus=usable,
-        unsupported=unsupported,
+        unsupported_gpus=unsupported,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         processes=resource.getrlimit(resource.RLIMIT_NPROC)[0],
-        shared_memory=_space(Path("/dev/shm")),
+        shared_memory=_disk_usage(Path("/dev/shm")),
         disks=_disks(storage),
         clock=time.time(),
     )
@@ -87,21 +87,21 @@ def _gpus() -> list[str]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
-    return [line for line in _output_of(command, "-L") if line.startswith("GPU ")]
+    return [line for line in _run(command, "-L") if line.startswith("GPU ")]
 
 
-def _torch() -> tuple[str | None, int, list[str]]:
+def _query_torch() -> tuple[str | None, int, list[str]]:
     """Ask torch in a process of its own: here, importing it would take memory and GPUs."""
     if not _version("torch"):
         return None, 0, []
-    told = _output_of(sys.executable, "-c", _ASK_TORCH)
-    if _TOLD not in told:
+    told = _run(sys.executable, "-c", _ASK_TORCH)
+    if _TORCH_MARKER not in told:
         return None, 0, []
-    cuda, count, *unsupported = told[told.index(_TOLD) + 1 :]
+    cuda, count, *unsupported = told[told.index(_TORCH_MARKER) + 1 :]
     return cuda or None, int(count), unsupported
 
 
-def _output_of(*command: str) -> list[str]:
+def _run(*command: str) -> list[str]:
     """Give the lines that a program writes; none if it fails, or does not end."""
     try:
         done = subprocess.run(
@@ -117,10 +117,10 @@ def _output_of(*command: str) -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-_TOLD = "torch tells:"
+_TORCH_MARKER = "torch tells:"
 _ASK_TORCH = f"""
 import torch
-print("{_TOLD}")
+print("{_TORCH_MARKER}")
 print(torch.version.cuda or "")
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(count)
@@ -139,15 +139,15 @@ def _disks(storage: str) -> dict[str, tuple[int, int]]:
     places = {"temporary files": Path(tempfile.gettempdir()), "work folders": cache}
     if storage and "://" not in storage:
         places["storage path"] = Path(storage)
-    found = {name: _space(_existing(path)) for name, path in places.items()}
+    found = {name: _disk_usage(_nearest_existing(path)) for name, path in places.items()}
     return {name: space for name, space in found.items() if space is not None}
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
 
 
-def _space(path: Path) -> tuple[int, int] | None:
+def _disk_usage(path: Path) -> tuple[int, int] | None:
     try:
         usage = shutil.disk_usage(path)
     except OSError:

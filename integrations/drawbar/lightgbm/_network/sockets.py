@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER, socket(7): on, for 0 seconds
-_IN_ORDER = struct.pack("ii", 0, 0)
+_GRACEFUL = struct.pack("ii", 0, 0)
 
 
 @contextmanager
-def reset_unless_it_returns(machines: Sequence[str], port: int) -> Iterator[None]:
+def reset_connections_on_failure(machines: Sequence[str], port: int) -> Iterator[None]:
     """Have this rank's connections reset if the context is left by an exception or a death.
 
     Args:
@@ -27,18 +27,18 @@ def reset_unless_it_returns(machines: Sequence[str], port: int) -> Iterator[None
     """
     _set_linger(machines, port, _RESET)
     yield
-    _set_linger(machines, port, _IN_ORDER)  # another rank may still be reading
+    _set_linger(machines, port, _GRACEFUL)  # another rank may still be reading
 
 
 def _set_linger(machines: Sequence[str], port: int, value: bytes) -> None:
     ports = {int(machine.rpartition(":")[2]) for machine in machines}
-    for connection in _sockets_of_this_process():
+    for connection in _iter_process_sockets():
         with connection:
-            if _is_own(connection, ports, port):
+            if _belongs_to_rank(connection, ports, port):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, value)
 
 
-def _sockets_of_this_process() -> Iterator[socket.socket]:
+def _iter_process_sockets() -> Iterator[socket.socket]:
     """Give another handle on each of them, to be closed."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # it is closed meanwhile
@@ -49,12 +49,12 @@ def _sockets_of_this_process() -> Iterator[socket.socket]:
                 os.close(copy)
 
 
-def _is_own(connection: socket.socket, ports: set[int], port: int) -> bool:
+def _belongs_to_rank(connection: socket.socket, ports: set[int], port: int) -> bool:
     """Whether it is between this rank and another one; a process may hold those of other ranks."""
     if connection.family != socket.AF_INET:
         return False
     try:
-        here, there = connection.getsockname()[1], connection.getpeername()[1]
+        local_port, remote_port = connection.getsockname()[1], connection.getpeername()[1]
     except OSError:
         return False  # it listens
-    return here == port or (there in ports and here not in ports)
+    return local_port == port or (remote_port in ports and local_port not in ports)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drawbar.lightning._package import OfUsersPackage, with_base
+from drawbar.lightning._package import LateBoundBase, bind_base
 from drawbar.train import ScalingConfig
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ else:
     CUDAAccelerator = object
 
 
-class WorkersGPU(OfUsersPackage, CUDAAccelerator, base="accelerators.CUDAAccelerator"):
+class RemoteCUDAAccelerator(LateBoundBase, CUDAAccelerator, base="accelerators.CUDAAccelerator"):
     """The workers' GPUs, for a driver that has none."""
 
     @staticmethod
@@ -38,10 +38,10 @@ class WorkersGPU(OfUsersPackage, CUDAAccelerator, base="accelerators.CUDAAcceler
         return [0]
 
 
-def set_for_workers(strategy: Any, scaling_config: ScalingConfig) -> None:
+def configure_for_workers(strategy: Any, scaling_config: ScalingConfig) -> None:
     """Have the Trainer that gets this strategy made for the workers' devices."""
     if scaling_config.use_gpu and not torch.cuda.is_available():
-        strategy.accelerator = with_base(WorkersGPU, strategy.package)()
+        strategy.accelerator = bind_base(RemoteCUDAAccelerator, strategy.package)()
         return
     kind = "cuda" if scaling_config.use_gpu else "cpu"
     count = max(scaling_config.max_workers, 1)

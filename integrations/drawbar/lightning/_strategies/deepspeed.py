@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drawbar.lightning._package import lightning_class
-from drawbar.lightning._strategies.strategy import RayStrategy, Weights
-from drawbar.lightning._strategies.universal_checkpoint import for_any_number_of_workers
-from drawbar.torch import at_end, get_device
+from drawbar.lightning._package import import_lightning_class
+from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
+from drawbar.lightning._strategies.universal_checkpoint import open_for_world_size
+from drawbar.torch import get_device, on_attempt_end
 from drawbar.torch.deepspeed import reduce_by_gloo
 from drawbar.train.backend import require_package
 
@@ -55,15 +55,15 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
             )
         if device.type == "cpu":
             reduce_by_gloo()
-        at_end(_forget_attempt)
+        on_attempt_end(_reset_deepspeed_state)
         # What DeepSpeedStrategy adds to this is to refuse CPUs.
-        lightning_class("strategies.DDPStrategy", self.package).setup_environment(self)
+        import_lightning_class("strategies.DDPStrategy", self.package).setup_environment(self)
 
-    def loadable(self, path: Path) -> AbstractContextManager[Path]:
+    def convert_for_loading(self, path: Path) -> AbstractContextManager[Path]:
         """Give a checkpoint as this many workers can load it."""
-        return for_any_number_of_workers(path, self.deepspeed_engine)
+        return open_for_world_size(path, self.deepspeed_engine)
 
-    def full_state_dict(self) -> Weights:
+    def full_state_dict(self) -> StateDict:
         """Gather the module's weights on rank 0, one at a time."""
         import deepspeed
 
@@ -75,7 +75,7 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
         return weights
 
 
-def _forget_attempt() -> None:
+def _reset_deepspeed_state() -> None:
     """Have DeepSpeed let go of what it keeps of this attempt in its modules.
 
     These are process groups; and counters of ZeRO 3, on which the ranks must agree in the next

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from drawbar.lightning._strategies.strategy import RayStrategy, Weights
+from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import FSDPStrategy
@@ -35,9 +35,9 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
     def _setup_model(self, model: nn.Module) -> nn.Module:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        if self.root_device.type != "cpu" or _has(FullyShardedDataParallel, model):
+        if self.root_device.type != "cpu" or _contains_module(FullyShardedDataParallel, model):
             return super()._setup_model(model)
-        wrapped = FullyShardedDataParallel(model, **self._wrapping)
+        wrapped = FullyShardedDataParallel(model, **self._fsdp_kwargs)
         policy = self.kwargs.pop("auto_wrap_policy", None)
         try:
             return super()._setup_model(wrapped)  # finds it wrapped, and does the rest
@@ -51,11 +51,11 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
         from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import enable_wrap
 
-        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self._wrapping):
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self._fsdp_kwargs):
             yield
 
     @property
-    def _wrapping(self) -> dict[str, Any]:
+    def _fsdp_kwargs(self) -> dict[str, Any]:
         """How modules are wrapped: as `FSDPStrategy` does, but for `device_id`.
 
         It gives the device's index, which the CPU has none of; torch then looks for a GPU.
@@ -68,38 +68,44 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
             **self.kwargs,
         }
 
-    def lightning_module_state_dict(self) -> Weights:
+    def lightning_module_state_dict(self) -> StateDict:
         """Give the module's weights as `state_dict_type` says: this rank's, or all on rank 0."""
-        return self.full_state_dict() if self._is_full else super().lightning_module_state_dict()
+        return (
+            self.full_state_dict()
+            if self._is_full_state_dict
+            else super().lightning_module_state_dict()
+        )
 
-    def full_state_dict(self) -> Weights:
+    def full_state_dict(self) -> StateDict:
         """Gather the module's weights on rank 0."""
         assert self.model is not None
-        with _full_state(self.model):
+        with _full_state_dict_context(self.model):
             return self.model.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Give an optimizer's state as `state_dict_type` says: this rank's, or all on rank 0."""
-        if not self._is_full:
+        if not self._is_full_state_dict:
             return super().optimizer_state(optimizer)
         from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
         assert self.model is not None
-        plain = getattr(optimizer, "_optimizer", optimizer)  # out of a LightningOptimizer
-        with _full_state(self.model):
-            state = FullyShardedDataParallel.optim_state_dict(self.model, plain)
+        unwrapped_optimizer = getattr(
+            optimizer, "_optimizer", optimizer
+        )  # out of a LightningOptimizer
+        with _full_state_dict_context(self.model):
+            state = FullyShardedDataParallel.optim_state_dict(self.model, unwrapped_optimizer)
             if not self.is_global_zero:
                 return state
             by_number = OptimStateKeyType.PARAM_ID
             return FullyShardedDataParallel.rekey_optim_state_dict(state, by_number, self.model)
 
     @property
-    def _is_full(self) -> bool:
+    def _is_full_state_dict(self) -> bool:
         return self._state_dict_type == "full"
 
 
 @contextmanager
-def _full_state(model: nn.Module) -> Iterator[None]:
+def _full_state_dict_context(model: nn.Module) -> Iterator[None]:
     """Have FSDP gather state on rank 0, in the CPU's memory.
 
     What is there already is not "offloaded" there: torch would take the very tensors for copies,
@@ -122,5 +128,5 @@ def _full_state(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _has(kind: type[nn.Module], model: nn.Module) -> bool:
+def _contains_module(kind: type[nn.Module], model: nn.Module) -> bool:
     return any(isinstance(module, kind) for module in model.modules())

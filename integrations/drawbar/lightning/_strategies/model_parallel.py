@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drawbar.lightning._strategies.strategy import RayStrategy, Weights
+from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
 from drawbar.train import get_context
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class RayModelParallelStrategy(
     def setup_environment(self) -> None:
         """Make the device mesh."""
         context = get_context()
-        self._data_parallel_size, self._tensor_parallel_size = mesh_shape(
+        self._data_parallel_size, self._tensor_parallel_size = resolve_mesh_shape(
             self._data_parallel_size,
             self._tensor_parallel_size,
             world_size=context.get_world_size(),
@@ -40,7 +40,7 @@ class RayModelParallelStrategy(
         mesh = self.device_mesh["data_parallel"]
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
-    def full_state_dict(self) -> Weights:
+    def full_state_dict(self) -> StateDict:
         """Gather the module's weights on rank 0."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -49,7 +49,7 @@ class RayModelParallelStrategy(
         return get_model_state_dict(self.model, options=options)
 
 
-def mesh_shape(
+def resolve_mesh_shape(
     data_parallel: int | str, tensor_parallel: int | str, *, world_size: int, local_world_size: int
 ) -> tuple[int, int]:
     """Say what "auto" stands for in the shape of a device mesh.

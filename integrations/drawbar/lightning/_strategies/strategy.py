@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from drawbar.lightning._checkpoints.commits import CommitsCheckpoints
-from drawbar.lightning._environment import RayLightningEnvironment, in_training_function
-from drawbar.lightning._launcher import GroupSettings, Launch, RayLauncher
-from drawbar.lightning._package import OfUsersPackage, lightning_class, with_base
-from drawbar.lightning._strategies.accelerator import set_for_workers
+from drawbar.lightning._checkpoint import CheckpointStrategyMixin
+from drawbar.lightning._environment import RayLightningEnvironment, is_in_training_function
+from drawbar.lightning._launcher import ProcessGroupOptions, RayLauncher, WorkerLaunchConfig
+from drawbar.lightning._package import LateBoundBase, bind_base, import_lightning_class
+from drawbar.lightning._strategies.accelerator import configure_for_workers
 from drawbar.torch import get_device
 from drawbar.train import RunConfig, ScalingConfig, get_context
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 else:
     DDPStrategy = ParallelStrategy = object
 
-Weights = dict[str, Any]
+StateDict = dict[str, Any]
 
 
-class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
+class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
     """What the strategies have in common: ranks, device and process group are the run's.
 
     In a training function a strategy is made without the arguments below. In an ordinary script or
@@ -58,7 +58,7 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
         TypeError, ValueError: An argument is wrong, here or in the config that it is for.
     """
 
-    weights: Weights | None = None
+    trained_weights: StateDict | None = None
     """On rank 0, after a fit that the driver has launched: the trained weights, on the CPU."""
 
     def __init__(
@@ -72,11 +72,13 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.launch = Launch.of(num_workers, use_gpu, scaling_config, run_config)
+        self.launch_config = WorkerLaunchConfig.from_arguments(
+            num_workers, use_gpu, scaling_config, run_config
+        )
         self._return_weights = return_weights
-        self._keeps_weights = False
-        if self.launch is not None:
-            set_for_workers(self, self.launch.scaling_config)
+        self._should_collect_weights = False
+        if self.launch_config is not None:
+            configure_for_workers(self, self.launch_config.scaling_config)
 
     @cached_property  # Lightning asks several times in each step
     def root_device(self) -> torch.device:
@@ -97,48 +99,50 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
             RuntimeError: The Trainer is made where this strategy cannot work; the message says what
                 to write instead.
         """
-        check_place(type(self).__name__, in_worker=in_training_function(), launch=self.launch)
-        if self.launch is not None:
+        validate_context(
+            type(self).__name__, in_worker=is_in_training_function(), launch=self.launch_config
+        )
+        if self.launch_config is not None:
             environment = "plugins.environments.LightningEnvironment"
-            self.cluster_environment = lightning_class(environment, self.package)()
+            self.cluster_environment = import_lightning_class(environment, self.package)()
         else:
-            self._take_place()
+            self._use_run_environment()
         super().set_world_ranks()  # type: ignore[misc]  # Lightning's parallel strategies have it
 
-    def _take_place(self) -> None:
+    def _use_run_environment(self) -> None:
         if not isinstance(self.cluster_environment, RayLightningEnvironment):
-            self.cluster_environment = with_base(RayLightningEnvironment, self.package)()
+            self.cluster_environment = bind_base(RayLightningEnvironment, self.package)()
         kind, count = self.root_device.type, get_context().get_local_world_size()
         self.parallel_devices = [torch.device(kind, index) for index in range(count)]
 
     def _configure_launcher(self) -> None:
-        if self.launch is None:
+        if self.launch_config is None:
             self._check_process_group()
         else:
             self._launcher = cast(
-                "_Launcher", RayLauncher(self.launch, self.torch_config_arguments())
+                "_Launcher", RayLauncher(self.launch_config, self.process_group_options())
             )
 
-    def arrive(self, trainer: Trainer) -> None:
+    def attach_to_worker(self, trainer: Trainer) -> None:
         """Take a place in the worker that the Trainer was sent to from the driver."""
-        self.launch, self._launcher = None, None
-        self._keeps_weights = self._return_weights
+        self.launch_config, self._launcher = None, None
+        self._should_collect_weights = self._return_weights
         # In the driver there may have been no GPU to scale gradients for.
         self.precision_plugin = trainer._accelerator_connector._check_and_init_precision()
         self.set_world_ranks()
 
     # -- the process group
 
-    def torch_config_arguments(self) -> GroupSettings:
+    def process_group_options(self) -> ProcessGroupOptions:
         """Give what the user said about the process group, as arguments of `TorchConfig`."""
         backend: str | None = getattr(self, "_process_group_backend", None)
         timeout = getattr(self, "_timeout", None) or default_pg_timeout
-        asked: GroupSettings = {}
+        requested: ProcessGroupOptions = {}
         if backend is not None:
-            asked["backend"] = backend
+            requested["backend"] = backend
         if timeout != default_pg_timeout:
-            asked["timeout_s"] = timeout.total_seconds()
-        return asked
+            requested["timeout_s"] = timeout.total_seconds()
+        return requested
 
     def _check_process_group(self) -> None:
         name = type(self).__name__
@@ -147,11 +151,11 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
                 f"{name} finds no process group in this worker; run the training function with "
                 "drawbar.torch.TorchTrainer, which makes it"
             )
-        asked = self.torch_config_arguments()
-        if asked.get("backend") in (dist.get_backend(), dist.get_backend_config()):
-            del asked["backend"]
-        if asked:
-            listed = ", ".join(f"{key}={value!r}" for key, value in asked.items())
+        requested = self.process_group_options()
+        if requested.get("backend") in (dist.get_backend(), dist.get_backend_config()):
+            del requested["backend"]
+        if requested:
+            listed = ", ".join(f"{key}={value!r}" for key, value in requested.items())
             raise ValueError(
                 f"{name} was given process_group_backend or timeout, but the run has made its "
                 f"process group already ({dist.get_backend_config()}); write "
@@ -160,7 +164,7 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
 
     # -- weights
 
-    def full_state_dict(self) -> Weights:
+    def full_state_dict(self) -> StateDict:
         """Gather the module's weights, whole, on rank 0's CPU; other ranks may get fewer."""
         return self.lightning_module_state_dict()
 
@@ -170,23 +174,23 @@ class RayStrategy(CommitsCheckpoints, OfUsersPackage, ParallelStrategy):
         They are gathered here, since the strategies take the model apart after this.
         """
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        if self._keeps_weights and trainer is not None and _ends_a_fit(trainer):
+        if self._should_collect_weights and trainer is not None and _is_fit_teardown(trainer):
             weights = self.full_state_dict()
             if self.is_global_zero:
-                self.weights = {name: on_cpu(value) for name, value in weights.items()}
+                self.trained_weights = {name: to_cpu(value) for name, value in weights.items()}
         super().teardown()
 
 
-def _ends_a_fit(trainer: Trainer) -> bool:
+def _is_fit_teardown(trainer: Trainer) -> bool:
     return (trainer.state.fn, trainer.state.status) == ("fit", "running")
 
 
-def on_cpu(value: object) -> object:
+def to_cpu(value: object) -> object:
     """Give a tensor's values on the CPU, without its history; anything else as it is."""
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def check_place(name: str, *, in_worker: bool, launch: Launch | None) -> None:
+def validate_context(name: str, *, in_worker: bool, launch: WorkerLaunchConfig | None) -> None:
     """Check that a strategy with or without `num_workers` belongs where its Trainer is made.
 
     Raises:

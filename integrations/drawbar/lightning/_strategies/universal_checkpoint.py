@@ -16,23 +16,23 @@ from typing import Any
 
 from drawbar.train import collective, get_context
 
-TAG = "checkpoint"  # by which Lightning has DeepSpeed name what is in a checkpoint
+DEEPSPEED_TAG = "checkpoint"  # by which Lightning has DeepSpeed name what is in a checkpoint
 
 
 @contextmanager
-def for_any_number_of_workers(path: Path, engine: Any) -> Iterator[Path]:
+def open_for_world_size(path: Path, engine: Any) -> Iterator[Path]:
     """Give a sharded checkpoint as one that the engine can load, with any number of workers.
 
     All ranks must call this. One of each node converts, into a temporary folder that is as large as
     the checkpoint and removed after loading. If the number of workers is that of the shards, or if
     there are none, the checkpoint is given as it is.
     """
-    shards = len(list((path / TAG).glob("*_optim_states.pt")))
+    shards = len(list((path / DEEPSPEED_TAG).glob("*_optim_states.pt")))
     if shards in (0, get_context().get_world_size()):
         yield path
         return
     config = engine._config
-    with _converted(path) as folder:
+    with _universal_checkpoint(path) as folder:
         config.load_universal_checkpoint = True
         try:
             yield folder
@@ -41,11 +41,11 @@ def for_any_number_of_workers(path: Path, engine: Any) -> Iterator[Path]:
 
 
 @contextmanager
-def _converted(path: Path) -> Iterator[Path]:
+def _universal_checkpoint(path: Path) -> Iterator[Path]:
     context = get_context()
     with tempfile.TemporaryDirectory(prefix="drawbar-universal-") as own:
         if context.get_local_rank() == 0:
-            _convert(path / TAG, Path(own, TAG))
+            _convert(path / DEEPSPEED_TAG, Path(own, DEEPSPEED_TAG))
         first_of_node = context.get_world_rank() - context.get_local_rank()
         yield Path(collective.all_gather(own)[first_of_node])
         collective.barrier()  # nobody reads it any more

@@ -1,0 +1,358 @@
+"""How a run looks: one live line on a terminal, plain lines elsewhere. `notebook` has a third.
+
+A view shows what `Console` found worth showing; the `Status` holds what the live line is made of.
+"""
+
+from __future__ import annotations
+
+import codecs
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from drawbar.train._lines import LineSplitter, StreamName
+from drawbar.train._messages import Printed
+
+if TYPE_CHECKING:
+    from rich.console import RenderHook
+
+# Few enough lines for the log of a week, but often enough to see that the run makes progress.
+_PLAIN_LINE_PERIOD_S = 10.0
+MAX_COMMIT_LINES = 20
+"""Commits in `_PLAIN_LINE_PERIOD_S` seconds that get a line each where there is no live line."""
+_MAX_METRICS = 6
+
+logger = logging.getLogger(__name__)
+
+
+class DisplayStatus:
+    """What is known of the run; the views read it, from other threads too."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.phase = ""
+        self.detail = ""
+        self.num_workers = 0
+        self.last_report: tuple[int, Mapping[str, object]] | None = None
+        self.last_checkpoint = ""
+        self.checkpoints: dict[str, Mapping[str, object]] = {}
+        self.redrawn_line = ""
+        self._start_time = time.monotonic()
+
+    def format_elapsed(self) -> str:
+        minutes, seconds = divmod(int(time.monotonic() - self._start_time), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"
+
+    def format_activity(self) -> str:
+        workers = f" on {self.num_workers} worker{'s' * (self.num_workers != 1)}"
+        shown = self.phase + (workers if self.phase == "running" and self.num_workers else "")
+        return f"{shown}: {self.detail}" if self.detail else shown
+
+    def format_last_report(self) -> str:
+        if self.last_report is None:
+            return ""
+        index, metrics = self.last_report
+        return f"report {index}: {format_metrics(metrics)}"
+
+    def format_line(self) -> str:
+        """Everything there is, the most telling first, since the end may not fit the screen."""
+        parts = [
+            self.format_activity(),
+            self.redrawn_line,
+            self.format_last_report(),
+            self.last_checkpoint,
+        ]
+        return f"[drawbar {self.format_elapsed()}] " + " | ".join(part for part in parts if part)
+
+
+def format_metrics(metrics: Mapping[str, object]) -> str:
+    shown = [f"{key} {short}" for key, value in metrics.items() if (short := _format_value(value))]
+    return ", ".join(shown[:_MAX_METRICS])
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, bool | int | str):
+        return str(value)[:24]
+    try:
+        return f"{float(value):.4g}"  # type: ignore[arg-type]  # numpy scalars, 0-d tensors
+    except (TypeError, ValueError):
+        return ""
+
+
+class OutputStreams:
+    """Where lines go. `sys.stdout` and `sys.stderr` are looked up each time: tests replace them.
+
+    A thread of its own writes to them: where nobody reads, such as `python train.py | less`, a
+    write waits, and the run must not.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._lines: queue.SimpleQueue[tuple[TextIO, str | bytes] | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        # A file of the caller's own is written at once, so that it has what was shown when it is
+        # read.
+        self._is_synchronous = file is not None
+
+    def get_stream(self, name: StreamName) -> TextIO:
+        stream: TextIO = self._file or getattr(sys, name)
+        return stream
+
+    def write_line(self, name: StreamName, text: str) -> None:
+        self.write(name, text + "\n")
+
+    def write(self, name: StreamName, data: str | bytes) -> None:
+        """Write text, or bytes as they are."""
+        stream = self.get_stream(name)
+        with self._lock:
+            if not self._is_synchronous:
+                self._lines.put((stream, data))
+                if self._writer is None:
+                    self._writer = threading.Thread(
+                        target=self._write_lines, name="drawbar-console", daemon=True
+                    )
+                    self._writer.start()
+                return
+        _write(stream, data)
+
+    def _write_lines(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                _write(*line)
+            except Exception:
+                logger.debug("a line could not be shown", exc_info=True)
+
+    def close(self) -> None:
+        """Wait until every line is written, as who writes later does himself."""
+        with self._lock:
+            self._is_synchronous = True
+            self._lines.put(None)
+        if self._writer is not None:
+            self._writer.join()
+
+
+def _write(stream: TextIO, data: str | bytes) -> None:
+    if isinstance(data, str):
+        stream.write(data)
+    elif (buffer := getattr(stream, "buffer", None)) is None:  # a notebook's, or a StringIO
+        stream.write(data.decode(errors="backslashreplace"))
+    else:
+        stream.flush()
+        buffer.write(data)
+    stream.flush()
+
+
+class Display(Protocol):
+    """How a run looks. The `Status` it was made with has changed before a method tells it so.
+
+    `line` (Drawbar's own) and `user_line` show what stays; the others show what is outdated soon,
+    or leave it: there may be thousands of reports per second.
+    """
+
+    def print_line(self, text: str) -> None: ...
+
+    def print_user_line(self, text: str, stream: StreamName) -> None: ...
+
+    def write_user_bytes(self, data: bytes, stream: StreamName) -> None: ...
+
+    def on_redraw(self, text: str, stream: StreamName) -> None: ...
+
+    def on_state_change(self) -> None: ...
+
+    def on_report(self) -> None: ...
+
+    def on_commit(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _RateLimit:
+    """Limit the number of lines in each period of `_PLAIN_LINE_PERIOD_S` seconds.
+
+    Attributes:
+        num_held: Number of latest lines that were not let through.
+    """
+
+    def __init__(self, lines_per_period: int = 1) -> None:
+        self._limit = lines_per_period
+        self._left = lines_per_period
+        self._period_ends = 0.0
+        self.num_held = 0
+
+    def should_show(self) -> bool:
+        """Count one more line. Return whether it may be printed."""
+        now = time.monotonic()
+        if now >= self._period_ends:
+            self._period_ends, self._left = now + _PLAIN_LINE_PERIOD_S, self._limit
+        if self._left == 0:
+            self.num_held += 1
+            return False
+        self._left -= 1
+        return True
+
+    def release(self) -> int:
+        """Return the number of held lines, and hold none."""
+        num_held, self.num_held = self.num_held, 0
+        return num_held
+
+
+class PlainDisplay:
+    """Plain lines, for log files and CI."""
+
+    def __init__(self, streams: OutputStreams, status: DisplayStatus) -> None:
+        self._streams = streams
+        self._status = status
+        self._shown_state = ""
+        self._metrics = _RateLimit()
+        self._commits = _RateLimit(MAX_COMMIT_LINES)
+        self._redraws = _RateLimit()
+        self._has_open_line = False  # bytes on stderr that did not end in a newline
+
+    def print_line(self, text: str) -> None:
+        start = "\n" if self._has_open_line else ""
+        self._has_open_line = False
+        self._streams.write_line(
+            "stderr", f"{start}[drawbar {self._status.format_elapsed()}] {text}"
+        )
+
+    def print_user_line(self, text: str, stream: StreamName) -> None:
+        self._streams.write_line(stream, text)
+
+    def write_user_bytes(self, data: bytes, stream: StreamName) -> None:
+        self._streams.write(stream, data)
+        if stream == "stderr":
+            self._has_open_line = not data.endswith(b"\n")
+
+    def on_redraw(self, text: str, stream: StreamName) -> None:
+        if self._redraws.should_show():
+            self._streams.write_line(stream, text)
+
+    def on_state_change(self) -> None:
+        shown = self._status.format_activity()
+        if shown != self._shown_state:
+            if self._status.phase in ("restarting", "finished", "failed", "stopped"):
+                self.close()
+            self._shown_state = shown
+            self.print_line(shown)
+
+    def on_report(self) -> None:
+        if self._metrics.should_show():
+            self._metrics.release()
+            self.print_line(self._status.format_last_report())
+
+    def on_commit(self) -> None:
+        if self._commits.should_show():
+            self._write_commit(num_omitted=self._commits.release())
+
+    def _write_commit(self, num_omitted: int) -> None:
+        omitted = f"; {num_omitted} commits before it are not shown" if num_omitted else ""
+        self.print_line(f"committed {self._status.last_checkpoint}{omitted}")
+
+    def close(self) -> None:
+        """Print the latest metrics and the latest commit if they were held."""
+        if self._metrics.release():
+            self.print_line(self._status.format_last_report())
+        if num_held := self._commits.release():
+            self._write_commit(num_omitted=num_held - 1)
+
+
+def _make_cursor_hook() -> RenderHook:
+    """Give what leaves the cursor at the live line's beginning, and erases from there.
+
+    rich leaves it at the end. A terminal that is made narrower breaks the line, and rich would
+    erase the last piece alone. How many there are cannot be told from here, since some terminals
+    cut the line off instead; but all of them keep the cursor at the character that it stands on.
+    What is below is erased from the second column on, since tmux keeps what is erased from the
+    first of the screen: it takes that for `clear`.
+    """
+    from rich.console import ConsoleRenderable, RenderHook
+    from rich.control import Control
+    from rich.segment import ControlType, Segment, Segments
+
+    to_the_beginning = Control(ControlType.CARRIAGE_RETURN)
+    erase = Segment("\r\x1b[2K\x1b[C\x1b[J\r", None, [(ControlType.CARRIAGE_RETURN,)])
+
+    class _CursorHook(RenderHook):
+        def process_renderables(
+            self, renderables: list[ConsoleRenderable]
+        ) -> list[ConsoleRenderable]:
+            return [Segments([erase]), *renderables, to_the_beginning]
+
+    return _CursorHook()
+
+
+class TerminalDisplay:
+    """One live line at the bottom of the terminal, redrawn by rich four times per second.
+
+    A stream that does not lead to the terminal (`python train.py > out.txt`) is left alone.
+    """
+
+    def __init__(self, streams: OutputStreams, status: DisplayStatus, file: TextIO | None) -> None:
+        from rich.console import Console as RichConsole
+        from rich.live import Live
+        from rich.text import Text
+
+        def draw() -> Text:
+            return Text(status.format_line(), no_wrap=True, overflow="ellipsis")
+
+        self._streams = streams
+        self._status = status
+        names: tuple[StreamName, ...] = ("stdout", "stderr")
+        self._splitters = {name: LineSplitter(name, self._show_line) for name in names}
+        self._decoders = {
+            name: codecs.getincrementaldecoder("utf-8")("backslashreplace") for name in names
+        }
+        self._live = Live(
+            console=RichConsole(file=file, stderr=True),
+            get_renderable=draw,
+            transient=True,
+            redirect_stdout=file is None and streams.get_stream("stdout").isatty(),
+            redirect_stderr=file is None,
+        )
+        self._live.start()
+        self._live.console.push_render_hook(_make_cursor_hook())
+
+    def print_line(self, text: str) -> None:
+        self._print_above(f"[drawbar {self._status.format_elapsed()}] {text}")
+
+    def print_user_line(self, text: str, stream: StreamName) -> None:
+        if self._streams.get_stream(stream).isatty():
+            self._print_above(text)
+        else:
+            self._streams.write_line(stream, text)
+
+    def write_user_bytes(self, data: bytes, stream: StreamName) -> None:
+        if self._streams.get_stream(stream).isatty():
+            self._splitters[stream].feed(self._decoders[stream].decode(data))
+        else:
+            self._streams.write(stream, data)
+
+    def _show_line(self, line: Printed) -> None:
+        self._status.redrawn_line = line.text if line.transient else ""
+        if not line.transient:
+            self._print_above(line.text)
+
+    def _print_above(self, text: str) -> None:
+        self._live.console.out(text, highlight=False)
+
+    def on_redraw(self, text: str, stream: StreamName) -> None:
+        pass  # until the next redraw
+
+    def on_state_change(self) -> None:
+        pass  # until the next redraw
+
+    on_report = on_commit = on_state_change
+
+    def close(self) -> None:
+        for splitter in self._splitters.values():
+            splitter.finish()
+        self._live.refresh()
+        self._live.console.pop_render_hook()  # ours: `stop()` takes the last away, to be rich's own
+        self._live.stop()
+        self._streams.write_line("stderr", self._status.format_line())

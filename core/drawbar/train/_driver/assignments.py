@@ -1,0 +1,115 @@
+"""What each attempt's workers are to do, worked out from the run's spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import ray
+
+from drawbar.train._controller.run import OpenRun
+from drawbar.train._driver.datasets import RunDatasets
+from drawbar.train._history.events import AttemptStarted
+from drawbar.train._messages import Assignment, Ranks, WorkerInfo, WorkerSpec
+from drawbar.train._storage.checkpoint import Checkpoint, add_preprocessor
+from drawbar.train._storage.filesystem import RemotePath
+from drawbar.train._worker_group.capacity import (
+    describe_missing_resources,
+    describe_starting_workers,
+)
+from drawbar.train._worker_group.cluster import get_draining_nodes, list_node_resources
+from drawbar.train._worker_group.ranks import format_visible_devices, sort_by_rank
+
+
+class RunAssignmentPlanner:
+    """The `Plan` of a run that was opened."""
+
+    def __init__(self, run: OpenRun) -> None:
+        self._run = run
+        self._spec = run.spec
+        self._datasets = RunDatasets(self._spec) if self._spec.datasets else None
+        self.metadata = self._spec.worker_spec.metadata
+        if self._datasets is not None and self._datasets.fitted_preprocessor is not None:
+            self.metadata = add_preprocessor(self.metadata, self._datasets.fitted_preprocessor)
+        # With `num_workers=0` there may be none to ask.
+        self._is_on_ray = ray.is_initialized()
+
+    def describe_left_out(self) -> list[str]:
+        """Return a console line for each dataset whose rows are left out."""
+        return [] if self._datasets is None else self._datasets.describe_left_out()
+
+    @property
+    def notices(self) -> list[str]:
+        """Console lines about the datasets of the most recent assignments."""
+        return [] if self._datasets is None else self._datasets.notices
+
+    def make_assignments(
+        self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
+    ) -> list[Assignment]:
+        """Say what each slot is to do."""
+        checkpoint = self._resolve_checkpoint(start)
+        manifest = checkpoint.manifest if checkpoint else None
+        positions = manifest.data_positions if manifest else {}
+        shards: Sequence[object] = [None] * len(workers)
+        if self._datasets is not None:
+            nodes = [each.node_id for each in sort_by_rank(workers, ranks)]
+            shards = self._datasets.make_shards(nodes, positions)
+        return [
+            Assignment(
+                spec=self._make_worker_spec(worker, workers),
+                run_id=self._run.run_id,
+                directory=self._run.directory,
+                attempt=start.attempt,
+                first_index=start.first_report_index,
+                checkpoint=checkpoint,
+                ranks=each,
+                gpu_ids=worker.gpu_ids,
+                shards=shards[each.world_rank],
+                positions=positions,
+            )
+            for worker, each in zip(workers, ranks, strict=True)
+        ]
+
+    def _resolve_checkpoint(self, start: AttemptStarted) -> Checkpoint | None:
+        """Give the checkpoint that the journal names: of this run, or the one it began with."""
+        if start.resume_checkpoint is None:
+            return None
+        initial_checkpoint = self._spec.resume_from_checkpoint
+        if initial_checkpoint is not None and initial_checkpoint.path == start.resume_checkpoint:
+            return initial_checkpoint
+        home = self._run.directory.root
+        run = home.fs_path if isinstance(home, RemotePath) else str(home)
+        return self._run.directory.checkpoints.get_checkpoint(
+            start.resume_checkpoint.removeprefix(f"{run}/")
+        )
+
+    def _make_worker_spec(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> WorkerSpec:
+        """Give the spec of all workers, with the devices that those of this node share."""
+        spec = replace(self._spec.worker_spec, metadata=self.metadata)
+        shares = self._spec.backend_config.backend_cls.share_cuda_visible_devices
+        if not shares or not worker.gpu_ids:
+            return spec
+        devices = format_visible_devices(
+            [each for each in workers if each.node_id == worker.node_id]
+        )
+        return replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": devices})
+
+    def close(self) -> None:
+        """End what hands out the rows of the newest attempt's shards."""
+        if self._datasets is not None:
+            self._datasets.close()
+
+    def describe_wait(self, up: int, placed: bool) -> str:
+        """Say what the workers that have not started are waiting for."""
+        scaling = self._spec.scaling_config
+        if scaling.max_workers == 0:
+            return f"{up} of the processes that were launched together have called fit() so far"
+        if placed:
+            return describe_starting_workers(up, scaling.max_workers)
+        return describe_missing_resources(
+            list_node_resources(), scaling.bundle, scaling.min_workers
+        )
+
+    def get_draining_nodes(self) -> dict[str, int]:
+        """Give the nodes that are about to go."""
+        return get_draining_nodes() if self._is_on_ray else {}

@@ -1,0 +1,120 @@
+"""From what a trainer was given to a `RunSpec`: checked, packed, with the driver's surroundings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from drawbar.train._config.checks import to_journal_dict
+from drawbar.train._config.data_config import DataConfig
+from drawbar.train._config.forwarded_env import select_forwarded
+from drawbar.train._config.function_identity import FunctionIdentity
+from drawbar.train._config.run_config import RunConfig
+from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._config.secrets import redact_settings
+from drawbar.train._config.validation_config import ValidationConfig
+from drawbar.train._controller.run import RunSpec
+from drawbar.train._driver import preflight
+from drawbar.train._driver.open_run import add_default_name
+from drawbar.train._driver_env import DriverEnvironment
+from drawbar.train._messages import WorkerSpec
+from drawbar.train._serialization import serialize, serialize_without_references
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._worker.actor import TrainLoop
+from drawbar.train._worker_group.validators import ValidationTask
+
+
+def make_run_spec(
+    payload: TrainLoop,
+    *,
+    function: FunctionIdentity,
+    scaling_config: ScalingConfig,
+    run_config: RunConfig,
+    datasets: Mapping[str, object],
+    dataset_config: DataConfig,
+    metadata: Mapping[str, object],
+    resume_from_checkpoint: Checkpoint | None,
+    validation_config: ValidationConfig | None,
+) -> RunSpec:
+    """Serialize the arguments of a trainer into a `RunSpec`.
+
+    Args:
+        payload: Training function and its config.
+        function: Identity of the training function.
+        scaling_config: As for the trainer, like all arguments that follow.
+
+    Raises:
+        TypeError, ValueError: An argument cannot be serialized. The message names it.
+    """
+    preflight.check_pickles("train_loop_config", payload.config)
+    if validation_config is not None:
+        preflight.check_pickles("validation_config.fn", validation_config.fn)
+    preflight.check_train_function_pickles(payload.function)
+    worker = WorkerSpec(
+        # Now, and not when a worker starts: the user may set a variable right after `start()`.
+        environment=select_forwarded(os.environ, run_config.forward_env),
+        surroundings=DriverEnvironment.capture(),
+        metadata=dict(metadata),
+        cpus=(scaling_config.resources_per_worker or {}).get("CPU"),
+        validation=validation_config.default_validation if validation_config else None,
+    )
+    trainer_arguments = {
+        # Each packed by itself: one that does not unpickle any more can be given anew to
+        # `restore()`.
+        "train_loop_per_worker": payload.function,
+        "train_loop_config": payload.config,
+        "backend_config": payload.backend_config,
+        "scaling_config": scaling_config,
+        "dataset_config": dataset_config,
+        "metadata": metadata,
+        "validation_config": validation_config,
+    }
+    return RunSpec(
+        train_loop=serialize(payload, should_share_buffers=True),
+        function=function,
+        worker_spec=worker,
+        trainer_state=serialize_without_references(
+            {name: serialize(value) for name, value in trainer_arguments.items()}
+        ),
+        config_record=_make_config_record(
+            payload, function, scaling_config, run_config, validation_config
+        ),
+        scaling_config=scaling_config,
+        run_config=add_default_name(run_config),
+        backend_config=payload.backend_config,
+        dataset_config=dataset_config,
+        datasets=datasets,
+        resume_from_checkpoint=resume_from_checkpoint,
+        validation_task=_make_validation_task(validation_config, worker, run_config),
+    )
+
+
+def _make_validation_task(
+    config: ValidationConfig | None, worker: WorkerSpec, run_config: RunConfig
+) -> ValidationTask | None:
+    if config is None:
+        return None
+    assert worker.surroundings is not None  # a spec has the driver's
+    return ValidationTask.from_config(
+        config, worker.environment, worker.surroundings, run_config.worker_runtime_env
+    )
+
+
+def _make_config_record(
+    payload: TrainLoop,
+    function: FunctionIdentity,
+    scaling_config: ScalingConfig,
+    run_config: RunConfig,
+    validation_config: ValidationConfig | None,
+) -> dict[str, object]:
+    """Return the settings that a resumed run compares with its last start, by key."""
+    config = {} if payload.config is None else payload.config
+    named = config if isinstance(config, Mapping) else {"": config}
+    return {
+        "train_loop_per_worker": str(function),
+        "train_loop_config": redact_settings(named, run_config.secret_keys),
+        "scaling_config": to_journal_dict(scaling_config),
+        "failure_config": to_journal_dict(run_config.failure_config),
+        "checkpoint_config": to_journal_dict(run_config.checkpoint_config),
+        "validation_config": validation_config and validation_config.to_settings(),
+    }

@@ -1,0 +1,318 @@
+"""A run whose ranks are the processes that a launcher such as torchrun has started.
+
+Each of them calls `fit()` or `start()`. Rank 0 hosts the run; the others take part in it from here,
+and end as it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import cloudpickle
+
+from drawbar.train._config.backend import LauncherStore
+from drawbar.train._config.validation_config import ValidationConfig
+from drawbar.train._console.console import Console
+from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
+from drawbar.train._driver.caller_executor import CallerExecutor
+from drawbar.train._driver.controller_thread import ControllerThread
+from drawbar.train._errors import ControllerError
+from drawbar.train._handle.ended_run import EndedRun
+from drawbar.train._history.journal import read_events
+from drawbar.train._history.timeline import RunState
+from drawbar.train._messages import Assignment, Message, Ranks
+from drawbar.train._orders import Interrupt
+from drawbar.train._serialization import serialize_without_references
+from drawbar.train._threads import DaemonThreadPool
+from drawbar.train._worker.actor import TrainLoop, enable_transfers_if_node_local
+from drawbar.train._worker.session import Session
+from drawbar.train._worker.stack import capture_stack
+from drawbar.train._worker.worker_env import read_ranks_from_env
+from drawbar.train._worker_group.peers import (
+    Answer,
+    Begin,
+    Ended,
+    Execute,
+    Hello,
+    Obey,
+    Over,
+    Peers,
+    Said,
+    StackAsked,
+    StopAsked,
+    ToPeer,
+    meet_rank_zero,
+    peer_address,
+)
+from drawbar.train._worker_group.ranks import get_local_gpu_ids
+from drawbar.train._worker_group.thread_group import (
+    SubmitCall,
+    ThreadWorkerGroup,
+    run_train_loop_in_thread,
+)
+from drawbar.train._worker_group.torchrun_group import TorchrunWorkerGroup, make_local_worker_info
+from drawbar.train._worker_group.validators import ThreadValidator
+from drawbar.train._worker_group.worker_group import WorkerGroup
+
+_run_numbers = itertools.count()  # of this process: the ranks call fit() equally often
+
+
+def start_or_join_torchrun_run(
+    store: LauncherStore,
+    spec: RunSpec,
+    payload: TrainLoop,
+    validation_config: ValidationConfig | None,
+    make_console: Callable[[str], Console],
+    *,
+    use_caller_thread: bool,
+) -> ControllerThread | TorchrunRun:
+    """Host a run in the process of rank 0, or take part in it.
+
+    Args:
+        store: The launcher's.
+        spec, payload, validation_config, make_console, use_caller_thread: As for `start_local_run`.
+
+    Raises:
+        ValueError: The trainer has datasets.
+        Exception: Whatever keeps the run from starting, on every rank.
+    """
+    ranks = read_ranks_from_env(os.environ)
+    _check_no_datasets(spec, ranks)
+    key = f"drawbar/run/{next(_run_numbers)}"
+    if ranks.world_rank > 0:
+        return TorchrunRun(store, key, spec, payload, ranks, use_caller_thread=use_caller_thread)
+    peers = Peers(ranks.world_size - 1, peer_address(ranks))
+    try:
+        host = _start_rank_zero(
+            spec, payload, ranks, peers, validation_config, make_console, use_caller_thread
+        )
+    except Exception as error:
+        peers.refuse(store, key, error)
+        raise
+    peers.invite(store, key, host.directory)
+    return host
+
+
+def _start_rank_zero(
+    spec: RunSpec,
+    payload: TrainLoop,
+    ranks: Ranks,
+    peers: Peers,
+    validation_config: ValidationConfig | None,
+    make_console: Callable[[str], Console],
+    use_caller_thread: bool,
+) -> ControllerThread:
+    gpu_ids = _get_gpu_ids(spec, ranks)
+
+    def make_group(path: str, spawn: SubmitCall) -> WorkerGroup:
+        own = ThreadWorkerGroup(payload, submit_call=spawn, gpu_ids=gpu_ids)
+        here = make_local_worker_info(ranks, gpu_ids)
+        return TorchrunWorkerGroup(own, here, peers, lambda save: host.stop(save=save))
+
+    validator = ThreadValidator(validation_config) if validation_config is not None else None
+    host = ControllerThread(
+        _disable_restarts(spec),
+        make_group,
+        make_console,
+        validator,
+        use_caller_thread=use_caller_thread,
+        at_end=lambda ending: peers.send_all(Over(ending.serialize(serialize_without_references))),
+    )
+    return host
+
+
+def _disable_restarts(spec: RunSpec) -> RunSpec:
+    """Leave restarts to the launcher, which alone can replace a process."""
+    failures = spec.run_config.failure_config
+    if failures.max_failures:
+        warnings.warn(
+            f"FailureConfig.max_failures={failures.max_failures} is not used in processes that a "
+            "launcher has started: it restarts them, as torchrun does with --max-restarts, and a "
+            'run that has a name and resume="auto" goes on from its newest checkpoint',
+            stacklevel=7,
+        )
+    failures = dataclasses.replace(failures, max_failures=0)
+    config = dataclasses.replace(spec.run_config, failure_config=failures)
+    return dataclasses.replace(spec, run_config=config)
+
+
+def _check_no_datasets(spec: RunSpec, ranks: Ranks) -> None:
+    if spec.datasets:
+        raise ValueError(
+            f"datasets={sorted(spec.datasets)} cannot be split among the {ranks.world_size} "
+            "processes that a launcher has started, which share no Ray; start the script with "
+            f"python and ScalingConfig(num_workers={ranks.world_size}), or read the data in the "
+            "training function"
+        )
+
+
+def _get_gpu_ids(spec: RunSpec, ranks: Ranks) -> tuple[str, ...]:
+    return get_local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker), ranks.local_rank)
+
+
+class TorchrunRun:
+    """A run that the process of rank 0 hosts, and this one takes part in as another rank.
+
+    Args:
+        store: The launcher's.
+        key: Where rank 0 says how to reach it.
+        spec: The run, as this process would start it.
+        payload: The function.
+        ranks: Of this process.
+        use_caller_thread: The function runs in the thread that calls `join`, else in one of its
+            own.
+
+    Raises:
+        ControllerError: Rank 0 is gone.
+        Exception: Whatever keeps rank 0 from opening the run.
+    """
+
+    detached = False
+    silence = ""
+
+    def __init__(
+        self,
+        store: LauncherStore,
+        key: str,
+        spec: RunSpec,
+        payload: TrainLoop,
+        ranks: Ranks,
+        *,
+        use_caller_thread: bool,
+    ) -> None:
+        self._payload = payload
+        self._environment = spec.worker_spec.environment
+        self._cache: dict[object, object] = {}
+        self._session: Session | None = None
+        self._function_thread: threading.Thread | None = None
+        self._executor = CallerExecutor(use_caller_thread=use_caller_thread)
+        self._hook_threads = DaemonThreadPool(
+            1, "drawbar-hooks"
+        )  # one may hang, and the run still ends
+        self._over = threading.Event()
+        self._ending: RunOutcome | None = None
+        hello = Hello(ranks.world_rank, make_local_worker_info(ranks, _get_gpu_ids(spec, ranks)))
+        try:
+            self._connection, self._directory = meet_rank_zero(store, key, hello)
+        except (OSError, EOFError) as error:
+            raise _make_rank_zero_lost_error(error) from error
+        threading.Thread(target=self._receive_loop, name="drawbar-rank-zero", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self._directory.name
+
+    @property
+    def path(self) -> str:
+        """Where the run lies."""
+        return self._directory.uri
+
+    # -- what rank 0 says
+
+    def _receive_loop(self) -> None:
+        try:
+            while self._ending is None:
+                self._handle_command(self._connection.receive())
+        except (OSError, EOFError) as error:
+            gone = _make_rank_zero_lost_error(error, self.path)
+            self._ending = RunOutcome(
+                ControllerOutcome(error=gone), RunState(status="failed"), None
+            )
+            if self._session is not None:
+                self._session.obey(Interrupt(reason=str(gone)))
+        self._over.set()
+        self._executor.wake_up()
+
+    def _handle_command(self, command: ToPeer) -> None:
+        session = self._session
+        match command:
+            case Begin(assignment):
+                self._start_attempt(assignment)
+            case Obey(attempt, order):
+                if session is not None and session.assignment.attempt == attempt:
+                    session.obey(order)
+            case StackAsked(number):
+                self._connection.send(Answer(number, capture_stack(self._function_thread)))
+            case Execute():
+                # In a thread: rank 0 may ask for the stack of one that hangs in there.
+                self._hook_threads.submit(lambda: self._connection.send(command.answer()))
+            case Over(ending):
+                self._ending = cloudpickle.loads(ending)
+
+    def _start_attempt(self, assignment: Assignment) -> None:
+        variables = {**self._environment, **_get_device_env_vars(assignment)}
+        # Rank 0's environment is another process's, which the launcher has given other variables.
+        own = dataclasses.replace(assignment.spec, environment=variables)
+        assignment = dataclasses.replace(assignment, spec=own)
+        self._session = session = Session(assignment, self._say, self._cache)
+        self._executor.submit(partial(self._run_train_loop, session))
+
+    def _say(self, message: Message) -> None:
+        self._connection.send(Said(message))
+
+    def _run_train_loop(self, session: Session) -> None:
+        self._function_thread = threading.current_thread()
+        with enable_transfers_if_node_local(session, self._say):
+            run_train_loop_in_thread(
+                self._payload, session, self._say, self._send_function_ended, is_only_rank=True
+            )
+
+    def _send_function_ended(self, ending: Message | None) -> None:
+        self._connection.send(Ended(ending))
+
+    # -- from any thread
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the run is over, running the function meanwhile; tells whether it is."""
+        return self._executor.run_until(self._over, timeout)
+
+    def stop(self, *, save: bool) -> None:
+        """End the run in order: after its next commit, or now."""
+        self._connection.send(StopAsked(save))
+
+    def kill(self) -> None:
+        """End the run now: its processes are the launcher's."""
+        self.stop(save=False)
+
+    def diagnose(self) -> str:
+        """Rank 0 says where every rank stands."""
+        return ""
+
+    def snapshot(self) -> RunState:
+        """Say how the run stands."""
+        if self._ending is not None:
+            return self._ending.snapshot
+        return RunState.from_events(read_events(self._directory))
+
+    def read_log(self, rank: int) -> str:
+        """Give what a rank has written so far."""
+        return EndedRun(self._directory).read_log(rank)
+
+    def ending(self) -> RunOutcome:
+        """Give how the run ended."""
+        self._over.wait()
+        assert self._ending is not None  # it is over
+        return self._ending
+
+
+def _get_device_env_vars(assignment: Assignment) -> dict[str, str]:
+    name = "CUDA_VISIBLE_DEVICES"
+    variables = assignment.spec.environment
+    return {name: variables[name]} if name in variables else {}
+
+
+def _make_rank_zero_lost_error(error: Exception, path: str = "") -> ControllerError:
+    return ControllerError(
+        f"the process of rank 0, which hosts the run, is gone: {error or type(error).__name__}; "
+        "what it has written says why",
+        error,
+        path=path,
+    )

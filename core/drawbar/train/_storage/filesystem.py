@@ -1,0 +1,409 @@
+"""Places that are not mounted: a folder on any `pyarrow.fs.FileSystem`, and how a path names one.
+
+pyarrow and fsspec are imported here only, and only for a path that needs them. What an object store
+cannot do, such as renaming or appending, is not used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from drawbar.train._storage import fault_points
+from drawbar.train._storage.contents import FileEntry, check_relative_path
+from drawbar.train._storage.retries import retry_transient
+from drawbar.train._storage.sizes import format_exact_size
+from drawbar.train._threads import DaemonThreadPool
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from fsspec import AbstractFileSystem
+    from pyarrow import NativeFile
+    from pyarrow.fs import FileInfo, FileSystem
+
+    AnyFileSystem: TypeAlias = FileSystem | AbstractFileSystem
+    """What users give as one: pyarrow's, or fsspec's, which is wrapped as pyarrow's."""
+else:
+    AnyFileSystem = Any  # whoever evaluates annotations need not have either of them
+
+T = TypeVar("T")
+
+_TRANSFER_THREADS = 8
+_TRANSFER_CHUNK_BYTES = 16 * 1024 * 1024
+_FLAT_FILESYSTEMS = ("s3", "gcs", "abfs")
+_ENDPOINT_SETTINGS = (  # settings that say where a filesystem is, by pyarrow's names and fsspec's
+    "account_name",
+    "blob_storage_authority",
+    "endpoint_override",
+    "endpoint_url",
+    "host",
+    "port",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RemotePath:
+    """A folder on a filesystem that is not mounted here. It may not exist.
+
+    Attributes:
+        path: Its path on the filesystem, without a scheme.
+        filesystem: The `pyarrow.fs.FileSystem`.
+        uri: How the user named it, for messages; the path if they did not use a URI.
+    """
+
+    fs_path: str
+    filesystem: FileSystem
+    uri: str = ""
+
+    def __str__(self) -> str:
+        return self.uri or self.fs_path
+
+    def __truediv__(self, name: str) -> RemotePath:
+        base, mark, query = self.uri.partition("?")
+        uri = f"{base.rstrip('/')}/{name}{mark}{query}" if self.uri else ""
+        return RemotePath(f"{self.fs_path.rstrip('/')}/{name}", self.filesystem, uri)
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.fs_path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder that this one lies in."""
+        base, mark, query = self.uri.partition("?")
+        uri = f"{base.rstrip('/').rpartition('/')[0]}{mark}{query}" if self.uri else ""
+        return RemotePath(self.fs_path.rstrip("/").rpartition("/")[0], self.filesystem, uri)
+
+    @property
+    def local_path(self) -> Path | None:
+        """Where it lies on this node; None if its filesystem is no other way to this node's."""
+        wrapped = getattr(getattr(self.filesystem, "handler", None), "fs", None)
+        protocols = getattr(wrapped, "protocol", ())
+        return Path(self.fs_path) if "file" in protocols and "local" in protocols else None
+
+    def is_same(self, other: RemotePath) -> bool:
+        """Whether both are one place."""
+        return self.fs_path == other.fs_path and is_same_filesystem(
+            self.filesystem, other.filesystem
+        )
+
+    # -- looking
+
+    def list_files(self) -> tuple[FileEntry, ...]:
+        """List every file below, sorted by path; none if the folder does not exist.
+
+        Raises:
+            CheckpointError: The storage lists what does not lie in it.
+        """
+        found = [
+            FileEntry(self._make_relative(info.path), info.size)
+            for info in self._list_infos(recursive=True)
+            if info.is_file
+        ]
+        return tuple(sorted(found, key=lambda file: file.path))
+
+    def list_directories(self) -> list[str]:
+        """List the names of the folders directly in this one.
+
+        Raises:
+            CheckpointError: The storage lists what does not lie in it.
+        """
+        found = (each for each in self._list_infos(recursive=False) if not each.is_file)
+        return sorted(check_relative_path(self._make_relative(info.path)) for info in found)
+
+    def _list_infos(self, *, recursive: bool) -> Iterable[FileInfo]:
+        from pyarrow.fs import FileSelector
+
+        selector = FileSelector(self.fs_path, recursive=recursive, allow_not_found=True)
+        infos: list[FileInfo] = retry_transient(
+            lambda: self.filesystem.get_file_info(selector), f"listing {self}"
+        )
+        return infos
+
+    def _make_relative(self, path: str) -> str:
+        return path.strip("/").removeprefix(self.fs_path.strip("/")).strip("/")
+
+    def exists(self) -> bool:
+        """Whether anything lies at this path."""
+        info = retry_transient(
+            lambda: self.filesystem.get_file_info([self.fs_path])[0], f"looking for {self}"
+        )
+        return bool(info.type.value)
+
+    # -- single files
+
+    def read(self, name: str) -> bytes:
+        """Read a whole file.
+
+        Raises:
+            FileNotFoundError: It is not there.
+        """
+
+        def read() -> bytes:
+            with self.filesystem.open_input_stream(f"{self.fs_path}/{name}") as stream:
+                data: bytes = stream.read()
+            return data
+
+        return retry_transient(read, f"reading {self / name}")
+
+    def read_or_none(self, name: str) -> bytes | None:
+        """Read a whole file; None if it is not there."""
+        try:
+            return self.read(name)
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a whole file."""
+
+        def write() -> None:
+            with self._open_output(name) as stream:
+                stream.write(data)
+
+        retry_transient(write, f"writing {format_exact_size(len(data))} to {self / name}")
+
+    def _open_output(self, name: str) -> NativeFile:
+        path = f"{self.fs_path}/{name}"
+        # An object store has no folders; making one would leave an empty object of its name.
+        if self.filesystem.type_name not in _FLAT_FILESYSTEMS:
+            self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+        return self.filesystem.open_output_stream(path)
+
+    # -- many files
+
+    def upload_files(self, source: Path, files: Sequence[FileEntry]) -> dict[str, str]:
+        """Copy these files of a local directory here, several at a time.
+
+        Returns:
+            The xxh3 (64 bit) of each file that was written, as 16 hex digits, by its path.
+        """
+        fault_points.maybe_stop_at("persist.start")
+        sums = _transfer_parallel(files, lambda file: self.upload_file(source / file.path, file))
+        return {file.path: each for file, each in zip(files, sums, strict=True)}
+
+    def upload_file(self, source: Path, file: FileEntry) -> str:
+        """Copy one local file here as `file`; gives its xxh3."""
+        import xxhash
+
+        def upload() -> str:
+            # Anew with each try: one that failed half-way has hashed half of the file.
+            digest = xxhash.xxh3_64()
+            with open(source, "rb") as reader, self._open_output(file.path) as writer:
+                while chunk := reader.read(_TRANSFER_CHUNK_BYTES):
+                    writer.write(chunk)
+                    digest.update(chunk)
+            return str(digest.hexdigest())
+
+        return retry_transient(
+            upload, f"writing {format_exact_size(file.size)} to {self / file.path}"
+        )
+
+    def download_files(self, target: Path, files: Sequence[FileEntry]) -> None:
+        """Copy these files into a local directory, several at a time."""
+        _transfer_parallel(files, lambda file: self._download_file(target / file.path, file))
+
+    def _download_file(self, target: Path, file: FileEntry) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+
+        def download() -> None:
+            source = f"{self.fs_path}/{file.path}"
+            with self.filesystem.open_input_stream(source) as reader, open(target, "wb") as writer:
+                while chunk := reader.read(_TRANSFER_CHUNK_BYTES):
+                    writer.write(chunk)
+
+        retry_transient(download, f"reading {format_exact_size(file.size)} from {self / file.path}")
+
+    # -- deleting
+
+    def delete_file(self, name: str) -> None:
+        """Delete a file. A missing one is no error."""
+        try:
+            retry_transient(
+                lambda: self.filesystem.delete_file(f"{self.fs_path}/{name}"),
+                f"deleting {self / name}",
+            )
+        except FileNotFoundError:
+            return
+        except OSError:
+            # Some stores refuse to delete what is not there: what counts is that it is gone.
+            if any(file.path == name for file in self.list_files()):
+                raise
+
+    def delete_tree(self) -> None:
+        """Delete everything. A missing folder is no error."""
+        try:
+            retry_transient(lambda: self.filesystem.delete_dir(self.fs_path), f"deleting {self}")
+        except FileNotFoundError:
+            return
+
+
+def _transfer_parallel(files: Sequence[FileEntry], action: Callable[[FileEntry], T]) -> list[T]:
+    done: list[T] = []
+    with DaemonThreadPool(min(_TRANSFER_THREADS, max(len(files), 1)), "drawbar-transfer") as pool:
+        for each in pool.map(action, files):
+            if not done:
+                fault_points.maybe_stop_at("persist.half")
+            done.append(each)
+    return done
+
+
+def resolve_path(
+    path: str | os.PathLike[str], filesystem: AnyFileSystem | None = None
+) -> Path | RemotePath:
+    """Say which place a path means: a local one, or a folder on another filesystem.
+
+    Args:
+        path: A local path, `file://...`, or a URI that pyarrow or fsspec knows.
+        filesystem: A `pyarrow.fs.FileSystem`, or an fsspec one; a scheme in `path` is then left
+            out.
+
+    Raises:
+        ImportError: The package for this kind of path is not installed; the message names it.
+        ValueError: Nothing here knows the scheme, or the path is empty.
+        TypeError: `filesystem` is no filesystem.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise ValueError("the path of a directory must not be empty")
+    if filesystem is not None:
+        plain = text.partition("://")[2] if "://" in text else text
+        return _make_path(plain, to_pyarrow(filesystem), "")
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if not scheme:
+        return _make_local_path(text)
+    if scheme in ("file", "local"):
+        return Path(unquote(urlsplit(text).path)).absolute()
+    return _parse_uri(text)
+
+
+def _make_path(path: str, filesystem: FileSystem, uri: str) -> Path | RemotePath:
+    if filesystem.type_name == "local":
+        return _make_local_path(path)
+    return RemotePath(path.rstrip("/"), filesystem, uri)
+
+
+def _make_local_path(path: str) -> Path:
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:
+        user = path.partition("/")[0]
+        raise ValueError(
+            f"the path {path!r} begins at the home of a user {user[1:]!r}, whom this machine does "
+            "not know; write the home out, or a path that does not begin with ~"
+        ) from None
+
+
+def make_local_filesystem() -> FileSystem:
+    """Give pyarrow's filesystem of this node.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+    """
+    return _import_pyarrow_fs().LocalFileSystem()
+
+
+def is_same_filesystem(one: FileSystem, other: FileSystem) -> bool:
+    """Whether two pyarrow filesystems are the same one.
+
+    fsspec's are equal only if the same thread has made them, so what they were made with is
+    compared.
+    """
+    return (
+        bool(one.equals(other))
+        or _get_constructor_key(one) == _get_constructor_key(other) is not None
+    )
+
+
+def _get_constructor_key(filesystem: FileSystem) -> tuple[object, ...] | None:
+    wrapped = getattr(getattr(filesystem, "handler", None), "fs", None)
+    if wrapped is None or not hasattr(wrapped, "storage_options"):
+        return None
+    return type(wrapped), wrapped.storage_args, wrapped.storage_options
+
+
+def describe_endpoint(filesystem: AnyFileSystem) -> str:
+    """Say which server, account or subtree a filesystem shows; "" if its kind has just one.
+
+    It is the same in every process, and with other credentials, which change from day to day.
+    """
+    shown = getattr(getattr(filesystem, "handler", None), "fs", filesystem)
+    for inner, path in (("base_fs", "base_path"), ("fs", "path")):
+        if hasattr(shown, inner):
+            return f"{describe_endpoint(getattr(shown, inner))} {getattr(shown, path, '')}".strip()
+    return " ".join(sorted(_iter_endpoints(_get_constructor_settings(shown))))
+
+
+def _get_constructor_settings(filesystem: AnyFileSystem) -> dict[str, object]:
+    if hasattr(filesystem, "storage_options"):
+        return dict(filesystem.storage_options)
+    try:
+        (settings,) = filesystem.__reduce__()[1]
+        return dict(settings)
+    except (TypeError, ValueError):  # it cannot be in another process, or has no settings
+        return {}
+
+
+def _iter_endpoints(settings: dict[str, object]) -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, dict):  # s3fs takes the endpoint in its client_kwargs too
+            yield from _iter_endpoints(value) if name == "client_kwargs" else ()
+        elif name in _ENDPOINT_SETTINGS and value:
+            yield f"{name}={value}"
+
+
+def to_pyarrow(filesystem: AnyFileSystem) -> FileSystem:
+    """Give a filesystem as a `pyarrow.fs.FileSystem`; one of fsspec is wrapped."""
+    arrow = _import_pyarrow_fs()
+    if isinstance(filesystem, arrow.FileSystem):
+        return filesystem
+    fsspec = sys.modules.get("fsspec")  # whoever has made one of its filesystems has imported it
+    if fsspec is None or not isinstance(filesystem, fsspec.AbstractFileSystem):
+        raise TypeError(
+            "the filesystem must be a pyarrow.fs.FileSystem or an fsspec.AbstractFileSystem, "
+            f"found {filesystem!r} ({type(filesystem).__name__})"
+        )
+    return arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
+
+
+def _parse_uri(uri: str) -> Path | RemotePath:
+    arrow = _import_pyarrow_fs()
+    try:
+        # pyarrow first: its clients need no further package, and the rest is fsspec's.
+        filesystem, path = arrow.FileSystem.from_uri(uri)
+    except (ValueError, NotImplementedError) as unknown:  # pyarrow's ArrowInvalid is a ValueError
+        filesystem, path = _parse_fsspec_uri(uri, unknown)
+    return _make_path(path, filesystem, uri)
+
+
+def _parse_fsspec_uri(uri: str, unknown: Exception) -> tuple[FileSystem, str]:
+    scheme = urlsplit(uri).scheme
+    try:
+        import fsspec
+
+        filesystem, path = fsspec.url_to_fs(uri)
+    except ImportError as error:
+        raise ImportError(f"{uri!r} needs a package for {scheme}://: {error}") from error
+    except ValueError:
+        raise ValueError(
+            f"{uri!r} names no storage: neither pyarrow nor fsspec knows {scheme}:// ({unknown}); "
+            "give a local path, a URI they know, or a filesystem"
+        ) from None
+    return to_pyarrow(filesystem), path
+
+
+def _import_pyarrow_fs() -> ModuleType:
+    try:
+        return importlib.import_module("pyarrow.fs")
+    except ImportError as error:
+        raise ImportError(
+            "storage that is not a local path, or one as a filesystem, needs pyarrow; run: "
+            'pip install "drawbar[data]"'
+        ) from error

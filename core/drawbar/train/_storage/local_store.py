@@ -1,0 +1,165 @@
+"""The commit protocol of a local or mounted filesystem: a rename makes a checkpoint.
+
+Ranks put their files below `.staging`; when the last rank has, the controller merges them into one
+directory by renames, writes the manifest into it, and renames that directory to its final name: one
+step that either happened or did not. Deleting goes the same way back.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from drawbar.train._storage import fault_points
+from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.checkpoint_store import (
+    CheckpointDraft,
+    CheckpointStore,
+    make_name_conflict_error,
+)
+from drawbar.train._storage.commit_steps import commit_in_place, finalize_local
+from drawbar.train._storage.contents import (
+    CHECKSUMS_FILE,
+    VALIDATION_FILE,
+    has_reserved_files,
+    is_directory,
+    is_external,
+)
+from drawbar.train._storage.external_checkpoints import add_name, remove_name
+from drawbar.train._storage.files import fsync_path, remove_tree, write_atomically
+from drawbar.train._storage.filesystem import RemotePath
+from drawbar.train._storage.journal_file import JOURNAL_FILE, parse_committed_names
+from drawbar.train._storage.manifest import (
+    Manifest,
+    compute_checksum,
+    read_file_or_none,
+    read_manifest,
+)
+from drawbar.train._storage.staging import AssignedFiles, StagedFiles, StagingArea, merge_staged
+
+
+@dataclass(frozen=True)
+class LocalCheckpointStore(CheckpointStore):
+    """The checkpoints of a run in a directory that is mounted here."""
+
+    run_path: Path
+    staging: StagingArea
+
+    @property
+    def root(self) -> Path:
+        return self.run_path
+
+    def get_child_name(self, checkpoint: Checkpoint) -> str | None:
+        path = Path(checkpoint.path)
+        inside = checkpoint.is_local and _is_same_path(path.parent, self.run_path)
+        return path.name if inside and not path.name.startswith(".") else None
+
+    def _get_relative_path(self, checkpoint: Checkpoint) -> str | None:
+        if not checkpoint.is_local:
+            return None
+        path, run = os.path.realpath(checkpoint.path), os.path.realpath(self.run_path)
+        return os.path.relpath(path, run) if f"{path}/".startswith(f"{run}/") else None
+
+    def is_staged(self, path: Path) -> bool:
+        return self.staging.has_directory(path)
+
+    def persist(self, share: AssignedFiles) -> StagedFiles:
+        return StagedFiles(self.staging.stage_files(share), tuple(share.files))
+
+    def commit(self, draft: CheckpointDraft) -> Manifest:
+        fault_points.maybe_stop_at("commit.start")
+        if draft.is_in_place:
+            return self._commit_in_place(draft)
+        target = self.run_path / draft.manifest.name
+        self._clear_target(target)
+        # Ranks may offer folders without files: the checkpoint then has its metrics alone.
+        merged = merge_staged(draft.staged_files) or self.staging.make_directory("empty")
+        manifest = draft.manifest.with_stored_sizes(merged)
+        finalize_local(merged, manifest, draft)
+        os.rename(merged, target)
+        # The checkpoint's name is an entry of the run's folder, which has to reach the disk too.
+        if draft.durable:
+            fsync_path(self.run_path)
+        fault_points.maybe_stop_at("commit.renamed")
+        return manifest
+
+    def _commit_in_place(self, draft: CheckpointDraft) -> Manifest:
+        name = draft.manifest.name
+        self._check_not_committed(name)
+        if not is_external(name):
+            self.staging.replace_symlinks(self.run_path / name)
+        if "/" in name:
+            add_name(self.run_path, name)
+        return commit_in_place(self.path(name), draft)
+
+    def _clear_target(self, target: Path) -> None:
+        if not target.exists():
+            return
+        self._check_not_committed(target.name)
+        if target.name not in self.list_damaged():
+            raise make_name_conflict_error(target)
+        self.staging.move_to_trash(target)
+
+    def delete(self, name: str) -> None:
+        if not is_external(name):
+            remove_tree(self.staging.move_to_trash(self.run_path / name))
+        if "/" in name:
+            remove_name(self.run_path, name)
+
+    def write_checksums(self, name: str) -> None:
+        directory = self.path(name)
+        manifest = read_manifest(directory)
+        if manifest is None or isinstance(directory, RemotePath):
+            return
+        try:
+            sums = {file.path: compute_checksum(directory / file.path) for file in manifest.files}
+            self._write_reserved_file(name, CHECKSUMS_FILE, msgspec.json.encode(sums))
+        except FileNotFoundError:
+            return  # retention deleted the checkpoint in the meantime
+
+    def write_validation(self, manifest: Manifest, *, durable: bool) -> None:
+        self._write_reserved_file(
+            manifest.name, VALIDATION_FILE, manifest.encode(), durable=durable
+        )
+
+    def _write_reserved_file(
+        self, name: str, file: str, data: bytes, *, durable: bool = False
+    ) -> None:
+        place, by_way_of = self.path(name), None if is_external(name) else self.staging.path
+        if isinstance(place, RemotePath):
+            place.write(file, data)
+        else:
+            write_atomically(place / file, data, durable=durable, temp_directory=by_way_of)
+
+    def list_damaged(self) -> list[str]:
+        return [
+            entry.name
+            for entry in os.scandir(self.run_path)
+            if is_directory(entry)
+            and self._is_drawbar_checkpoint(entry.name)
+            and not self.is_intact(entry.name)
+        ]
+
+    def _is_drawbar_checkpoint(self, name: str) -> bool:
+        """Whether Drawbar has made a checkpoint of this name: else it is a folder of the user's."""
+        if has_reserved_files(self.run_path / name):
+            return True
+        if not name.startswith("checkpoint_"):
+            return False
+        # All of Drawbar's own files in it may be lost; the journal still knows what it has made.
+        return name in parse_committed_names(read_file_or_none(self.run_path, JOURNAL_FILE) or b"")
+
+    def _list_directories(self) -> list[str]:
+        found = os.scandir(self.run_path) if self.run_path.is_dir() else ()
+        return [each.name for each in found if is_directory(each) and not each.name.startswith(".")]
+
+
+def _is_same_path(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one place."""
+    try:
+        return path == other or path.samefile(other)
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""Subcommands of `drawbar`, one module per command."""

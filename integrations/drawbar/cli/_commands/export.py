@@ -1,0 +1,75 @@
+"""`drawbar export`: all reports of a run as a table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drawbar.cli._arguments import AsJson, RunName, open_record
+from drawbar.cli._output import CommandError, format_os_error, write_json
+
+_FIXED_COLUMNS = ("rank", "index", "attempt", "time")
+
+
+def export(
+    run: RunName,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV; so it is by default.")] = False,
+    as_parquet: Annotated[bool, typer.Option("--parquet", help="Write Parquet.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file; stdout if not given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write all reports of a run as a table.
+
+    It has a row for each rank and report.
+    """
+    if as_csv + as_parquet + as_json > 1:
+        raise CommandError("choose one of --csv, --parquet and --json")
+    rows = open_record(run).list_report_rows()
+    if as_json:
+        write_json(rows)
+        return
+    data = _to_parquet(rows) if as_parquet else _to_csv(rows)
+    if output is not None:
+        try:
+            output.write_bytes(data)
+        except OSError as error:
+            raise CommandError(format_os_error(error)) from error
+        return
+    if as_parquet and sys.stdout.isatty():
+        raise CommandError("Parquet is no text for a terminal; say where to, with -o FILE")
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _columns(rows: list[dict[str, object]]) -> list[str]:
+    return list(dict.fromkeys((*_FIXED_COLUMNS, *(name for row in rows for name in row))))
+
+
+def _to_csv(rows: list[dict[str, object]]) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _columns(rows), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode(errors="backslashreplace")
+
+
+def _to_parquet(rows: list[dict[str, object]]) -> bytes:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise CommandError('--parquet needs pyarrow: pip install "drawbar[data]"') from error
+    try:
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in _columns(rows)})
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, ValueError, OverflowError) as error:
+        raise CommandError(f"a metric is not of one type, which Parquet needs: {error}") from error
+    sink = io.BytesIO()
+    parquet.write_table(table, sink)
+    return sink.getvalue()

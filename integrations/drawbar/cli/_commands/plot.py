@@ -1,0 +1,73 @@
+"""`drawbar plot`: the curves of a run's metrics, in the terminal or in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+from drawbar.cli._arguments import AsJson, RunName, open_record
+from drawbar.cli._output import CommandError, escape_control_chars, terminal_width, write_json
+from drawbar.cli._terminal_plot import draw_curve
+
+_COLUMNS = 72
+
+Curves: TypeAlias = Mapping[str, Mapping[int, float]]
+
+
+def plot(
+    run: RunName,
+    metrics: Annotated[
+        list[str] | None, typer.Argument(metavar="METRIC", help="Which; all if none.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the curves of metrics of rank 0."""
+    curves = _select_curves(open_record(run).get_curves(), metrics or [], run)
+    if as_json:
+        write_json(curves)
+    elif output is not None:
+        _save_figure(curves, output)
+    else:
+        for name, points in curves.items():
+            print(
+                "\n".join(
+                    [
+                        escape_control_chars(name),
+                        *draw_curve(points, terminal_width() or _COLUMNS),
+                        "",
+                    ]
+                )
+            )
+
+
+def _select_curves(curves: Curves, wanted: list[str], run: str) -> Curves:
+    if not curves:
+        raise CommandError(f"{run} has reported no numbers")
+    missing = [name for name in wanted if name not in curves]
+    if missing:
+        raise CommandError(f"{run} has no numbers {missing[0]!r}; it has {', '.join(curves)}")
+    return {name: curves[name] for name in wanted or curves}
+
+
+def _save_figure(curves: Curves, output: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CommandError('-o needs matplotlib: pip install "drawbar[cli]"') from error
+    figure = Figure(figsize=(7, 2.2 * len(curves)), layout="constrained")
+    for axes, (name, points) in zip(
+        figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0], curves.items(), strict=True
+    ):
+        axes.plot(list(points), list(points.values()))
+        axes.set_ylabel(name, parse_math=False)
+    axes.set_xlabel("report")
+    try:
+        figure.savefig(output)
+    except (OSError, ValueError) as error:  # a folder that is not there, an unknown format
+        raise CommandError(f"{output}: {error}") from error

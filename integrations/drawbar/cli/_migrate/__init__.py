@@ -1,0 +1,1 @@
+"""drawbar migrate: rewrite Ray Train imports and names."""

@@ -1,0 +1,108 @@
+"""What a training function calls: a model that all workers train, and how far the run has come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drawbar.keras._allreduce import make_allreduce
+from drawbar.keras._backend import current_keras_backend
+from drawbar.keras._progress import FitProgress, model_state, restore_seeds
+from drawbar.keras._report_callback import MODEL_FILE
+from drawbar.train import get_context
+from drawbar.train.backend import get_agreed_checkpoint
+
+Model = TypeVar("Model")
+
+
+def prepare_model(model: Model, *, sync_batch_norm: bool = False) -> Model:
+    """Train one model on all workers: keep its replicas equal and its metrics global.
+
+    Call it on every rank after the model is compiled. The model may be compiled again afterwards.
+    With one worker, it only makes `fit` resume from the checkpoint that `load_state` loads.
+
+    Args:
+        model: A compiled and built model of Keras 3: its first layer knows the shape of its input,
+            or `model.build` was called.
+        sync_batch_norm: Whether `BatchNormalization` layers normalize by the rows of all workers,
+            as in one process, at the cost of two collectives per layer and step. By default, each
+            worker normalizes by its own rows. Layers with `synchronized=True` are always
+            synchronized, and so are all layers with JAX.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: The model is not compiled or not built, or its loss is a sum over rows
+            (`reduction="sum"`) and its backend averages gradients.
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> model = prepare_model(make_model(), sync_batch_norm=True)
+    """
+    untyped_model: Any = model
+    if not getattr(untyped_model, "compiled", False) or not untyped_model.built:
+        missing = "compiled" if untyped_model.built else "built"
+        raise ValueError(
+            f"The model {untyped_model.name!r} is not {missing}. Give it a keras.Input or call its "
+            "build(), then compile() it before prepare_model"
+        )
+    from drawbar.keras._batch_norm import synchronize_batch_norm
+    from drawbar.keras._fit import make_distributed_predict, make_resumable_fit
+    from drawbar.keras._replicas import broadcast_weights, require_mean_losses, synchronize_replicas
+
+    training, backend, size = (
+        model_state(model),
+        current_keras_backend(),
+        get_context().get_world_size(),
+    )
+    has_replicas = size > 1 and backend != "jax"  # with JAX Keras computes over all workers
+    if has_replicas:
+        require_mean_losses(untyped_model)
+        broadcast_weights(untyped_model, make_allreduce(backend))
+    if training.is_prepared:
+        return model
+    training.is_prepared = True
+    untyped_model.fit = make_resumable_fit(untyped_model, untyped_model.fit)
+    if size > 1:
+        untyped_model.predict = make_distributed_predict(untyped_model, untyped_model.predict)
+    if has_replicas:
+        training.allreduce = make_allreduce(backend)
+        synchronize_replicas(untyped_model, training.allreduce)
+        synchronize_batch_norm(untyped_model, training.allreduce, all_layers=sync_batch_norm)
+    return model
+
+
+def load_state(model: Any) -> int:
+    """Load the newest checkpoint of a `ReportCheckpointCallback` into a model and its optimizer.
+
+    All ranks call it, before or after `prepare_model`.
+
+    Args:
+        model: The model that was saved, compiled and built.
+
+    Returns:
+        The epoch to go on with, for `fit(initial_epoch=...)`; 0 if the run has no checkpoint yet.
+        From the middle of an epoch the `fit` of a prepared model goes on there, with the metrics
+        gathered so far, if its data has a known number of batches; otherwise that epoch begins
+        anew. Where a callback had stopped this run's training it trains no more.
+
+    Raises:
+        FileNotFoundError: The checkpoint holds no model of that callback.
+    """
+    checkpoint = get_agreed_checkpoint()
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as folder:
+        path = Path(folder, MODEL_FILE)
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{checkpoint} has no file {MODEL_FILE!r}, which ReportCheckpointCallback saves"
+            )
+        if getattr(model, "optimizer", None) is not None:
+            model.optimizer.build(model.trainable_variables)
+        model.load_weights(str(path))
+        progress = FitProgress.read(Path(folder))
+    restore_seeds(model, progress)
+    model_state(model).loaded_progress = progress
+    return progress.epochs

@@ -1,0 +1,122 @@
+"""RayTrainReportCallback: what the model logs becomes reports, with checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drawbar import train
+from drawbar.lightning._checkpoint import (
+    CHECKPOINT_NAME,
+    logged_metrics,
+    report_shared_checkpoint,
+    shared_checkpoint_dir,
+)
+from drawbar.lightning._package import LateBoundBase
+from drawbar.train import CheckpointUploadMode, ValidationTaskConfig
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = object
+
+
+class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback"):
+    """Reports the logged metrics, and a checkpoint with them, every so many steps or epochs.
+
+    The metrics are the Trainer's `callback_metrics` on each rank, with `epoch` and `step`. The
+    checkpoint is Lightning's own, as `checkpoint.ckpt` in Drawbar's: a file or, from FSDP, DTensor
+    and DeepSpeed strategies, a directory of shards that each rank writes.
+
+    Args:
+        checkpoint_upload_mode: SYNC, the default, waits until a checkpoint is committed; ASYNC
+            trains on meanwhile.
+        validation: Have each checkpoint validated by the trainer's `validation_config`; see
+            `drawbar.train.report`.
+        every_n_train_steps: Report when so many optimizer steps are done. Default: not by steps.
+        every_n_epochs: Report at the end of each so-manieth training epoch, after its validation.
+            None: not by epochs. A step that is the last of such an epoch is left to its end.
+        checkpoint: Whether reports have a checkpoint. If not, and the Trainer has a
+            `ModelCheckpoint`, that one decides when to save.
+
+    Raises:
+        ValueError: An argument is out of range, or there is no checkpoint to validate.
+    """
+
+    CHECKPOINT_NAME = CHECKPOINT_NAME
+
+    def __init__(
+        self,
+        checkpoint_upload_mode: CheckpointUploadMode | None = None,
+        validation: bool | ValidationTaskConfig = False,
+        *,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = 1,
+        checkpoint: bool = True,
+    ) -> None:
+        checkpoint_upload_mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
+        for name, value in (
+            ("every_n_train_steps", every_n_train_steps),
+            ("every_n_epochs", every_n_epochs),
+        ):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number from 1, or None, found {value!r}")
+        if every_n_train_steps is None and every_n_epochs is None:
+            raise ValueError("every_n_train_steps and every_n_epochs are both None: give one")
+        if checkpoint_upload_mode not in (CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC):
+            raise ValueError(
+                "checkpoint_upload_mode must be CheckpointUploadMode.SYNC or ASYNC, "
+                f"found {checkpoint_upload_mode!r}: the checkpoints are written by this callback"
+            )
+        if validation and not checkpoint:
+            raise ValueError("validation= needs checkpoint=True: there is nothing else to validate")
+        self.every_n_train_steps = every_n_train_steps
+        self.every_n_epochs = every_n_epochs
+        self.checkpoint = checkpoint
+        self.checkpoint_upload_mode = checkpoint_upload_mode
+        self.validation = validation
+        self._reported_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the step that a training goes on from as reported: its checkpoint was made there."""
+        self._reported_step = trainer.global_step
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        """Report, if it is time by steps."""
+        step = trainer.global_step
+        if self.every_n_train_steps is None or step % self.every_n_train_steps:
+            return
+        ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        is_accumulating = step == self._reported_step  # no optimizer step in this batch
+        if not is_accumulating and not (
+            ends_epoch and self._should_report_epoch(trainer.current_epoch)
+        ):
+            self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report, if it is time by epochs."""
+        if self._should_report_epoch(trainer.current_epoch):
+            self._report(trainer)
+
+    def _should_report_epoch(self, epoch: int) -> bool:
+        return self.every_n_epochs is not None and (epoch + 1) % self.every_n_epochs == 0
+
+    def _report(self, trainer: Trainer) -> None:
+        self._reported_step = trainer.global_step
+        if not self.checkpoint:
+            train.report(logged_metrics(trainer))
+            return
+        with shared_checkpoint_dir() as path:
+            trainer.save_checkpoint(path / self.CHECKPOINT_NAME, weights_only=False)
+            report_shared_checkpoint(
+                logged_metrics(trainer),
+                path,
+                checkpoint_upload_mode=self.checkpoint_upload_mode,
+                validation=self.validation,
+            )

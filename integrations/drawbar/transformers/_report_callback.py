@@ -1,0 +1,137 @@
+"""RayTrainReportCallback: turns a Trainer's logs and saves into reports."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+
+from drawbar.train import ValidationTaskConfig, collective, get_checkpoint, report
+from drawbar.transformers._resume import is_complete
+
+
+class RayTrainReportCallback(TrainerCallback):
+    """Report the Trainer's logs, and commit its saves as checkpoints of the run.
+
+    - Every log is reported with its `step`, by all ranks; none waits for another. A log after
+      training, such as by `evaluate()`, is reported together with the newest value of every
+      other metric, so that `Result.metrics` keeps them.
+    - Every save is reported with the newest value of each metric that was logged up to then. The
+      checkpoint is the directory that the Trainer wrote, `checkpoint-<step>`, with the files of all
+      ranks: `from_pretrained(result.checkpoint.path)` opens it. It is moved out of `output_dir`, by
+      a rename if both are on one filesystem.
+    - At the end of training, the newest values are reported once more, so that `Result.metrics`
+      has all of them.
+
+    `save_steps`, `eval_steps` and `logging_steps` are independent. Set which checkpoints to keep by
+    `drawbar.train.CheckpointConfig`: the Trainer's `save_total_limit` finds nothing to delete. With
+    the `hub_strategy` "checkpoint" or "all_checkpoints" the directory is copied instead, since the
+    upload to the Hub still reads it.
+
+    Requires a Trainer prepared by `prepare_trainer`.
+
+    Args:
+        validation: Whether to validate each checkpoint, as in `drawbar.train.report`.
+
+    Example:
+        >>> trainer.add_callback(RayTrainReportCallback())
+        >>> trainer = prepare_trainer(trainer)
+    """
+
+    CHECKPOINT_NAME = ""
+    """Path of the Trainer's files in a checkpoint: `os.path.join(path, CHECKPOINT_NAME)`."""
+
+    def __init__(self, validation: bool | ValidationTaskConfig = False) -> None:
+        self._validation = validation
+        self._newest: dict[str, object] = {}
+        self._is_training = False
+        self._is_complete = False
+        self.is_trainer_prepared = False
+        """True if the Trainer that calls this is prepared."""
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Check that the Trainer is prepared, and restore the metrics and the best checkpoint.
+
+        Raises:
+            RuntimeError: The Trainer was not prepared.
+        """
+        if not self.is_trainer_prepared:
+            raise RuntimeError(
+                "RayTrainReportCallback needs a prepared Trainer, since any other starts from "
+                "scratch after a restart. Before trainer.train() write: "
+                "trainer = prepare_trainer(trainer)"
+            )
+        self._is_training, self._is_complete = True, is_complete(state)
+        self._newest = {name: value for logs in state.log_history for name, value in logs.items()}
+        if state.best_global_step and state.best_model_checkpoint is None:
+            state.best_model_checkpoint = str(_checkpoint_directory(args, state.best_global_step))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, object] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Report the log."""
+        if self._is_training and self._is_complete:
+            return  # the throughput and loss of no steps, which are zeros
+        self._newest.update(logs or {})
+        metrics = (logs or {}) if self._is_training else self._newest
+        report({**metrics, "step": state.global_step})
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Report the checkpoint that the Trainer has written."""
+        directory = _checkpoint_directory(args, state.global_step)
+        collective.barrier()  # until all ranks have written their files
+        report(
+            self._newest_metrics(state),
+            directory if directory.is_dir() else None,
+            delete_local_checkpoint_after_upload=not _is_uploaded_to_hub(args),
+            validation=directory.is_dir() and self._validation,
+        )
+        committed = get_checkpoint()
+        if committed is not None and state.best_global_step == state.global_step:
+            state.best_model_checkpoint = committed.path
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Report the newest value of each metric."""
+        self._is_training = False
+        if not self._is_complete:
+            report(self._newest_metrics(state))
+
+    def _newest_metrics(self, state: TrainerState) -> dict[str, object]:
+        return {**self._newest, "epoch": state.epoch, "step": state.global_step}
+
+
+def _checkpoint_directory(args: TrainingArguments, step: int) -> Path:
+    assert args.output_dir is not None
+    return Path(os.path.abspath(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+
+def _is_uploaded_to_hub(args: TrainingArguments) -> bool:
+    return args.push_to_hub and args.hub_strategy in (
+        HubStrategy.CHECKPOINT,
+        HubStrategy.ALL_CHECKPOINTS,
+    )

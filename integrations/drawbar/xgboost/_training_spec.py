@@ -1,0 +1,89 @@
+"""Training without a training function: what each worker does with its shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from xgboost import DMatrix
+
+from drawbar._boosting import Shard, TrainingSpec
+from drawbar.train import ScalingConfig
+from drawbar.xgboost._data import build_quantile_matrix
+from drawbar.xgboost._parameters import (
+    PARAMETER_ALIASES,
+    PERCENTILE_OBJECTIVES,
+    set_num_threads,
+    validate_objective_labels,
+    validate_parameters,
+)
+from drawbar.xgboost._train import train
+
+
+@dataclass(frozen=True, kw_only=True)
+class XGBoostTrainingSpec(TrainingSpec):
+    """A declared training with XGBoost.
+
+    Args:
+        obj: A custom objective, as for `xgboost.train`.
+        custom_metric: A custom metric, as for `xgboost.train`.
+    """
+
+    spelled = PARAMETER_ALIASES
+    waits_on_disk = True  # four passes in which bins are made would hold 1.7 times the rows at once
+
+    obj: Callable[..., Any] | None = None
+    custom_metric: Callable[..., tuple[str, float]] | None = None
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether code of the user runs on the workers."""
+        return super().runs_user_code or callable(self.obj) or callable(self.custom_metric)
+
+    @property
+    def averages_percentiles(self) -> bool:
+        """True if the objective sets leaf values to percentiles of a worker's rows."""
+        return self.params.get("objective") in PERCENTILE_OBJECTIVES
+
+    def validate(self, scaling_config: ScalingConfig) -> None:
+        """Check the parameters and the datasets' names in the driver."""
+        validate_parameters(self.params, scaling_config, has_groups=self.columns.group is not None)
+        for name in self.datasets:
+            if "-" in name:
+                raise ValueError(f"XGBoost takes no dataset name with '-', found {name!r}")
+
+    def train(self, shards: dict[str, Shard]) -> None:
+        """Train on this worker and report each round."""
+        params = set_num_threads({"seed_per_iteration": True, **self.params})
+        feature_weights = params.pop("feature_weights", None)
+        for shard in shards.values():
+            validate_objective_labels(shard, self.params)
+        matrices = self._matrices(shards, params)
+        shards.clear()  # the matrices have all
+        if feature_weights is not None:
+            matrices["train"].set_info(feature_weights=feature_weights)
+        train(
+            params,
+            matrices["train"],
+            self.num_boost_round,
+            evals=[(matrix, name) for name, matrix in matrices.items()],
+            obj=self.obj,
+            early_stopping_rounds=self.early_stopping_rounds,
+            callbacks=copy.deepcopy(self.callbacks),  # they keep state
+            custom_metric=self.custom_metric,
+        )
+
+    def _matrices(self, shards: dict[str, Shard], params: dict[str, Any]) -> dict[str, DMatrix]:
+        matrices: dict[str, DMatrix] = {}
+        for name, shard in shards.items():
+            matrices[name] = build_quantile_matrix(
+                shard,
+                reference=matrices.get("train"),
+                max_bin=params.get("max_bin"),
+                nthread=params["nthread"],
+                external_memory=bool(self.external_memory),
+                folder=self.storage_directory,
+            )
+        return matrices

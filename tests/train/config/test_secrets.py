@@ -1,0 +1,125 @@
+"""What looks like a secret is neither written to the journal nor shown."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drawbar.train import RunConfig
+from drawbar.train._config.secrets import REDACTED, redact_settings
+from drawbar.train._driver.resume import list_config_changes
+from tests.train.local_runs import fit
+
+S = "s3cr3t-value-4b1f"
+
+
+@dataclass
+class Tracking:
+    api_key: str
+    project: str = "p"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"hf_token": S},
+        {"WANDB_API_KEY": S},
+        {"db": {"password": S}},
+        {"trackers": [{"client_secret": S}, ("x", {"aws-access-key": S})]},
+        {"url": f"postgresql://ann:{S}@host/db"},
+        {"urls": [f"https://:{S}@host"]},
+        {"tracking": Tracking(S)},
+        {"note": f"api_key={S}, rest"},
+        {"header": {"Authorization": f"Bearer {S}"}},
+        {"tokenTwo": S},
+        {"api_key_2": S},
+        {"wandb_key": S},
+        {"note": f"comet_key: {S}"},
+        {"nested": {"key": S}},
+        {"auth": ("ann", S)},
+        {"nested": {b"api_key": S}},
+        {"license": S},
+        {"more": {"license": S}},
+    ],
+)
+def test_a_secret_is_nowhere_but_in_the_function(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], config: dict[str, Any]
+) -> None:
+    def function(config: dict[str, Any]) -> str:
+        return repr(config)
+
+    options: dict[str, Any] = {"secret_keys": ["license"]}
+    assert S in fit(function, tmp_path, {**config, "lr": 0.1}, **options).return_value
+    fit(function, tmp_path, {"lr": 0.2}, **options)
+    journal = (tmp_path / "run" / "journal.jsonl").read_text()
+    shown = "".join(capfd.readouterr())
+    assert S not in journal + shown
+    assert REDACTED in journal
+    assert "train_loop_config.lr: '0.1' -> '0.2'" in shown
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_tokens": 5, "pad_token_id": 0, "pad_token": "<pad>", "num_tokens": "many"},
+        {"tokens": 3, "token_type": "a", "keys": ["k"], "tokenizer": "bert", "use_secret": True},
+        {"auth": "basic", "sort_key": "k", "key_2": "k", "label_token_ids": [1, 2]},
+        {"sort_key": "the_longest_of_all_columns", "s3_key": "data/2026/part-0001.parquet"},
+        {"seed_key": "12345678901234567890", "note": "group_key=customer_identifier"},
+        {"nested": {"tokens": 3}, "url": "https://host:80/a@b", "monkey": "m", "password": None},
+    ],
+)
+def test_what_is_no_secret_is_told(config: dict[str, Any]) -> None:
+    assert redact_settings(config) == {key: repr(value) for key, value in config.items()}
+
+
+def test_what_an_older_version_wrote_down_is_not_shown_either() -> None:
+    before = {"token": repr(S), "db": repr({"password": S, "host": "a"}), "gone_token": repr(S)}
+    now = {"token": REDACTED, "db": repr({"password": REDACTED, "host": "b"})}
+    found = "; ".join(list_config_changes(before, now))
+    assert S not in found
+    assert "gone_token: changed" in found
+
+
+def test_secrets_are_names() -> None:
+    with pytest.raises(TypeError, match=r"RunConfig.secrets must be a list of keys"):
+        RunConfig(secret_keys="license")
+
+
+@pytest.mark.parametrize(("place", "expected"), [(0o700, 0o600), (0o770, 0o660), (0o755, 0o644)])
+def test_the_storages_owner_says_who_may_read_a_run(
+    tmp_path: Path, place: int, expected: int
+) -> None:
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    storage.chmod(place)
+    for umask in (0o077, 0o022, 0o002):
+        before = os.umask(umask)
+        try:
+            fit(lambda: None, storage)
+        finally:
+            os.umask(before)
+        run = storage / "run"
+        modes = [
+            each.stat().st_mode & 0o777 for each in (run / "journal.jsonl", run / "trainer.pkl")
+        ]
+        assert modes == [expected, expected]
+
+
+@pytest.mark.parametrize("text", ["a", "a-", "token ", "http://a", "://a:"])
+def test_megabytes_of_text_are_looked_through_in_no_time(text: str) -> None:
+    long = text * (1_000_000 // len(text))
+    assert redact_settings({"text": long}) == {"text": repr(long)}
+
+
+def test_arrays_are_shown_as_they_are() -> None:
+    array = np.arange(3)
+    assert redact_settings({"a": array, "b": {"hf_token": array}}) == {
+        "a": repr(array),
+        "b": "{'hf_token': <secret>}",
+    }

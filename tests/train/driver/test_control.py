@@ -1,0 +1,62 @@
+"""The sockets by which runs are reached."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from drawbar import train
+from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
+from drawbar.train._storage.download_cache import get_user_temp_directory
+from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
+
+
+def test_a_start_removes_the_sockets_of_processes_that_were_killed(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sockets() -> list[str]:
+        assert train.attach(tmp_path / "run").status == "running"
+        return sorted(path.name for path in get_user_temp_directory().iterdir())
+
+    with (
+        tempfile.TemporaryDirectory() as short,  # as a socket's path must be
+        socket.socket(socket.AF_UNIX) as gone,
+        socket.socket(socket.AF_UNIX) as there,
+    ):
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        gone.bind(str(get_user_temp_directory() / "run_gone.sock"))
+        there.bind(str(get_user_temp_directory() / "run_there.sock"))
+        there.listen()
+        result = DataParallelTrainer(
+            sockets, scaling_config=ScalingConfig(num_workers=0), run_config=run_config
+        ).fit()
+        ((own, other),) = result.return_values
+        assert (own.partition("_")[0], other) == ("run", "run_there.sock")
+        assert [path.name for path in get_user_temp_directory().iterdir()] == [other]
+
+
+def test_control_socket_answers_again_after_file_descriptors_ran_out(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reply() -> bytes:
+        (path,) = get_user_temp_directory().glob("run_*.sock")
+        with socket.socket(socket.AF_UNIX) as connection:
+            lowest = lowest_free_file_descriptor()
+            with no_free_file_descriptor(lowest) as wait_until_accept_failed:
+                connection.connect(str(path))  # the reserved descriptor is used, and the next fails
+                wait_until_accept_failed()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(b"diagnose\n")
+            connection.settimeout(60)
+            return connection.recv(1 << 16)
+
+    with tempfile.TemporaryDirectory() as short:  # as a socket's path must be
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        result = DataParallelTrainer(
+            reply, scaling_config=ScalingConfig(num_workers=0), run_config=run_config
+        ).fit()
+    assert b'"error":""' in result.return_value

@@ -1,0 +1,259 @@
+"""Mistakes that are found before a process starts, with the names and values in the message."""
+
+import functools
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar.train._config.packages import parse_release, require_package, require_version
+from drawbar.train._driver.preflight import (
+    check_storage_path,
+    check_train_function,
+    check_train_function_pickles,
+    warn_of_unused_config,
+)
+
+LOCK = threading.Lock()
+
+
+class Loop:
+    """Callable, with a method, and with something that does not pickle."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __call__(self, config: dict[str, Any]) -> None: ...
+
+    def fit(self) -> None: ...
+
+
+def no_argument() -> None: ...
+def one_argument(config: dict[str, Any]) -> None: ...
+def a_default(lr: float = 0.1) -> None: ...
+def two_arguments(config: dict[str, Any], extra: object) -> None: ...
+def keyword_only(*, config: dict[str, Any]) -> None: ...
+def any_arguments(*args: Any, **kwargs: Any) -> None: ...
+async def coroutine() -> None: ...
+def generator() -> Iterator[int]:
+    yield 1
+
+
+async def async_generator() -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "takes_config"),
+    [
+        (no_argument, False),
+        (one_argument, True),
+        (a_default, False),
+        (any_arguments, False),
+        (functools.partial(two_arguments, extra=1), True),
+        (functools.partial(two_arguments, {}, 1), False),
+        (Loop(), True),
+        (Loop().fit, False),
+        (lambda config: None, True),
+    ],
+)
+def test_functions_that_can_train(function: Callable[..., Any], takes_config: bool) -> None:
+    assert check_train_function(function) is takes_config
+
+
+def test_a_builtin_without_a_signature_gets_the_config_if_there_is_one() -> None:
+    assert check_train_function(dict, has_config=True)
+    assert not check_train_function(dict)
+
+
+def test_an_argument_with_a_default_gets_the_config_if_there_is_one() -> None:
+    assert check_train_function(a_default, has_config=True)
+    assert not check_train_function(no_argument, has_config=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            two_arguments,
+            r"two_arguments\(config: .*\) -> None must be given config, extra; a train",
+        ),
+        (keyword_only, r"keyword_only\(\*, config.*one positional argument: the train_loop_config"),
+        (coroutine, "coroutine is an async or a generator function"),
+        (generator, "generator is an async or a generator function"),
+        (async_generator, "calling it runs none of it"),
+        (None, "must be callable, found None"),
+    ],
+)
+def test_functions_that_cannot_train(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        check_train_function(function)
+
+
+def test_config() -> None:
+    warn_of_unused_config(True, {"lr": 0.1})
+    warn_of_unused_config(True, [1])
+    warn_of_unused_config(True, None)
+    warn_of_unused_config(False, None)
+    warn_of_unused_config(False, {})
+    with pytest.warns(UserWarning, match=r"has 'lr', but .* write it as `def train\(config\):`"):
+        warn_of_unused_config(False, {"lr": 0.1})
+
+
+def with_helper() -> Callable[[], object]:
+    lock = LOCK
+
+    def helper() -> object:
+        return {"locks": [lock]}
+
+    def train() -> object:
+        return [helper() for _ in range(2)]
+
+    return train
+
+
+def with_config() -> Callable[[], object]:
+    config = {"model": {"locks": [1, LOCK]}}
+
+    def train() -> object:
+        return config
+
+    return train
+
+
+def with_global() -> Callable[[], object]:
+    scope: dict[str, Any] = {"handle": LOCK, "acquire": LOCK}
+    exec("def train(): return handle.acquire", scope)  # a global that is only an attribute's name
+    return scope["train"]  # type: ignore[no-any-return]
+
+
+def with_default() -> Callable[[], object]:
+    def train(lock: object = LOCK) -> None: ...
+
+    return train
+
+
+def with_itself() -> Callable[[], object]:
+    def train() -> object:
+        return train, LOCK
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("function", "path"),
+    [
+        (with_helper(), "train.helper.lock"),
+        (with_config(), "train.config['model']['locks'][1]"),
+        (with_global(), "train.handle"),
+        (with_default(), "train.lock"),
+        (with_itself(), "train.LOCK"),
+        (Loop(lock=LOCK, size=3).fit, "fit.self.lock"),
+        (Loop(inner=Loop(lock=LOCK)), "Loop.self.inner.lock"),
+        (functools.partial(one_argument, {"lock": LOCK}), "one_argument.args[0]['lock']"),
+        (functools.partial(two_arguments, extra=LOCK), "two_arguments.extra"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(function: Callable[..., Any], path: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        check_train_function_pickles(function)
+    lines = str(caught.value).splitlines()
+    assert lines[1:-1] == [f"  {path} (_thread.lock): cannot pickle '_thread.lock' object"]
+    assert "Create it inside the training function" in lines[-1]
+
+
+def test_a_large_capture_is_named_with_its_size() -> None:
+    weights, small = bytearray(101_000_000), 3
+
+    def helper() -> object:
+        return weights, small, helper
+
+    def train() -> object:
+        return helper()
+
+    message = (
+        r"train takes 101 MB .*: train\.helper\.weights \(bytearray, 101 MB\)\. Load it inside"
+    )
+    with pytest.warns(UserWarning, match=message):
+        check_train_function_pickles(train)
+
+
+def test_require_package() -> None:
+    require_package("json", "torch")
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "drawbar\[torch\]"') as caught:
+        require_package("no_such_framework", "torch")
+    assert caught.value.name == "no_such_framework"
+
+
+def test_a_version_too_old_is_refused() -> None:
+    require_version("xgboost", "3.10.0rc1", "3.1", requirement="drawbar[xgboost]")
+    message = r'xgboost 2.1.4 is installed here, but 3.1 or newer .* --upgrade "drawbar\[xgboost\]"'
+    with pytest.raises(ImportError, match=message):
+        require_version("xgboost", "2.1.4", "3.1", requirement="drawbar[xgboost]")
+
+
+NAMED_LIKE_A_FRAMEWORK = {
+    "torch.py": "import torch; from drawbar.torch import TorchTrainer",
+    "xgboost.py": "from drawbar.xgboost import XGBoostTrainer",
+    "ray.py": "import ray; from drawbar.train import DataParallelTrainer",
+    "keras/__init__.py": "layers = 3",
+}
+USES_KERAS = """
+from drawbar.keras import KerasConfig
+from drawbar.train import ScalingConfig
+KerasConfig(keras_backend="torch").check_requirements(ScalingConfig())
+"""
+
+
+@pytest.mark.parametrize("file", NAMED_LIKE_A_FRAMEWORK)
+def test_a_file_of_the_users_that_hides_a_framework_is_named(file: str, tmp_path: Path) -> None:
+    hides = tmp_path / file
+    hides.parent.mkdir(exist_ok=True)
+    hides.write_text(NAMED_LIKE_A_FRAMEWORK[file])
+    script = hides
+    if hides.parent != tmp_path:
+        script = tmp_path / "script.py"
+        script.write_text(USES_KERAS)
+    shown = subprocess.run([sys.executable, script], capture_output=True, text=True).stderr
+    name = Path(file).parts[0].removesuffix(".py")
+    told = f"ImportError: `import {name}` finds {hides}, which hides the package {name}; rename it"
+    assert shown.splitlines()[-1] == told
+
+
+def test_require_package_of_a_version() -> None:
+    require_package("pytest", "dev", min_version="8.1")
+    with pytest.raises(ImportError, match=r'99\.1 or newer.*--upgrade "drawbar\[dev\]"'):
+        require_package("pytest", "dev", min_version="99.1")
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("4.50.3", (4, 50, 3)), ("5.0rc1", (5, 0)), ("2.13.0+cpu", (2, 13, 0)), ("unknown", ())],
+)
+def test_release_of(version: str, release: tuple[int, ...]) -> None:
+    assert parse_release(version) == release
+
+
+def test_storage_path_is_created_and_left_empty(tmp_path: Path) -> None:
+    check_storage_path(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_storage_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        FileExistsError, match=r"file' cannot be written .* is a file: give a folder"
+    ):
+        check_storage_path(tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match="give a folder"):
+        check_storage_path(tmp_path / "file" / "below")
+
+
+def test_storage_path_that_nobody_can_write() -> None:
+    message = r"'/proc/runs' cannot be written by user \w+: .*; set RunConfig.storage_path to a"
+    with pytest.raises(OSError, match=message):
+        check_storage_path(Path("/proc/runs"))

@@ -1,0 +1,285 @@
+"""How fit() finds its Ray, and what the workers find when they start: on real clusters."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import psutil
+import pyarrow as pa
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from drawbar import train
+from drawbar.cli import main as drawbar_command
+from drawbar.train import (
+    Backend,
+    BackendConfig,
+    DataParallelTrainer,
+    Result,
+    RunConfig,
+    ScalingConfig,
+)
+from drawbar.train._worker.worker_env import count_available_cores
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers, Pipe
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # Ray's default depends on what ran here before
+RANK_VARIABLES = {
+    "RANK": "get_world_rank",
+    "WORLD_SIZE": "get_world_size",
+    "LOCAL_RANK": "get_local_rank",
+    "LOCAL_WORLD_SIZE": "get_local_world_size",
+    "NODE_RANK": "get_node_rank",
+}
+
+
+def fit(function: Callable[[], Any], config: RunConfig, **options: Any) -> Result:
+    options.setdefault("scaling_config", ScalingConfig(num_workers=2))
+    return DataParallelTrainer(function, run_config=config, **options).fit()
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Make a folder whose path is short enough for Ray's sockets, which `tmp_path` is not.
+
+    Some processes of Ray outlive their head for a minute and may still write there.
+    """
+    return tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    with temporary_folder() as folder:
+        yield folder
+
+
+def test_threads_share_a_local_ray_which_outlives_their_runs_and_no_worker_its_driver(
+    tmp_path: Path,
+    run_config: RunConfig,
+    drivers: Drivers,
+    pipe: Pipe,
+    short_folder: str,
+    wait_until_gone: Callable[..., None],
+) -> None:
+    def waiting() -> None:
+        pipe.say(os.getpid())
+        threading.Event().wait()
+
+    def main() -> None:
+        def one_run(number: int) -> None:
+            config = RunConfig(name=f"run_{number}", storage_path=str(tmp_path))
+            here = number == 0  # needs Ray for its table alone, and starts it as it splits that
+            fit(
+                lambda: train.report({"number": number}),
+                config,
+                datasets={"train": pa.table({"x": [1, 2]})} if here else None,
+                scaling_config=ScalingConfig(num_workers=0 if here else 1),
+            )
+
+        for numbers in ((0,), (1, 2), (3,)):  # Ray has lost the thread that asked for it by then
+            threads = [threading.Thread(target=one_run, args=(number,)) for number in numbers]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        fit(waiting, run_config)
+
+    alone = {"RAY_ADDRESS": None, "RAY_TMPDIR": short_folder, "RAY_AUTH_MODE": None}
+    with drivers(main, **alone) as driver:
+        workers = [int(pipe.hear()[0]) for _ in range(2)]
+        assert driver.stderr is not None
+        shown = driver.stderr.readline()
+        assert os.listdir(short_folder) == ["ray"]
+        driver.kill()
+        wait_until_gone(workers)
+    assert re.match(r"\[drawbar [\d:]+\] run directory", shown)  # nothing of Ray's before it
+    numbers = [Result.from_path(tmp_path / f"run_{each}").metrics for each in range(4)]
+    assert numbers == [{"number": each} for each in range(4)]
+
+
+@pytest.fixture(scope="module")
+def bare_cluster() -> Iterator[str]:
+    """The address of a cluster that was started by hand, with next to no environment."""
+    with temporary_folder() as folder:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+        command += ["--port=0", f"--temp-dir={folder}", "--include-dashboard=false"]
+        environ = {name: os.environ[name] for name in ("PATH", "HOME")} | NO_TOKEN
+        with subprocess.Popen(
+            [*command, "--num-cpus=8", "--disable-usage-stats"],
+            env=environ,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as head:
+            assert head.stdout is not None
+            assert any("Ray runtime started" in line for line in head.stdout)
+            processes = psutil.Process(head.pid).children(recursive=True)
+            yield Path(folder, "ray_current_cluster").read_text().strip()
+            head.terminate()
+            _, alive = psutil.wait_procs(processes, timeout=10)
+            for process in alive:
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def seen(
+    bare_cluster: str, drivers: Drivers, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What each rank finds, in a run whose driver has variables, a folder and a module."""
+    project = tmp_path_factory.mktemp("project")
+    (project / "beside.py").write_text("VALUE = 'imported'")
+    (project / "table.csv").write_text("read")
+
+    def look() -> Any:
+        import beside  # type: ignore[import-not-found]
+
+        context = train.get_context()
+        return {
+            "environ": dict(os.environ),
+            "ranks": {name: getattr(context, get)() for name, get in RANK_VARIABLES.items()},
+            "module": beside.VALUE,
+            "file": Path("table.csv").read_text(),
+        }
+
+    def main() -> None:
+        sys.path.insert(0, str(project))  # as for a script that lies there
+        os.chdir(project)
+        scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 4})
+        config = RunConfig(name="run", storage_path=project, forward_env=["MY_*"])
+        result = fit(look, config, scaling_config=scaling)
+        assert ray.get_runtime_context().gcs_address == bare_cluster
+        (project / "seen.json").write_text(json.dumps(result.return_values))
+
+    drivers.run(
+        main,
+        **NO_TOKEN,
+        RAY_ADDRESS=bare_cluster,
+        RAY_OF_THE_DRIVER="not for the workers",
+        CUDA_VISIBLE_DEVICES="7",
+        MLFLOW_TRACKING_URI="http://tracker",
+        MY_SETTING="mine",
+        OTHERS_SETTING="not named",
+    )
+    found: list[dict[str, Any]] = json.loads((project / "seen.json").read_text())
+    assert len(found) == 2
+    return found
+
+
+@pytest.fixture(params=[0, 1])
+def worker(seen: list[dict[str, Any]], request: pytest.FixtureRequest) -> dict[str, Any]:
+    rank: int = request.param
+    return seen[rank]
+
+
+def test_the_drivers_variables_arrive_by_the_filter(worker: dict[str, Any]) -> None:
+    assert worker["environ"]["MLFLOW_TRACKING_URI"] == "http://tracker"
+    assert worker["environ"]["MY_SETTING"] == "mine"
+    assert worker["environ"].get("CUDA_VISIBLE_DEVICES") != "7"
+    assert not {"RAY_OF_THE_DRIVER", "OTHERS_SETTING"} & worker["environ"].keys()
+
+
+def test_the_drivers_folder_and_modules_are_there(worker: dict[str, Any]) -> None:
+    assert worker["file"] == "read"
+    assert worker["module"] == "imported"
+
+
+def test_libraries_get_the_threads_of_their_cpus_at_most_the_cores(worker: dict[str, Any]) -> None:
+    assert worker["environ"]["OMP_NUM_THREADS"] == str(min(4, count_available_cores()))
+
+
+def test_torchruns_variables_are_the_contexts_ranks(worker: dict[str, Any]) -> None:
+    assert {name: int(worker["environ"][name]) for name in RANK_VARIABLES} == worker["ranks"]
+
+
+class SharingBackend(Backend):
+    share_cuda_visible_devices = True
+
+
+class SharingConfig(BackendConfig):
+    backend_cls = SharingBackend
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_each_worker_sees_all_gpus_of_the_run_and_knows_its_own(run_config: RunConfig) -> None:
+    def function() -> tuple[str, tuple[str, ...]]:
+        return os.environ["CUDA_VISIBLE_DEVICES"], train.get_context().get_accelerator_ids()
+
+    scaling = ScalingConfig(num_workers=2, use_gpu=True)
+    values = fit(
+        function, run_config, scaling_config=scaling, backend_config=SharingConfig()
+    ).return_values
+    own = [ids for _, ids in values]
+    assert own == sorted(own)
+    assert len({*own[0], *own[1]}) == 2
+    assert [visible for visible, _ in values] == [",".join([*own[0], *own[1]])] * 2
+
+
+WHERE_SCRIPT = """
+import os, sys
+names = "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"
+with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
+    file.write(" ".join(os.environ[name] for name in names))
+"""
+
+
+def trial_on_the_far_node(folder: Path) -> dict[str, Any]:
+    """Give what the worker of a trial of Ray Tune finds there, by the metrics of the trial."""
+    from ray import tune
+
+    def function() -> None:
+        node = ray.get_runtime_context().get_node_id()
+        train.report({"argv": sys.argv[1:], "set": os.environ.get("HF_SET_LATE"), "node": node})
+
+    sys.argv = ["sweep.py", "--fast"]
+    os.environ["HF_SET_LATE"] = "1"  # later than Ray's start
+    scaling = ScalingConfig(num_workers=1, resources_per_worker={"far": 1})
+    trainable = DataParallelTrainer(function, scaling_config=scaling).as_trainable()
+    place = tune.RunConfig(storage_path=str(folder), verbose=0)
+    return dict(tune.Tuner(trainable, run_config=place).fit()[0].metrics or {})
+
+
+def test_ranks_are_contiguous_on_each_node_and_trials_find_what_the_driver_has(
+    run_config: RunConfig, tmp_path: Path, drivers: Drivers, short_folder: str
+) -> None:
+    def where() -> tuple[str, int, int, int]:
+        context = train.get_context()
+        node = ray.get_runtime_context().get_node_id()
+        ranks = context.get_node_rank(), context.get_local_rank(), context.get_local_world_size()
+        return node, *ranks
+
+    def main() -> None:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        far = cluster.add_node(num_cpus=2, resources={"far": 1})
+        ray.init(address=cluster.address)
+        values = fit(where, run_config, scaling_config=ScalingConfig(num_workers=4)).return_values
+        (tmp_path / "script.py").write_text(WHERE_SCRIPT)
+        command = ["launch", "--nnodes", "2", "--nproc-per-node", "2", "--storage-path"]
+        with pytest.raises(SystemExit) as ended:
+            drawbar_command([*command, str(tmp_path), str(tmp_path / "script.py"), str(tmp_path)])
+        assert ended.value.code == 0
+        metrics = trial_on_the_far_node(tmp_path)
+        trial = metrics["node"] == far.node_id, metrics["argv"], metrics["set"]
+        (tmp_path / "where.json").write_text(json.dumps([values, trial]))
+        ray.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
+
+    drivers.run(main, RAY_ADDRESS=None, RAY_TMPDIR=short_folder)
+    found, trial = json.loads((tmp_path / "where.json").read_text())
+    nodes = [node for node, *_ in found]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+    assert [ranks for _, *ranks in found] == [[0, 0, 2], [0, 1, 2], [1, 0, 2], [1, 1, 2]]
+    told = [(tmp_path / str(rank)).read_text() for rank in range(4)]
+    assert told == ["0 0 2 4", "0 1 2 4", "1 0 2 4", "1 1 2 4"]
+    assert trial == [True, ["--fast"], "1"]

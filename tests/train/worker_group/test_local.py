@@ -1,0 +1,554 @@
+"""`num_workers=0`: the function in this very thread, with everything that a cluster gives it."""
+
+from __future__ import annotations
+
+import cProfile
+import importlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from drawbar import train
+from drawbar.train import (
+    ControllerError,
+    DataParallelTrainer,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    UserAbort,
+    WorkerError,
+    WorkerGroupError,
+    collective,
+)
+from tests.train.local_runs import content, fit, save, save_asynchronously
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers
+
+# -- the function
+
+
+@pytest.mark.parametrize(("wanted", "given"), [({}, ("3",)), ({"GPU": 2}, ("3", "5"))])
+def test_the_gpus_are_the_first_that_this_process_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, float], given: Any
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,7")
+    scaling = ScalingConfig(num_workers=0, use_gpu=True, resources_per_worker=wanted or None)
+    result = DataParallelTrainer(
+        lambda: train.get_context().get_accelerator_ids(),
+        scaling_config=scaling,
+        run_config=RunConfig(name="run", storage_path=tmp_path),
+    ).fit()
+    assert result.return_value == given
+
+
+@pytest.mark.timeout(60)
+def test_a_profiler_sees_the_function_and_the_run_ends(tmp_path: Path) -> None:
+    profile = cProfile.Profile()
+
+    def train_func() -> None:
+        train.report({"loss": 0.5})
+
+    assert profile.runcall(fit, train_func, tmp_path).metrics == {"loss": 0.5}
+    assert "train_func" in {getattr(each.code, "co_name", "") for each in profile.getstats()}
+
+
+@pytest.mark.timeout(60)
+def test_a_debugger_traces_every_thread_and_the_run_ends(tmp_path: Path) -> None:
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        seen.add(frame.f_code.co_name)
+        return trace
+
+    def train_func() -> None:
+        train.report({"loss": 0.5})
+
+    seen = set[str]()
+    before = sys.gettrace()
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        result = fit(train_func, tmp_path)
+    finally:
+        sys.settrace(before)
+        threading.settrace(before)
+    assert result.metrics == {"loss": 0.5}
+    assert {"train_func", "_run_attempts"} <= seen
+
+
+def test_the_function_runs_in_the_thread_that_called_fit(tmp_path: Path) -> None:
+    result = fit(lambda: [threading.get_ident(), os.getpid()], tmp_path)
+    assert result.return_value == [threading.get_ident(), os.getpid()]
+
+
+def test_the_function_sees_what_it_closes_over(tmp_path: Path) -> None:
+    seen: list[int] = []
+    fit(lambda: seen.append(1), tmp_path)
+    assert seen == [1]
+
+
+def test_the_config_is_a_copy_in_every_attempt(tmp_path: Path) -> None:
+    def function(config: dict[str, Any]) -> dict[str, Any]:
+        config["layers"].append(config.pop("width"))
+        if train.get_context().get_attempt() == 0:
+            raise ValueError
+        return config
+
+    config = {"layers": [1], "width": 2}
+    result = fit(function, tmp_path, config, failure_config=FailureConfig(max_failures=1))
+    assert result.return_value == {"layers": [1, 2]}
+    assert config == {"layers": [1], "width": 2}
+
+
+def test_a_function_with_config_gets_an_empty_one_by_default(tmp_path: Path) -> None:
+    def function(config: dict[str, Any]) -> Any:
+        return config
+
+    assert fit(function, tmp_path).return_value == {}
+
+
+def test_the_context_is_that_of_a_world_of_one(tmp_path: Path) -> None:
+    def function() -> tuple[Any, ...]:
+        context = train.get_context()
+        assert repr(context) == "TrainContext('run', rank 0 of 1, attempt 0)"
+        ranks = (context.get_world_rank(), context.get_local_rank(), context.get_node_rank())
+        sizes = (context.get_world_size(), context.get_local_world_size())
+        return (*ranks, *sizes, context.get_metadata(), context.get_storage())
+
+    result = fit(function, tmp_path)
+    assert result.return_value == (0, 0, 0, 1, 1, {"by": "ann"}, tmp_path / "run")
+
+
+def test_ray_is_never_started(tmp_path: Path, drivers: Drivers) -> None:
+    def main() -> None:
+        import ray
+
+        fit(lambda: save("a"), tmp_path)
+        print("ray:", ray.is_initialized())
+
+    with drivers(main) as driver:
+        out, _ = driver.communicate(timeout=60)
+    assert out == "ray: False\n"
+
+
+def test_collectives_meet_nobody(tmp_path: Path) -> None:
+    def function() -> list[Any]:
+        collective.barrier()
+        return [collective.broadcast_from_rank_zero("a"), collective.all_gather("b")]
+
+    assert fit(function, tmp_path).return_value == ["a", ["b"]]
+
+
+def test_a_thread_of_the_user_may_report(tmp_path: Path) -> None:
+    def function() -> None:
+        thread = threading.Thread(target=train.report, args=({"from": "a thread"},))
+        thread.start()
+        thread.join()
+
+    assert fit(function, tmp_path).metrics == {"from": "a thread"}
+
+
+def test_a_run_inside_a_run(tmp_path: Path) -> None:
+    def function() -> None:
+        inner = fit(lambda: train.report({"inner": 1}), tmp_path / "inner")
+        train.report({"outer": inner.metrics})
+
+    assert fit(function, tmp_path).metrics == {"outer": {"inner": 1}}
+
+
+_first_runs, _second_runs, _first_has_ended = (threading.Event() for _ in range(3))
+
+
+def overlap(name: str) -> None:
+    runs, awaited = {
+        "first": (_first_runs, _second_runs),
+        "second": (_second_runs, _first_has_ended),
+    }[name]
+    runs.set()
+    assert awaited.wait(60)
+    train.report({"from": name})
+
+
+def test_two_runs_at_the_same_time_each_hear_their_own_function(tmp_path: Path) -> None:
+    def run(name: str) -> dict[str, Any] | None:
+        return fit(partial(overlap, name), tmp_path / name).metrics
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, "first")
+        assert _first_runs.wait(60)
+        second = pool.submit(run, "second")
+        assert first.result(60) == {"from": "first"}
+        _first_has_ended.set()
+        assert second.result(60) == {"from": "second"}
+    assert "RANK" not in os.environ
+    with pytest.raises(RuntimeError, match="works inside a training function"):
+        train.report({})
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: train.report({}), train.get_context, train.get_checkpoint]
+)
+def test_outside_a_run_the_functions_say_where_they_belong(call: Any, tmp_path: Path) -> None:
+    fit(lambda: None, tmp_path)
+    with pytest.raises(RuntimeError, match=r"\(\) works inside a training function"):
+        call()
+
+
+# -- what it leaves behind
+
+
+def test_what_is_printed_is_shown_and_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def function() -> None:
+        print("to stdout")
+        print("to stderr", file=sys.stderr)
+
+    fit(function, tmp_path)
+    out, err = capfd.readouterr()
+    assert out == "to stdout\n"
+    assert "to stderr\n" in err
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert log.splitlines() == ["to stdout", "to stderr"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_environment_and_folder_are_given_back(tmp_path: Path, fails: bool) -> None:
+    def function() -> None:
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+        os.environ["DRAWBAR_TEST"] = "1"
+        del os.environ["PATH"]
+        os.chdir(tmp_path)
+        assert not fails
+
+    before = (dict(os.environ), os.getcwd(), sys.stdout, sys.stderr)
+    if fails:
+        with pytest.raises(WorkerGroupError):
+            fit(function, tmp_path)
+    else:
+        fit(function, tmp_path)
+    assert (dict(os.environ), os.getcwd(), sys.stdout, sys.stderr) == before
+
+
+def test_only_variables_that_differ_are_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native threads read the environment without a lock, while its table may move."""
+    touched: list[str] = []
+    put, unset = os.putenv, os.unsetenv
+
+    def note_put(name: bytes, value: bytes) -> None:
+        touched.append(os.fsdecode(name))
+        put(name, value)
+
+    def note_unset(name: bytes) -> None:
+        touched.append(os.fsdecode(name))
+        unset(name)
+
+    monkeypatch.setenv("HF_FORWARDED", "1")
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # set by Ray, gone inside
+    monkeypatch.setattr(os, "putenv", note_put)
+    monkeypatch.setattr(os, "unsetenv", note_unset)
+
+    def function() -> set[str]:
+        os.environ["PATH"] += ":/mine"
+        started_with = set(touched)
+        touched.clear()
+        return started_with
+
+    before = dict(os.environ)
+    started_with = fit(function, tmp_path).return_value
+    assert {"RANK", "PATH"} <= started_with
+    assert not (started_with - {"PATH"}) & before.keys()
+    assert sorted(touched) == sorted(started_with)
+    assert dict(os.environ) == before
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    fit(lambda: save_asynchronously("abcde"), tmp_path)
+    assert set(threading.enumerate()) == before
+
+
+# -- failures
+
+
+def line_of(function: Any) -> int:
+    """The first line of a function's body."""
+    return int(function.__code__.co_firstlineno) + 1
+
+
+class Unpicklable(Exception):
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("not this one")
+
+
+@pytest.mark.parametrize(
+    ("make", "headline", "kept"),
+    [
+        (lambda: ValueError("boom"), "ValueError: boom", ValueError),
+        (lambda: SystemExit(3), "SystemExit: 3", WorkerError),
+        (lambda: GeneratorExit(), "GeneratorExit", WorkerError),
+        (lambda: Unpicklable("x"), "Unpicklable: x", WorkerError),
+        (lambda: OSError(28, "No space left"), "OSError: [Errno 28] No space left", OSError),
+        (lambda: ExceptionGroup("two", [ValueError()]), "ExceptionGroup: two (1", ExceptionGroup),
+        (lambda: ValueError("first\nsecond"), "ValueError: first (", ValueError),
+    ],
+)
+def test_an_exception_is_told_with_the_users_line(
+    tmp_path: Path, make: Callable[[], BaseException], headline: str, kept: type[Exception]
+) -> None:
+    def function() -> None:
+        raise make()
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, tmp_path)
+    assert str(raised.value).startswith(f"rank 0: {headline}")
+    (failure,) = raised.value.failures
+    assert failure.location == f"{__file__}:{line_of(function)} in function"
+    assert (failure.rank, failure.pid, failure.kind) == (0, os.getpid(), "exception")
+    assert isinstance(raised.value.worker_failures[0], kept)
+    assert raised.value.path == str(tmp_path / "run")
+
+
+def test_traceback_of_chained_exception_has_cause_and_no_drawbar_frames(tmp_path: Path) -> None:
+    def function() -> None:
+        try:
+            os.environ["NOT SET"]
+        except KeyError as error:
+            raise ValueError("no such key") from error
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, tmp_path)
+    assert "KeyError: 'NOT SET'" in str(raised.value)
+    assert "was the direct cause of" in str(raised.value)
+    assert str(Path(train.__file__).parent) not in raised.value.failures[0].traceback
+
+
+@pytest.mark.parametrize("module", ["mine_beside", "drawbar.mine_inside"])
+def test_traceback_in_a_folder_named_drawbar_has_user_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    folder = tmp_path / "drawbar"  # becomes a portion of the namespace package
+    folder.mkdir()
+    file = folder / f"{module.rpartition('.')[2]}.py"
+    file.write_text("def function():\n    step()\n\ndef step():\n    raise ValueError('boom')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(importlib.import_module(module).function, tmp_path)
+    (failure,) = raised.value.failures
+    assert failure.location == f"{file}:5 in step"
+    assert failure.traceback.count(f'File "{file}"') == 2
+
+
+def test_warning_names_the_user_line_in_a_folder_named_drawbar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "drawbar").mkdir()
+    file = tmp_path / "drawbar" / "mine_configured.py"
+    file.write_text(
+        "from drawbar.train import FailureConfig\n"
+        "def configure():\n"
+        "    FailureConfig(preemption_grace_s=1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match="preemption_grace_s") as caught:
+        importlib.import_module("drawbar.mine_configured").configure()
+    assert (caught[0].filename, caught[0].lineno) == (str(file), 3)
+
+
+def test_an_error_of_report_shows_no_frames_of_drawbar(tmp_path: Path) -> None:
+    def function() -> None:
+        train.report({"loss": object()}, checkpoint_dir_name="../elsewhere")
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, tmp_path)
+    (failure,) = raised.value.failures
+    assert failure.traceback.count('File "') == 1
+    assert failure.location == f"{__file__}:{line_of(function)} in function"
+
+
+@pytest.mark.parametrize("max_failures", [0, 1])
+def test_a_traceback_is_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_failures: int
+) -> None:
+    def function() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, tmp_path, failure_config=FailureConfig(max_failures=max_failures))
+    assert str(raised.value).count("Traceback") == 1
+    shown = capsys.readouterr().err
+    assert shown.count("Traceback") == max_failures
+    assert shown.count("rank 0: ValueError: boom") == 1 + max_failures
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_headline_names_the_users_line_also_where_all_code_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    libraries = tmp_path / "project" / "venv" / "lib" / "site-packages"
+    mine = libraries if installed else tmp_path / "project"
+    libraries.mkdir(parents=True)
+    name = f"mine_{installed}"
+    (libraries / "theirs.py").write_text("def call():\n    raise ValueError('boom')\n")
+    (mine / f"{name}.py").write_text("import theirs\n\ndef function():\n    theirs.call()\n")
+    monkeypatch.syspath_prepend(libraries)
+    monkeypatch.syspath_prepend(mine)
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(importlib.import_module(name).function, tmp_path)
+    assert raised.value.failures[0].location == f"{mine}/{name}.py:4 in function"
+
+
+def test_a_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    def function() -> tuple[int, str, list[int]]:
+        context = train.get_context()
+        seen = context.cache.setdefault("attempts", [])
+        seen.append(context.get_attempt())
+        if context.get_attempt() < 2:
+            save(f"of attempt {context.get_attempt()}")
+            raise ValueError
+        return context.get_attempt(), content(train.get_checkpoint()), seen
+
+    result = fit(function, tmp_path, failure_config=FailureConfig(max_failures=2))
+    assert result.return_value == (2, "of attempt 1", [0, 1, 2])
+    assert result.error is None
+
+
+def test_the_budget_of_restarts_is_kept_to(tmp_path: Path) -> None:
+    attempts: list[int] = []
+
+    def function() -> None:
+        attempts.append(train.get_context().get_attempt())
+        raise ValueError("again")
+
+    with pytest.raises(WorkerGroupError, match=r"FailureConfig.max_failures=2 is used up"):
+        fit(function, tmp_path, failure_config=FailureConfig(max_failures=2))
+    assert attempts == [0, 1, 2]
+
+
+def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
+    def function() -> Any:
+        start = train.get_checkpoint()
+        save("first" if start is None else content(start) + ", second")
+        return train.get_context().get_run_id(), train.get_context().get_attempt()
+
+    first, second = fit(function, tmp_path), fit(function, tmp_path)
+    assert content(second.checkpoint) == "first, second"
+    assert second.return_value == (first.return_value[0], 1)
+    assert second.metrics_dataframe["index"].tolist() == [0, 1]
+
+
+def test_what_fails_around_the_function_ends_the_run_and_frees_its_directory(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    log.mkdir(parents=True)
+    with pytest.raises(WorkerGroupError, match=r"max_failures=1 is used up") as raised:
+        fit(lambda: None, tmp_path, failure_config=FailureConfig(max_failures=1))
+    assert isinstance(raised.value.worker_failures[0], IsADirectoryError)
+    log.rmdir()
+    assert fit(lambda: "again", tmp_path).return_value == "again"
+
+
+def test_a_dataset_that_ends_where_it_should_begin_fails_the_run(tmp_path: Path) -> None:
+    def make() -> Any:
+        return next(iter(()))
+
+    trainer = DataParallelTrainer(
+        lambda: None,
+        datasets={"train": make},
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(
+            name="run",
+            storage_path=tmp_path,
+            failure_config=FailureConfig(max_startup_failures=0),
+        ),
+    )
+    with pytest.raises(ControllerError, match=r"failed in its start-up: .*StopIteration"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("max_failures", [0, 3])
+def test_ctrl_c_stops_the_run_in_order(tmp_path: Path, max_failures: int) -> None:
+    def function() -> None:
+        save("a")
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(UserAbort, match=f"run lies at {tmp_path}/run and goes on from its newest"):
+        fit(function, tmp_path, failure_config=FailureConfig(max_failures=max_failures))
+    result = Result.from_path(tmp_path / "run")
+    assert [each.outcome for each in result.timeline.attempts] == ["stopped"]
+    assert content(result.checkpoint) == "a"
+    assert result.error is None
+
+
+# -- debuggers
+
+SCRIPT = """
+from drawbar import train
+
+def function():
+    x = 41
+    breakpoint()
+    train.report({"x": x})
+
+trainer = train.DataParallelTrainer(
+    function,
+    scaling_config=train.ScalingConfig(num_workers=0),
+    run_config=train.RunConfig(name="run", storage_path="."),
+)
+print("metrics:", trainer.fit().metrics)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> list[str]:
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    return [sys.executable, "script.py"]
+
+
+def test_a_breakpoint_works_with_commands_from_a_pipe(script: list[str], tmp_path: Path) -> None:
+    process = subprocess.run(
+        script,
+        cwd=tmp_path,
+        input="p x + 1\nx = 7\nc\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "(Pdb) 42\n" in process.stdout
+    assert process.stdout.endswith("metrics: {'x': 7}\n")
+
+
+def test_a_breakpoint_works_on_a_terminal(script: list[str], tmp_path: Path) -> None:
+    terminal, inside = pty.openpty()
+    with subprocess.Popen(
+        script, cwd=tmp_path, stdin=inside, stdout=inside, stderr=inside
+    ) as process:
+        os.close(inside)
+        assert b"train.report" in read_until(terminal, b"(Pdb) ")
+        os.write(terminal, b"p x + 1\nc\n")
+        assert b"\n42\r\n" in read_until(terminal, b"metrics: {'x': 41}")
+    os.close(terminal)
+    assert process.returncode == 0
+
+
+def read_until(terminal: int, text: bytes) -> bytes:
+    shown = b""
+    while text not in shown:
+        shown += os.read(terminal, 4096)
+    return shown

@@ -1,0 +1,192 @@
+"""What a cluster can never hold is refused with its values; what it can hold never is."""
+
+import json
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+
+from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._errors import InsufficientResourcesError
+from drawbar.train._worker_group.capacity import (
+    NodeResources,
+    check_group_fits,
+    describe_missing_resources,
+    matches_selector,
+)
+from drawbar.train._worker_group.cluster import (
+    can_autoscale,
+    has_launchable_node_types,
+    list_node_resources,
+)
+from drawbar.train._worker_group.placement import Placement
+
+
+def node(name: str, labels: dict[str, str] | None = None, /, **total: float) -> NodeResources:
+    return NodeResources(
+        node_id=name, hostname=name, total=total, available=total, labels=labels or {}
+    )
+
+
+SMALL, LARGE = node("small", {"zone": "a"}, CPU=2), node("large", {"zone": "b"}, CPU=8, GPU=2)
+
+
+@pytest.mark.parametrize(
+    ("workers", "bundle", "strategy"),
+    [
+        (10, {"CPU": 1}, "PACK"),
+        (8, {"CPU": 1}, "STRICT_PACK"),
+        (2, {"CPU": 2}, "STRICT_SPREAD"),
+        (4, {"GPU": 0.5}, "SPREAD"),
+        (20, {"GPU": 0.1}, "SPREAD"),
+        (1, {"CPU": 8, "GPU": 2}, "PACK"),
+        (99, {}, "PACK"),
+        (0, {"TPU": 1}, "PACK"),
+    ],
+)
+def test_what_fits_is_not_refused(workers: int, bundle: dict[str, float], strategy: str) -> None:
+    check_group_fits([SMALL, LARGE], bundle, workers, strategy, autoscaling=False)
+
+
+@pytest.mark.parametrize(
+    ("workers", "bundle", "strategy", "message"),
+    [
+        (1, {"CPU": 50}, "PACK", r"CPU=50; the largest node \(host large, of 2 .*\) has CPU=8"),
+        (1, {"CPU": 9, "GPU": 1}, "PACK", r"CPU=9, GPU=1; .*\(host large, .*\) has CPU=8, GPU=2"),
+        (11, {"CPU": 1}, "PACK", r"11 workers of CPU=1 never fit .* at most 10 do on the whole"),
+        (11, {"CPU": 1}, "PACK", r"workers per host: small: 2, large: 8"),
+        (10**11, {"CPU": 1}, "PACK", r"100000000000 workers of CPU=1 never fit .* at most 10 do"),
+        (4, {"CPU": 3}, "SPREAD", "at most 2 do"),
+        (5, {"GPU": 0.4}, "PACK", "at most 4 do"),
+        (
+            9,
+            {"CPU": 1},
+            "STRICT_PACK",
+            "placement_strategy='STRICT_PACK': at most 8 do on one node",
+        ),
+        (3, {"CPU": 1}, "STRICT_SPREAD", "at most 2 do with a node for each"),
+        (2, {"CPU": 3}, "STRICT_SPREAD", "at most 1 do with a node for each"),
+        (1, {"TPU": 1}, "PACK", "no node of this cluster has the resource 'TPU'.*: CPU, GPU$"),
+    ],
+)
+def test_what_never_fits(
+    workers: int, bundle: dict[str, float], strategy: str, message: str
+) -> None:
+    with pytest.raises(InsufficientResourcesError, match=message):
+        check_group_fits([SMALL, LARGE], bundle, workers, strategy, autoscaling=False)
+    check_group_fits([SMALL, LARGE], bundle, workers, strategy, autoscaling=True)
+
+
+def test_fractions_are_exact() -> None:
+    check_group_fits([node("n", CPU=0.3)], {"CPU": 0.1}, 3, "PACK", autoscaling=False)
+
+
+def test_memory_is_shown_in_gib() -> None:
+    nodes = [node("n", memory=2.0 * 2**30)]
+    with pytest.raises(InsufficientResourcesError, match=r"memory=4.0 GiB; .* memory=2.0 GiB"):
+        check_group_fits(nodes, {"memory": 4.0 * 2**30}, 1, "PACK", autoscaling=False)
+
+
+def test_a_cluster_without_nodes() -> None:
+    with pytest.raises(InsufficientResourcesError, match="no live node"):
+        check_group_fits([], {"CPU": 1}, 1, "PACK", autoscaling=False)
+
+
+@pytest.mark.parametrize(
+    ("selectors", "strategy", "message"),
+    [
+        ([{"zone": "c"}], "PACK", r"matches none .* 2 nodes; the values that exist are zone: a, b"),
+        ([{"tier": "x"}], "PACK", "the values that exist are tier: none"),
+        ([{"zone": "a"}] * 3, "PACK", r"3 workers .* label_selector={'zone': 'a'} .* at most 2 do"),
+        ([{"zone": "a"}, {"zone": "b"}], "STRICT_PACK", "at most 0 do on one node"),
+        ([{"zone": "a"}, *[{"zone": "b"}] * 9], "PACK", r"9 workers .*'zone': 'b'.* at most 8"),
+    ],
+)
+def test_label_selectors_that_never_match(
+    selectors: list[dict[str, str]], strategy: str, message: str
+) -> None:
+    workers = len(selectors)
+    with pytest.raises(InsufficientResourcesError, match=message):
+        check_group_fits(
+            [SMALL, LARGE], {"CPU": 1}, workers, strategy, selectors, autoscaling=False
+        )
+
+
+def test_label_selectors_per_worker_that_match() -> None:
+    selectors = [{"zone": "a"}] * 2 + [{"zone": "!a"}] * 8
+    check_group_fits([SMALL, LARGE], {"CPU": 1}, 10, "PACK", selectors, autoscaling=False)
+
+
+@pytest.mark.parametrize(
+    ("condition", "matching"),
+    [
+        ("a", {"a"}),
+        ("!a", {"b", None}),
+        ("in(a, b)", {"a", "b"}),
+        ("in(b)", {"b"}),
+        ("!in(a,b)", {None}),
+    ],
+)
+def test_label_selector_syntax(condition: str, matching: set[str | None]) -> None:
+    nodes: dict[str | None, dict[str, str]] = {"a": {"zone": "a"}, "b": {"zone": "b"}, None: {}}
+    assert {
+        k for k, labels in nodes.items() if matches_selector(labels, {"zone": condition})
+    } == matching
+
+
+def test_missing_with_nothing_asked_for() -> None:
+    line = describe_missing_resources([SMALL], {"CPU": 0}, 1)
+    assert "free are CPU=2 on 1 node, room for 1 worker: Ray is placing" in line
+
+
+def test_missing_says_what_is_free() -> None:
+    nodes = [
+        NodeResources(node_id=name, hostname=name, total={"CPU": 4}, available={"CPU": free})
+        for name, free in [("a", 1), ("b", 2)]
+    ]
+    assert describe_missing_resources(nodes, {"CPU": 2}, 2) == (
+        "waiting for CPU=4 (2 workers of CPU=2); free are CPU=3 on 2 nodes, room for 1 worker"
+    )
+
+
+@pytest.mark.parametrize(
+    ("node_types", "expected"),
+    [
+        ({}, False),
+        ({"node_" + "0f" * 28: 1}, False),  # what Ray 2.60 shows for nodes that it did not launch
+        ({"ray.head.default": 1}, True),
+        ({"node_" + "0f" * 28: 1, "gpu-workers": 2}, True),
+    ],
+)
+def test_autoscaler_status(node_types: dict[str, int], expected: bool) -> None:
+    status = {"load_metrics_report": {}, "autoscaler_report": {"active_nodes": node_types}}
+    assert has_launchable_node_types(json.dumps(status).encode()) is expected
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_cluster_as_ray_shows_it() -> None:
+    (only,) = list_node_resources()
+    assert only.total["CPU"] == 8
+    assert only.total["GPU"] == 4
+    assert only.labels["ray.io/node-id"] == only.node_id
+    assert not can_autoscale()
+    with pytest.raises(InsufficientResourcesError, match=f"host {only.hostname}.* has CPU=8"):
+        check_group_fits([only], {"CPU": 50}, 1, "PACK", autoscaling=False)
+
+
+def test_what_is_given_up_does_not_wait_for_a_control_service_that_is_silent(
+    ray_cluster: None,
+) -> None:
+    placement = Placement.create(ScalingConfig(num_workers=1))
+    (service,) = [each for each in psutil.Process().children() if each.name() == "gcs_server"]
+    goes_on = threading.Timer(10, os.kill, [service.pid, signal.SIGCONT])
+    goes_on.start()
+    service.suspend()
+    try:
+        placement.release()
+        assert goes_on.is_alive()
+    finally:
+        goes_on.cancel()
+        service.resume()
