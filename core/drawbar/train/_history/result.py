@@ -156,7 +156,7 @@ class Result:
     def data_ledger(self) -> DataLedger:
         """Which rows of the trainer's datasets were read in each epoch, over all restarts.
 
-        Such as `all(not each.repeated and not each.left_out for each in result.data_ledger)`.
+        Such as `all(not each.repeated_rows and not each.unread_rows for each in result.data_ledger)`.
         """
         return DataLedger.from_events(self._events())
 
