@@ -78,4 +78,6 @@ def _read(
         return read_blocks(name, source(name), columns, store, reading)
     shard: Any = get_dataset_shard(name)  # its annotation is that of Ray Data's iterator
     tables = shard.iter_arrow_tables()
-    return read_blocks(name, tables, columns, store, reading, in_object_store=shard.is_in_object_store)
+    return read_blocks(
+        name, tables, columns, store, reading, in_object_store=shard.is_in_object_store
+    )
