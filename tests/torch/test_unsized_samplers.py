@@ -202,7 +202,7 @@ def test_endless_sampler_resumes_in_the_order_of_an_uninterrupted_run(
 
     def function() -> list[int]:
         history: list[int] = saved()[0]["history"] if saved() else []
-        loader = DataLoader(Samples(), 4, sampler=Endless("torch"), collate_fn=list)  # type: ignore[arg-type]
+        loader = DataLoader(Samples(), 4, sampler=Endless("torch"), collate_fn=list)
         for batch in prepare_data_loader(loader):
             history += batch
             torch.rand(())
