@@ -52,7 +52,7 @@ class ReportCheckpointCallback:
             reported anyhow.
         metrics: Which metrics to report: a name, a list of names, or a dict from the name to report
             to Keras's. Default: all.
-        callbacks: Other callbacks of the same `fit`, such as `EarlyStopping`, whose counters, best
+        stateful_callbacks: Other callbacks of the same `fit`, such as `EarlyStopping`, whose counters, best
             values and best weights go into the checkpoint, and come back when `fit` goes on. List
             this callback after them.
         save_weights: Also save the weights alone, as `model.weights.h5`.
