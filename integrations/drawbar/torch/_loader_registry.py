@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 import zlib
-from collections import Counter as Multiset
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -129,7 +130,8 @@ class LoaderRegistry:
         self._time = 0
         self._slots: list[Slot] = []
         self._prepared: set[LoaderIdentity] = set()
-        self._ordinals = Multiset[LoaderIdentity]()
+        # Loaders of one place and dataset, since the last one of them was iterated.
+        self._waiting = defaultdict[LoaderIdentity, list[weakref.ref[TrackedLoader]]](list)
         recorded = register_data_position("data_loaders", self.record)
         # A copy, since ranks in threads of one process get the same object.
         self._unclaimed: dict[str, dict[str, Any]] = dict(recorded or {})
@@ -144,16 +146,17 @@ class LoaderRegistry:
     ) -> TrackedLoader:
         """Track a loader that is being prepared by the caller's caller."""
         kind = LoaderIdentity(get_location(sys._getframe(2)), describe_dataset(dataset))
-        identity = LoaderIdentity(kind.location, kind.dataset, self._ordinals[kind])
+        identity = replace(kind, ordinal=len(self._waiting[kind]))
+        loader = TrackedLoader(self, counter, name, identity, is_recorded=is_recorded)
         if name is None:
-            self._ordinals[kind] += 1
+            self._waiting[kind].append(weakref.ref(loader))
             self._prepared.add(identity)
-        return TrackedLoader(self, counter, name, identity, is_recorded=is_recorded)
+        return loader
 
     def find_slot(self, loader: TrackedLoader) -> Slot:
         """Return the slot of a loader that is iterated for the first time."""
         if loader.name is None:
-            del self._ordinals[LoaderIdentity(loader.identity.location, loader.identity.dataset)]
+            loader.identity = self._resolve_identity(loader.identity)
         for by_ordinal in (True, False):
             slots = [
                 slot
@@ -166,6 +169,16 @@ class LoaderRegistry:
         slot = self._open_slot(loader)
         self._slots.append(slot)
         return slot
+
+    def _resolve_identity(self, identity: LoaderIdentity) -> LoaderIdentity:
+        """Return the identity without the loaders that were dropped before they were iterated.
+
+        A resumed attempt may skip the loader of the interrupted epoch: the one of the next epoch
+        then takes its place.
+        """
+        waiting = self._waiting.pop(replace(identity, ordinal=0), [])
+        dropped = sum(other() is None for other in waiting[: identity.ordinal])
+        return replace(identity, ordinal=identity.ordinal - dropped)
 
     def _open_slot(self, loader: TrackedLoader) -> Slot:
         if not loader.is_recorded:
