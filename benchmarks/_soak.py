@@ -75,15 +75,16 @@ def run_soak(scenarios: int, seed: int, only: int | None = None) -> int:
         Number of scenarios with violations.
     """
     warnings.simplefilter("ignore")
-    # More CPUs than this machine may have: Ray counts them, the ranks share them.
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     # Ray workers cannot import this package.
     for module in (_soak_loaders, _soak_run, _soak_scenario):
         cloudpickle.register_pickle_by_value(module)
     failed, begin = 0, time.perf_counter()
-    for number in range(scenarios) if only is None else [only]:
-        is_on_ray = number % ON_RAY_EVERY == ON_RAY_EVERY - 1
-        scenario = draw_scenario(seed, number, is_on_ray=is_on_ray)
+    numbers = [only] if only is not None else sorted(range(scenarios), key=_is_on_ray)
+    for done, number in enumerate(numbers, start=1):
+        scenario = draw_scenario(seed, number, is_on_ray=_is_on_ray(number))
+        if scenario.is_on_ray and not ray.is_initialized():
+            # Ray counts these CPUs, the ranks share the real ones.
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
         console = io.StringIO()
         try:
             with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
@@ -96,10 +97,14 @@ def run_soak(scenarios: int, seed: int, only: int | None = None) -> int:
             for violation in violations if only is not None else violations[:SHOWN]:
                 print(f"  {violation if only is not None else violation[:SHOWN_LENGTH]}")
             print(console.getvalue() if only is not None else "", end="", flush=True)
-        if (number + 1) % PROGRESS_EVERY == 0:
+        if done % PROGRESS_EVERY == 0:
             seconds = time.perf_counter() - begin
-            print(f"{number + 1} scenarios in {seconds:.0f} s, {failed} failed", flush=True)
+            print(f"{done} scenarios in {seconds:.0f} s, {failed} failed", flush=True)
     return failed
+
+
+def _is_on_ray(number: int) -> bool:
+    return number % ON_RAY_EVERY == ON_RAY_EVERY - 1
 
 
 def main(arguments: Sequence[str]) -> None:

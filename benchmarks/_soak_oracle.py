@@ -108,11 +108,13 @@ def check_order(scenario: Scenario, order: Pass) -> Iterator[str]:
 
 def check_epochs_differ(scenario: Scenario, orders: dict[str, list[Pass]]) -> Iterator[str]:
     """Check that each epoch of a random sampler has a different order."""
+    samples = {"train": scenario.samples, "eval": eval_samples(scenario)}
     for name, passes in orders.items():
-        if name == "train" and scenario.sampler == "sequential":
+        is_random = name == "eval" or scenario.sampler != "sequential"
+        if not is_random or samples[name] < FEWEST_FOR_DISTINCT_ORDERS:
             continue
-        found = [tuple(chain(*each.batches))[:FEWEST_FOR_DISTINCT_ORDERS] for each in passes]
-        found = [ids for ids in found if len(ids) == FEWEST_FOR_DISTINCT_ORDERS]
+        beginnings = [tuple(chain(*each.batches))[:FEWEST_FOR_DISTINCT_ORDERS] for each in passes]
+        found = [ids for ids in beginnings if len(ids) == FEWEST_FOR_DISTINCT_ORDERS]
         if len(set(found)) < len(found):
             yield f"{name}: two epochs have the same order"
 

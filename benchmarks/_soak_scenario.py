@@ -164,9 +164,9 @@ def draw_scenario(seed: int, number: int, *, is_on_ray: bool = False) -> Scenari
         batch_size=batch_size,
         drop_last=has_batches and rng.random() < 0.4,
         has_generator=rng.random() < 0.25,
-        # The seed of the loader's processes is the one of the current attempt, not of the
-        # checkpoint.
-        has_new_seed=num_workers == 0 and rng.random() < 0.3,
+        # Checkpoints contain the seed of a loader only after its first batch, and not the seed of
+        # its worker processes.
+        has_new_seed=num_workers == 0 and evaluation is None and rng.random() < 0.3,
         num_workers=num_workers,
         persistent_workers=num_workers > 0 and rng.random() < 0.5,
         evaluation=evaluation,  # type: ignore[arg-type]  # random.choices widens literals
