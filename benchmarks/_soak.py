@@ -28,7 +28,7 @@ import ray
 from benchmarks import _soak_loaders, _soak_run, _soak_scenario
 from benchmarks._soak_oracle import Outcome, find_violations, group_by_epoch
 from benchmarks._soak_run import Part, Pass, read_orders, run_scenario
-from benchmarks._soak_scenario import Scenario, draw_scenario
+from benchmarks._soak_scenario import Attempt, Scenario, draw_scenario
 
 ON_RAY_EVERY = 50
 PROGRESS_EVERY = 100
@@ -54,9 +54,10 @@ def _read_orders(scenario: Scenario, parts: Sequence[Part]) -> dict[str, list[Pa
 
 def _run_uninterrupted(scenario: Scenario, parts: Sequence[Part]) -> Part | None:
     """Run a scenario without interruptions, if all attempts had the same world size."""
-    if len({len(part) for part in parts}) > 1:
+    world_sizes = {len(part) for part in parts}
+    if len(world_sizes) > 1:
         return None
-    attempt = dataclasses.replace(scenario.attempts[0], checkpoints=(), stop=None)
+    attempt = Attempt(world_size=world_sizes.pop(), checkpoints=(), stop=None, new_fit=True)
     is_on_ray = scenario.is_on_ray and scenario.num_workers > 0  # see draw_scenario
     reference = dataclasses.replace(scenario, attempts=(attempt,), is_on_ray=is_on_ray)
     (part,) = run_scenario(reference)
