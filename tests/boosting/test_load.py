@@ -72,19 +72,19 @@ def test_columns_come_in_one_order_and_categories_get_one_code(run_config: RunCo
         {"y": [0, 1], "a": [1.5, None], "c": ["pear", "fig"], "n": [True, False]},
         {"n": [True], "c": ["apple"], "y": [1], "a": [2]},
     )
-    assert first[0].matrix().tolist()[0] == [1.5, 2, 1]
-    assert np.isnan(first[0].matrix()[1, 0])
-    assert first[0].matrix()[1, 1:].tolist() == [1, 0]
-    assert second[0].matrix().tolist() == [[2, 0, 1]]
-    assert first[0].matrix().dtype == np.float32
+    assert first[0].to_numpy().tolist()[0] == [1.5, 2, 1]
+    assert np.isnan(first[0].to_numpy()[1, 0])
+    assert first[0].to_numpy()[1, 1:].tolist() == [1, 0]
+    assert second[0].to_numpy().tolist() == [[2, 0, 1]]
+    assert first[0].to_numpy().dtype == np.float32
 
 
 def test_the_order_of_a_pandas_category_is_kept_where_all_agree(run_config: RunConfig) -> None:
     sizes = pd.CategoricalDtype(["small", "large"])
     rows = {"y": [0, 1], "size": pd.Categorical(["large", None], dtype=sizes)}
     (block,), _ = train_blocks(run_config, LABEL, rows, rows)
-    assert block.matrix()[0].tolist() == [1]
-    assert np.isnan(block.matrix()[1, 0])
+    assert block.to_numpy()[0].tolist() == [1]
+    assert np.isnan(block.to_numpy()[1, 0])
 
 
 def test_integers_that_are_categories_are_their_own_codes(run_config: RunConfig) -> None:

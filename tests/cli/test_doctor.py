@@ -39,7 +39,7 @@ def test_a_machine_that_is_well_has_no_advice() -> None:
     ("change", "state", "subject", "advice"),
     [
         ({"torch_cuda": None, "torch_gpus": 0}, "problem", "GPUs", "install the torch for"),
-        ({"unsupported": ["B200 (sm_100)"]}, "problem", "GPUs", "get_arch_list"),
+        ({"unsupported_gpus": ["B200 (sm_100)"]}, "problem", "GPUs", "get_arch_list"),
         ({"torch_gpus": 0}, "warning", "GPUs", "CUDA_VISIBLE_DEVICES"),
         ({"open_files": 1024}, "warning", "limit of open files", "ulimit -n 8192"),
         ({"processes": 512}, "warning", "limit of processes", "ulimit -u 4096"),
@@ -80,7 +80,7 @@ def test_a_cluster_is_looked_at_and_pairs_of_nodes_meet(drawbar: Command, tmp_pa
     storage = tmp_path / "not" / "yet"
     told = drawbar("doctor", "--address", "auto", "--storage", storage, "--json")
     found = {each["subject"]: each for each in json.loads(told.out)}
-    assert found["storage path"]["found"] == f"{storage} is shared"
+    assert found["storage path"]["value"] == f"{storage} is shared"
     assert found["clock"]["state"] == "ok"
     assert list(tmp_path.iterdir()) == []
     pair = {name: ray.remote(NodeProbe).options(num_cpus=0).remote() for name in ("a", "b")}

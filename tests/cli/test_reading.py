@@ -105,7 +105,7 @@ def test_show_tells_attempts_checkpoints_metrics_and_the_error(
     assert told["config"]["train_loop_config"]["epochs"] == "3"
     (attempt,) = told["attempts"]
     whole = told["seconds"]["starting"] + told["seconds"]["training"]
-    assert whole == pytest.approx(attempt["ended"] - attempt["started"])
+    assert whole == pytest.approx(attempt["end_time"] - attempt["start_time"])
 
 
 def test_a_run_whose_driver_is_gone_is_interrupted(drawbar: Command, interrupted: Path) -> None:

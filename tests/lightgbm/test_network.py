@@ -173,9 +173,9 @@ def test_ports_are_not_those_that_the_kernel_gives_out() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ports": (20000,)}, "first and the last port"),
-        ({"ports": (30000, 20000)}, "first and the last port"),
-        ({"ports": (80, 90)}, "1024"),
+        ({"port_range": (20000,)}, "first and the last port"),
+        ({"port_range": (30000, 20000)}, "first and the last port"),
+        ({"port_range": (80, 90)}, "1024"),
         ({"timeout_s": 0}, "must be positive and finite, found 0"),
         ({"timeout_s": "1"}, "must be seconds or a timedelta"),
     ],

@@ -88,7 +88,7 @@ def test_every_argument_of_every_public_name_is_here(path: str) -> None:
 
 def arguments(value: Any) -> set[str]:
     """The arguments that a function or class takes; what is refused here may have any name."""
-    replaced = getattr(value, "_replaced", {})
+    replaced = getattr(value, "_replacements", {})
     try:
         taken = inspect.signature(value).parameters
     except ValueError:

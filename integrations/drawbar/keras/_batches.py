@@ -176,7 +176,7 @@ class RayDataBatches(ResumableBatches):
         self._batches = shard.iter_batches(batch_size=batch_size)
         self._num_batches_total = len(self._batches)
         read = sum(workers * rows for workers, rows in shard.position()["read"])
-        left = len(shard) - read // shard.world_size
+        left = len(shard) - read // shard.num_shards
         self._num_consumed = self._num_batches_total - -(-left // batch_size)
         self._y = y
         self._sample_weight = sample_weight

@@ -125,12 +125,12 @@ def _wrap_ray_data_shard(
             "prepare_dataset has shuffle=True for a shard, whose order is that of its dataset; "
             "shuffle that, by Dataset.random_shuffle()"
         )
-    if batch_size % shard.world_size:
+    if batch_size % shard.num_shards:
         raise ValueError(
-            f"prepare_dataset has batch_size={batch_size}, of which {shard.world_size} workers "
+            f"prepare_dataset has batch_size={batch_size}, of which {shard.num_shards} workers "
             "cannot have as many rows each of their shards; set a multiple of that"
         )
-    return RayDataBatches(shard, y, sample_weight, batch_size // shard.world_size)
+    return RayDataBatches(shard, y, sample_weight, batch_size // shard.num_shards)
 
 
 def _shard_tf_dataset(batches: Any, rank: int, size: int) -> Any:

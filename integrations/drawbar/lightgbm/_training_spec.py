@@ -50,9 +50,9 @@ class LightGBMTrainingSpec(TrainingSpec):
         feval: A custom metric as `lightgbm.train` takes it, or a list of them.
     """
 
-    waits_on_disk = True  # in memory they would lie beside the sample and the bins made of them
-    spelled = PARAMETER_ALIASES
-    reading = ColumnFormat(keep_float64=True, negative_is_missing=True)  # as LightGBM itself
+    stages_on_disk = True  # in memory they would lie beside the sample and the bins made of them
+    parameter_aliases = PARAMETER_ALIASES
+    column_format = ColumnFormat(keep_float64=True, negative_is_missing=True)  # as LightGBM itself
 
     num_boost_round: int = 100
     feval: Any | None = None

@@ -221,7 +221,7 @@ class TrainerResult:
             callbacks=collect_callbacks(trainer, callbacks),
             loggers=[_try_pickle(logger) for logger in trainer.loggers],
             progress=trainer.fit_loop.state_dict() if is_fit else {},
-            weights=trainer.strategy.weights,
+            weights=trainer.strategy.trained_weights,
         )
 
     def apply_to(self, trainer: Any) -> None:

@@ -154,7 +154,7 @@ class PreparedTransformersTrainer(Trainer):
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str):
             data = self.eval_dataset[data]  # type: ignore[index]  # a str names one of a dict's
-        if is_shard(data) and data.world_size == 1:  # the same on all workers: split by Accelerate
+        if is_shard(data) and data.num_shards == 1:  # the same on all workers: split by Accelerate
             return super().get_eval_dataloader(ShardIterableDataset(data))
         if is_shard(data) or is_batch_iterable(data):
             return self._make_local_loader(data, self.args.eval_batch_size)

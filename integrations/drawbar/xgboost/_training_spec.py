@@ -31,8 +31,8 @@ class XGBoostTrainingSpec(TrainingSpec):
         custom_metric: A custom metric, as for `xgboost.train`.
     """
 
-    spelled = PARAMETER_ALIASES
-    waits_on_disk = True  # four passes in which bins are made would hold 1.7 times the rows at once
+    parameter_aliases = PARAMETER_ALIASES
+    stages_on_disk = True  # four passes in which bins are made would hold 1.7 times the rows at once
 
     obj: Callable[..., Any] | None = None
     custom_metric: Callable[..., tuple[str, float]] | None = None

@@ -62,7 +62,7 @@ class NotebookDisplay(PlainDisplay):
         if time.monotonic() - self._last_drawn >= _DRAW_PERIOD_S:
             self.on_state_change()
 
-    committed = close = on_state_change
+    on_commit = close = on_state_change
 
 
 class CurveBuffer:

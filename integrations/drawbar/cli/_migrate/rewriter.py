@@ -253,10 +253,9 @@ def _missing_name_reason(name: str, module: str) -> str:
     if module == _NEW:
         try:
             getattr(train, name)
-        except ImportError as error:  # which says what to write
-            return str(error)
-        except AttributeError:
-            pass
+        except AttributeError as error:
+            if f"no {name}: " in str(error):  # the message names the replacement
+                return str(error)
     return f"{module} has no {name}"
 
 
