@@ -95,7 +95,7 @@ def test_an_empty_place_is_no_checkpoint() -> None:
         place = Checkpoint(f"{storage_path}/run/mine")
         train.report({}, checkpoint=place, checkpoint_upload_mode=NO_UPLOAD)
 
-    with pytest.raises(WorkerGroupError, match="memory://.* contains no files"):
+    with pytest.raises(WorkerGroupError, match=r"memory://.* contains no files"):
         fit(function, storage_path)
 
 
