@@ -43,8 +43,8 @@ from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker import sentinel
+from drawbar.train._worker.active_session import use_session
 from drawbar.train._worker.addresses import get_node_address
-from drawbar.train._worker.context import use_session
 from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import capture_output

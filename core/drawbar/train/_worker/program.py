@@ -27,7 +27,7 @@ from drawbar.train._errors import ProgramFailedError
 from drawbar.train._messages import SignOfLife, Wrote
 from drawbar.train._orders import Interrupt, Order
 from drawbar.train._worker import program_main, sentinel
-from drawbar.train._worker.context import current_session
+from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import write_to_log
 from drawbar.train._worker.program_session import RanksEnd
@@ -158,8 +158,8 @@ class Program:
                 # Other ranks inherit the streams, which write to the log.
                 stdout=subprocess.PIPE if rank == 0 else None,
                 stderr=subprocess.PIPE if rank == 0 else None,
-                # As torchrun does: Linux divides CPU time among sessions (sched_autogroup). Without a
-                # new session, all ranks and Ray's processes would share the time of one session.
+                # As torchrun does: Linux divides CPU time among sessions (sched_autogroup), and all
+                # ranks and Ray's processes would share the time of Ray's session.
                 start_new_session=True,
             )
         self._oom_kills = sentinel.OomKillCounter(process.pid)
