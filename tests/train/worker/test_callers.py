@@ -68,7 +68,7 @@ def in_thread(function: Callable[[], Any]) -> str:
 def test_a_forked_child_is_told_who_may_call(name: str, call: Any, tmp_path: Path) -> None:
     told = fit(lambda: [os.getpid(), in_child(call)], tmp_path).return_value
     assert told[1].startswith(f"RuntimeError: {name}() was called in process ")
-    assert f"a fork of process {told[0]}, which is rank 0" in told[1]
+    assert f"a fork of process {told[0]} (rank 0)" in told[1]
     assert told[1].endswith(f"Return it to process {told[0]}, and call {name}() there")
 
 
@@ -140,7 +140,7 @@ def test_a_thread_that_an_attempt_left_behind_does_not_report_into_the_next(tmp_
         return told
 
     result = fit(function, tmp_path, failure_config=FailureConfig(max_failures=1))
-    assert "which began before this attempt of rank 0" in result.return_value
+    assert "which started before this attempt of rank 0" in result.return_value
     assert result.metrics is None
 
 
