@@ -184,11 +184,11 @@ class Worker:
         )
         self._thread.start()
         while True:
-            # Yield in batches, because Ray's cost is per item, whatever its size.
+            # Yield in batches, because Ray's cost per item does not depend on its size.
             batch = outbox.take_batch()
             yield batch
             if isinstance(batch[-1], _FINAL_MESSAGE_TYPES):
-                # The end of the stream tells the controller that this process can run another
+                # The end of the stream signals the controller that this process can run another
                 # attempt. The controller replaces the process if the stream ends too late.
                 self._thread.join()
                 session.uploads.async_commits.join()

@@ -36,7 +36,7 @@ def describe_exception(
         num_reports: Number of reports of the rank in this attempt.
         raised_at: Time of the exception. Default: now.
     """
-    # The earliest failure counts as the root cause, so the time must be that of the exception.
+    # The earliest failure counts as the root cause, so use the time of the exception.
     failed_at = raised_at or time.time()
     if isinstance(error, ProgramFailedError):
         failed_at = error.time

@@ -54,12 +54,12 @@ def register_data_position(
             the same name replaces the first.
         get_position: Returns the position as a small JSON-serializable value, or None if the source
             no longer exists. It is called at each report with a checkpoint.
-        add_index: Whether to append the number of the source among those of this name, in call
-            order.
+        add_index: Whether to append the number of the source among sources with this name, in
+            call order.
 
     Returns:
-        The position in the resume checkpoint. None if it has no such position, or if the position
-        was already returned in this attempt.
+        The position in the resume checkpoint. None if it has no position of this source, or
+        if the position was already returned in this attempt.
 
     Raises:
         RuntimeError: Called outside a training function.
@@ -199,7 +199,7 @@ def count_collectives() -> int:
     """Return the number of Drawbar collectives that this rank has called in this attempt.
 
     Returns:
-        The number of calls, including those of integrations.
+        The number of calls, including calls by integrations.
 
     Raises:
         RuntimeError: Called outside a training function.

@@ -263,7 +263,7 @@ class Program:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the program has ended or sent a failure."""
+        """True if the program has ended or sent a failure."""
         return self._failure is not None or self._ended_at is not None
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ this reason, the file imports only a few modules of the standard library.
 
 The descendants of a worker are found by properties that they inherit: its process group; a marker
 in the environment of processes that were exec'ed; and the write end of a pipe in processes that
-were only forked (their `/proc/<pid>/environ` is that of the worker's own exec, without the marker).
+were only forked (their `/proc/<pid>/environ` is the worker's initial environment, without the marker).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _read_exit_status(pid: int, pidfd: int) -> int | None:
 
 
 class OomKillCounter:
-    """Counts kills of the OOM killer after its creation, in a process's cgroup or on the machine."""
+    """Counter of OOM kills since its creation, in a process's cgroup or on the machine."""
 
     def __init__(self, pid: int) -> None:
         self._file = _find_oom_file(pid)

@@ -129,7 +129,7 @@ class Session:
 
     @property
     def is_storage_node_local(self) -> bool:
-        """Whether this node does not share the run directory."""
+        """True if this node does not share the run directory."""
         return self._node_local_storage is not None
 
     def forward(self, message: Message) -> None:

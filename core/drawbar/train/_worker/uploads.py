@@ -47,7 +47,7 @@ local directory outside the run, Drawbar copies the directory.
 
 
 class CheckpointUploadMode(Enum):
-    """How `report()` uploads a checkpoint, and whether it waits for the commit.
+    """Upload mode of a checkpoint: copied or committed in place, and with or without waiting.
 
     Attributes:
         SYNC: `report()` returns when the checkpoint is committed.
