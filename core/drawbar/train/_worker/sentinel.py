@@ -8,7 +8,7 @@ this reason, the file imports only a few modules of the standard library.
 
 The descendants of a worker are found by properties that they inherit: its process group; a marker
 in the environment of processes that were exec'ed; and the write end of a pipe in processes that
-were only forked (their `/proc/<pid>/environ` is the worker's initial environment, without the marker).
+were only forked (their `/proc/<pid>/environ` is the initial one of the worker, without the marker).
 """
 
 from __future__ import annotations
