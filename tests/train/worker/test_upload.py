@@ -62,7 +62,7 @@ def content(checkpoint: Checkpoint | None) -> dict[str, str]:
         return {file.name: file.read_text() for file in files}
 
 
-def test_no_upload_commits_directory_in_place(storage_path: str) -> None:
+def test_upload_mode_no_upload_commits_directory_in_place(storage_path: str) -> None:
     uri = f"{storage_path}/run/mine"
 
     def function() -> None:
@@ -75,7 +75,7 @@ def test_no_upload_commits_directory_in_place(storage_path: str) -> None:
     assert [metrics for _, metrics in Result.from_path(result.uri).best_checkpoints] == [{"a": 1}]
 
 
-def test_no_upload_with_delete_local_checkpoint_raises(storage_path: str) -> None:
+def test_upload_mode_no_upload_with_delete_local_checkpoint_raises(storage_path: str) -> None:
     def function() -> None:
         train.report(
             {},
@@ -88,7 +88,7 @@ def test_no_upload_with_delete_local_checkpoint_raises(storage_path: str) -> Non
         fit(function, storage_path)
 
 
-def test_no_upload_of_empty_directory_raises() -> None:
+def test_upload_mode_no_upload_of_empty_directory_raises() -> None:
     storage_path = f"memory://{uuid.uuid4().hex}"
 
     def function() -> None:
