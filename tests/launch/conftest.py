@@ -1,4 +1,4 @@
-"""For tests of `drawbar launch`: the command, on the tests' own Ray."""
+"""Fixtures that run `drawbar launch` on the Ray cluster of the tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Pipe", "pipe", "wait_until_gone"]
 
 @dataclass(frozen=True)
 class Launched:
-    """What `drawbar launch` has done."""
+    """Result of a `drawbar launch` command."""
 
     code: int
     out: bytes
@@ -31,27 +31,34 @@ class Launched:
 
 
 class Launch:
-    """`launch(source, *options)` writes a script, and launches it on two workers."""
+    """Callable `launch(source, *options)` that launches a script on two workers."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.script = folder / "script.py"
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.script = directory / "script.py"
 
     def start(
         self, source: str, *options: str, script: tuple[str, ...] = (), **variables: str
     ) -> subprocess.Popen[bytes]:
-        """Start it; `script` is what stands behind the options if not the script alone."""
+        """Start the command.
+
+        Args:
+            source: Source code of the script.
+            options: Command-line options.
+            script: Arguments after the options. Default: the path of the script.
+            variables: Additional environment variables.
+        """
         self.script.write_text(textwrap.dedent(source))
-        where = ["--address", ray.get_runtime_context().gcs_address]
-        run = ["--storage-path", str(self.folder), "--name", "run"]
+        address = ["--address", ray.get_runtime_context().gcs_address]
+        run = ["--storage-path", str(self.directory), "--name", "run"]
         if not {"--nproc_per_node=2", "--accelerate-config"} & set(options):
             run += ["--num-workers", "2"]
-        command = [sys.executable, "-m", "drawbar.cli", "launch", *where, *run, *options]
+        command = [sys.executable, "-m", "drawbar.cli", "launch", *address, *run, *options]
         return subprocess.Popen(
             [*command, *(script or [str(self.script)])],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd=self.folder,
+            cwd=self.directory,
             env={**os.environ, **variables},
             start_new_session=True,
         )
@@ -60,9 +67,9 @@ class Launch:
         self, source: str, *options: str, script: tuple[str, ...] = (), **variables: str
     ) -> Launched:
         with self.start(source, *options, script=script, **variables) as process:
-            return self.ended(process)
+            return self.wait_for_end(process)
 
-    def ended(self, process: subprocess.Popen[bytes]) -> Launched:
+    def wait_for_end(self, process: subprocess.Popen[bytes]) -> Launched:
         """Wait until the command has ended, and kill it if the test ends first."""
         try:
             out, err = process.communicate()
@@ -70,7 +77,7 @@ class Launch:
             process.kill()
             raise
         return Launched(
-            process.returncode, out, err.decode(errors="surrogateescape"), self.folder / "run"
+            process.returncode, out, err.decode(errors="surrogateescape"), self.directory / "run"
         )
 
 

@@ -42,7 +42,7 @@ train()
 def run_python(launch: Launch) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, str(launch.script)]
     return subprocess.run(
-        command, cwd=launch.folder, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        command, cwd=launch.directory, stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
 
 
@@ -57,7 +57,7 @@ def without_start_notices(err: str) -> str:
 def test_launch_of_script_that_exits_prints_what_python_prints(launch: Launch, source: str) -> None:
     process = launch.start(source)
     python = run_python(launch)
-    done = launch.ended(process)
+    done = launch.wait_for_end(process)
     code = python.returncode if python.returncode >= 0 else 128 - python.returncode
     err = without_start_notices(done.err).encode(errors="surrogateescape")
     assert (done.out, err, done.code) == (python.stdout, python.stderr, code)
@@ -136,9 +136,9 @@ def test_launch_of_standard_input_is_rejected_with_a_remedy(tmp_path: Path) -> N
 
 
 def test_exit_of_a_script_is_a_failure_of_kind_exit(launch: Launch) -> None:
-    (launch.folder / "script.py").write_text("import sys; sys.exit(200)")
+    (launch.directory / "script.py").write_text("import sys; sys.exit(200)")
     trainer = ScriptTrainer(
-        launch.script, run_config=train.RunConfig(name="run", storage_path=launch.folder)
+        launch.script, run_config=train.RunConfig(name="run", storage_path=launch.directory)
     )
     with pytest.raises(train.WorkerGroupError) as failed:
         trainer.fit()

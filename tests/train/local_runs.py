@@ -1,4 +1,4 @@
-"""Runs with `num_workers=0`, and the checkpoints that their functions save."""
+"""Helpers for runs with `num_workers=0` and for their checkpoints."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from drawbar.train import (
 ASYNC = CheckpointUploadMode.ASYNC
 
 
-def fit(function: Any, folder: Path, config: Any = None, **run_config: Any) -> Result:
+def fit(function: Any, storage_path: Path, config: Any = None, **run_config: Any) -> Result:
     return DataParallelTrainer(
         function,
         train_loop_config=config,
         scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name="run", storage_path=folder, **run_config),
+        run_config=RunConfig(name="run", storage_path=storage_path, **run_config),
         metadata={"by": "ann"},
     ).fit()
 

@@ -241,7 +241,7 @@ def test_a_return_value_that_does_not_pickle_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fit(lambda: threading.Lock(), tmp_path).return_value is None
-    assert "rank 0: the return value, a lock, does not pickle" in capfd.readouterr().err
+    assert "rank 0: Cannot pickle the return value (lock)" in capfd.readouterr().err
 
 
 # -- going on

@@ -63,7 +63,6 @@ from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train._storage.storage_context import StorageContext
 from drawbar.train._worker.context import (
     ReportedCheckpoint,
-    TrainContext,
     checkpoint_dir,
     get_all_reported_checkpoints,
     get_checkpoint,
@@ -73,6 +72,7 @@ from drawbar.train._worker.context import (
     report,
     should_checkpoint,
 )
+from drawbar.train._worker.train_context import TrainContext
 from drawbar.train._worker.uploads import CheckpointUploadMode
 from drawbar.train.backend import Backend, BackendConfig
 

@@ -29,7 +29,7 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
-from drawbar.train._worker.context import current_session
+from drawbar.train._worker.active_session import current_session
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -195,7 +195,7 @@ def test_a_record_that_was_copied_with_a_directory_is_refused(tmp_path: Path) ->
         mode = CheckpointUploadMode.NO_UPLOAD
         train.report({}, copy, checkpoint_upload_mode=mode, validation=True)
 
-    with pytest.raises(WorkerGroupError, match=r"the name of .*/copy/\.drawbar-.* is reserved"):
+    with pytest.raises(WorkerGroupError, match=r"/copy/\.drawbar-.*reserves this name"):
         fit(function, tmp_path, ValidationConfig(squared))
 
 

@@ -158,7 +158,7 @@ def test_no_checkpoint_stays_where_the_run_cleans_up(storage_path: str) -> None:
             (path / "model").write_text("m")
             train.report({}, checkpoint=path, checkpoint_upload_mode=NO_UPLOAD)
 
-    with pytest.raises(WorkerGroupError, match="is no place where a checkpoint can stay"):
+    with pytest.raises(WorkerGroupError, match="cannot be committed in place"):
         fit(function, storage_path)
 
 

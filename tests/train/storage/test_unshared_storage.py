@@ -198,7 +198,8 @@ def test_a_storage_that_is_not_mounted_needs_no_shared_folder(hidden: Path, said
 
 def test_a_log_that_cannot_be_published_is_told_and_fails_nothing(said: Said) -> None:
     assert f"without logs {['done'] * 3}" in said.out, said.err
-    assert re.search(r"the log of rank (\d) stays on node .*logs/rank_\1\.log failed: ", said.err)
+    pattern = r"Could not upload the log of rank (\d) from node .*logs/rank_\1\.log failed: "
+    assert re.search(pattern, said.err)
 
 
 def test_what_another_node_has_of_what_was_handed_over_is_told(hidden: Path, said: Said) -> None:

@@ -214,7 +214,7 @@ def test_what_drawbar_keeps_is_no_checkpoint(
             delete_local_checkpoint_after_upload=delete,
         )
 
-    with pytest.raises(WorkerGroupError, match="holds what Drawbar keeps of the run"):
+    with pytest.raises(WorkerGroupError, match="contains files of the run"):
         fit(function, storage)
     checkpoint = Result.from_path(storage / "run").checkpoint
     assert checkpoint is not None
@@ -242,7 +242,7 @@ def test_the_runs_logs_are_no_checkpoint_in_place(tmp_path: Path) -> None:
         place = tmp_path / "run" / "logs"
         train.report({}, checkpoint=place, checkpoint_upload_mode=NO_UPLOAD)
 
-    with pytest.raises(WorkerGroupError, match="holds what Drawbar keeps of the run"):
+    with pytest.raises(WorkerGroupError, match="contains files of the run"):
         fit(function, tmp_path)
 
 
@@ -352,7 +352,8 @@ def test_a_name_that_is_no_text_is_told_with_its_path(tmp_path: Path) -> None:
         Path(os.fsdecode(os.fsencode(own) + b"/bad\xff")).write_text("x")
         train.report({}, checkpoint=own)
 
-    with pytest.raises(WorkerGroupError, match=r"rank 0: .*/own/bad\\xff': its name is not UTF-8"):
+    message = r"rank 0: .*/own/bad\\xff', because its name is not UTF-8"
+    with pytest.raises(WorkerGroupError, match=message):
         fit(function, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What a worker's environment holds before the user's code runs."""
+"""Tests of the environment variables and CPU limits of a worker process."""
 
 import json
 import subprocess
@@ -34,12 +34,12 @@ from drawbar.train._worker_group.ranks import format_visible_devices
         "TOKENIZERS_PARALLELISM",
     ],
 )
-def test_forwarded_by_default(name: str) -> None:
+def test_select_forwarded_includes_known_variables(name: str) -> None:
     assert select_forwarded({name: "1"}) == {name: "1"}
 
 
 @pytest.mark.parametrize("name", ["PATH", "HOME", "MY_TOKEN", "LD_PRELOAD", "AWS", "XHF_TOKEN"])
-def test_not_forwarded_unless_asked_for(name: str) -> None:
+def test_select_forwarded_includes_other_variables_on_request(name: str) -> None:
     assert select_forwarded({name: "1"}) == {}
     assert select_forwarded({name: "1"}, [name]) == {name: "1"}
 
@@ -59,44 +59,44 @@ def test_not_forwarded_unless_asked_for(name: str) -> None:
         "NEURON_RT_VISIBLE_CORES",
     ],
 )
-def test_never_forwarded(name: str) -> None:
+def test_select_forwarded_rejects_reserved_variables(name: str) -> None:
     assert select_forwarded({name: "1"}, ["*"]) == {}
     with pytest.raises(ValueError, match=f"forward_env names '{name}', which is never forwarded"):
         select_forwarded({}, [name])
 
 
-def test_user_patterns() -> None:
+def test_select_forwarded_applies_user_patterns() -> None:
     environ = {"MY_A": "1", "MY_B": "2", "my_c": "3", "OTHER": "4"}
     assert select_forwarded(environ, ["MY_*", "NOT_SET"]) == {"MY_A": "1", "MY_B": "2"}
 
 
-def test_a_thread_count_set_by_ray_is_not_the_users() -> None:
+def test_select_forwarded_in_ray_job_ignores_omp_num_threads() -> None:
     job = {"RAY_RAYLET_PID": "7", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "3"}
     assert select_forwarded(job) == {"MKL_NUM_THREADS": "3"}
     assert select_forwarded(job, ["OMP_NUM_THREADS"])["OMP_NUM_THREADS"] == "1"
 
 
-def test_torchrun_variables_are_those_of_torchrun(tmp_path: Path) -> None:
-    """Run torchrun itself; compare all that it set, less what the rendezvous and its agent add."""
+def test_torchrun_env_vars_match_torchrun(tmp_path: Path) -> None:
+    """Compare with torchrun itself, except for the variables of its rendezvous and agent."""
     script = tmp_path / "script.py"
     script.write_text("import os, json; print(json.dumps(dict(os.environ)))")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    shown = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *launch], env=env, check=True, capture_output=True, text=True
     )
-    theirs = json.loads(shown.stdout.splitlines()[-1])
-    ours = make_torchrun_env_vars(
+    expected = json.loads(completed.stdout.splitlines()[-1])
+    env_vars = make_torchrun_env_vars(
         Ranks(
             world_rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1
         )
     )
-    assert ours.items() <= (theirs | {"NODE_RANK": "0"}).items()
-    names = {name for name in theirs if name.endswith(("RANK", "WORLD_SIZE")) or "ROLE" in name}
-    assert names <= ours.keys()
+    assert env_vars.items() <= (expected | {"NODE_RANK": "0"}).items()
+    names = {name for name in expected if name.endswith(("RANK", "WORLD_SIZE")) or "ROLE" in name}
+    assert names <= env_vars.keys()
 
 
-def test_torchrun_variables() -> None:
+def test_torchrun_env_vars_contain_all_ranks() -> None:
     ranks = Ranks(
         world_rank=3, world_size=5, local_rank=1, local_world_size=2, node_rank=1, num_nodes=3
     )
@@ -117,7 +117,7 @@ def test_torchrun_variables() -> None:
 @pytest.mark.parametrize(
     ("cpus_per_worker", "local_world_size", "cores", "expected"),
     [
-        (None, 1, 8, 8),  # one worker on an idle machine uses all of it
+        (None, 1, 8, 8),  # a single worker uses all cores
         (None, 3, 8, 2),
         (None, 4, 2, 1),
         (4, 1, 16, 4),
@@ -127,7 +127,7 @@ def test_torchrun_variables() -> None:
         (0, 1, 16, 1),
     ],
 )
-def test_thread_count(
+def test_compute_thread_count_uses_cpus_or_cores(
     cpus_per_worker: float | None, local_world_size: int, cores: int, expected: int
 ) -> None:
     count = compute_thread_count(
@@ -136,13 +136,13 @@ def test_thread_count(
     assert count == expected
 
 
-def test_rays_thread_count_is_replaced() -> None:
+def test_thread_env_vars_replace_omp_num_threads_of_ray() -> None:
     assert make_thread_env_vars(4, {"OMP_NUM_THREADS": "1"}, {}) == dict.fromkeys(
         THREAD_ENV_VARS, "4"
     )
 
 
-def test_the_users_thread_counts_win() -> None:
+def test_thread_env_vars_keep_values_of_the_user() -> None:
     variables = make_thread_env_vars(
         4, {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "6"}, {"MKL_NUM_THREADS": "3"}
     )
@@ -153,7 +153,7 @@ def test_the_users_thread_counts_win() -> None:
     }
 
 
-def test_the_users_omp_threads_hold_for_all_libraries() -> None:
+def test_thread_env_vars_use_omp_num_threads_for_all_libraries() -> None:
     variables = make_thread_env_vars(4, {}, {"OMP_NUM_THREADS": "2,1"})
     assert variables == dict.fromkeys(THREAD_ENV_VARS[1:], "2")
 
@@ -168,7 +168,9 @@ def test_the_users_omp_threads_hold_for_all_libraries() -> None:
         ([("GPU-b",), ("GPU-a",)], "GPU-a,GPU-b"),
     ],
 )
-def test_visible_devices(gpu_ids: list[tuple[str, ...]], expected: str) -> None:
+def test_format_visible_devices_joins_sorted_unique_ids(
+    gpu_ids: list[tuple[str, ...]], expected: str
+) -> None:
     workers = [
         WorkerInfo(node_id="a", node_ip="10.0.0.1", hostname="host", pid=1, gpu_ids=ids)
         for ids in gpu_ids
@@ -176,7 +178,7 @@ def test_visible_devices(gpu_ids: list[tuple[str, ...]], expected: str) -> None:
     assert format_visible_devices(workers) == expected
 
 
-def test_available_cores_follow_the_affinity() -> None:
+def test_available_cores_with_affinity_are_limited() -> None:
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
         "from drawbar.train._worker.worker_env import count_available_cores; "
@@ -188,7 +190,9 @@ def test_available_cores_follow_the_affinity() -> None:
 
 @pytest.mark.parametrize("quota", ["150000 100000", "50000 100000"])
 @pytest.mark.parametrize("group", ["", "outer", "outer/inner"])
-def test_available_cores_follow_the_cgroup_quota(tmp_path: Path, group: str, quota: str) -> None:
+def test_available_cores_with_cgroup_quota_are_limited(
+    tmp_path: Path, group: str, quota: str
+) -> None:
     (tmp_path / "outer" / "inner").mkdir(parents=True)
     (tmp_path / "outer" / "cpu.max").write_text("max 100000\n")
     (tmp_path / group / "cpu.max").write_text(f"{quota}\n")
@@ -197,5 +201,5 @@ def test_available_cores_follow_the_cgroup_quota(tmp_path: Path, group: str, quo
     assert cores == 1
 
 
-def test_available_cores_without_cgroups(tmp_path: Path) -> None:
+def test_available_cores_without_cgroups_are_positive(tmp_path: Path) -> None:
     assert count_available_cores(cgroup_root=tmp_path, membership=tmp_path / "none") >= 1

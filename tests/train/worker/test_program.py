@@ -1,4 +1,4 @@
-"""A program in the place of the function, without Ray: it speaks for its rank."""
+"""Tests of run_program() without Ray."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from drawbar import train
 from drawbar.train import CheckpointUploadMode
 
 assert train.get_context().get_world_size() == 1
-assert train.collective.all_gather("met") == ["met"]
-train.report({"told": 1})
+assert train.collective.all_gather("value") == ["value"]
+train.report({"step": 1})
 child = os.fork()
 if not child:
     try:
-        train.report({"told": "by a fork"})
+        train.report({"step": "in a fork"})
     except RuntimeError as error:
         os._exit(7 if "a fork of process" in str(error) else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 with train.checkpoint_dir() as path:
     (path / "file").write_text("saved")
     mode = CheckpointUploadMode.ASYNC
-    train.report({"told": 2}, checkpoint=path, checkpoint_upload_mode=mode)
+    train.report({"step": 2}, checkpoint=path, checkpoint_upload_mode=mode)
 if sys.argv[1:]:
     os._exit(int(sys.argv[1]))
 """
@@ -38,37 +38,37 @@ if sys.argv[1:]:
 FORKS = """
 import os, sys
 
-def ended(child):
+def get_exit_code(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 if not (child := os.fork()):
     sys.exit(3)
-assert ended(child) == 3
+assert get_exit_code(child) == 3
 if not (child := os.fork()):
     raise ValueError("in a fork")
-assert ended(child) == 1
+assert get_exit_code(child) == 1
 os._exit(9)
 """
 
 
-def fit(folder: Path, *arguments: str, source: str = SOURCE) -> train.Result:
-    script = folder / "script.py"
+def fit(directory: Path, *arguments: str, source: str = SOURCE) -> train.Result:
+    script = directory / "script.py"
     script.write_text(textwrap.dedent(source))
     return train.DataParallelTrainer(
         lambda: run_program([str(script), *arguments], os.environ),
         scaling_config=train.ScalingConfig(num_workers=0),
-        run_config=train.RunConfig(name="run", storage_path=folder),
+        run_config=train.RunConfig(name="run", storage_path=directory),
     ).fit()
 
 
-def test_it_reports_and_what_is_on_its_way_is_committed_before_it_ends(tmp_path: Path) -> None:
+def test_program_with_async_checkpoint_commits_before_it_ends(tmp_path: Path) -> None:
     result = fit(tmp_path)
-    assert result.metrics == {"told": 2}
+    assert result.metrics == {"step": 2}
     assert result.checkpoint is not None
     assert (Path(result.checkpoint.path) / "file").read_text() == "saved"
 
 
-def test_its_exit_code_is_told(tmp_path: Path) -> None:
+def test_program_exit_code_is_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(train.WorkerGroupError, match="program ended: exited with code 9") as failed:
         fit(tmp_path, "9")
     (error,) = failed.value.worker_failures.values()
@@ -76,9 +76,11 @@ def test_its_exit_code_is_told(tmp_path: Path) -> None:
     assert error.exit_code == 9
 
 
-def test_how_its_forks_end_is_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_program_ignores_exit_of_its_forks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(train.WorkerGroupError, match="program ended: exited with code 9"):
         fit(tmp_path, source=FORKS)
-    told = capfd.readouterr().err
-    assert "ValueError: in a fork" in told
-    assert "program_main" not in told
+    err = capfd.readouterr().err
+    assert "ValueError: in a fork" in err
+    assert "program_main" not in err

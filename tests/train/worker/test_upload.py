@@ -1,4 +1,4 @@
-"""How `report()` gets a checkpoint into the storage: modes, own upload functions, mistakes."""
+"""Checkpoint uploads of `report()`: modes, upload functions, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_UPLOAD = CheckpointUploadMode.NO_UPLOAD
 
 
 @pytest.fixture(autouse=True)
-def work_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def work_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -44,13 +44,13 @@ def fit(function: Any, storage_path: str | Path) -> Result:
     ).fit()
 
 
-def put(place: Checkpoint, name: str, text: str) -> None:
-    """Write a file where a checkpoint lies or will lie."""
-    if place.is_local:
-        Path(place).mkdir(exist_ok=True)
-        (Path(place) / name).write_text(text)
+def put(checkpoint: Checkpoint, name: str, text: str) -> None:
+    """Write a file into the directory of an existing or future checkpoint."""
+    if checkpoint.is_local:
+        Path(checkpoint).mkdir(exist_ok=True)
+        (Path(checkpoint) / name).write_text(text)
         return
-    with place.filesystem.open_output_stream(f"{place.path}/{name}") as stream:
+    with checkpoint.filesystem.open_output_stream(f"{checkpoint.path}/{name}") as stream:
         stream.write(text.encode())
 
 
@@ -58,24 +58,24 @@ def content(checkpoint: Checkpoint | None) -> dict[str, str]:
     assert checkpoint is not None
     checkpoint.verify()
     with checkpoint.as_directory() as path:
-        files = [each for each in Path(path).iterdir() if not each.name.startswith(".")]
-        return {each.name: each.read_text() for each in files}
+        files = [file for file in Path(path).iterdir() if not file.name.startswith(".")]
+        return {file.name: file.read_text() for file in files}
 
 
-def test_what_lies_in_the_storage_is_committed_where_it_is(storage_path: str) -> None:
-    place = f"{storage_path}/run/mine"
+def test_upload_mode_no_upload_commits_directory_in_place(storage_path: str) -> None:
+    uri = f"{storage_path}/run/mine"
 
     def function() -> None:
-        put(Checkpoint(place), "model", "m")
-        train.report({"a": 1}, checkpoint=Checkpoint(place), checkpoint_upload_mode=NO_UPLOAD)
+        put(Checkpoint(uri), "model", "m")
+        train.report({"a": 1}, checkpoint=Checkpoint(uri), checkpoint_upload_mode=NO_UPLOAD)
 
     result = fit(function, storage_path)
-    assert result.checkpoint == Checkpoint(place)
+    assert result.checkpoint == Checkpoint(uri)
     assert content(result.checkpoint) == {"model": "m"}
     assert [metrics for _, metrics in Result.from_path(result.uri).best_checkpoints] == [{"a": 1}]
 
 
-def test_what_is_committed_in_place_cannot_be_given_away(storage_path: str) -> None:
+def test_upload_mode_no_upload_with_delete_local_checkpoint_raises(storage_path: str) -> None:
     def function() -> None:
         train.report(
             {},
@@ -88,19 +88,19 @@ def test_what_is_committed_in_place_cannot_be_given_away(storage_path: str) -> N
         fit(function, storage_path)
 
 
-def test_an_empty_place_is_no_checkpoint() -> None:
+def test_upload_mode_no_upload_of_empty_directory_raises() -> None:
     storage_path = f"memory://{uuid.uuid4().hex}"
 
     def function() -> None:
-        place = Checkpoint(f"{storage_path}/run/mine")
-        train.report({}, checkpoint=place, checkpoint_upload_mode=NO_UPLOAD)
+        empty = Checkpoint(f"{storage_path}/run/mine")
+        train.report({}, checkpoint=empty, checkpoint_upload_mode=NO_UPLOAD)
 
-    with pytest.raises(WorkerGroupError, match="there are no files in memory://"):
+    with pytest.raises(WorkerGroupError, match=r"memory://.* contains no files"):
         fit(function, storage_path)
 
 
 @pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC])
-def test_a_function_of_the_users_uploads(storage_path: str, mode: CheckpointUploadMode) -> None:
+def test_upload_fn_replaces_upload(storage_path: str, mode: CheckpointUploadMode) -> None:
     def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
         target = Checkpoint(f"{storage_path}/run/{name}")
         put(target, "packed", (Path(checkpoint) / "model").read_text() * 2)
@@ -117,10 +117,10 @@ def test_a_function_of_the_users_uploads(storage_path: str, mode: CheckpointUplo
 
 
 @pytest.mark.parametrize("mode", list(CheckpointUploadMode)[:2])
-def test_a_function_may_fill_a_place_of_its_own_in_the_run(
+def test_upload_fn_can_write_to_reported_directory_in_the_run(
     storage_path: str, mode: CheckpointUploadMode
 ) -> None:
-    def wait(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    def upload_to_name(checkpoint: Checkpoint, name: str) -> Checkpoint:
         storage = train.get_context().get_storage()
         assert name == storage.extract_checkpoint_dir_name_from_path(checkpoint.path)
         put(checkpoint, "model", name)
@@ -130,9 +130,12 @@ def test_a_function_may_fill_a_place_of_its_own_in_the_run(
         storage = train.get_context().get_storage()
         for step in range(2):
             path = storage.build_checkpoint_path_from_name(f"step_{step}")
-            mine = Checkpoint(path, filesystem=storage.storage_filesystem)
+            checkpoint = Checkpoint(path, filesystem=storage.storage_filesystem)
             train.report(
-                {}, checkpoint=mine, checkpoint_upload_mode=mode, checkpoint_upload_fn=wait
+                {},
+                checkpoint=checkpoint,
+                checkpoint_upload_mode=mode,
+                checkpoint_upload_fn=upload_to_name,
             )
 
     result = fit(function, storage_path)
@@ -142,23 +145,23 @@ def test_a_function_may_fill_a_place_of_its_own_in_the_run(
     assert len(result.best_checkpoints) == 2
 
 
-def test_every_rank_fills_its_part_of_such_a_place(tmp_path: Path) -> None:
+def test_upload_fn_of_all_ranks_can_write_to_one_directory(tmp_path: Path) -> None:
     def function() -> None:
         storage, rank = train.get_context().get_storage(), train.get_context().get_world_rank()
-        place = Checkpoint(storage.build_checkpoint_path_from_name("mine"))
+        shared = Checkpoint(storage.build_checkpoint_path_from_name("mine"))
 
         def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
             put(checkpoint, f"part_{rank}", str(rank))
             return checkpoint
 
-        train.report({}, checkpoint=place, checkpoint_upload_fn=upload)
+        train.report({}, checkpoint=shared, checkpoint_upload_fn=upload)
 
     config = RunConfig(name="run", storage_path=tmp_path)
     result = run_in_threads(function, num_workers=3, run_config=config)
     assert content(result.checkpoint) == {"part_0": "0", "part_1": "1", "part_2": "2"}
 
 
-def test_a_function_is_called_on_every_rank_and_the_lowest_gives_a_file(
+def test_upload_fn_on_every_rank_stores_file_of_lowest_rank(
     storage_path: str, tmp_path: Path
 ) -> None:
     def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
@@ -167,16 +170,16 @@ def test_a_function_is_called_on_every_rank_and_the_lowest_gives_a_file(
 
     def function() -> None:
         rank = train.get_context().get_world_rank()
-        own = tmp_path / f"rank_{rank}"
-        own.mkdir()
-        (own / "model").write_text(str(rank))
-        train.report({}, checkpoint=own, checkpoint_upload_fn=upload)
+        directory = tmp_path / f"rank_{rank}"
+        directory.mkdir()
+        (directory / "model").write_text(str(rank))
+        train.report({}, checkpoint=directory, checkpoint_upload_fn=upload)
 
     config = RunConfig(name="run", storage_path=storage_path)
     assert content(run_in_threads(function, run_config=config).checkpoint) == {"model": "0"}
 
 
-def test_a_function_may_leave_the_upload_to_the_run(storage_path: str) -> None:
+def test_upload_fn_can_use_persist_current_checkpoint(storage_path: str) -> None:
     def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
         return train.get_context().get_storage().persist_current_checkpoint(checkpoint, name)
 
@@ -188,7 +191,7 @@ def test_a_function_may_leave_the_upload_to_the_run(storage_path: str) -> None:
     assert content(fit(function, storage_path).checkpoint) == {"model": "m"}
 
 
-def test_a_checkpoint_may_lie_in_another_storage(storage_path: str) -> None:
+def test_report_of_checkpoint_in_other_storage_copies_it(storage_path: str) -> None:
     other = Checkpoint(f"memory://{uuid.uuid4().hex}")
 
     def function() -> None:
@@ -200,7 +203,7 @@ def test_a_checkpoint_may_lie_in_another_storage(storage_path: str) -> None:
     assert result.checkpoint != other
 
 
-def test_the_storage_is_a_path_and_a_place_on_a_filesystem(storage_path: str) -> None:
+def test_storage_context_is_a_path_and_builds_checkpoint_paths(storage_path: str) -> None:
     def function() -> None:
         storage = train.get_context().get_storage()
         (storage / "notes").write_text("mine")
@@ -208,8 +211,8 @@ def test_the_storage_is_a_path_and_a_place_on_a_filesystem(storage_path: str) ->
         assert storage.exists()
         assert storage.experiment_dir_name == "run"
         assert storage.experiment_fs_path == f"{storage.storage_fs_path}/run"
-        found = storage.storage_filesystem.get_file_info(storage.storage_fs_path)
-        assert found.base_name == Path(storage.storage_fs_path).name
+        info = storage.storage_filesystem.get_file_info(storage.storage_fs_path)
+        assert info.base_name == Path(storage.storage_fs_path).name
         nested = storage.build_checkpoint_path_from_name("steps/1")
         assert storage.extract_checkpoint_dir_name_from_path(nested) == "steps/1"
         with pytest.raises(ValueError, match="'/x/y' is not in"):
@@ -218,9 +221,7 @@ def test_the_storage_is_a_path_and_a_place_on_a_filesystem(storage_path: str) ->
     fit(function, storage_path)
 
 
-def test_a_place_that_a_function_has_left_empty_is_refused(
-    storage_path: str, tmp_path: Path
-) -> None:
+def test_upload_fn_returning_missing_directory_raises(storage_path: str, tmp_path: Path) -> None:
     def function() -> None:
         with train.checkpoint_dir() as path:
             (path / "model").write_text("m")
@@ -232,7 +233,7 @@ def test_a_place_that_a_function_has_left_empty_is_refused(
         fit(function, storage_path)
 
 
-def test_a_function_that_gives_no_checkpoint_is_refused(storage_path: str) -> None:
+def test_upload_fn_returning_none_raises(storage_path: str) -> None:
     def function() -> None:
         with train.checkpoint_dir() as path:
             (path / "model").write_text("m")
@@ -249,9 +250,7 @@ def test_a_function_that_gives_no_checkpoint_is_refused(storage_path: str) -> No
         ("s3://bucket", "must be a function, found 's3://bucket'"),
     ],
 )
-def test_what_cannot_be_called_with_checkpoint_and_name_is_refused_at_once(
-    tmp_path: Path, function: Any, message: str
-) -> None:
+def test_upload_fn_with_wrong_signature_raises(tmp_path: Path, function: Any, message: str) -> None:
     def save() -> None:
         with train.checkpoint_dir() as path:
             (path / "model").write_text("m")
@@ -263,7 +262,7 @@ def test_what_cannot_be_called_with_checkpoint_and_name_is_refused_at_once(
 
 
 @pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC])
-def test_what_a_function_raises_is_told_with_the_users_lines_alone(
+def test_upload_fn_error_traceback_contains_only_user_frames(
     tmp_path: Path, mode: CheckpointUploadMode
 ) -> None:
     def upload(*_: object) -> Checkpoint:
@@ -283,48 +282,48 @@ def test_what_a_function_raises_is_told_with_the_users_lines_alone(
     assert all(__file__ in line for line in lines)
 
 
-def test_a_function_that_takes_long_is_told(
+def test_upload_fn_that_is_slow_logs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "SLOW_WARNING_PERIOD_S", 0.01)
 
     def save() -> str:
-        told = queue.SimpleQueue[str]()
+        messages = queue.SimpleQueue[str]()
         texts = list[str]()
 
-        def note(record: logging.LogRecord) -> bool:
-            told.put(record.getMessage())
+        def record_message(record: logging.LogRecord) -> bool:
+            messages.put(record.getMessage())
             return True
 
         def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
-            texts.append(told.get(timeout=60))
+            texts.append(messages.get(timeout=60))
             return checkpoint
 
         logger = logging.getLogger("drawbar.train")
-        logger.addFilter(note)
+        logger.addFilter(record_message)
         try:
             with train.checkpoint_dir() as path:
                 (path / "model").write_text("m")
                 train.report({}, checkpoint=path, checkpoint_upload_fn=upload)
         finally:
-            logger.removeFilter(note)
+            logger.removeFilter(record_message)
         return texts[0]
 
     result = fit(save, tmp_path)
-    told = "checkpoint_upload_fn for checkpoint checkpoint_000000 of rank_0 takes long"
-    assert result.return_value.startswith(told)
+    warning = "checkpoint_upload_fn for checkpoint checkpoint_000000 of rank_0 takes long"
+    assert result.return_value.startswith(warning)
     assert content(result.checkpoint) == {"model": "m"}
 
 
-def test_every_rank_uploads_what_is_its_own(tmp_path: Path) -> None:
+def test_report_on_every_rank_uploads_all_files(tmp_path: Path) -> None:
     storage_path = f"memory://{uuid.uuid4().hex}"
 
     def function() -> None:
         rank = train.get_context().get_world_rank()
-        own = tmp_path / f"rank_{rank}"
-        own.mkdir()
-        (own / f"part_{rank}").write_text(str(rank))
-        train.report({}, checkpoint=own)
+        directory = tmp_path / f"rank_{rank}"
+        directory.mkdir()
+        (directory / f"part_{rank}").write_text(str(rank))
+        train.report({}, checkpoint=directory)
 
     config = RunConfig(name="run", storage_path=storage_path)
     result = run_in_threads(function, num_workers=3, run_config=config)
@@ -332,7 +331,7 @@ def test_every_rank_uploads_what_is_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "rank_0").exists()
 
 
-def test_a_name_is_given_once(storage_path: str) -> None:
+def test_report_with_existing_checkpoint_name_raises(storage_path: str) -> None:
     def function() -> None:
         for text in "ab":
             with train.checkpoint_dir() as path:
@@ -345,13 +344,15 @@ def test_a_name_is_given_once(storage_path: str) -> None:
     assert content(Result.from_path(run).checkpoint) == {"model": "a"}
 
 
-def test_what_is_handed_over_is_gone_from_here(storage_path: str, tmp_path: Path) -> None:
-    own = tmp_path / "own"
+def test_report_with_delete_local_checkpoint_moves_directory(
+    storage_path: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "directory"
 
     def function() -> None:
-        own.mkdir()
-        (own / "model").write_text("m")
-        train.report({}, checkpoint=own, delete_local_checkpoint_after_upload=True)
+        directory.mkdir()
+        (directory / "model").write_text("m")
+        train.report({}, checkpoint=directory, delete_local_checkpoint_after_upload=True)
 
     assert content(fit(function, storage_path).checkpoint) == {"model": "m"}
-    assert not own.exists()
+    assert not directory.exists()

@@ -1,1 +1,1 @@
-"""What lives in a worker's process: the actor, the function's thread, `report()` and the like."""
+"""Worker process: actor, session, report(), output capture, and sentinel."""

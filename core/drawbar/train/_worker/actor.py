@@ -1,9 +1,9 @@
-"""One worker: runs the training function in a thread of its own and streams what it says.
+"""Ray actor that runs the training function and streams its messages.
 
-`Worker.run` is a streaming generator: reports, prints, collective calls, the return value and the
-error as data are one ordered stream that the controller awaits. The control group takes the
-controller's few orders meanwhile. The same `perform` runs the function in this process for
-`num_workers=0`.
+`Worker.run` is a streaming generator. Reports, printed lines, collective calls, and the return
+value or error form one ordered stream that the controller awaits. Commands of the controller
+arrive in a separate concurrency group. `run_train_loop` also runs the function in the driver's
+process for `num_workers=0`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker import sentinel
+from drawbar.train._worker.active_session import use_session
 from drawbar.train._worker.addresses import get_node_address
-from drawbar.train._worker.context import use_session
 from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import capture_output
@@ -63,46 +63,53 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 REPORT_BATCH_S = 0.25
-"""How long after the last item a report that may wait is kept for the next one, at the most."""
+"""Minimum time between two batches if the second one consists only of buffered reports."""
 
 
 class Outbox:
-    """Keeps a worker's messages, in order, until they are taken."""
+    """Ordered buffer for the messages of a worker."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._urgent = threading.Event()
-        self._last = -REPORT_BATCH_S
+        self._has_urgent = threading.Event()
+        self._last_batch_time = -REPORT_BATCH_S
 
     def put(self, message: Message) -> None:
-        """Keep a message; called from any thread."""
+        """Add a message. Can be called from any thread."""
         self._messages.put(message)
         # `set()` takes a lock each time, and a loop that prints calls this a million times.
-        may_wait = isinstance(message, Reported) and message.may_wait
-        if not may_wait and not self._urgent.is_set():
-            self._urgent.set()
+        is_buffered = isinstance(message, Reported) and message.may_wait
+        if not is_buffered and not self._has_urgent.is_set():
+            self._has_urgent.set()
 
     def take_batch(self) -> list[Message]:
-        """Give all messages, once there is one; if none is urgent, not too soon after the last."""
+        """Wait for a message and return all messages that have been added.
+
+        If none of them is urgent, wait until `REPORT_BATCH_S` after the previous batch.
+        """
         batch = [self._messages.get()]
-        self._urgent.wait(max(self._last + REPORT_BATCH_S - time.monotonic(), 0))
-        self._urgent.clear()  # before the queue is emptied, so that none is overlooked
+        self._has_urgent.wait(max(self._last_batch_time + REPORT_BATCH_S - time.monotonic(), 0))
+        # Clear before emptying the queue, so that no urgent message is missed.
+        self._has_urgent.clear()
         with contextlib.suppress(queue.Empty):
             while True:
                 batch.append(self._messages.get_nowait())
-        self._last = time.monotonic()
+        self._last_batch_time = time.monotonic()
         return batch
 
 
 FAILURE_FLUSH_S = 2.0
-"""How long checkpoints in flight may hold up the news that the function has raised."""
+"""Time limit for completing checkpoints in flight before a failure is reported."""
 
 _FINAL_MESSAGE_TYPES = (Finished, Failed, Interrupted)
 
 
 @dataclass(frozen=True)
 class TrainLoop:
-    """What every rank runs. Packed once in the driver; unpacked only where it runs."""
+    """Training function, its config, and its backend.
+
+    The driver serializes it once. Each rank deserializes it before running it.
+    """
 
     function: Callable[..., object]
     takes_config: bool
@@ -110,34 +117,38 @@ class TrainLoop:
     backend_config: BackendConfig
 
     def run(self) -> object:
-        """Run the training function inside its backend's context."""
+        """Call the training function and return its result."""
         if not self.takes_config:
             return self.function()
         return self.function({} if self.config is None else self.config)
 
 
 class Worker:
-    """The actor. One per rank; it can run one attempt after another."""
+    """Ray actor of one rank. It can run several attempts in sequence.
+
+    Args:
+        run_path: Local path of the run directory.
+    """
 
     def __init__(self, run_path: str) -> None:
         self._cache: dict[object, object] = {}
         self._session: Session | None = None
         self._thread: threading.Thread | None = None
         report = RunDirectory(Path(run_path)).get_exit_report_path(os.uname().nodename, os.getpid())
-        # On a node that does not share the path nobody has made it.
+        # On a node that does not share the run directory, no other process creates this path.
         report.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the rest of the start, which would wait some 10 ms for it.
+        # Start in a thread: the rest of the initialization would wait about 10 ms for it.
         self._sentinel = threading.Thread(target=sentinel.start, args=(report,), daemon=True)
         self._sentinel.start()
         _restore_default_sigterm()
-        # Ray enables it too, for the thread that crashes alone: that one may be a library's, while
-        # it was the training function's that broke something.
+        # Ray enables it only for the crashing thread. A bug in the training function may crash a
+        # library's thread instead, so dump all threads.
         faulthandler.enable(2, all_threads=True)
 
     def initialize(self, process_setup: Callable[[], object] | None) -> WorkerInfo:
-        """Run a backend's setup of this process, and return where the worker is placed."""
+        """Run the backend's process setup and return the worker's node and GPUs."""
         if process_setup is not None:
-            self._sentinel.join()  # it reports how the process ends if the setup crashes
+            self._sentinel.join()  # it reports the exit status if the setup crashes
             process_setup()
         context = ray.get_runtime_context()
         return WorkerInfo(
@@ -149,51 +160,53 @@ class Worker:
         )
 
     def execute(self, call: Serialized) -> object:
-        """Run a packed (function, args, kwargs) for a backend."""
+        """Run a serialized (function, args, kwargs) for a backend and return its result."""
         function, args, kwargs = call.deserialize()
         return function(*args, **kwargs)
 
     def run(
-        self, assignment: Assignment, payload: Sequence[ObjectRef[Serialized]]
+        self, assignment: Assignment, train_loop: Sequence[ObjectRef[Serialized]]
     ) -> Iterator[list[Message]]:
-        """Run the training function; yields everything it says, all that has gathered at a time.
+        """Run the training function and yield its messages in batches.
 
-        `payload` has the one reference to a packed `Payload`, which Ray does not follow in a list.
+        Args:
+            assignment: Rank, checkpoint, and datasets for this attempt.
+            train_loop: Sequence with one reference to a serialized `TrainLoop`. Ray does not
+                resolve references inside a sequence.
         """
         self._sentinel.join()  # before user code can start a process that must not outlive this one
         outbox = Outbox()
         session = Session(assignment, outbox.put, self._cache)
-        # Before the function begins: an order may come as soon as the controller hears of it.
+        # Set before the function starts: the controller may send a command after its first message.
         self._session = session
         self._thread = threading.Thread(
-            target=_run_and_send_outcome, args=(session, payload[0], outbox.put), name="training"
+            target=_run_and_send_outcome, args=(session, train_loop[0], outbox.put), name="training"
         )
         self._thread.start()
         while True:
-            # All that has gathered goes as one item, since Ray takes its time for each, whatever is
-            # in it.
+            # Yield in batches, because Ray's cost per item does not depend on its size.
             batch = outbox.take_batch()
             yield batch
             if isinstance(batch[-1], _FINAL_MESSAGE_TYPES):
-                # The stream's end is the sign that this process can run another attempt; it is kept
-                # only if that comes in time.
+                # The end of the stream signals the controller that this process can run another
+                # attempt. The controller replaces the process if the stream ends too late.
                 self._thread.join()
                 session.uploads.async_commits.join()
                 return
 
-    def obey(self, attempt: int, order: Order) -> None:
-        """Take an order (control group). One for an attempt that is over here comes too late."""
+    def obey(self, attempt: int, command: Order) -> None:
+        """Handle a command (control group). Commands for an attempt that has ended are ignored."""
         if self._session is not None and self._session.assignment.attempt == attempt:
-            self._session.obey(order)
+            self._session.obey(command)
 
     def capture_stack(self) -> Stack:
-        """Say where the function, or the program in its place, stands (control group)."""
+        """Return the stack of the training function or its program (control group)."""
         program = self._session.program if self._session is not None else None
         return capture_stack(self._thread) if program is None else program.capture_stack()
 
     def shut_down(self) -> None:
-        """Run the exit handlers of this process, which the caller kills next, and tidy its node."""
-        atexit.unregister(ray.shutdown)  # it would cut off the answer to this call
+        """Run exit handlers and clean up the node; the caller kills the process afterwards."""
+        atexit.unregister(ray.shutdown)  # it would abort the reply to this call
         atexit._run_exitfuncs()
         if self._session is not None and self._session.should_clean_up_node:
             upkeep.finish_on_node(
@@ -202,143 +215,157 @@ class Worker:
 
 
 def _restore_default_sigterm() -> None:
-    """Have SIGTERM end this process, as it ends any other.
+    """Restore the default action of SIGTERM, which ends the process.
 
-    Ray's handler asks Python's main thread to exit, which an actor with concurrency groups never
-    gives the time to: the process would live on, and its peers wait for it. `signal.signal` is
-    refused outside that thread, the C library's is not.
+    Ray's handler asks Python's main thread to exit, but an actor with concurrency groups runs
+    nothing in the main thread (ray-project/ray#53771). The process would stay alive while its
+    peers wait for it. `signal.signal` only works in the main thread, so call the C library.
     """
-    # Such an actor runs nothing in the main thread (ray-project/ray#53771).
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(None))
 
 
 def _run_and_send_outcome(
-    session: Session, payload: ObjectRef[Serialized], say: Callable[[Message], None]
+    session: Session, train_loop: ObjectRef[Serialized], send: Callable[[Message], None]
 ) -> None:
-    """Run an attempt in a worker process and say how it ended, whatever happens."""
+    """Run an attempt in a worker process and always send its final message."""
     final_message: Message
     try:
-        final_message = _run_with_driver_env(session, payload, say)
+        final_message = _run_with_driver_env(session, train_loop, send)
     except AttemptInterrupted:
-        final_message = Interrupted()  # a second one, while the first was being dealt with
+        final_message = Interrupted()  # second interrupt while the first one was handled
     except BaseException as error:
         failure = describe_exception(error, session.assignment, session.report_count)
         final_message = Failed(failure=failure)
-    say(final_message)
+    send(final_message)
 
 
 def _run_with_driver_env(
-    session: Session, payload: ObjectRef[Serialized], say: Callable[[Message], None]
+    session: Session, train_loop: ObjectRef[Serialized], send: Callable[[Message], None]
 ) -> Finished | Failed | Interrupted:
-    """Run an attempt while the streams, environment and folder of this process are the run's."""
+    """Run an attempt with captured output and the driver's environment."""
     rank = session.assignment.ranks.world_rank
     with (
-        enable_transfers_if_node_local(session, say),
+        enable_transfers_if_node_local(session, send),
         capture_output(
-            session.directory.get_log_path(rank), say, errors_only=rank != 0, redirect_fds=True
+            session.directory.get_log_path(rank), send, errors_only=rank != 0, redirect_fds=True
         ),
     ):
-        surroundings = session.assignment.spec.surroundings
-        assert surroundings is not None  # a worker process gets its driver's
-        with surroundings.apply():
-            return run_train_loop(session, payload, say, is_process_wide=True)
+        driver_env = session.assignment.spec.surroundings
+        assert driver_env is not None  # every worker process receives it
+        with driver_env.apply():
+            return run_train_loop(session, train_loop, send, is_process_wide=True)
 
 
 @contextlib.contextmanager
 def enable_transfers_if_node_local(
-    session: Session, say: Callable[[Message], None]
+    session: Session, send: Callable[[Message], None]
 ) -> Iterator[None]:
-    """Have checkpoints and the log travel if this node does not share the run's directory."""
+    """Transfer checkpoints and the log if this node does not share the run directory.
+
+    Args:
+        session: Session of this rank.
+        send: Callback that sends messages to the controller.
+    """
     assignment = session.assignment
     if session.directory.is_on_this_node(assignment.run_id):
         yield
         return
-    # A path that is there by chance, or none: what a rank writes needs a place on this node in any
-    # case.
+    # The path is missing or unrelated. Create it, because a rank's files need a local directory.
     upkeep.create_directories(session.directory)
     if session.directory.filesystem is None:
-        say(Printed(text=_describe_node_local_storage(assignment), stream="stderr"))
+        send(Printed(text=_describe_node_local_storage(assignment), stream="stderr"))
         session.use_node_local_storage()
     try:
         yield
     finally:
         rank = assignment.ranks.world_rank
-        session.should_clean_up_node = _upload_log(session.directory, rank, say)
+        session.should_clean_up_node = _upload_log(session.directory, rank, send)
 
 
-def _upload_log(directory: RunDirectory, rank: int, say: Callable[[Message], None]) -> bool:
-    """Put the log where others find it; tells whether it is there, or is to stay on this node."""
+def _upload_log(directory: RunDirectory, rank: int, send: Callable[[Message], None]) -> bool:
+    """Upload the log to the run's storage and return whether that succeeded."""
     try:
         directory.run_files.upload_log(directory.get_log_path(rank))
-    except Exception as error:  # whatever the storage raises, it is not how the function ended
-        text = f"the log of rank {rank} stays on node {os.uname().nodename}: {error}"
-        say(Printed(text=text, stream="stderr"))
+    except Exception as error:  # no storage error may change the outcome of the function
+        text = f"Could not upload the log of rank {rank} from node {os.uname().nodename}: {error}"
+        send(Printed(text=text, stream="stderr"))
         return False
     return True
 
 
 def _describe_node_local_storage(assignment: Assignment) -> str:
     return (
-        f"node {os.uname().nodename} of rank {assignment.ranks.world_rank} does not share "
-        f"{assignment.directory.local_path} with the driver's node: its checkpoints travel there, "
-        "which "
-        "is slow, and its log stays. Better set RunConfig.storage_path to a folder that all nodes "
-        "share, or to an object store"
+        f"Node {os.uname().nodename} of rank {assignment.ranks.world_rank} does not share "
+        f"{assignment.directory.local_path} with the driver's node, so checkpoints are sent to "
+        "the driver (slow) and the log stays on the node. Set RunConfig(storage_path=...) to a "
+        "directory that all nodes share, or to an object store."
     )
 
 
 def run_train_loop(
     session: Session,
-    payload: ObjectRef[Serialized] | TrainLoop,
-    say: Callable[[Message], None],
+    train_loop: ObjectRef[Serialized] | TrainLoop,
+    send: Callable[[Message], None],
     *,
     is_process_wide: bool,
 ) -> Finished | Failed | Interrupted:
-    """Run the training function and give how it ended, whatever happens.
+    """Run the training function and return its final message.
 
-    `payload` is a reference in a worker process, which will end before its value is looked at.
+    Args:
+        session: Session of this rank.
+        train_loop: What to run. In a worker process, a reference to the serialized object.
+        send: Callback that sends messages to the controller.
+        is_process_wide: Whether no other rank runs in this process, so the session applies to all
+            threads and environment variables can be set.
     """
     raised_at: float | None = None
     try:
         session.interrupt_scope.begin()
         with use_session(session, is_process_wide=is_process_wide):
-            # Threads of one process share its environment, so the worlds of `testing` leave it
-            # alone.
+            # Threads share the environment, so ranks in threads of one process do not change it.
             if is_process_wide:
                 set_env_vars(make_worker_env(session.assignment))
-            work = payload if isinstance(payload, TrainLoop) else ray.get(payload).deserialize()
-            with work.backend_config.train_func_context():
-                say(FunctionStarted(time=time.time()))
+            loop = (
+                train_loop
+                if isinstance(train_loop, TrainLoop)
+                else ray.get(train_loop).deserialize()
+            )
+            with loop.backend_config.train_func_context():
+                send(FunctionStarted(time=time.time()))
                 session.thread_guard.reset_reporting_thread()
                 try:
-                    value = work.run()
+                    value = loop.run()
                 except AttemptInterrupted:
                     raise
                 except BaseException:
-                    raised_at = time.time()  # peers fail as soon as the backend lets go of them
-                    say(FunctionRaised(time=raised_at))
+                    raised_at = time.time()  # other ranks fail once the backend's context ends
+                    send(FunctionRaised(time=raised_at))
                     raise
                 session.thread_guard.reset_reporting_thread()
-                # Inside the backend's context: peers that still train must not lose this rank while
-                # its last checkpoint is under way.
+                # Inside the backend's context: ranks that still train must not lose this peer
+                # while its last checkpoint is in flight.
                 session.uploads.async_commits.flush()
         session.interrupt_scope.end()
-        finished = _make_finished(value, leaves=not isinstance(payload, TrainLoop))
+        # The owner of objects in the return value is a worker process that ends before they are
+        # read, so transfer the ownership.
+        finished = _make_finished(
+            value, should_transfer_ownership=not isinstance(train_loop, TrainLoop)
+        )
         return msgspec.structs.replace(finished, remarks=tuple(session.final_notices))
     except AttemptInterrupted:
         session.interrupt_scope.end()
-        # No time for what is in flight: the controller drops what is not persisted by now.
+        # Do not wait for checkpoints in flight: the controller drops files not yet persisted.
         session.close(0.0)
         return Interrupted()
     except BaseException as error:
-        try:  # noqa: SIM105  # suppress() itself could be hit
+        try:  # noqa: SIM105  # suppress() itself could be interrupted
             session.interrupt_scope.end()
         except AttemptInterrupted:
-            pass  # too late: the function has failed by itself
+            pass  # too late: the function has already failed
         if isinstance(error, KeyboardInterrupt) and _in_main_thread():
-            raise  # Ctrl-C in the user's own process, with num_workers=0
-        made = session.report_count
-        failure = describe_exception(error, session.assignment, made, raised_at)
+            raise  # Ctrl-C in the user's process, with num_workers=0
+        num_reports = session.report_count
+        failure = describe_exception(error, session.assignment, num_reports, raised_at)
         session.close(FAILURE_FLUSH_S)
         return Failed(failure=failure)
 
@@ -348,25 +375,26 @@ def _in_main_thread() -> bool:
 
 
 def make_worker_env(assignment: Assignment) -> dict[str, str]:
-    """Give the variables that this worker's process gets before user code."""
+    """Return the environment variables to set in this worker's process before user code runs."""
     ranks = assignment.ranks
     threads = compute_thread_count(
         cpus_per_worker=assignment.spec.cpus,
         local_world_size=ranks.local_world_size,
         cores=count_available_cores(),
     )
-    chosen = {**assignment.spec.environment, **get_runtime_env_vars()}
-    # The ranks last: a RANK that the driver has forwarded, as from a torchrun, is not this one's.
+    user_env = {**assignment.spec.environment, **get_runtime_env_vars()}
+    # Ranks come last: the driver may have forwarded RANK from its own torchrun.
     return {
-        **chosen,
-        **make_thread_env_vars(threads, os.environ, chosen),
+        **user_env,
+        **make_thread_env_vars(threads, os.environ, user_env),
         **make_torchrun_env_vars(ranks),
     }
 
 
-def _make_finished(value: object, *, leaves: bool) -> Finished:
+def _make_finished(value: object, *, should_transfer_ownership: bool) -> Finished:
     try:
-        return Finished(time=time.time(), value=serialize(value, should_transfer_ownership=leaves))
+        serialized = serialize(value, should_transfer_ownership=should_transfer_ownership)
+        return Finished(time=time.time(), value=serialized)
     except Exception as error:
-        reason = f"the return value, a {type(value).__qualname__}, does not pickle: {error}"
+        reason = f"Cannot pickle the return value ({type(value).__qualname__}): {error}"
         return Finished(time=time.time(), value_error=reason)

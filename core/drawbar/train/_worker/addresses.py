@@ -1,4 +1,4 @@
-"""The addresses at which others reach this process's node."""
+"""Network addresses of this node and worker."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ LOOPBACK = "127.0.0.1"
 
 
 def get_node_address() -> str:
-    """Give the address at which the Ray cluster's other nodes reach this one; in any process.
+    """Return the address of this node in the Ray cluster. Works in any process.
 
-    For frameworks that need something in the controller, such as a tracker. In the training
-    function it is `worker_address`.
+    For frameworks that start a service in the controller, such as a tracker. In the training
+    function, use `get_worker_address()`.
+
+    Returns:
+        IP address at which other nodes reach this node.
+
+    Example:
+        >>> tracker_uri = f"{get_node_address()}:{port}"
     """
     import ray
 
@@ -19,13 +25,17 @@ def get_node_address() -> str:
 
 
 def get_worker_address() -> str:
-    """Give the address at which the run's other workers reach this one.
+    """Return the address at which the other workers of the run reach this worker.
 
-    The loopback if all of them are on one node: that is there without any network, and no VPN or
-    firewall stands before it.
+    Returns:
+        The loopback address if all workers are on one node, because it needs no network and no
+        firewall or VPN blocks it. Otherwise, the IP address of this node.
 
     Raises:
         RuntimeError: Called outside a training function.
+
+    Example:
+        >>> address = broadcast_from_rank_zero(f"{get_worker_address()}:{port}")
     """
     context = get_context()
     on_one_node = context.get_local_world_size() == context.get_world_size()

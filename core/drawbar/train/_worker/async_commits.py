@@ -1,4 +1,4 @@
-"""Checkpoints that a rank has reported and does not wait for: followed in the background."""
+"""Complete asynchronous checkpoints in the background."""
 
 from __future__ import annotations
 
@@ -13,54 +13,57 @@ MAX_CHECKPOINTS_IN_FLIGHT = 2
 
 
 class AsyncCommits:
-    """The asynchronous checkpoints of one rank that are not committed yet.
+    """Asynchronous checkpoints of one rank that are not committed yet.
 
     Args:
-        follow: Sees one through: persists this rank's share, and waits for the commit.
-        say: Tells the controller something.
+        complete: Persists this rank's assigned files of a report and waits for the commit.
+        send: Callback that sends messages to the controller.
     """
 
     def __init__(
-        self, complete: Callable[[int, Offer], None], say: Callable[[Message], None]
+        self, complete: Callable[[int, Offer], None], send: Callable[[Message], None]
     ) -> None:
-        self._follow = complete
-        self._say = say
-        self._submit_lock = threading.Lock()  # threads that report checkpoints
+        self._complete = complete
+        self._send = send
+        self._submit_lock = threading.Lock()  # several threads may report checkpoints
         self._thread: DaemonThreadPool | None = None
-        self._futures: list[tuple[int, Future[None]]] = []  # with the number of the report
+        self._futures: list[tuple[int, Future[None]]] = []  # with the report index
 
-    def submit(self, index: int, offer: Offer) -> None:
-        """Follow one in another thread; waits for the oldest if too many are in flight."""
+    def submit(self, report_index: int, offer: Offer) -> None:
+        """Complete a checkpoint in the background; block while too many are in flight."""
         with self._submit_lock:
             if self._thread is None:
-                # One thread, so that commits are followed in the order of the reports.
+                # A single thread, so that commits complete in the order of the reports.
                 self._thread = DaemonThreadPool(1, "drawbar-checkpoint")
-            while sum(not each.done() for _, each in self._futures) >= MAX_CHECKPOINTS_IN_FLIGHT:
+            while (
+                sum(not future.done() for _, future in self._futures) >= MAX_CHECKPOINTS_IN_FLIGHT
+            ):
                 self._wait_for_oldest()
-            self._futures.append((index, self._thread.submit(self._follow, index, offer)))
+            future = self._thread.submit(self._complete, report_index, offer)
+            self._futures.append((report_index, future))
 
     def _wait_for_oldest(self) -> None:
-        index, oldest = self._futures.pop(0)
-        # Said only if it is true: the controller takes it as proof that this rank stands still.
-        if not oldest.done():
-            self._say(WaitsForCheckpoint(index=index))
-        oldest.result()
+        report_index, future = self._futures.pop(0)
+        # Send only if this thread will block: the controller takes it as proof that the rank waits.
+        if not future.done():
+            self._send(WaitsForCheckpoint(index=report_index))
+        future.result()
 
     def flush(self) -> None:
-        """Wait until all of them are committed; raise what went wrong with one."""
+        """Wait until all checkpoints are committed and raise the first error."""
         while self._futures:
             self._wait_for_oldest()
         self.join()
 
     def drain(self, timeout: float) -> None:
-        """Give them so long to be committed; what comes of it does not matter."""
+        """Wait up to `timeout` seconds for commits, ignore errors, and cancel the rest."""
         if self._futures and timeout:
-            wait([each for _, each in self._futures], timeout=timeout)
+            wait([future for _, future in self._futures], timeout=timeout)
         if self._thread is not None:
-            # Not waited for: it may hang in a storage that does not answer.
+            # Do not wait for the thread: it may hang in an unresponsive storage.
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def join(self) -> None:
-        """Wait until nothing is written any more: the next attempt gives the same names."""
+        """Wait for the background thread: the next attempt uses the same checkpoint names."""
         if self._thread is not None:
             self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""Meetings of this rank with all others: what `drawbar.train.collective` and its kin do."""
+"""Collectives of one rank through the controller."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CORE = "drawbar.train."
 
 
 class Collectives:
-    """The collectives of one rank in one attempt, numbered in the order of its calls.
+    """Collectives of one rank in one attempt, numbered in call order.
 
     Args:
-        rank: The rank.
-        callers: Check who calls.
-        order: Held while something is numbered and said.
-        say: Tells the controller something.
-        mailbox: Where the answers arrive.
+        rank: World rank of this worker.
+        thread_guard: Checks which thread may call collectives.
+        send_lock: Lock to hold while a message is numbered and sent.
+        send: Callback that sends messages to the controller.
+        command_queue: Queue that receives the results.
     """
 
     def __init__(
@@ -34,55 +34,64 @@ class Collectives:
         rank: int,
         thread_guard: ThreadGuard,
         send_lock: AbstractContextManager[object],
-        say: Callable[[Message], None],
+        send: Callable[[Message], None],
         command_queue: CommandQueue,
     ) -> None:
         self._rank = rank
-        self._callers = thread_guard
-        self._order = send_lock
-        self._say = say
-        self._mailbox = command_queue
-        self._next = 0
-        self._next_of_user = 0
+        self._thread_guard = thread_guard
+        self._send_lock = send_lock
+        self._send = send
+        self._command_queue = command_queue
+        self._next_sequence = 0
+        self._next_user_number = 0
 
     @property
     def call_count(self) -> int:
-        """Do what `drawbar.train.backend.collectives_called` says."""
-        return self._next
+        """Number of collectives that this rank has called in this attempt."""
+        return self._next_sequence
 
     def set_call_count(self, count: int) -> None:
-        """Begin after those that this rank has called in another process."""
-        self._next = count
+        """Continue the numbering after calls of this rank in another process."""
+        self._next_sequence = count
 
     def call(
         self, kind: CollectiveKind, value: object = None, *, timeout: float | None = None
     ) -> list[Any]:
-        """Run one collective call and return its values (none for a barrier)."""
-        # What nobody reads is not packed: it may be large, or not pickle.
+        """Run one collective call and return its values (none for a barrier).
+
+        Args:
+            kind: Which collective to run.
+            value: This rank's value, for all_gather and on rank 0 of a broadcast.
+            timeout: Time limit in seconds. None waits without limit.
+
+        Raises:
+            TimeoutError: Not every rank made this call within `timeout`.
+        """
+        # Do not serialize values that no rank reads: they may be large, or not picklable.
         has_payload = kind == "all_gather" or (
             kind == "broadcast_from_rank_zero" and self._rank == 0
         )
         payload = serialize(value) if has_payload else None
-        where, is_users = format_caller_location(), not _is_called_by_integration()
-        with self._order:
-            self._callers.check_reporting_thread("a collective")
-            sequence, self._next = self._next, self._next + 1
-            number = self._next_of_user if is_users else None
-            self._next_of_user += is_users
-            self._say(
+        location, is_user_call = format_caller_location(), not _is_called_by_integration()
+        with self._send_lock:
+            self._thread_guard.check_reporting_thread("a collective")
+            sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
+            number = self._next_user_number if is_user_call else None
+            self._next_user_number += is_user_call
+            self._send(
                 CollectiveCalled(
-                    sequence=sequence, number=number, kind=kind, payload=payload, where=where
+                    sequence=sequence, number=number, kind=kind, payload=payload, where=location
                 )
             )
-        done = self._mailbox.wait((CollectiveDone, sequence), timeout=timeout)
-        assert isinstance(done, CollectiveDone)
-        return [p.deserialize() for p in done.payloads if p is not None]
+        result = self._command_queue.wait((CollectiveDone, sequence), timeout=timeout)
+        assert isinstance(result, CollectiveDone)
+        return [p.deserialize() for p in result.payloads if p is not None]
 
     def get_requests(self) -> Wishes:
-        """Ask, together with all ranks, what the controller wishes."""
-        (wishes,) = self.call("wishes")
-        found: Wishes = wishes
-        return found
+        """Return the controller's requests. Must be called on all ranks."""
+        (values,) = self.call("wishes")
+        requests: Wishes = values
+        return requests
 
 
 def _is_called_by_integration() -> bool:

@@ -1,4 +1,4 @@
-"""What the controller has ordered and nobody of this rank has taken yet."""
+"""Store commands until the threads that wait for them take them."""
 
 from __future__ import annotations
 
@@ -21,52 +21,57 @@ from drawbar.train._storage.node_local_storage import FileReply
 from drawbar.train._worker.interrupt import InterruptScope
 
 CommandKey = tuple[type[object], int]
-"""A kind of order, and its number: of the question, the collective or the checkpoint."""
+"""Type of a command and the id of its request, collective, or report."""
 
 Reply = CheckpointsAnswer | Diagnosis | FileTaken | FileReply | CollectiveDone
-"""What comes once for each time that a rank asks for it."""
+"""Commands that reply to exactly one request of this rank."""
 
 _ReplyT = TypeVar("_ReplyT", bound=Reply)
 
 
 class CommandQueue:
-    """Keeps orders until the threads that wait for them take them."""
+    """Commands of one rank that no thread has taken yet.
 
-    def __init__(self, say: Callable[[Message], None], interrupt_scope: InterruptScope) -> None:
-        self._say = say
-        self._user_code = interrupt_scope
+    Args:
+        send: Callback that sends messages to the controller.
+        interrupt_scope: Raises the interrupt in threads that wait.
+    """
+
+    def __init__(self, send: Callable[[Message], None], interrupt_scope: InterruptScope) -> None:
+        self._send = send
+        self._interrupt_scope = interrupt_scope
         self._changed = threading.Condition()
-        self._orders: dict[CommandKey, Order] = {}
-        self._request_ids = itertools.count()  # of questions, of any thread
+        self._commands: dict[CommandKey, Order] = {}
+        self._request_ids = itertools.count()  # shared by all threads
         self.interrupt_reason: str | None = None
 
-    def put(self, order: Reply | Persist | Committed) -> None:
-        """Keep an order, from any thread; wakes who waits for it."""
-        match order:
+    def put(self, command: Reply | Persist | Committed) -> None:
+        """Add a command and wake the thread that waits for it. Can be called from any thread."""
+        match command:
             case CollectiveDone():
-                number = order.sequence
+                key = command.sequence
             case Persist() | Committed():
-                number = order.index
+                key = command.index
             case _:
-                number = order.number
+                key = command.number
         with self._changed:
-            self._orders[type(order), number] = order
+            self._commands[type(command), key] = command
             self._changed.notify_all()
 
     def interrupt(self, reason: str) -> None:
-        """Let nobody wait any more: who does, or comes to, is interrupted."""
+        """Interrupt all threads that wait now or later."""
         with self._changed:
             self.interrupt_reason = reason
             self._changed.notify_all()
 
     def raise_if_interrupted(self) -> None:
-        """Go on if the attempt does.
+        """Raise an error if the attempt has been interrupted.
 
         Raises:
-            AttemptInterrupted: It is over.
+            AttemptInterrupted: The attempt has been interrupted.
         """
         if self.interrupt_reason is not None:
-            self._user_code.raise_interrupt(self.interrupt_reason)
+            self._interrupt_scope.raise_interrupt(self.interrupt_reason)
 
     def request(
         self,
@@ -75,41 +80,50 @@ class CommandQueue:
         timeout: float | None = None,
         make_fallback: Callable[[int], Message] | None = None,
     ) -> _ReplyT:
-        """Say a question under a number of its own, and wait for the answer.
+        """Send a request and return its reply.
 
-        If that does not come within `timeout` seconds, `otherwise` is said under the same number.
+        Args:
+            make_message: Makes the request from a new request id.
+            reply_type: Type of the reply.
+            timeout: Time limit in seconds. None waits without limit.
+            make_fallback: Makes the message to send with the same request id after `timeout`; its
+                reply is awaited without limit.
+
+        Raises:
+            AttemptInterrupted: The attempt has been interrupted.
+            TimeoutError: There is no reply within `timeout`, and no fallback.
         """
-        number = next(self._request_ids)
-        self._say(make_message(number))
+        request_id = next(self._request_ids)
+        self._send(make_message(request_id))
         try:
-            answer = self.wait((reply_type, number), timeout=timeout)
+            reply = self.wait((reply_type, request_id), timeout=timeout)
         except TimeoutError:
             if make_fallback is None:
                 raise
-            self._say(make_fallback(number))
-            answer = self.wait((reply_type, number))
-        assert isinstance(answer, reply_type)
-        return answer
+            self._send(make_fallback(request_id))
+            reply = self.wait((reply_type, request_id))
+        assert isinstance(reply, reply_type)
+        return reply
 
     def wait(self, *keys: CommandKey, timeout: float | None = None) -> Order:
-        """Wait for the first of some orders, and take it.
+        """Wait for the first of several commands, and remove and return it.
 
         Raises:
-            AttemptInterrupted: The attempt is over.
-            TimeoutError: None has come within `timeout` seconds.
+            AttemptInterrupted: The attempt has been interrupted.
+            TimeoutError: No command arrived within `timeout` seconds.
         """
 
-        def arrived() -> Order | None:
-            # What has arrived is taken even if the attempt is over: a checkpoint that is committed
-            # is no failure.
+        def take_command() -> Order | None:
+            # Return a command that has arrived even if the attempt is interrupted: a committed
+            # checkpoint is not a failure.
             for key in keys:
-                if key in self._orders:
-                    return self._orders.pop(key)
+                if key in self._commands:
+                    return self._commands.pop(key)
             self.raise_if_interrupted()
             return None
 
         with self._changed:
-            order = self._changed.wait_for(arrived, timeout)
-        if order is None:
-            raise TimeoutError(f"the controller gave no answer within {timeout} s")
-        return order
+            command = self._changed.wait_for(take_command, timeout)
+        if command is None:
+            raise TimeoutError(f"The controller did not reply within {timeout} s.")
+        return command

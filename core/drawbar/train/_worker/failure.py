@@ -1,4 +1,4 @@
-"""From an exception to a `WorkerFailure`: an error as data."""
+"""Convert exceptions to WorkerFailure records."""
 
 from __future__ import annotations
 
@@ -21,53 +21,61 @@ from drawbar.train._package_files import is_drawbar_file
 from drawbar.train._serialization import serialize_without_references
 from drawbar.train._worker.user_frames import format_user_location, is_stdlib_file
 
-# Bytes. An exception may hold a whole batch, and travels with whatever is told of it.
+# An exception may contain a full batch, and is sent with every failure message.
 _MAX_PICKLED_BYTES = 1_000_000
 
 
 def describe_exception(
-    error: BaseException, assignment: Assignment, reports: int, raised_at: float | None = None
+    error: BaseException, assignment: Assignment, num_reports: int, raised_at: float | None = None
 ) -> WorkerFailure:
-    """Describe what a training function, or the set-up before it, raised: now, if not said when."""
-    now = raised_at or time.time()  # the earliest counts as the cause: what follows takes its time
+    """Convert an exception of a training function, or of the setup before it, to a record.
+
+    Args:
+        error: The exception.
+        assignment: Assignment of the rank.
+        num_reports: Number of reports of the rank in this attempt.
+        raised_at: Time of the exception. Default: now.
+    """
+    # The earliest failure counts as the root cause, so use the time of the exception.
+    failed_at = raised_at or time.time()
     if isinstance(error, ProgramFailedError):
-        now = error.time
-    traceback_exception, where = _format_traceback(error)
+        failed_at = error.time
+    traceback, location = _format_traceback(error)
     log = assignment.directory.get_log_path(assignment.ranks.world_rank)
-    if len(traceback_exception) > MAX_SHOWN_CHARS:
-        _append_full_traceback(traceback_exception, log)
+    if len(traceback) > MAX_SHOWN_CHARS:
+        _append_full_traceback(traceback, log)
     return WorkerFailure(
         rank=assignment.ranks.world_rank,
         kind=_classify(error),
         type_name=_get_type_name(error),
         message=_format_message(error),
-        traceback=traceback_exception,
-        location=where,
+        traceback=traceback,
+        location=location,
         hostname=os.uname().nodename,
         pid=os.getpid(),
-        time=now,
-        num_reports=reports,
+        time=failed_at,
+        num_reports=num_reports,
         log_path=str(log),
         pickled_exception=_try_serialize(error),
     )
 
 
-def _append_full_traceback(traceback_exception: str, log: Path) -> None:
-    """Write what is too long to be shown where the failure says that all output is."""
+def _append_full_traceback(traceback: str, log: Path) -> None:
+    """Append a traceback to the log, because the failure message only shows a part of it."""
     with contextlib.suppress(OSError), open(log, "a", errors="backslashreplace") as file:
-        file.write(traceback_exception)
+        file.write(traceback)
 
 
 def format_validation_error(error: BaseException) -> str:
-    """Describe in words what a validation function raised."""
-    traceback_exception, where = _format_traceback(error)
+    """Format an exception of a validation function for a message."""
+    traceback, location = _format_traceback(error)
     failure = WorkerFailure(
         rank=-1,
         kind="exception",
         type_name=type(error).__name__,
         message=_format_message(error),
-        traceback=traceback_exception,
-        location=where,
+        traceback=traceback,
+        location=location,
     )
     return failure.describe()
 
@@ -96,35 +104,37 @@ def _format_message(error: BaseException) -> str:
 
 
 def _format_traceback(error: BaseException) -> tuple[str, str]:
-    """Give the traceback without Drawbar's frames, and the user's innermost line in it."""
+    """Return the traceback without Drawbar's frames, and the user's innermost line in it."""
     if isinstance(error, ProgramFailedError):
         return error.traceback, error.location
     traceback_exception = TracebackException.from_exception(error)
     for cause in _iter_causes(traceback_exception):
-        # Of causes too: a user reads the whole chain, in which Drawbar's lines explain nothing.
+        # Clean the causes too: users read the complete chain.
         cause.stack = _drop_drawbar_frames(cause.stack)
     if not _is_drawbar_bug(traceback_exception.stack):
         traceback_exception.stack = (
             _drop_drawbar_frames(traceback_exception.stack) or traceback_exception.stack
         )
-    lines = [(each.filename, each.lineno or 0, each.name) for each in traceback_exception.stack]
-    return "".join(traceback_exception.format()), format_user_location(lines)
+    frames = [
+        (frame.filename, frame.lineno or 0, frame.name) for frame in traceback_exception.stack
+    ]
+    return "".join(traceback_exception.format()), format_user_location(frames)
 
 
 def _iter_causes(traceback_exception: TracebackException) -> Iterator[TracebackException]:
-    """Give the exceptions that one came of, or consists of."""
-    for each in (
+    """Yield the causes of an exception and the members of an exception group, recursively."""
+    for cause in (
         traceback_exception.__cause__,
         traceback_exception.__context__,
         *(traceback_exception.exceptions or ()),
     ):
-        if each is not None:
-            yield each
-            yield from _iter_causes(each)
+        if cause is not None:
+            yield cause
+            yield from _iter_causes(cause)
 
 
 def _is_drawbar_bug(stack: StackSummary) -> bool:
-    """Whether Drawbar has failed, and not refused something: its frames say where."""
+    """Return whether an exception is a bug of Drawbar and not a deliberate `raise`."""
     innermost = stack[-1] if stack else None
     if innermost is None or not is_drawbar_file(innermost.filename):
         return False
@@ -132,14 +142,16 @@ def _is_drawbar_bug(stack: StackSummary) -> bool:
 
 
 def _drop_drawbar_frames(stack: StackSummary) -> StackSummary:
-    """Leave out Drawbar's frames, and those of Python itself that Drawbar has called."""
-    kept = []
-    is_own = False
+    """Drop Drawbar's frames, and frames of the standard library below them."""
+    frames = []
+    is_internal = False
     for frame in stack:
-        is_own = is_drawbar_file(frame.filename) or (is_own and is_stdlib_file(frame.filename))
-        if not is_own:
-            kept.append(frame)
-    return StackSummary.from_list(kept)
+        is_internal = is_drawbar_file(frame.filename) or (
+            is_internal and is_stdlib_file(frame.filename)
+        )
+        if not is_internal:
+            frames.append(frame)
+    return StackSummary.from_list(frames)
 
 
 def _try_serialize(error: BaseException) -> bytes | None:

@@ -1,7 +1,8 @@
-"""How often this process and its forebears were forked.
+"""Count forks to detect code that runs in a forked child.
 
-What remembers the number it was made with knows when it is a copy in a child. `os.getpid()` would
-tell too, but is a system call, which may cost more than the rest of a `report()` or `print()`.
+An object that stores the count of its creation can detect that it is a copy in a child process.
+`os.getpid()` would work too, but is a system call, which may cost more than the rest of a
+`report()` or `print()`.
 """
 
 from __future__ import annotations

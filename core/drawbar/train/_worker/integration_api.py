@@ -1,4 +1,4 @@
-"""What an integration may do inside the training function besides what its user may."""
+"""Functions for framework integrations, for use in the training function."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.context import (
     all_gather,
     broadcast_from_rank_zero,
-    current_session,
     get_context,
     report,
 )
@@ -20,14 +20,17 @@ T = TypeVar("T")
 
 
 def attempt_local(factory: Callable[[], T]) -> T:
-    """Return this rank's object of a kind, which lives as long as the attempt.
+    """Return an object of this rank that lives as long as the attempt.
 
-    For integrations that keep state between calls in a training function. A module's variables
-    would be shared by the ranks that run in threads of one process, and outlive the attempt.
+    Use it for state that an integration keeps between calls in a training function. Module
+    variables would be shared by ranks in threads of one process, and would outlive the attempt.
 
     Args:
-        factory: A class or function that makes the object at the first call. Later calls with the
+        factory: Class or function that creates the object on the first call. Later calls with the
             same factory return the same object.
+
+    Returns:
+        The object.
 
     Raises:
         RuntimeError: Called outside a training function.
@@ -41,56 +44,91 @@ def attempt_local(factory: Callable[[], T]) -> T:
 def register_data_position(
     name: str, get_position: Callable[[], object], *, add_index: bool = False
 ) -> Any:
-    """Put how far a source of data has been consumed into every checkpoint of this worker.
+    """Save the position of a data source in every checkpoint of this worker.
 
-    For data loaders and shards, inside the training function. The checkpoint gets the position of
-    the lowest rank that gives files, so it should be told independently of the world size: samples
-    consumed by all ranks together, not by this one.
+    The checkpoint stores the position of the lowest rank that reports files. The position must
+    therefore not depend on the rank or the world size: count the samples of all ranks together.
 
     Args:
         name: Name of the source, the same on every rank and in every attempt. A second source of
             the same name replaces the first.
-        position: Gives the position as a small JSON-able value, or None for a source that is gone;
-            called at each report with a checkpoint.
-        numbered: Add the source's number among those of this name, in the order of the calls.
+        get_position: Returns the position as a small JSON-serializable value, or None if the source
+            no longer exists. It is called at each report with a checkpoint.
+        add_index: Whether to append the number of the source among sources with this name, in
+            call order.
 
     Returns:
-        The position in the checkpoint that this attempt goes on from. None if it has none, or has
-        been given out in this attempt already.
+        The position in the resume checkpoint. None if it has no position of this source, or
+        if the position was already returned in this attempt.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> position = register_data_position("my_loader", lambda: {"samples": loader.num_consumed})
+        >>> if position is not None:
+        ...     loader.skip(position["samples"])
     """
     session = current_session("register_data_position")
     return session.data_sources.track_position(name, get_position, add_index=add_index)
 
 
 def get_resume_checkpoint() -> Checkpoint | None:
-    """Give the checkpoint that this attempt goes on from; None once it has made one of its own.
+    """Return the checkpoint from which this attempt resumes.
 
-    For integrations that go on by themselves, without a line of the user's: a function may train
-    several times, and what the first training has saved is not what the second one goes on from.
+    For integrations that resume automatically: a training function may train several times, and the
+    second training must not resume from a checkpoint of the first one.
+
+    Returns:
+        The checkpoint. None if there is none, or if a checkpoint was committed in this attempt.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> checkpoint = get_resume_checkpoint()
+        >>> if checkpoint is not None:
+        ...     restore_from(checkpoint)
     """
     return current_session("get_resume_checkpoint").get_resume_checkpoint()
 
 
 def get_agreed_checkpoint() -> Checkpoint | None:
-    """Give the newest checkpoint that rank 0 knows, on every rank. All ranks must call it.
+    """Return the latest checkpoint that rank 0 knows, on every rank.
 
-    For what ranks load together: after a `report()` a rank that has given no files to it may not
-    have heard yet of the checkpoint that it has made, and `get_checkpoint()` gives the one before.
+    Collective: call it on all ranks. Use it if all ranks load a checkpoint together: after a
+    `report()`, a rank that did not report files may not know the new checkpoint yet, and its
+    `get_checkpoint()` returns the previous one.
+
+    Returns:
+        The checkpoint, or None if there is none.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> checkpoint = get_agreed_checkpoint()
     """
     session = current_session("get_agreed_checkpoint")
     return session.ensure_local(broadcast_from_rank_zero(session.checkpoint))
 
 
 def start_training() -> Checkpoint | None:
-    """Count a training of this function, and give the checkpoint that it goes on from.
+    """Count a training of this function and return the checkpoint from which it resumes.
 
-    As `get_resume_checkpoint()`, and if the checkpoint was made by another of the function's
-    trainings, say by the second one before a restart, then none is given: this one begins anew. The
-    number of the training is kept in every checkpoint that is made until the next one begins.
+    Checkpoints store the number of the training that saved them. A training does not resume from a
+    checkpoint of another training of the same function.
 
     Returns:
-        The checkpoint; None if this training begins anew. The first training gets also one of
-        another run, or of the user's own.
+        The checkpoint, or None if this training starts from scratch. The first training may also
+        resume from a checkpoint of another run, or from one that the user passed.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> checkpoint = start_training()
+        >>> model.fit(data, resume_from=checkpoint)
     """
     number = next(current_session("start_training").training_count)
     register_data_position(_TRAINING_COUNT_SOURCE, lambda: number)
@@ -102,71 +140,110 @@ def start_training() -> Checkpoint | None:
 
 
 def retire_process() -> None:
-    """Have this worker's process not run another attempt, which gets a new one instead.
+    """Use a new process for the next attempt of this worker.
 
-    For frameworks that keep state in the process and have no way to drop it. Inside the training
+    For frameworks that keep state in the process and cannot reset it. Call it in the training
     function, or around it in `train_func_context`.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> retire_process()
     """
     current_session("retire_process").retire_process()
 
 
 def report_buffered(metrics: Mapping[str, object]) -> None:
-    """Report metrics that come often, such as those of every round, without a checkpoint.
+    """Report metrics at a high rate, for example once per boosting round, without a checkpoint.
 
-    As `drawbar.train.report(metrics)`, but if this worker has said anything within the last quarter
-    of a second, the report may reach the driver that much later, along with those that follow. It
-    keeps its place among all reports. So a training that fills all cores is held up four times a
-    second, however often it reports.
+    Like `drawbar.train.report(metrics)`, except that the report may reach the driver up to 0.25 s
+    later, together with other messages of this worker. The order of reports does not change. This
+    limits the interruptions of a training that uses all cores to four per second.
+
+    Args:
+        metrics: Metrics by name. See `drawbar.train.report()`.
 
     Raises:
         RuntimeError: Called outside a training function.
-        TypeError, ValueError: A metric cannot be kept; the message names its key.
+        TypeError: A metric has an unsupported type.
+        ValueError: A metric has an unsupported value.
+
+    Example:
+        >>> report_buffered({"valid-rmse": 0.31})
     """
     current_session("report_buffered").report_metrics(metrics, is_buffered=True)
 
 
 def sync_report_index() -> None:
-    """Have every rank made equally many reports, so that each rank's next one belongs together.
+    """Make the next reports of all ranks belong to the same round.
 
-    A collective. A rank that has reported less often than another makes up for it by reports
-    without metrics. For integrations that report a checkpoint from all ranks in a function whose
-    ranks may have reported differently before, such as by a logger that only rank 0 has.
+    Collective: call it on all ranks. A rank with fewer reports than others adds reports without
+    metrics. Use it before all ranks report a checkpoint, if the user's code may have reported on
+    some ranks only, for example through a logger on rank 0.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> sync_report_index()
+        >>> train.report(metrics, checkpoint=path)
     """
     session = current_session("sync_report_index")
-    made = all_gather(session.report_count)
-    for _ in range(max(made) - session.report_count):
+    report_counts = all_gather(session.report_count)
+    for _ in range(max(report_counts) - session.report_count):
         report({})
 
 
 def count_collectives() -> int:
-    """Give how often this rank has met the others in this attempt, by Drawbar's own collectives.
+    """Return the number of Drawbar collectives that this rank has called in this attempt.
 
-    For integrations that look at what a function has done together with other ranks.
+    Returns:
+        The number of calls, including calls by integrations.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> num_collectives = count_collectives()
     """
-    return current_session("collectives_called").collectives.call_count
+    return current_session("count_collectives").collectives.call_count
 
 
 def add_final_notice(text: str) -> None:
-    """Have the run say something when it has finished; nothing is said of one that fails.
+    """Print a notice when the run has finished successfully.
 
-    For advice that an error would make pointless, such as that the ranks had nothing to do with
-    each other: one of them may just have failed before they could. A text that is given several
-    times, or by several ranks, is said once. Inside the training function, or around it in
-    `train_func_context`.
+    For advice that is misleading after an error, for example that the ranks never communicated: a
+    rank may have failed before it could. A text is printed only once, also if several ranks add it.
+    Call it in the training function, or around it in `train_func_context`.
+
+    Args:
+        text: Text of the notice.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> add_final_notice("Set num_workers=4 in the DataLoader to load data in parallel.")
     """
-    remarks = current_session("remark").final_notices
-    if text not in remarks:
-        remarks.append(text)
+    notices = current_session("add_final_notice").final_notices
+    if text not in notices:
+        notices.append(text)
 
 
 def discard_checkpoint(name: str) -> None:
-    """Delete a committed checkpoint of this run before retention would.
+    """Delete a committed checkpoint of this run before the retention policy would.
 
-    For frameworks that decide themselves which checkpoints to keep. Returns at once. The newest
-    checkpoint stays, since a restart begins there, and one that is being validated; a name that is
-    not there is no error.
+    For frameworks that decide which checkpoints to keep. Returns immediately. The latest checkpoint
+    and checkpoints that are being validated are kept. Unknown names are ignored.
 
     Args:
-        name: The checkpoint's directory in the run. One rank's call is enough.
+        name: Name of the checkpoint directory in the run directory. A call on one rank is enough.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> discard_checkpoint("checkpoint_000003")
     """
     current_session("discard_checkpoint").discard_checkpoint(name)

@@ -1,4 +1,4 @@
-"""Interrupting user code that runs in a thread, from other threads."""
+"""Interrupt user code in one thread from another thread."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import NoReturn
 
 
 class AttemptInterrupted(BaseException):
-    """Raised inside the training function when the controller ends the attempt.
+    """Raised in the training function when the controller ends the attempt.
 
-    A `BaseException`, like `KeyboardInterrupt`, so that `except Exception` in user code lets it
-    through.
+    A `BaseException`, like `KeyboardInterrupt`, so that `except Exception` in user code does not
+    catch it.
     """
 
 
 class InterruptScope:
-    """User code in a thread, which calls `begin` and `end` around it.
+    """Section of a thread in which user code can be interrupted, from `begin()` to `end()`.
 
-    An interruption that comes too late hits nothing: what the thread does afterwards, such as
-    telling how the user code failed, is not disturbed.
+    A late interrupt has no effect, so it does not disturb what the thread does afterwards, such as
+    sending the failure of the user code.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class InterruptScope:
         self._has_raised = False
 
     def begin(self) -> None:
-        """Allow interruptions of this thread.
+        """Allow interrupts of the calling thread.
 
         Raises:
-            AttemptInterrupted: There was one already.
+            AttemptInterrupted: An interrupt was requested before this call.
         """
         with self._lock:
             self._thread = threading.get_ident()
-            # It may have come while this thread was being set up; nobody would send it again.
-            is_wanted = self._is_requested
-        if is_wanted:
+            # An interrupt during the setup of this thread is not sent a second time.
+            is_requested = self._is_requested
+        if is_requested:
             raise AttemptInterrupted
 
     def interrupt(self) -> None:
@@ -49,30 +49,30 @@ class InterruptScope:
         with self._lock:
             self._is_requested = True
             if self._thread is not None and not self._has_raised:
-                # Under the lock: else the thread could leave the user's code between the look and
-                # the hit.
+                # With the lock: the thread must not leave the user code between the check and the
+                # exception.
                 self._is_sent = True
                 _raise_in_thread(self._thread)
 
     def raise_interrupt(self, reason: str) -> NoReturn:
-        """Raise `AttemptInterrupted` in the calling thread; if that is the user code's, once only.
+        """Raise `AttemptInterrupted` in the calling thread.
 
-        A second one would cut short what the user's code does because of the first, such as a
-        `finally` that saves what there is.
+        The thread of the user code receives it only once: a second exception would abort the
+        handling of the first one, such as a `finally` block that saves a file.
         """
         with self._lock:
-            is_here = self._thread == threading.get_ident()
-            self._has_raised |= is_here
-            is_sent = is_here and self._is_sent
+            is_user_thread = self._thread == threading.get_ident()
+            self._has_raised |= is_user_thread
+            is_sent = is_user_thread and self._is_sent
         if is_sent:
             _discard_pending_exception()
         raise AttemptInterrupted(reason)
 
     def end(self) -> None:
-        """Allow no interruption any more; one that is on its way is taken back.
+        """Disallow interrupts and discard a pending one.
 
         Raises:
-            AttemptInterrupted: It arrived in this very moment. No other one follows.
+            AttemptInterrupted: An interrupt arrived during this call. No other one follows.
         """
         with self._lock:
             self._thread = None
@@ -85,30 +85,30 @@ THREAD_START_TIMEOUT_S = 1.0
 
 
 def _raise_in_thread(thread: int) -> None:
-    """Raise `AttemptInterrupted` in this very thread.
+    """Raise `AttemptInterrupted` in the thread with this id.
 
-    Before Python 3.12 a thread that is being started has the id of the one that starts it, would
-    get the exception in its place and die, and who starts it would wait for it for ever. So no
-    thread is started in this moment. Only what `threading` starts can be seen: `_limbo` has it.
+    Before Python 3.12, a thread that is being started has the id of the thread that starts it. It
+    would receive the exception instead and die, and the starting thread would wait for it forever.
+    So wait until no thread is being started. Only threads of `threading` are detected (`_limbo`).
     """
     if sys.version_info >= (3, 12):
         _set_async_exception(thread, AttemptInterrupted)
         return
-    lock, being_started = vars(threading)["_active_limbo_lock"], vars(threading)["_limbo"]
-    deadline = time.monotonic() + THREAD_START_TIMEOUT_S  # one that never ended is left there
+    lock, starting_threads = vars(threading)["_active_limbo_lock"], vars(threading)["_limbo"]
+    deadline = time.monotonic() + THREAD_START_TIMEOUT_S  # failed starts may stay in _limbo
     while True:
         with lock:
-            if not being_started or time.monotonic() > deadline:
+            if not starting_threads or time.monotonic() > deadline:
                 _set_async_exception(thread, AttemptInterrupted)
                 return
-        time.sleep(0)  # lets it be born
+        time.sleep(0)  # let the thread start
 
 
 def _discard_pending_exception() -> None:
-    """Let no exception be on its way to this thread: one of our own takes its place, and ends here.
+    """Discard a pending exception of this thread by replacing it with one that is caught here.
 
-    Setting none instead would leave Python 3.11 with a signal that nobody answers: every function
-    of a thread that is traced (by a debugger, coverage, cProfile) would then never begin.
+    Clearing it instead would leave Python 3.11 with an unhandled pending call: in a traced thread
+    (debugger, coverage, cProfile), no function would start again.
     """
     try:
         _set_async_exception(threading.get_ident(), AttemptInterrupted)

@@ -1,9 +1,9 @@
-"""The log of a rank whose output is shown, and what others than Python have written to it.
+"""Append to a rank's log and forward output of C code and child processes.
 
-The descriptors 1 and 2 of the process point at the file, so that all arrives there whatever dies.
-Python's text goes there by a descriptor of its own, whose position tells where it has landed. What
-lies between was written by C code or a child process. It is handed on before the next text of
-Python's, or a quarter of a second later.
+Descriptors 1 and 2 of the process write to the log, so output is saved even if the process dies.
+Python writes through a separate descriptor, whose position shows where its text was appended. Text
+in between was written by C code or a child process. It is forwarded before Python's next text, or
+after 0.25 s.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from drawbar.train._worker import fork_counter
 
 LOG_POLL_S = 0.25
 MAX_FORWARDED_BYTES = 16 * 1024
-"""How much of what others have written is handed on between two looks; the log has the rest."""
+"""Maximum number of bytes that are forwarded between two polls. The log contains all bytes."""
 
 
 class LogFile:
-    """Appends Python's text to a log, and hands on what others have written there.
+    """Log that forwards text of C code and child processes.
 
-    A context manager: a thread looks after it until the end, and hands on what is there by then.
+    Use it as a context manager: a thread polls the log until the end of the block, and the rest is
+    forwarded then.
 
     Args:
-        path: The log, which others append to.
-        feed: Takes the others' text, in pieces.
+        path: Log that other writers append to.
+        on_text: Receives the text of other writers in chunks.
     """
 
-    def __init__(self, path: Path, feed: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, on_text: Callable[[str], None]) -> None:
         self._path = path
-        self._feed = feed
+        self._on_text = on_text
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        self._forks = fork_counter.count
-        self._forwarded_size = os.fstat(self._fd).st_size  # what lies before is known
+        self._fork_count = fork_counter.count
+        self._forwarded_size = os.fstat(self._fd).st_size  # earlier text is not forwarded
         self._lock = threading.RLock()  # a signal handler may print while this prints
         self._decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode
         self._remaining_bytes = MAX_FORWARDED_BYTES
@@ -57,30 +58,31 @@ class LogFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # A child that was forked inside has no such thread, and shares the descriptor's position.
-        if fork_counter.count != self._forks:
+        # A forked child does not have the thread, and shares the position of the descriptor.
+        if fork_counter.count != self._fork_count:
             return
         self._ended.set()
         self._thread.join()
-        # What came after the thread's last look.
+        # Forward output since the last poll of the thread.
         self._poll()
         with self._lock:
             os.close(self._fd)
             self._fd = -1
 
     def write(self, data: bytes) -> bool:
-        """Append what is Python's own; first hand on what others have written before it.
+        """Append Python's text, after forwarding earlier text of other writers.
 
-        Gives False in a forked child, which is one of the others, and after the end.
+        Returns:
+            False in a forked child, which is another writer, and after the end of the block.
         """
-        if fork_counter.count != self._forks:
+        if fork_counter.count != self._fork_count:
             return False
         with self._lock:
             if self._fd < 0:
                 return False
             written = os.write(self._fd, data)
-            # With O_APPEND the position is where the text has landed, whoever has written
-            # meanwhile.
+            # With O_APPEND, the position is the end of this text, even if others have written
+            # concurrently.
             end = os.lseek(self._fd, 0, os.SEEK_CUR)
             if end - written != self._forwarded_size:
                 self._forward_until(end - written)
@@ -99,21 +101,21 @@ class LogFile:
                 self._forward_until(size)
                 self._forwarded_size = size
             if self._skipped_bytes:
-                self._feed(f"\n({self._skipped_bytes} bytes more are in {self._path})\n")
+                self._on_text(f"\n({self._skipped_bytes} more bytes are in {self._path})\n")
             self._remaining_bytes, self._skipped_bytes = MAX_FORWARDED_BYTES, 0
 
     def _forward_until(self, end: int) -> None:
-        """Hand on what lies between what was seen and `end`; less than nothing if it was cut."""
-        length = max(end - self._forwarded_size, 0)
+        """Forward the text up to `end`."""
+        length = max(end - self._forwarded_size, 0)  # negative if the log was truncated
         shown = min(length, self._remaining_bytes)
         self._remaining_bytes -= shown
         self._skipped_bytes += length - shown
         if shown:
-            self._feed(self._decode(os.pread(self._fd, shown, self._forwarded_size)))
+            self._on_text(self._decode(os.pread(self._fd, shown, self._forwarded_size)))
 
 
 def flush_c_stdout() -> None:
-    """Have what C code has printed written: to a file, the C library writes whole blocks only."""
+    """Flush C's stdout: when it writes to a file, the C library only writes full blocks."""
     libc = ctypes.CDLL(None)
-    with suppress(ValueError):  # a C library that calls it otherwise
+    with suppress(ValueError):  # a C library with another symbol for stdout
         libc.fflush(ctypes.c_void_p.in_dll(libc, "stdout"))

@@ -1,13 +1,13 @@
-"""What runs in the process of a program: it becomes the script, and tells its rank how that failed.
+"""Entry point of a program's process; uses only the standard library.
 
-`program.Program` starts this file by path, with the standard library alone: a script that knows
-nothing of Drawbar imports nothing of it. The script runs in the main thread, as `__main__`, with
-the `sys.argv` and `sys.path` that `python script.py` or `python -m module` would give it. What it
-raises is printed as Python prints it, without the lines of this file, and told over a socket.
+`program.Program` starts this file by path, so a script that does not use Drawbar does not import
+it. The script runs in the main thread as `__main__`, with the `sys.argv` and `sys.path` of
+`python script.py` or `python -m module`. Its exception is printed as Python would print it,
+without the frames of this file, and is sent over a socket.
 
-    -> {"failed": {...}}    what has ended the script, as soon as it is known
-    <- "stack"              where do you stand?
-    -> {"stack": {...}}     the answer
+    -> {"failed": {...}}    exception that ended the script, as soon as it is raised
+    <- "stack"              request for the stacks
+    -> {"stack": {...}}     reply
 """
 
 from __future__ import annotations
@@ -27,41 +27,50 @@ from collections.abc import Sequence
 from types import FrameType, ModuleType, TracebackType
 
 SESSION_VARIABLE = "DRAWBAR_SESSION"
-"""Which process may speak for its rank, and by which descriptor: `<pid>:<fd>`."""
+"""Process that may report for its rank, and its socket descriptor: `<pid>:<fd>`."""
 
-_INTERRUPTED = 130  # what a shell says of who was ended by Ctrl-C
+_SIGINT_EXIT_CODE = 130  # shell's exit code after Ctrl-C
 
 
 def main(control: int, session: int, arguments: Sequence[str]) -> None:
-    """Be the script."""
+    """Run the script in this process.
+
+    Args:
+        control: Descriptor of the socket for failures and stacks.
+        session: Descriptor of the socket for the session.
+        arguments: Command line after `python`.
+    """
     for descriptor in (control, session):
-        # A child of the script that outlives it must not keep the rank waiting for an end.
+        # Otherwise a child that outlives the script would keep the sockets open, and the rank would
+        # keep waiting for their end.
         os.set_inheritable(descriptor, False)
     os.environ[SESSION_VARIABLE] = f"{os.getpid()}:{session}"
-    _take_signals()
+    _reset_signals()
     faulthandler.enable()
-    # To a pipe or a file Python writes whole blocks, and the last one is lost with the process.
+    # Python writes whole blocks to pipes and files. The last block would be lost in a crash.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a text stream
-    wire = socket.socket(fileno=control)
-    # A fork of the script has a fate of its own, which its parent alone hears of, as of any child.
-    os.register_at_fork(after_in_child=wire.detach)
-    threading.Thread(target=_answer, args=(wire,), name="drawbar-program", daemon=True).start()
+    connection = socket.socket(fileno=control)
+    # The exit of a forked child concerns only its parent, so the child must not send failures.
+    os.register_at_fork(after_in_child=connection.detach)
+    threading.Thread(
+        target=_serve_stack_requests, args=(connection,), name="drawbar-program", daemon=True
+    ).start()
     try:
         if arguments[0] == "-m":
             _run_module(arguments[1:])
         else:
             _run_script(arguments)
     except SystemExit as error:
-        # As Python does: 0.0 is printed, and the exit code is 1.
+        # As in Python, only None and the integer 0 are success: sys.exit(0.0) exits with code 1.
         if error.code is not None and not (isinstance(error.code, int) and error.code == 0):
-            error.__traceback__ = _of_the_script(error.__traceback__)
-            _tell(wire, error)
+            error.__traceback__ = _drop_runner_frames(error.__traceback__)
+            _send_failure(connection, error)
         raise
     except BaseException as error:
-        error.__traceback__ = _of_the_script(error.__traceback__)
-        _tell(wire, error)
+        error.__traceback__ = _drop_runner_frames(error.__traceback__)
+        _send_failure(connection, error)
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+        sys.exit(_SIGINT_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _run_script(arguments: Sequence[str]) -> None:
@@ -69,11 +78,11 @@ def _run_script(arguments: Sequence[str]) -> None:
     sys.argv = list(arguments)
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    names = _new_main()
+    names = _create_main_module()
     names["__file__"] = path = os.path.abspath(script)
     with open(script, "rb") as file:
-        # Of bytes: the file may say its own encoding. Annotations are as the script has them, not
-        # as this file.
+        # Compile bytes, because the file may declare its encoding. Do not inherit this file's
+        # `from __future__` imports.
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, names)
 
@@ -82,83 +91,89 @@ def _run_module(arguments: Sequence[str]) -> None:
     sys.argv = list(arguments)
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
-    _new_main()
-    # What `python -m` calls. `run_module` would take the names away again when the module ends.
+    _create_main_module()
+    # `python -m` calls this function. `run_module` would clear the module's names at its end.
     runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]  # not public
 
 
-def _new_main() -> dict[str, object]:
-    """Give the names of a new `__main__`. It stays: exit handlers and pickles look there."""
+def _create_main_module() -> dict[str, object]:
+    """Create a new `__main__` module and return its namespace.
+
+    The module is never removed, because exit handlers and pickles look it up.
+    """
     sys.modules["__main__"] = ModuleType("__main__")
     names = vars(sys.modules["__main__"])
     names["__builtins__"] = __builtins__
     return names
 
 
-def _take_signals() -> None:
-    """Take all signals, as a process does that a shell starts: Ray's workers ignore some."""
-    # The mask is inherited too, and a blocked SIGTERM would leave the script to SIGKILL.
+def _reset_signals() -> None:
+    """Reset signal handling to a shell's defaults: Ray's workers ignore some signals."""
+    # The signal mask is inherited too. With a blocked SIGTERM, only SIGKILL would end the script.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _tell(wire: socket.socket, error: BaseException) -> None:
-    """Say what has ended the script; exit handlers find it where Python puts it."""
+def _send_failure(connection: socket.socket, error: BaseException) -> None:
+    """Send the exception that ended the script, and set `sys.last_value` for exit handlers."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-    told = traceback.TracebackException.from_exception(error)
-    account = {
+    traceback_exception = traceback.TracebackException.from_exception(error)
+    failure = {
         "type_name": type(error).__name__,
-        "message": _message_of(error),
-        "traceback": "".join(told.format()),
-        "lines": [(each.filename, each.lineno, each.name) for each in told.stack],
+        "message": _format_message(error),
+        "traceback": "".join(traceback_exception.format()),
+        "lines": [
+            (frame.filename, frame.lineno, frame.name) for frame in traceback_exception.stack
+        ],
         "time": time.time(),
         "is_exit": isinstance(error, SystemExit | KeyboardInterrupt),
     }
-    _send(wire, {"failed": account})
+    _send(connection, {"failed": failure})
 
 
-def _message_of(error: BaseException) -> str:
+def _format_message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as broken:
         return f"<its __str__ raised {type(broken).__name__}>"
 
 
-def _of_the_script(lines: TracebackType | None) -> TracebackType | None:
-    """Leave out the lines that lead to the script; all of them where it has not begun."""
-    while lines is not None and _leads_there(lines.tb_frame):
-        lines = lines.tb_next
-    return lines
+def _drop_runner_frames(tb: TracebackType | None) -> TracebackType | None:
+    """Drop the frames above the script; all frames if the script has not started."""
+    while tb is not None and _is_runner_frame(tb.tb_frame):
+        tb = tb.tb_next
+    return tb
 
 
-def _leads_there(frame: FrameType) -> bool:
+def _is_runner_frame(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     return file in (__file__, runpy.__file__) or file.startswith("<frozen ")
 
 
-def _answer(wire: socket.socket) -> None:
-    """Say where this process stands, whenever its rank asks."""
-    for _ in wire.makefile("rb"):
-        _send(wire, {"stack": _stack()})
+def _serve_stack_requests(connection: socket.socket) -> None:
+    """Send the stacks of this process for each request."""
+    for _ in connection.makefile("rb"):
+        _send(connection, {"stack": _collect_stacks()})
 
 
-def _stack() -> dict[str, object]:
-    names = {each.ident: each.name for each in threading.enumerate()}
+def _collect_stacks() -> dict[str, object]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts, main = [], []
     for ident, frame in sys._current_frames().items():
         stack = traceback.extract_stack(frame)
         if ident == threading.main_thread().ident:
-            main = [(each.filename, each.lineno, each.name) for each in stack]
+            main = [(entry.filename, entry.lineno, entry.name) for entry in stack]
         texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(stack.format()))
     return {"lines": main, "text": "\n".join(texts)}
 
 
-def _send(wire: socket.socket, told: dict[str, object]) -> None:
-    with contextlib.suppress(OSError):  # nobody hears it any more
-        # Of a name that is not UTF-8 Python makes half pairs of surrogates, which no JSON can hold.
-        text = json.dumps(told, ensure_ascii=False).encode(errors="replace")
-        wire.sendall(text + b"\n")
+def _send(connection: socket.socket, message: dict[str, object]) -> None:
+    with contextlib.suppress(OSError):  # the worker process has closed its end
+        # Python decodes file names that are not UTF-8 with lone surrogates, which are not valid in
+        # JSON.
+        text = json.dumps(message, ensure_ascii=False).encode(errors="replace")
+        connection.sendall(text + b"\n")
 
 
 if __name__ == "__main__":

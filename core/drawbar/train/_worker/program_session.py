@@ -1,8 +1,8 @@
-"""The session of a rank whose function is a program: in the program's own process.
+"""Session of a rank in the process of its program.
 
-The rank's process has a session too, which passes on what this one says, and gives it the
-controller's orders. It is opened by the first call of `report()` or its companions, so a script
-that does not call them pays nothing.
+The session in the worker process forwards the messages of this one and passes commands to it. It is
+opened on the first call of `report()` or a related function, so scripts that do not call them have
+no overhead.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from drawbar.train._worker.program_main import SESSION_VARIABLE
 from drawbar.train._worker.session import Session
 
 FLUSH_SECONDS = 2.0
-"""How long checkpoints in flight may hold up the end of a program that has failed."""
+"""Time limit for completing checkpoints in flight when a program fails."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """What the session in the program's process begins with."""
+    """Initial state of the session in the program's process."""
 
     assignment: Assignment
     collectives_called: int
@@ -37,7 +37,7 @@ class Handover:
 
     @classmethod
     def of(cls, session: Session) -> Handover:
-        """Give what the rank's own session is at this moment."""
+        """Capture the current state of the session in the worker process."""
         spec = dataclasses.replace(session.assignment.spec, surroundings=None)
         assignment = dataclasses.replace(
             session.assignment, spec=spec, checkpoint=session.checkpoint
@@ -46,88 +46,94 @@ class Handover:
 
 
 class RanksEnd:
-    """The end of the wire in the rank's process."""
+    """Connection to the program, in the worker process.
+
+    Args:
+        session: Session of the worker process.
+        descriptor: Descriptor of the session socket.
+    """
 
     def __init__(self, session: Session, descriptor: int) -> None:
         self._session = session
-        self._wire = Connection(descriptor)
+        self._connection = Connection(descriptor)
         self._is_open = False
 
     def fileno(self) -> int:
-        """Give the descriptor that can be read when the program has said something."""
-        return self._wire.fileno()
+        """Return the descriptor, which becomes readable when the program has sent a message."""
+        return self._connection.fileno()
 
     def hear(self) -> bool:
-        """Take the next thing that the program says; tells whether more can come."""
+        """Handle the next message of the program and return whether the connection is open."""
         try:
-            said = self._wire.recv_bytes()
+            data = self._connection.recv_bytes()
         except (OSError, EOFError):
             return False
-        if said:
-            self._session.forward(pickle.loads(said))
+        if data:
+            self._session.forward(pickle.loads(data))
         else:
-            self._wire.send_bytes(serialize_without_references(Handover.of(self._session)))
+            self._connection.send_bytes(serialize_without_references(Handover.of(self._session)))
             self._is_open = True
         return True
 
-    def obey(self, order: Order) -> None:
-        """Give the program an order, if it takes any."""
-        if self._is_open and not isinstance(order, Interrupt):  # it is ended by a signal
+    def obey(self, command: Order) -> None:
+        """Send a command to the program, if it has opened a session."""
+        # An interrupt is sent as a signal instead.
+        if self._is_open and not isinstance(command, Interrupt):
             with contextlib.suppress(OSError):
-                self._wire.send_bytes(serialize_without_references(order))
+                self._connection.send_bytes(serialize_without_references(command))
 
     def close(self) -> None:
-        """Hear nothing any more."""
-        self._wire.close()
+        """Close the connection."""
+        self._connection.close()
 
 
-_opening = threading.Lock()
-_opened: list[Session] = []
+_connect_lock = threading.Lock()
+_sessions: list[Session] = []
 
 
 def program_session() -> Session | None:
-    """Give the session of the program that this process is, or is a fork of; None if there is none.
+    """Return the session of this process if it is a program or a fork of one, else None.
 
-    A fork has it to ask for its rank. What else it says is refused there, as in any fork.
+    A fork uses it to query its rank. Every other use in a fork raises an error.
     """
-    if not _opened:
+    if not _sessions:
         pid, _, descriptor = os.environ.get(SESSION_VARIABLE, "").partition(":")
         if pid != str(os.getpid()):
             return None
-        with _opening:
-            if not _opened:
-                _opened.append(_open(int(descriptor)))
-    return _opened[0]
+        with _connect_lock:
+            if not _sessions:
+                _sessions.append(_connect(int(descriptor)))
+    return _sessions[0]
 
 
-def _open(descriptor: int) -> Session:
-    wire, speaking = Connection(descriptor), threading.Lock()
+def _connect(descriptor: int) -> Session:
+    connection, send_lock = Connection(descriptor), threading.Lock()
 
-    def say(message: Message) -> None:
-        with speaking:
-            wire.send_bytes(serialize_without_references(message))
+    def send(message: Message) -> None:
+        with send_lock:
+            connection.send_bytes(serialize_without_references(message))
 
-    # An empty message asks for the handover: a script that never reports costs its rank nothing.
-    wire.send_bytes(b"")
-    handover: Handover = pickle.loads(wire.recv_bytes())
-    session = Session(handover.assignment, say, {})
+    # An empty message requests the session's state: a script that never reports costs nothing.
+    connection.send_bytes(b"")
+    handover: Handover = pickle.loads(connection.recv_bytes())
+    session = Session(handover.assignment, send, {})
     session.collectives.set_call_count(handover.collectives_called)
     if handover.is_unshared:
         session.use_node_local_storage()
 
-    def listen() -> None:
+    def receive_commands() -> None:
         with contextlib.suppress(OSError, EOFError):
             while True:
-                session.obey(pickle.loads(wire.recv_bytes()))
+                session.obey(pickle.loads(connection.recv_bytes()))
 
-    threading.Thread(target=listen, name="drawbar-orders", daemon=True).start()
-    # A script ends without a word, with its last checkpoints on their way.
-    atexit.register(_flush, session, os.getpid())
+    threading.Thread(target=receive_commands, name="drawbar-orders", daemon=True).start()
+    # A script may end while its last checkpoints are still in flight.
+    atexit.register(_flush_at_exit, session, os.getpid())
     return session
 
 
-def _flush(session: Session, pid: int) -> None:
-    """Let checkpoints that are on their way be committed before the process ends; not a fork."""
+def _flush_at_exit(session: Session, pid: int) -> None:
+    """Wait for checkpoints in flight before the process ends; do nothing in a fork."""
     if os.getpid() != pid:
         return
     if getattr(sys, "last_value", None) is None:

@@ -1,4 +1,4 @@
-"""Whether a program does anything, as seen from outside: it writes, or it computes."""
+"""Detect whether a program writes output or uses CPU time."""
 
 from __future__ import annotations
 
@@ -8,43 +8,46 @@ import time
 from pathlib import Path
 
 BUSY = 0.01
-"""Of one core: who uses less is taken to wait, as the threads of a framework do that only watch."""
+"""Minimum CPU use of an active program, as a fraction of one core.
+
+Programs that use less are waiting: monitoring threads of frameworks use some CPU time too.
+"""
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class Signs:
-    """Looks at a program now and then.
+    """Activity of a program since the previous check.
 
     Args:
-        group: The process group that it leads.
-        log: Where it writes.
+        group: Process group id of the program.
+        log: Log that receives its output.
     """
 
     def __init__(self, group: int, log: Path) -> None:
         self._group = group
         self._log = log
-        self._size = self._written()
+        self._size = self._get_log_size()
         self._cpu = cpu_seconds(group)
-        self._at = time.monotonic()
+        self._last_check = time.monotonic()
 
     def look(self) -> bool:
-        """Tell whether it has written or computed anything since the last look."""
-        size, cpu, now = self._written(), cpu_seconds(self._group), time.monotonic()
-        is_alive = size != self._size or cpu - self._cpu > BUSY * (now - self._at)
-        self._size, self._cpu, self._at = size, cpu, now
-        return is_alive
+        """Return whether the program was active since the previous call."""
+        size, cpu, now = self._get_log_size(), cpu_seconds(self._group), time.monotonic()
+        is_active = size != self._size or cpu - self._cpu > BUSY * (now - self._last_check)
+        self._size, self._cpu, self._last_check = size, cpu, now
+        return is_active
 
-    def _written(self) -> int:
+    def _get_log_size(self) -> int:
         with contextlib.suppress(OSError):
             return self._log.stat().st_size
         return 0
 
 
 def cpu_seconds(group: int) -> float:
-    """Give what the processes of a group, and those that they have reaped, have computed so far.
+    """Return the CPU seconds of a process group, including its reaped children.
 
-    proc(5) has the fields; 0 where there is no /proc.
+    See proc(5) for the fields. Returns 0 on systems without /proc.
     """
     ticks = 0
     with contextlib.suppress(OSError):
@@ -52,7 +55,7 @@ def cpu_seconds(group: int) -> float:
             with contextlib.suppress(OSError):
                 if not name.isdigit():
                     continue
-                # The program's name is in parentheses, and may have blanks and parentheses itself.
+                # The second field is the name, which may contain spaces and parentheses.
                 stat = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2]
                 fields = stat.split()
                 if int(fields[2]) == group:

@@ -1,6 +1,6 @@
-"""What `report()` takes as a checkpoint: where it may lie, what names it may have, who uploads it.
+"""Check the checkpoint directory, name, and upload function passed to report().
 
-All of this is looked at on the rank that reports, before its files are touched or anything is said.
+All checks run on the reporting rank before any file is changed and before any message is sent.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from drawbar.train._storage.manifest import read_manifest
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.run_files import RUN_FILE_NAMES, TRAINER_FILE
 
-_MAX_NAME_BYTES = 255  # bytes, on the usual filesystems
+_MAX_NAME_BYTES = 255  # limit of common filesystems
 _MAX_PATH_BYTES = 4095
-_STAGING_PATH_BYTES = 200  # bytes that the names of the folders above take, in staging
+_STAGING_PATH_BYTES = 200  # upper limit for the part of a staging path below the run directory
 
 
 def check_name(name: str) -> None:
-    """Check the name that a checkpoint is to have in the run.
+    """Check the checkpoint name passed to `report()`.
 
     Raises:
-        ValueError: It is not that of a folder, or the run has something of that name.
+        ValueError: The name is not a valid directory name, or is reserved for files of the run.
     """
     plain = name == Path(name).name and name[:1] not in (".", "") and name not in RUN_FILE_NAMES
     if not plain or "\0" in name or not _is_utf8(name) or len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(
-            f"checkpoint_dir_name={name!r} must be a plain folder name without a leading '.', "
-            f"of no more than {_MAX_NAME_BYTES} bytes of UTF-8, and none of "
-            f"{', '.join(RUN_FILE_NAMES)}"
+            f"checkpoint_dir_name={name!r} must be a plain directory name in UTF-8 of at most "
+            f"{_MAX_NAME_BYTES} bytes, without a leading '.'. "
+            f"Reserved names: {', '.join(RUN_FILE_NAMES)}"
         )
 
 
 def check_upload_fn(function: object) -> None:
-    """Check that a function can be called as `checkpoint_upload_fn` is.
+    """Check that `checkpoint_upload_fn` can be called with a checkpoint and a name.
 
     Raises:
-        TypeError: It is not callable, or takes other arguments.
+        TypeError: It is not callable, or has other parameters.
     """
     if not callable(function):
         raise TypeError(f"checkpoint_upload_fn must be a function, found {function!r}")
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # some that are written in C have none
+        return  # some functions written in C have no signature
     try:
         signature.bind(None, "")
     except TypeError as error:
@@ -63,12 +63,12 @@ def check_upload_fn(function: object) -> None:
 class ReservedPaths:
     """Directories of a run on this node that must not be reported as a checkpoint.
 
-    They are looked up once, since every checkpoint is compared with them.
+    They are resolved only once, because every checkpoint is compared with them.
 
     Attributes:
-        forbidden: The run directory, its internal directories, and all parents, by device and
+        paths_by_inode: The run directory, its internal directories, and all parents, by device and
             inode.
-        inside: The internal directories, which may be created later.
+        subdirectories: The internal directories, which may be created later.
     """
 
     paths_by_inode: dict[tuple[int, int], str]
@@ -76,18 +76,22 @@ class ReservedPaths:
 
     @staticmethod
     def from_run_directory(run: RunDirectory) -> ReservedPaths:
-        """Look up the directories of a run."""
-        roots = [RunDirectory(Path(os.path.realpath(place))) for place in run.list_local_paths()]
-        around = [
-            str(own)
-            for run in roots
-            for own in (run.local_path, *run.local_path.parents, run.staging.path)
+        """Collect the reserved directories of a run."""
+        roots = [RunDirectory(Path(os.path.realpath(path))) for path in run.list_local_paths()]
+        parents = [
+            str(path)
+            for root in roots
+            for path in (root.local_path, *root.local_path.parents, root.staging.path)
         ]
-        kept = ("logs", "stacks", ".workers", ".uncommitted")
-        inside = [f"{run.local_path}/{name}" for run in roots for name in kept]
+        names = ("logs", "stacks", ".workers", ".uncommitted")
+        subdirectories = [f"{root.local_path}/{name}" for root in roots for name in names]
         return ReservedPaths(
-            {found: own for own in (*inside, *around) if (found := _get_inode(own)) is not None},
-            tuple(inside),
+            {
+                inode: path
+                for path in (*subdirectories, *parents)
+                if (inode := _get_inode(path)) is not None
+            },
+            tuple(subdirectories),
         )
 
 
@@ -98,96 +102,97 @@ def check_directory(directory: Path, reserved: ReservedPaths) -> None:
         ValueError: It is the storage path, the run directory, a parent of them, or an internal
             directory of the run.
     """
-    found = _get_inode(directory)
-    own = None if found is None else reserved.paths_by_inode.get(found)
-    # Filesystems reuse the inodes of deleted directories, so the path is looked up again.
-    if own is not None and _get_inode(own) == found:
-        raise _make_reserved_error(directory, own)
-    real = f"{os.path.realpath(directory)}/"
-    for own in reserved.subdirectories:
-        if real.startswith(f"{own}/"):
-            raise _make_reserved_error(directory, own)
+    inode = _get_inode(directory)
+    reserved_path = None if inode is None else reserved.paths_by_inode.get(inode)
+    # Filesystems reuse the inodes of deleted directories, so look up the reserved path again.
+    if reserved_path is not None and _get_inode(reserved_path) == inode:
+        raise _make_reserved_error(directory, reserved_path)
+    real_path = f"{os.path.realpath(directory)}/"
+    for subdirectory in reserved.subdirectories:
+        if real_path.startswith(f"{subdirectory}/"):
+            raise _make_reserved_error(directory, subdirectory)
 
 
-def check_remote_directory(folder: RemotePath) -> None:
-    """Check that a folder that is not mounted, directly in the run, is not one of the run's own.
+def check_remote_directory(path: RemotePath) -> None:
+    """Check that a remote directory in the run directory is not one of the run's own.
 
     Raises:
         ValueError: It is.
     """
-    if folder.name in RUN_FILE_NAMES:
-        raise _make_reserved_error(folder, folder)
+    if path.name in RUN_FILE_NAMES:
+        raise _make_reserved_error(path, path)
 
 
-def _get_inode(place: str | Path) -> tuple[int, int] | None:
+def _get_inode(path: str | Path) -> tuple[int, int] | None:
     try:
-        # By device and inode: a link and a bind mount are other paths to the same place.
-        found = os.stat(place)
+        # Compare device and inode: symbolic links and bind mounts are other paths to the same
+        # directory.
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
-def _make_reserved_error(directory: Path | RemotePath, own: str | RemotePath) -> ValueError:
+def _make_reserved_error(
+    directory: Path | RemotePath, reserved_path: str | RemotePath
+) -> ValueError:
     return ValueError(
-        f"report() was given {directory} as a checkpoint, but {own} holds what Drawbar "
-        "keeps of the run, so it is neither copied nor moved; save into a folder of the "
-        "checkpoint's own, such as checkpoint_dir() gives"
+        f"report() cannot use {directory} as a checkpoint, because {reserved_path} contains files "
+        "of the run. Save into a separate directory, such as one of checkpoint_dir()."
     )
 
 
 def check_files(directory: Path, contents: DirectoryContents, run: RunDirectory) -> None:
-    """Check the names of a checkpoint's files.
+    """Check the file names of a checkpoint.
 
     Raises:
-        ValueError: One is reserved, or cannot be written down, or not below the run; the message
-            has the path.
+        ValueError: A name is reserved, too long, or not UTF-8.
     """
-    # Looked at before anything is written: a name that is too long would fail in the middle of a
-    # commit.
-    room = _MAX_PATH_BYTES - _STAGING_PATH_BYTES - len(os.fsencode(run.local_path))
+    # Check before anything is written: a path that is too long would fail during the commit.
+    max_path_bytes = _MAX_PATH_BYTES - _STAGING_PATH_BYTES - len(os.fsencode(run.local_path))
     for file in contents.files:
         if not file.path.isascii() and not _is_utf8(file.path):
-            found = os.fsencode(directory / file.path)
-            raise ValueError(f"no checkpoint can hold {found!r}: its name is not UTF-8; rename it")
-        if len(file.path) * 4 > room and len(file.path.encode()) > room:
+            raw_path = os.fsencode(directory / file.path)
             raise ValueError(
-                f"no checkpoint of the run in {run.local_path} can hold {directory / file.path}: "
-                f"its path there would be longer than {_MAX_PATH_BYTES} bytes"
+                f"A checkpoint cannot contain {raw_path!r}, because its name is not UTF-8. "
+                "Rename the file."
             )
-    if (
-        contents.reserved_files and read_manifest(directory) is None
-    ):  # with it, a copy of a checkpoint
-        reserved = directory / contents.reserved_files[0]
+        if len(file.path) * 4 > max_path_bytes and len(file.path.encode()) > max_path_bytes:
+            raise ValueError(
+                f"A checkpoint in {run.local_path} cannot contain {directory / file.path}, because "
+                f"its path there would be longer than {_MAX_PATH_BYTES} bytes. Shorten the path."
+            )
+    # A directory with a manifest is a copy of a checkpoint, and may contain reserved names.
+    if contents.reserved_files and read_manifest(directory) is None:
         raise ValueError(
-            f"the name of {reserved} is reserved: Drawbar keeps a file of its own by that name in "
-            "each checkpoint; rename it"
+            f"A checkpoint cannot contain {directory / contents.reserved_files[0]}, because "
+            "Drawbar reserves this name. Rename the file."
         )
 
 
 def can_move(directory: Path, files: Sequence[FileEntry], run: RunDirectory) -> bool:
-    """Whether a directory that was handed over may be moved and deleted.
+    """Return whether a directory may be moved and deleted.
 
-    What is committed, belongs to another run, or is where the process or its user is at home, is
-    copied and stays.
+    Committed checkpoints, directories of other runs, and directories that contain the working
+    directory or the user's home directory are copied instead.
     """
-    place = os.path.realpath(directory)
-    for home in (os.getcwd(), os.path.realpath(os.path.expanduser("~"))):
-        if f"{home}/".startswith(f"{place.rstrip('/')}/"):
+    path = os.path.realpath(directory)
+    for protected_path in (os.getcwd(), os.path.realpath(os.path.expanduser("~"))):
+        if f"{protected_path}/".startswith(f"{path.rstrip('/')}/"):
             return False
-    while place != os.path.dirname(place):
-        if os.path.exists(f"{place}/{MANIFEST_FILE}"):
+    while path != os.path.dirname(path):
+        if os.path.exists(f"{path}/{MANIFEST_FILE}"):
             return False
-        if _is_run_directory(place):
-            return os.path.samefile(place, run.local_path)
-        place = os.path.dirname(place)
-    held = (file.path for file in files if file.path.endswith(f"/{run.journal_path.name}"))
-    return not any(_is_run_directory(str((directory / path).parent)) for path in held)
+        if _is_run_directory(path):
+            return os.path.samefile(path, run.local_path)
+        path = os.path.dirname(path)
+    journals = (file.path for file in files if file.path.endswith(f"/{run.journal_path.name}"))
+    return not any(_is_run_directory(str((directory / journal).parent)) for journal in journals)
 
 
-def _is_run_directory(place: str) -> bool:
-    # A user may have a file named like the journal.
-    return all(os.path.exists(f"{place}/{name}") for name in (JOURNAL_FILE, TRAINER_FILE))
+def _is_run_directory(path: str) -> bool:
+    # Check for two files: a user's file may have the name of the journal.
+    return all(os.path.exists(f"{path}/{name}") for name in (JOURNAL_FILE, TRAINER_FILE))
 
 
 def _is_utf8(name: str) -> bool:

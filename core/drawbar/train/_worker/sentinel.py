@@ -1,15 +1,14 @@
-"""A small process beside each worker: it tells how the worker died, and takes its children along.
+"""Sentinel process that reports a worker's exit status and kills its orphans.
 
-Ray's account of a dead actor does not tell SIGKILL from `os._exit` from the kernel's OOM killer,
-and nobody ends the DataLoader workers that a killed worker leaves behind. Both need somebody who is
-there when the worker no longer is. `start()` is called inside the worker; `main()` and what it
-calls run in the sentinel, which is this same file run by path in a bare interpreter (`-I -S -E`),
-so that it starts in some 10 ms and holds 9 MB. Hence this file imports the standard library only,
-and little of that.
+For a dead actor, Ray does not distinguish SIGKILL, `os._exit`, and the kernel's OOM killer, and it
+does not end the DataLoader workers of a killed worker. A process that outlives the worker does
+both. `start()` runs in the worker. `main()` and its helpers run in the sentinel, which executes
+this file in a bare interpreter (`-I -S -E`), so that it starts in about 10 ms and uses 9 MB. For
+this reason, the file imports only a few modules of the standard library.
 
-The worker's descendants are found by what they cannot help inheriting: its process group; the
-marker in the environment of whoever was exec'ed; the write end of a pipe in whoever was only forked
-(whose `/proc/<pid>/environ` is that of the worker's own exec, without the marker).
+The descendants of a worker are found by properties that they inherit: its process group; a marker
+in the environment of processes that were exec'ed; and the write end of a pipe in processes that
+were only forked (their `/proc/<pid>/environ` is the initial one of the worker, without the marker).
 """
 
 from __future__ import annotations
@@ -31,47 +30,50 @@ if TYPE_CHECKING:
 
 WORKER_MARKER_VARIABLE = "DRAWBAR_WORKER"
 
-_MEMORY_SAMPLE_MS = 1000  # how often the worker's memory is read
-_REAP_TIMEOUT_S = 2.0  # how long the worker's parent may take to reap it
+_MEMORY_SAMPLE_MS = 1000  # interval at which the worker's memory is read
+_REAP_TIMEOUT_S = 2.0  # limit for the worker's parent to reap it
 _NO_PIDFD = -1
-_ORPHAN_SCANS = (
-    20  # how often strays are looked for: one that was forking has a child at the next look
-)
+_ORPHAN_SCANS = 20  # scan repeatedly, because an orphan may fork during a scan
 
-# include/uapi/linux/pidfd.h. The exit status is told since Linux 6.15, once the process was reaped.
+# include/uapi/linux/pidfd.h. Linux 6.15 and later return the exit status of a reaped process.
 _PIDFD_GET_INFO = 0xC040FF0B
 _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_OFFSET = 60
 
 
 def start(report_file: Path) -> None:
-    """Put a sentinel beside this very process: once, early, in the worker. Takes some 10 ms.
+    """Start a sentinel for this process. Takes about 10 ms.
 
-    The process becomes the leader of its process group if it is not, and `DRAWBAR_WORKER` is set in
-    its environment. However the process ends, `report_file` appears some milliseconds later (see
-    `drawbar.train._worker_group.exit_status`), and its process group and other descendants are
-    killed.
+    Must be called once, before user code runs. The process becomes the leader of its process group,
+    and `DRAWBAR_WORKER` is set in its environment. When the process ends, for any reason, the
+    sentinel writes `report_file` within milliseconds (see
+    `drawbar.train._worker_group.exit_status`) and kills the process group and other descendants.
+
+    Args:
+        report_file: Path of the exit report. Its directory is created.
 
     Raises:
-        OSError: The folder of `report_file` cannot be made, or no process can be started.
+        OSError: The directory of `report_file` cannot be created, or the sentinel cannot be
+            started.
     """
     import subprocess
     import threading
 
-    # The group will be killed as a whole: it must hold what this worker starts, and no other
-    # worker.
+    # The process group will be killed, so it must contain the children of this worker, and no
+    # other worker.
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     report_file.parent.mkdir(parents=True, exist_ok=True)
-    report_file.unlink(missing_ok=True)  # that of an earlier process with this pid
+    report_file.unlink(missing_ok=True)  # report of an earlier process with this pid
     marker = f"{os.getpid()}-{os.urandom(8).hex()}"
     os.environ[WORKER_MARKER_VARIABLE] = marker
     reader, _pipe_writer = os.pipe()
     pidfd = _open_pidfd()
-    # Without site, the user's paths and variables: it is up sooner, and nobody's code runs in it.
+    # Without site, PYTHON* variables, and the user's paths, so that it starts fast and does not run
+    # other code.
     command = [sys.executable, "-I", "-S", "-E", os.path.abspath(__file__)]
-    # In a session of its own, out of reach of a Ctrl-C in the terminal and of the kill of the
-    # group; in no folder, which somebody may want to unmount.
+    # In a new session, so that neither Ctrl-C in the terminal nor the kill of the process group
+    # reaches it; in /, so that it does not keep a filesystem busy.
     process = subprocess.Popen(
         [*command, str(os.getpid()), str(report_file.absolute()), marker, str(pidfd)],
         stdin=reader,
@@ -89,7 +91,7 @@ def start(report_file: Path) -> None:
 
 
 def _open_pidfd() -> int:
-    """Open a pidfd on this very process: it names no other one, however soon this one dies."""
+    """Open a pidfd of this process. Unlike a pid, it is never reused."""
     try:
         return os.pidfd_open(os.getpid())
     except (AttributeError, OSError):  # not Linux, or older than 5.3
@@ -97,21 +99,21 @@ def _open_pidfd() -> int:
 
 
 def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
-    """Watch the process `pid` until it ends, kill what it leaves, write the report, and return."""
+    """Wait until the process `pid` ends, kill its descendants, and write the report."""
     if os.fork():
-        # An orphan is nobody's child: Ray kills a worker's children when the worker exits.
+        # Ray kills the children of an exiting worker, so the sentinel must not be its child.
         os._exit(0)
-    ooms = OomKillCounter(pid)
+    oom_kills = OomKillCounter(pid)
     rss = _wait_for_death(pid, pidfd)
     died_at = time.time()
-    # Before anything is found out: what it has started may hold its GPUs and ports.
-    # Ray does not clean up after a worker that was killed (ray-project/ray#42861).
+    # Kill the group first: its processes may hold the worker's GPUs and ports, and Ray does not
+    # clean up after a killed worker (ray-project/ray#42861).
     _kill(-pid)
     report = {
         "pid": pid,
         "status": _read_exit_status(pid, pidfd),
         "time": died_at,
-        "oom_kill": ooms.has_increased(),
+        "oom_kill": oom_kills.has_increased(),
         "rss": rss,
     }
     _write_report(report_file, report)
@@ -120,10 +122,10 @@ def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
 
 
 def _wait_for_death(pid: int, pidfd: int) -> int | None:
-    """Block until the worker ends; give its last known resident memory, in bytes.
+    """Block until the worker ends and return its last known resident memory in bytes.
 
-    Without a pidfd the sign is the end of the pipe that the worker holds. A forked child holds it
-    too, so the process is looked for once per sample as well.
+    Without a pidfd, the end of the worker's pipe signals its death. Because forked children keep
+    the pipe open too, the pid is also checked once per memory sample.
     """
     poller = select.poll()
     poller.register(0 if pidfd == _NO_PIDFD else pidfd, select.POLLIN)
@@ -149,16 +151,17 @@ def _is_alive(pid: int) -> bool:
 
 
 def _read_exit_status(pid: int, pidfd: int) -> int | None:
-    """Give the wait status of the ended process, or None where this kernel does not tell it.
+    """Return the wait status of the ended process, or None if the kernel does not provide it.
 
-    Until the parent reaps it, `/proc/<pid>/stat` tells (last field, proc(5)); afterwards the pidfd.
+    Before the parent reaps the process, it is the last field of `/proc/<pid>/stat` (proc(5));
+    afterwards the pidfd provides it.
     """
-    # The program's name is in parentheses, and may have blanks and parentheses itself.
+    # The second field is the name, which may contain spaces and parentheses.
     stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if stat and stat[0] == "Z":
         return int(stat[-1])
-    # By a poll: the pidfd tells the status only once the parent has reaped, and nothing tells of
-    # that.
+    # Poll: the pidfd provides the status only after the parent has reaped the process, and there
+    # is no event for that.
     deadline = time.monotonic() + _REAP_TIMEOUT_S
     while pidfd != _NO_PIDFD and time.monotonic() < deadline:
         info = bytearray(128)
@@ -174,28 +177,32 @@ def _read_exit_status(pid: int, pidfd: int) -> int | None:
 
 
 class OomKillCounter:
-    """The OOM killer's victims in the cgroup of a process, or on the machine, from now on."""
+    """Counter of OOM kills since its creation, in a process's cgroup or on the machine."""
 
     def __init__(self, pid: int) -> None:
         self._file = _find_oom_file(pid)
-        self._before = _read_oom_kills(self._file)
+        self._initial_count = _read_oom_kills(self._file)
 
     def has_increased(self) -> bool | None:
-        """Whether there was one; None where they are not counted."""
-        return None if self._before is None else _read_oom_kills(self._file) != self._before
+        """Return whether there was a kill, or None if the kernel does not count them."""
+        return (
+            None
+            if self._initial_count is None
+            else _read_oom_kills(self._file) != self._initial_count
+        )
 
 
 def _find_oom_file(pid: int) -> str:
-    """Find the file that counts the OOM killer's victims: the worker's cgroup, or the machine."""
-    own = []
+    """Return the file that counts OOM kills, of the worker's cgroup or of the machine."""
+    cgroup_files = []
     for line in _read(f"/proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            own.append(f"/sys/fs/cgroup{path}/memory.events")
+            cgroup_files.append(f"/sys/fs/cgroup{path}/memory.events")
         elif "memory" in controllers.split(","):
-            own.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+            cgroup_files.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
     roots = ["/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"]
-    candidates = [*own, *roots, "/proc/vmstat"]
+    candidates = [*cgroup_files, *roots, "/proc/vmstat"]
     return next((path for path in candidates if _read_oom_kills(path) is not None), "")
 
 
@@ -207,16 +214,18 @@ def _read_oom_kills(path: str) -> int | None:
 
 
 def kill_orphans(env_entry: str, pipe: str = "") -> None:
-    """Kill the descendants that left the process group, such as a daemon with its own session.
+    """Kill the descendants that left the process group, such as a daemon in its own session.
 
-    They are those that have `setting` in their environment, or hold the pipe of this name.
+    Args:
+        env_entry: Entry `NAME=VALUE` in the environment of descendants.
+        pipe: Name of a pipe that descendants have open, as in `/proc/<pid>/fd`.
     """
-    # A stray may start another process between the look and the kill.
+    # An orphan may start another process between the scan and the kill.
     for _ in range(_ORPHAN_SCANS):
-        strays = _find_orphans(env_entry, pipe)
-        if not strays:
+        orphans = _find_orphans(env_entry, pipe)
+        if not orphans:
             return
-        for pid in strays:
+        for pid in orphans:
             _kill(pid)
         time.sleep(0.01)
 
@@ -225,34 +234,34 @@ def _has_procfs() -> bool:
     return os.path.isdir("/proc/self/fd")
 
 
-def _find_orphans(setting: str, pipe: str) -> list[int]:
+def _find_orphans(env_entry: str, pipe: str) -> list[int]:
     if not _has_procfs():
         return []
-    others = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     return [
         pid
-        for pid in others
+        for pid in pids
         if pid != os.getpid()
-        # By either: a program may clear its environment, and a daemon closes what it inherits.
+        # Check both: a program may clear its environment, and a daemon closes inherited files.
         and (
-            setting in _read(f"/proc/{pid}/environ").split("\0")
+            env_entry in _read(f"/proc/{pid}/environ").split("\0")
             or (pipe and _has_pipe_open(pid, pipe))
         )
     ]
 
 
 def _has_pipe_open(pid: int, pipe: str) -> bool:
-    folder = f"/proc/{pid}/fd"
+    directory = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
+        for name in os.listdir(directory):
             with contextlib.suppress(OSError):
-                if os.readlink(f"{folder}/{name}") == pipe:
+                if os.readlink(f"{directory}/{name}") == pipe:
                     return True
     return False
 
 
 def _kill(pid: int) -> None:
-    """SIGKILL a process, or with -pid a process group, that may be gone already."""
+    """Send SIGKILL to a process, or with -pid to a process group, if it still exists."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGKILL)
 
@@ -266,7 +275,7 @@ def _read(path: str) -> str:
 
 
 def _write_report(report_file: str, report: Mapping[str, object]) -> None:
-    """Make the report appear whole or not at all; nobody is left to tell if its folder is gone."""
+    """Write the report atomically. Errors are ignored, because no process could handle them."""
     draft = f"{report_file}.{os.getpid()}.tmp"
     with contextlib.suppress(OSError):
         with open(draft, "w") as file:

@@ -1,9 +1,8 @@
-"""The worker's side of one attempt: what `report()` and its companions do.
+"""Worker side of one attempt: send messages and handle commands.
 
-A session says messages, in order, and receives orders. It knows neither Ray nor threads of the
-worker: `say` is any function that takes a message, and `obey` is called from any thread. So the
-same session serves an actor, this very process (`num_workers=0`) and the threads of
-`drawbar.train.testing`.
+A session sends ordered messages through a callback and receives commands from any thread. It does
+not depend on Ray or on the threads of the worker, so the same class serves an actor, the driver's
+process (`num_workers=0`), and the threads of `drawbar.train.testing`.
 """
 
 from __future__ import annotations
@@ -67,94 +66,109 @@ T = TypeVar("T")
 
 
 class ProgramProxy(Protocol):
-    """A program that runs in the place of the training function."""
+    """Program that runs in place of the training function."""
 
-    def obey(self, order: Order) -> None:
-        """Take an order from the controller. From any thread; never blocks."""
+    def obey(self, command: Order) -> None:
+        """Handle a command from the controller. Called from any thread; never blocks."""
         ...
 
     def capture_stack(self) -> Stack:
-        """Say where it stands."""
+        """Return the stack of the program."""
         ...
 
 
 class Session:
-    """One attempt of one rank, from the first line of the function to its end."""
+    """One attempt of one rank, from the start of the training function to its end.
+
+    Args:
+        assignment: Rank, checkpoint, and datasets for this attempt.
+        send: Callback that sends messages to the controller.
+        cache: User objects that live as long as the process.
+    """
 
     def __init__(
-        self, assignment: Assignment, say: Callable[[Message], None], cache: dict[object, object]
+        self, assignment: Assignment, send: Callable[[Message], None], cache: dict[object, object]
     ) -> None:
         self.assignment = assignment
         self.cache = cache
         self.directory = assignment.directory
         self.checkpoint = assignment.checkpoint
-        self.should_clean_up_node = (
-            False  # which does not share the run's directory, and is to be tidied
-        )
+        self.should_clean_up_node = False
         self._node_local_storage: NodeLocalStorage | None = None
         self._staging_label = f"rank_{assignment.ranks.world_rank}"
-        self._say = say
+        self._send = send
         self.interrupt_scope = InterruptScope()
-        self._mailbox = CommandQueue(say, self.interrupt_scope)
+        self._command_queue = CommandQueue(send, self.interrupt_scope)
         self.data_sources = DataSources(
             assignment.shards, assignment.positions, self._send_epoch_ended
         )
         self.uploads = self._make_uploads(self.directory.checkpoints)
         self.thread_guard = ThreadGuard(assignment.ranks)
-        self._send_lock = threading.RLock()  # one number after the other, said in that order
+        self._send_lock = threading.RLock()  # messages are sent in the order of their numbers
         self.collectives = Collectives(
-            assignment.ranks.world_rank, self.thread_guard, self._send_lock, say, self._mailbox
+            assignment.ranks.world_rank,
+            self.thread_guard,
+            self._send_lock,
+            send,
+            self._command_queue,
         )
         self._next_report = assignment.first_index
         self._offers: dict[int, Offer] = {}
         self.final_notices: list[str] = []
-        self._locals: dict[object, Any] = {}  # of integrations, by factory
-        self.training_count = itertools.count(1)  # of the function, which may train several times
+        self._locals: dict[object, Any] = {}  # objects of integrations, by factory
+        self.training_count = itertools.count(1)  # a training function may train several times
         self.program: ProgramProxy | None = None
 
     def get_local(self, factory: Callable[[], T]) -> T:
-        """Return the object of this attempt that a factory makes at the first call."""
+        """Return the object of this attempt that `factory` creates on the first call."""
         with self._send_lock:
             if factory not in self._locals:
                 self._locals[factory] = factory()
-            made: T = self._locals[factory]
-        return made
+            value: T = self._locals[factory]
+        return value
 
     @property
     def is_storage_node_local(self) -> bool:
-        """Whether this node does not share the run's directory."""
+        """True if this node does not share the run directory."""
         return self._node_local_storage is not None
 
     def forward(self, message: Message) -> None:
-        """Say what the program says that stands in for the function."""
+        """Send a message of the program that runs in place of the training function."""
         with self._send_lock:
             if isinstance(message, Reported):
                 self._next_report = message.index + 1
-            self._say(message)
+            self._send(message)
 
     @property
     def report_count(self) -> int:
-        """How often this rank has reported in this attempt."""
+        """Number of reports of this rank in this attempt."""
         return self._next_report - self.assignment.first_index
 
     # -- reports and checkpoints
 
     def report_metrics(self, metrics: Mapping[str, object], *, is_buffered: bool = False) -> None:
-        """Do what `report` says of metrics alone, or what `backend.report_buffered` says."""
-        # Before the number is taken: a metric that is refused must not leave a gap, since ranks'
-        # reports belong together by their numbers.
+        """Report metrics without a checkpoint.
+
+        Args:
+            metrics: Metrics by name.
+            is_buffered: Whether the report may be sent later, together with others.
+        """
+        # Normalize before the index is used: invalid metrics must not leave a gap, because the
+        # reports of all ranks are matched by index.
         values = normalize(metrics)
-        where = format_caller_location()
+        location = format_caller_location()
         with self._send_lock:
             self.thread_guard.check_reporting_thread("report()")
             index, self._next_report = self._next_report, self._next_report + 1
             now = time.time()
-            self._say(
-                Reported(index=index, metrics=values, time=now, where=where, may_wait=is_buffered)
+            self._send(
+                Reported(
+                    index=index, metrics=values, time=now, where=location, may_wait=is_buffered
+                )
             )
-        # An interruption hits the function's own thread alone: any other one that reports hears
-        # here that the attempt is over.
-        self._mailbox.raise_if_interrupted()
+        # An interrupt is only raised in the function's own thread. Any other thread that reports
+        # is interrupted here.
+        self._command_queue.raise_if_interrupted()
 
     def report(
         self,
@@ -167,11 +181,11 @@ class Session:
         upload_fn: CheckpointUploadFn | None = None,
         validation: object = False,
     ) -> None:
-        """Do what `drawbar.train.report` says."""
+        """Report metrics and, optionally, a checkpoint. See `drawbar.train.report`."""
         if checkpoint is None and validation is False:
             self.report_metrics(metrics)
             return
-        # Before a report without a checkpoint goes its way: it says what is wrong there.
+        # Resolve this first: it rejects a report that requests validation without a checkpoint.
         to_validate = resolve_validation(
             validation, self.assignment.spec.validation, has_checkpoint=checkpoint is not None
         )
@@ -189,7 +203,7 @@ class Session:
         if delete_local is None:
             delete_local = self._should_move(checkpoint, mode)
         is_blocking = mode is not CheckpointUploadMode.ASYNC
-        where = format_caller_location()
+        location = format_caller_location()
         with self._send_lock:
             self.thread_guard.check_reporting_thread("report()")
             index = self._next_report
@@ -200,92 +214,111 @@ class Session:
                 upload_fn=upload_fn,
                 should_move=delete_local,
             )
-            # After the offer: one that raises has not been made, and the user may report again.
+            # After the offer: if it raises, nothing was reported and the user may report again.
             self._next_report += 1
             self._offers[index] = offer
-            self._say(
+            self._send(
                 Reported(
                     index=index,
                     metrics=values,
                     time=time.time(),
-                    where=where,
+                    where=location,
                     offer=offer,
                     waits=is_blocking,
                     positions=self.data_sources.get_positions(),
                     validation=to_validate,
                 )
             )
-        # Outside the lock: other threads may report while this one waits for its commit.
-        follow = self.uploads.persist_and_wait if is_blocking else self.uploads.async_commits.submit
-        follow(index, offer)
+        # Without the lock: other threads may report while this one waits for its commit.
+        complete = (
+            self.uploads.persist_and_wait if is_blocking else self.uploads.async_commits.submit
+        )
+        complete(index, offer)
 
     def _should_move(self, checkpoint: Checkpoint, mode: CheckpointUploadMode) -> bool:
-        """Whether a folder becomes the run's, where the user does not say."""
-        taken_over = mode.default_delete_local_checkpoint_after_upload()
-        return taken_over and self.directory.checkpoints.get_child_name(checkpoint) is None
+        """Return whether to move the directory if the user does not specify it."""
+        should_move = mode.default_delete_local_checkpoint_after_upload()
+        return should_move and self.directory.checkpoints.get_child_name(checkpoint) is None
 
-    def _send_epoch_ended(self, ended: PassEnded) -> None:
+    def _send_epoch_ended(self, message: PassEnded) -> None:
         with self._send_lock:
-            self._say(msgspec.structs.replace(ended, index=self._next_report))
+            self._send(msgspec.structs.replace(message, index=self._next_report))
 
     def use_node_local_storage(self) -> None:
-        """Have checkpoints travel: this node does not share the run's directory."""
+        """Transfer checkpoints to and from the driver's node.
 
-        def send(name: str, path: str, offset: int, data: bytes) -> None:
-            self._mailbox.request(
-                lambda number: FileSent(
-                    number=number, name=name, path=path, offset=offset, data=data
+        Needed if this node does not share the run directory.
+        """
+
+        def send_chunk(name: str, path: str, offset: int, data: bytes) -> None:
+            self._command_queue.request(
+                lambda request_id: FileSent(
+                    number=request_id, name=name, path=path, offset=offset, data=data
                 ),
                 FileTaken,
             )
 
-        def ask(name: str, path: str, offset: int) -> FileReply:
-            return self._mailbox.request(
-                lambda number: FileAsked(number=number, name=name, path=path, offset=offset),
+        def request_chunk(name: str, path: str, offset: int) -> FileReply:
+            return self._command_queue.request(
+                lambda request_id: FileAsked(
+                    number=request_id, name=name, path=path, offset=offset
+                ),
                 FileReply,
             )
 
-        sink = self._node_local_storage = NodeLocalStorage(self.directory, send, ask)
-        self.uploads = self._make_uploads(sink)
+        storage = NodeLocalStorage(self.directory, send_chunk, request_chunk)
+        self._node_local_storage = storage
+        self.uploads = self._make_uploads(storage)
 
-    def _make_uploads(self, sink: UploadTarget) -> Uploads:
-        attempt = self.assignment.attempt
+    def _make_uploads(self, target: UploadTarget) -> Uploads:
         return Uploads(
-            self.directory, sink, self._staging_label, attempt, self._say, self._mailbox.wait
+            self.directory,
+            target,
+            self._staging_label,
+            self.assignment.attempt,
+            self._send,
+            self._command_queue.wait,
         )
 
     def get_resume_checkpoint(self) -> Checkpoint | None:
-        """Do what `drawbar.train.backend.get_resume_checkpoint` says."""
-        made_here = self.checkpoint is not self.assignment.checkpoint
-        return None if made_here else self.get_latest_checkpoint()
+        """Return the checkpoint of this attempt's start, or None after a commit in this attempt."""
+        has_committed = self.checkpoint is not self.assignment.checkpoint
+        return None if has_committed else self.get_latest_checkpoint()
 
     def get_latest_checkpoint(self) -> Checkpoint | None:
-        """Do what `drawbar.train.get_checkpoint` says."""
+        """Return the latest committed checkpoint that this rank knows."""
         return self.ensure_local(self.checkpoint)
 
     def ensure_local(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
-        """Give a checkpoint of the run, of which this node has a copy if it does not share it."""
+        """Fetch a checkpoint if this node does not share the run directory, and return it."""
         if self._node_local_storage is not None and checkpoint is not None:
             self._node_local_storage.fetch_checkpoint(checkpoint)
         return checkpoint
 
     def retire_process(self) -> None:
-        """Do what `drawbar.train.backend.retire_process` says."""
-        self._say(Retired())
+        """Request a new process for the next attempt."""
+        self._send(Retired())
 
     def close(self, flush_timeout: float) -> None:
-        """End early: checkpoints in flight get so long, and nothing waits for orders any more."""
+        """End the attempt early.
+
+        Args:
+            flush_timeout: Time limit in seconds for checkpoints in flight. After it, threads that
+                wait for commands are interrupted.
+        """
         self.uploads.async_commits.drain(flush_timeout)
-        self._mailbox.interrupt(self._mailbox.interrupt_reason or "the training function has ended")
+        self._command_queue.interrupt(
+            self._command_queue.interrupt_reason or "the training function has ended"
+        )
 
     @contextmanager
     def checkpoint_dir(self) -> Iterator[Path]:
-        """Do what `drawbar.train.checkpoint_dir` says."""
+        """Create a staging directory for a checkpoint. See `drawbar.train.checkpoint_dir`."""
         path = self.directory.staging.make_directory(self._staging_label)
         try:
             yield path
         except BaseException:
-            # What was reported is the controller's by now, and may be part of a commit.
+            # A reported directory belongs to the controller and may be part of a commit.
             if all(offer.directory != str(path) for offer in self._offers.values()):
                 remove_tree(path)
             raise
@@ -293,52 +326,55 @@ class Session:
     def get_all_checkpoints(
         self, consistency_mode: CheckpointConsistencyMode, timeout: float | None
     ) -> list[tuple[Checkpoint, Metrics, ReportedCheckpointStatus]]:
-        """Do what `drawbar.train.get_all_reported_checkpoints` says."""
-        timed, where = timeout is not None, format_caller_location()
-        answer = self._mailbox.request(
-            lambda number: CheckpointsAsked(
-                number=number, until=consistency_mode, timed=timed, where=where
+        """Return all committed checkpoints. See `drawbar.train.get_all_reported_checkpoints`."""
+        has_timeout, location = timeout is not None, format_caller_location()
+        reply = self._command_queue.request(
+            lambda request_id: CheckpointsAsked(
+                number=request_id, until=consistency_mode, timed=has_timeout, where=location
             ),
             CheckpointsAnswer,
             timeout,
-            lambda number: CheckpointsAsked(number=number, until=None),
+            lambda request_id: CheckpointsAsked(number=request_id, until=None),
         )
         return [
             (self.directory.checkpoints.get_checkpoint(name), metrics, status)
-            for name, metrics, status in answer.checkpoints
+            for name, metrics, status in reply.checkpoints
         ]
 
     def discard_checkpoint(self, name: str) -> None:
-        """Do what `drawbar.train.backend.discard_checkpoint` says."""
-        self._say(Discarded(name=name))
+        """Request the deletion of a committed checkpoint."""
+        self._send(Discarded(name=name))
 
     def diagnose(self) -> str:
-        """Have the stacks of all ranks written; gives what tells them apart."""
-        answer = self._mailbox.request(lambda number: DiagnosisAsked(number=number), Diagnosis)
-        return answer.text
+        """Write the stacks of all ranks to the run directory and return a summary."""
+        reply = self._command_queue.request(
+            lambda request_id: DiagnosisAsked(number=request_id), Diagnosis
+        )
+        return reply.text
 
-    # -- orders
+    # -- commands
 
-    def obey(self, order: Order) -> None:
-        """Take an order from the controller. Called from any thread; never blocks."""
-        # Read once: the thread that waits for the program may let go of it meanwhile.
+    def obey(self, command: Order) -> None:
+        """Handle a command from the controller. Called from any thread; never blocks."""
+        # Read once: the thread that waits for the program may reset it concurrently.
         program = self.program
-        if program is None or isinstance(order, Interrupt):
-            self._apply_command(order)
+        if program is None or isinstance(command, Interrupt):
+            self._apply_command(command)
         if program is not None:
-            program.obey(order)
+            program.obey(command)
 
-    def _apply_command(self, order: Order) -> None:
-        match order:
+    def _apply_command(self, command: Order) -> None:
+        match command:
             case Interrupt():
-                # The mailbox first: a thread that waits there cannot be hit by an exception until
-                # it wakes (python/cpython#144748).
-                self._mailbox.interrupt(order.reason)
+                # The queue first: a thread that waits there only receives the exception after it
+                # wakes up (python/cpython#144748).
+                self._command_queue.interrupt(command.reason)
                 self.interrupt_scope.interrupt()
             case Committed():
-                self.checkpoint = self.directory.checkpoints.get_checkpoint(order.name)
-                # Only who has offered files waits for it; elsewhere nobody would take it.
-                if self._offers.pop(order.index, None) is not None:
-                    self._mailbox.put(order)
+                self.checkpoint = self.directory.checkpoints.get_checkpoint(command.name)
+                # Only a rank that offered files waits for the commit; otherwise the command would
+                # stay in the queue.
+                if self._offers.pop(command.index, None) is not None:
+                    self._command_queue.put(command)
             case _:
-                self._mailbox.put(order)
+                self._command_queue.put(command)

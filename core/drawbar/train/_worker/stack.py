@@ -1,4 +1,4 @@
-"""Where this worker stands: the stacks of its process, as data."""
+"""Capture the stacks of a worker process as data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drawbar.train._worker.user_frames import find_user_frames
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One line of a stack."""
+    """One frame of a stack."""
 
     file: str
     line: int
@@ -25,9 +25,13 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
-    """The training thread's frames, outermost first, and the text of all threads, its own first.
+    """Stacks of one process.
 
-    Of a process that is stopped `stopped` says so, and how it goes on, and there is nothing else.
+    Attributes:
+        frames: Frames of the training thread, outermost first.
+        text: Stacks of all threads as text, the training thread first.
+        stopped_reason: If the process is stopped by a signal, a description with the command that
+            continues it; `frames` is empty then.
     """
 
     frames: tuple[Frame, ...] = ()
@@ -36,48 +40,49 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def location(self) -> str:
-        """The user's innermost line, and what it called if it stands in there."""
+        """Innermost line of the user's code, and the innermost frame if it is in other code."""
         if self.stopped_reason:
             return self.stopped_reason
         if not self.frames:
             return "not in the training function"
-        users = find_user_frames([frame.file for frame in self.frames])
+        user_indices = find_user_frames([frame.file for frame in self.frames])
         innermost = self.frames[-1]
-        users_innermost = self.frames[users[-1]] if users else innermost
-        if users_innermost == innermost:
+        user_frame = self.frames[user_indices[-1]] if user_indices else innermost
+        if user_frame == innermost:
             return str(innermost)
-        return f"{users_innermost}, inside {innermost.function} ({_shorten_path(innermost.file)})"
+        return f"{user_frame}, inside {innermost.function} ({_shorten_path(innermost.file)})"
 
 
 def capture_stack(thread: threading.Thread | None) -> Stack:
-    """Take the stacks of this process; `thread` is the one that runs the training function."""
+    """Return the stacks of this process. `thread` is the thread of the training function."""
     frames = sys._current_frames()
-    names = {each.ident: each.name for each in threading.enumerate()}
+    names = {other.ident: other.name for other in threading.enumerate()}
     texts = []
     training: tuple[Frame, ...] = ()
-    trains = None if thread is None else thread.ident
-    for ident, frame in sorted(frames.items(), key=lambda each: each[0] != trains):
+    training_ident = None if thread is None else thread.ident
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != training_ident):
         summary = traceback.extract_stack(frame)
-        if ident == trains:
+        if ident == training_ident:
             training = tuple(Frame(f.filename, f.lineno or 0, f.name) for f in summary)
         texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(summary.format()))
     return Stack(frames=training, text="\n".join(texts))
 
 
 def detect_stopped_process(pid: int) -> Stack | None:
-    """Say that a process of this machine is stopped, and answers nobody; None if it is not.
+    """Return a description if a process on this machine is stopped and cannot reply, else None.
 
-    It is so by SIGSTOP, Ctrl-Z or a debugger. proc(5) has the states; without /proc it is None.
+    Processes are stopped by SIGSTOP, Ctrl-Z, or a debugger. See proc(5) for the states. Returns
+    None on systems without /proc.
     """
     try:
-        # The program's name is in parentheses, and may have blanks and parentheses itself.
+        # The second field is the name, which may contain spaces and parentheses.
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
     if state not in "Tt":
         return None
-    told = f"stopped (state {state}): kill -CONT {pid} on {os.uname().nodename}"
-    return Stack(text=f"{told}\n", stopped_reason=told)
+    reason = f"stopped (state {state}): kill -CONT {pid} on {os.uname().nodename}"
+    return Stack(text=f"{reason}\n", stopped_reason=reason)
 
 
 def _shorten_path(file: str) -> str:

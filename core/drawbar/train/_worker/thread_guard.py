@@ -1,9 +1,9 @@
-"""Who may speak for a rank: its own process, and the threads of its own attempt.
+"""Check which process and thread may report for a rank.
 
-A forked child (a DataLoader worker, multiprocessing) has a copy of everything, but nobody hears
-what it says. A thread that an earlier attempt has left behind is as much a stranger. And since the
-k-th reports of all ranks belong together, as their k-th collectives do, in a group of several
-workers each rank speaks by one thread: between two, which call is the k-th would be chance.
+A forked child (a DataLoader worker, multiprocessing) has a copy of the session, but its messages
+are not received. Threads that an earlier attempt left behind must not report either. Because the
+k-th reports and the k-th collectives of all ranks belong together, each rank of a group with
+several workers must call them from one thread. Otherwise their order would be undefined.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drawbar.train._worker import fork_counter
 
 
 class ThreadGuard:
-    """Checks who calls `report()` and its companions, for one rank in one attempt."""
+    """Checks the callers of `report()` and related functions, for one rank in one attempt."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank = ranks.world_rank
@@ -29,9 +29,9 @@ class ThreadGuard:
         self._reporting_thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Take the calling thread for the function's own; the others that live are strangers."""
+        """Record the calling thread as the function's thread and all other threads as foreign."""
         self._function_thread_id = threading.get_ident()
-        # Looked up once, at the start: later ones are the attempt's own, whoever has started them.
+        # Only at the start: threads that start later belong to the attempt.
         self._foreign_threads.update(threading.enumerate())
         self._foreign_threads.discard(threading.current_thread())
 
@@ -39,46 +39,47 @@ class ThreadGuard:
         """Check that this process and this thread belong to the attempt.
 
         Raises:
-            RuntimeError: The process was forked, or the thread began before the attempt.
+            RuntimeError: The process is a forked child, or the thread started before the attempt.
         """
         if fork_counter.count != self._fork_count:
             raise RuntimeError(
                 f"{function_name}() was called in process {os.getpid()}, a fork of process "
-                f"{self._pid}, "
-                f"which is rank {self._rank}: nobody hears what a DataLoader worker "
-                "or another child says. "
-                f"Return it to process {self._pid}, and call {function_name}() there"
+                f"{self._pid} (rank {self._rank}), but only process {self._pid} can report. "
+                "Return the values from the DataLoader worker or child process, and call "
+                f"{function_name}() in process {self._pid}."
             )
-        # The usual case, and the cheapest look: every report() comes through here.
+        # The common case and the cheapest check: every report() runs this.
         if threading.get_ident() == self._function_thread_id:
             return
         if (thread := threading.current_thread()) in self._foreign_threads:
             raise RuntimeError(
-                f"{function_name}() was called in thread {thread.name!r}, which began before this "
-                "attempt "
-                f"of rank {self._rank} and is none of its own. Start such threads in the training "
-                "function, and end them there"
+                f"{function_name}() was called in thread {thread.name!r}, which started before "
+                f"this attempt of rank {self._rank}. Start the thread in the training function, "
+                "and end it there."
             )
 
     def reset_reporting_thread(self) -> None:
-        """Forget which thread has spoken, between a backend's set-up, the function and the end."""
+        """Allow another thread to report, before and after the training function runs."""
         self._reporting_thread = None
 
     def check_reporting_thread(self, function_name: str) -> None:
-        """Check that no other thread speaks for this rank. For one caller at a time.
+        """Check that no other thread reports for this rank. Must not be called concurrently.
 
         Raises:
-            RuntimeError: There are several ranks, and another living thread has spoken.
+            RuntimeError: There are several ranks, and another living thread has reported.
         """
         if self._is_single_worker:
             return
-        thread, speaker = threading.current_thread(), self._reporting_thread
-        if speaker is not thread and speaker is not None and speaker.is_alive():
+        thread, reporting_thread = threading.current_thread(), self._reporting_thread
+        if (
+            reporting_thread is not thread
+            and reporting_thread is not None
+            and reporting_thread.is_alive()
+        ):
             raise RuntimeError(
-                f"thread {thread.name!r} of rank {self._rank} called {function_name}, and thread "
-                f"{speaker.name!r} has reported or met the other ranks before. The ranks' k-th "
-                "calls belong together, and between threads their order is chance: with several "
-                "workers, call report() and collectives from one thread, and hand it what the "
-                "others have, such as by a queue.Queue"
+                f"Thread {thread.name!r} of rank {self._rank} called {function_name}, but thread "
+                f"{reporting_thread.name!r} has already called report() or a collective. With "
+                "several workers, call both from one thread, and pass it the values of other "
+                "threads, for example in a queue.Queue."
             )
         self._reporting_thread = thread

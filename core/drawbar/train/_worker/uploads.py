@@ -1,8 +1,8 @@
-"""How a checkpoint gets from a worker into the run's storage, while the function waits or goes on.
+"""Offer and persist the checkpoint files of a rank.
 
-`Uploads` is the worker's half of the commit protocol: it offers files, persists them when the
-controller says which, and waits for the commit. What persisting means is the run directory's
-matter.
+`Uploads` is the worker side of the commit protocol: it offers files, persists the files that the
+controller assigns to this rank, and waits for the commit. The upload target determines where files
+are persisted.
 """
 
 from __future__ import annotations
@@ -39,20 +39,31 @@ from drawbar.train._worker.report_checks import (
 )
 
 CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
-"""Puts a checkpoint into the run's storage under a name, or elsewhere; gives it as it lies there.
+"""User function that uploads a checkpoint under a name and returns the uploaded checkpoint.
 
-One that is given back as it was, from a local directory outside the run, is copied by the run.
+It may upload to the run's storage or elsewhere. If it returns its argument unchanged, and that is a
+local directory outside the run, Drawbar copies the directory.
 """
 
 
 class CheckpointUploadMode(Enum):
-    """Whether `report()` waits for the commit.
+    """Upload mode of a checkpoint: copied or committed in place, and with or without waiting.
 
-    SYNC: it returns when the checkpoint is committed. ASYNC: it returns as soon as the files may be
-    overwritten, and the commit follows; at most two are in flight, then `report()` waits for the
-    oldest. The end of the training function waits for all of them. NO_UPLOAD: the directory is
-    committed where it lies, in the run's directory or anywhere else that the driver can read. One
-    that lies outside the run's directory is never deleted.
+    Attributes:
+        SYNC: `report()` returns when the checkpoint is committed.
+        ASYNC: `report()` returns as soon as the files may be overwritten, and the commit follows in
+            the background. If two commits are in flight, `report()` waits for the older one. The
+            end of the training function waits for all commits.
+        NO_UPLOAD: The directory is committed in place. It may be in the run directory or anywhere
+            else where the driver can read it. Directories outside the run directory are never
+            deleted.
+
+    Example:
+        >>> train.report(
+        ...     {"loss": loss},
+        ...     checkpoint=path,
+        ...     checkpoint_upload_mode=train.CheckpointUploadMode.ASYNC,
+        ... )
     """
 
     SYNC = "sync"
@@ -60,26 +71,37 @@ class CheckpointUploadMode(Enum):
     NO_UPLOAD = "no_upload"
 
     def default_delete_local_checkpoint_after_upload(self) -> bool:
-        """Whether `report()` takes over the local directory if the caller does not say."""
+        """Return whether `report()` moves the local directory by default.
+
+        Returns:
+            The default of `delete_local_checkpoint_after_upload`: True for ASYNC, else False.
+
+        Example:
+            >>> CheckpointUploadMode.ASYNC.default_delete_local_checkpoint_after_upload()
+            True
+        """
         return self is CheckpointUploadMode.ASYNC
 
 
 def check_upload_mode(mode: object) -> None:
-    """Check how `report()` was told to keep a checkpoint.
+    """Check the upload mode passed to `report()`.
 
     Raises:
         TypeError: `mode` is not a `CheckpointUploadMode`.
     """
     if not isinstance(mode, CheckpointUploadMode):
         raise TypeError(
-            f"checkpoint_upload_mode must be a CheckpointUploadMode, found {mode!r}; "
-            "write CheckpointUploadMode.ASYNC"
+            f"checkpoint_upload_mode must be a CheckpointUploadMode, found {mode!r}. "
+            "Use CheckpointUploadMode.ASYNC, for example."
         )
 
 
 @contextmanager
 def _raise_storage_errors() -> Iterator[None]:
-    """Tell a refusal of the storage from what may pass, and from files that are not there."""
+    """Convert permanent storage errors to StorageError.
+
+    Transient errors and missing files are raised unchanged.
+    """
     try:
         yield
     except OSError as error:
@@ -89,26 +111,26 @@ def _raise_storage_errors() -> Iterator[None]:
 
 
 class WaitForCommand(Protocol):
-    """Waits for one of several orders."""
+    """Function that waits for one of several commands."""
 
     def __call__(self, *keys: tuple[type[Order], int]) -> Order:
-        """Give the first of these orders that is there."""
+        """Return the first of these commands that arrives."""
         ...
 
 
 class Uploads:
-    """The checkpoints that one rank has offered and that are not committed yet.
+    """Checkpoints that one rank has offered and that are not committed yet.
 
     Args:
-        directory: Of the run.
-        sink: Takes this rank's shares.
-        label: Names the rank in the staging area.
+        directory: Run directory.
+        target: Storage that receives the rank's assigned files.
+        label: Name of the rank in the staging area.
         attempt: Number of the attempt.
-        say: Tells the controller something.
-        wait: Waits for an order.
+        send: Callback that sends messages to the controller.
+        wait: Function that waits for commands.
 
     Attributes:
-        in_flight: Those that the function does not wait for.
+        async_commits: Commits that the training function does not wait for.
     """
 
     def __init__(
@@ -117,28 +139,27 @@ class Uploads:
         target: UploadTarget,
         label: str,
         attempt: int,
-        say: Callable[[Message], None],
+        send: Callable[[Message], None],
         wait: WaitForCommand,
     ) -> None:
         self._directory = directory
         self._checkpoints = directory.checkpoints
         self._staging = directory.staging
-        self._sink = target
+        self._target = target
         self._label = label
         self._attempt = attempt
-        self._say = say
+        self._send = send
         self._wait = wait
+        # Both by checkpoint name.
         self._upload_fns: dict[str, tuple[CheckpointUploadFn, Checkpoint]] = {}
-        self._file_identities: dict[
-            str, FileIdentities
-        ] = {}  # by the name of the checkpoint that they are for
-        self.async_commits = AsyncCommits(self.persist_and_wait, say)
+        self._file_identities: dict[str, FileIdentities] = {}
+        self.async_commits = AsyncCommits(self.persist_and_wait, send)
 
     @cached_property
     def _reserved_directories(self) -> ReservedPaths:
         return ReservedPaths.from_run_directory(self._directory)
 
-    # -- offering
+    # -- offers
 
     def make_offer(
         self,
@@ -149,17 +170,18 @@ class Uploads:
         upload_fn: CheckpointUploadFn | None,
         should_move: bool,
     ) -> Offer:
-        """Take stock of a checkpoint's files; an asynchronous one is put out of reach.
+        """List the files of a checkpoint; in mode ASYNC, stage them.
 
         Raises:
-            FileNotFoundError: It is not a directory here.
-            ValueError: It does not lie where its mode wants it.
+            FileNotFoundError: The checkpoint is not a directory on this node.
+            ValueError: The mode does not support the location of the checkpoint.
         """
         if mode is CheckpointUploadMode.NO_UPLOAD:
             if should_move:
                 raise ValueError(
-                    "report() with NO_UPLOAD commits the directory where it lies; "
-                    "delete_local_checkpoint_after_upload=True would delete the checkpoint"
+                    "report() with NO_UPLOAD commits the directory in place, but "
+                    "delete_local_checkpoint_after_upload=True would delete the checkpoint. "
+                    "Remove one of the two arguments."
                 )
             return self._offer_in_place(checkpoint, "report() with NO_UPLOAD")
         if upload_fn is not None:
@@ -170,18 +192,17 @@ class Uploads:
             checkpoint = self._download(checkpoint)
         try:
             return self._record_identities(self._offer_files(checkpoint, name, mode, should_move))
-        # Another rank of this node may have handed over the same folder a moment ago.
         except FileNotFoundError:
-            # By the folder and the name: it is gone from where it lay, so nothing else of it is
-            # known.
+            # Another rank of this node may just have moved the same directory. Its source path and
+            # the checkpoint name are the only information left to find it in the staging area.
             source = Path(checkpoint.path)
-            taken = self._staging.find_moved(source, name, attempt=self._attempt)
-            if taken is None:
+            stage = self._staging.find_moved(source, name, attempt=self._attempt)
+            if stage is None:
                 raise
-            return self._offer_staged(taken, name)
+            return self._offer_staged(stage, name)
 
     def _record_identities(self, offer: Offer) -> Offer:
-        """Remember the files that are to be deleted once they are committed, and no others."""
+        """Record which files to delete after the commit, so that newer files are not deleted."""
         if offer.handed_over and not self._is_in_staging(offer):
             self._file_identities[offer.name] = FileIdentities.capture(
                 Path(offer.directory), offer.files
@@ -189,7 +210,7 @@ class Uploads:
         return offer
 
     def _download(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Copy a checkpoint from wherever it lies to where a commit can take it."""
+        """Copy a checkpoint to the staging area."""
         stage = self._staging.make_directory(self._label)
         try:
             checkpoint.to_directory(stage)
@@ -201,12 +222,17 @@ class Uploads:
     def _offer_for_upload_fn(
         self, checkpoint: Checkpoint, name: str, upload_fn: CheckpointUploadFn, should_move: bool
     ) -> Offer:
-        own = self._checkpoints.get_child_name(checkpoint)
-        self._upload_fns[own or name] = upload_fn, checkpoint
-        if own is not None or not checkpoint.is_local or not Path(checkpoint.path).is_dir():
-            # What will lie there is known when the function has returned.
-            place, given = checkpoint.path, own or name
-            return Offer(directory=place, files=(), staged=False, name=given, in_place=True)
+        child_name = self._checkpoints.get_child_name(checkpoint)
+        self._upload_fns[child_name or name] = upload_fn, checkpoint
+        if child_name is not None or not checkpoint.is_local or not Path(checkpoint.path).is_dir():
+            # The files are only known after the upload function has returned.
+            return Offer(
+                directory=checkpoint.path,
+                files=(),
+                staged=False,
+                name=child_name or name,
+                in_place=True,
+            )
         offer = self._offer_local(checkpoint, name, should_move=should_move)
         return msgspec.structs.replace(offer, staged=False, in_place=True)
 
@@ -216,37 +242,34 @@ class Uploads:
         offer = self._offer_local(checkpoint, name, should_move=should_move)
         if should_move and self._checkpoints.get_child_name(checkpoint) is not None:
             raise ValueError(
-                f"report() was given {checkpoint!r}, which lies in the run already, to be moved or "
-                "deleted; set delete_local_checkpoint_after_upload=False to have it copied"
+                f"report() cannot move {checkpoint!r}, because it is already in the run directory. "
+                "Set delete_local_checkpoint_after_upload=False to copy it."
             )
         if mode is CheckpointUploadMode.SYNC or self._is_in_staging(offer):
             return offer
         return self._copy_to_staging(offer, name)
 
     def _offer_in_place(self, checkpoint: Checkpoint, source: str) -> Offer:
-        """Take stock of what lies where it is to stay; `who` says so."""
+        """Offer a directory that is committed in place. `source` begins the error messages."""
         name = self._checkpoints.get_in_place_name(checkpoint)
         if name is None or self._staging.has_directory(Path(checkpoint.path)):
             raise ValueError(
-                f"{source}: {checkpoint!r} is no place where a checkpoint can stay. That is a "
-                "folder "
-                f"of its own in {self._directory.uri}, or elsewhere one that a path or a URI "
-                "leads to"
+                f"{source}: {checkpoint!r} cannot be committed in place. Use a separate directory "
+                f"in {self._directory.uri}, or a path or URI outside the run directory."
             )
-        place = self._checkpoints.path(name)
-        if isinstance(place, RemotePath):
-            check_remote_directory(place)
-            files = list_user_files(place)
+        path = self._checkpoints.path(name)
+        if isinstance(path, RemotePath):
+            check_remote_directory(path)
+            files = list_user_files(path)
         else:
             files = self._offer_local(checkpoint, name, should_move=False).files
-            if place.is_symlink():
+            if path.is_symlink():
                 raise ValueError(
-                    f"{source}: {place} is a symbolic link to "
-                    f"{os.path.realpath(place)}; report that directory with another mode, which "
-                    "copies it"
+                    f"{source}: {path} is a symbolic link to {os.path.realpath(path)}. "
+                    "Report that directory with another mode, which copies it."
                 )
         if not files:
-            raise FileNotFoundError(f"{source}: there are no files in {place}")
+            raise FileNotFoundError(f"{source}: {path} contains no files.")
         return Offer(directory=checkpoint.path, files=files, staged=True, name=name, in_place=True)
 
     def _offer_local(self, checkpoint: Checkpoint, name: str, *, should_move: bool) -> Offer:
@@ -254,9 +277,9 @@ class Uploads:
         if not checkpoint.is_local or not directory.is_dir():
             raise FileNotFoundError(
                 f"report() received {checkpoint!r}, which is not a directory on this worker's "
-                f"node ({os.uname().nodename}). A directory of checkpoint_dir() is moved by its "
-                "report, so report it once; files in the run's storage need "
-                "CheckpointUploadMode.NO_UPLOAD"
+                f"node ({os.uname().nodename}). Report a directory of checkpoint_dir() only once, "
+                "because report() moves it; use CheckpointUploadMode.NO_UPLOAD for files in the "
+                "run's storage."
             )
         in_staging = self._staging.has_directory(directory)
         if not in_staging:
@@ -265,14 +288,15 @@ class Uploads:
             self._staging.scan_directory(directory) if in_staging else scan_directory(directory)
         )
         check_files(directory, contents, self._directory)
-        # A checkpoint must hold what it needs: what a link leads to may be gone when it is loaded.
+        # A checkpoint must be self-contained: the target of a link may be deleted before it is
+        # loaded.
         if in_staging and contents.symlinks:
             with _raise_storage_errors():
                 self._staging.replace_symlinks(directory)
         return Offer(
             directory=str(directory),
             files=contents.files,
-            staged=self._sink.is_staged(directory),
+            staged=self._target.is_staged(directory),
             name=name,
             handed_over=should_move
             and not in_staging
@@ -280,20 +304,24 @@ class Uploads:
         )
 
     def _copy_to_staging(self, offer: Offer, name: str) -> Offer:
-        share = self._make_assigned_files(offer, offer.files, name)
+        assigned_files = self._make_assigned_files(offer, offer.files, name)
         with _raise_storage_errors():
             if offer.handed_over:
-                stage = self._staging.stage_moved(share, attempt=self._attempt)
+                stage = self._staging.stage_moved(assigned_files, attempt=self._attempt)
                 return self._offer_staged(stage, name)
-            stage = self._staging.stage_files(share)
-        staged = self._sink.is_staged(stage)
-        return msgspec.structs.replace(offer, directory=str(stage), staged=staged)
+            stage = self._staging.stage_files(assigned_files)
+        is_staged = self._target.is_staged(stage)
+        return msgspec.structs.replace(offer, directory=str(stage), staged=is_staged)
 
     def _offer_staged(self, stage: Path, name: str) -> Offer:
-        """Offer what was handed over and lies in the staging area now."""
-        staged = self._sink.is_staged(stage)
-        files = list_files(stage)
-        return Offer(directory=str(stage), files=files, staged=staged, name=name, handed_over=True)
+        """Offer files that were moved to the staging area."""
+        return Offer(
+            directory=str(stage),
+            files=list_files(stage),
+            staged=self._target.is_staged(stage),
+            name=name,
+            handed_over=True,
+        )
 
     def _make_assigned_files(
         self, offer: Offer, files: Sequence[FileEntry], name: str
@@ -302,63 +330,69 @@ class Uploads:
             Path(offer.directory), files, self._label, name, should_move=offer.handed_over
         )
 
-    # -- following
+    # -- commits
 
-    def persist_and_wait(self, index: int, offer: Offer) -> None:
-        """See one checkpoint through: persist this rank's share, wait for the commit."""
-        # Either may come first: a rank whose files all lie in the staging area, or in the share of
-        # a lower rank, has nothing to persist.
-        order = self._wait((Persist, index), (Committed, index))
-        if isinstance(order, Persist):
-            self._say(self._persist(index, offer, order))
-            self._wait((Committed, index))
-        # After the commit: until then these files may be the only ones.
+    def persist_and_wait(self, report_index: int, offer: Offer) -> None:
+        """Persist this rank's assigned files of a report and wait for the commit."""
+        # Either command may arrive first: a rank has nothing to persist if all its files are
+        # staged, or are also offered by a lower rank.
+        command = self._wait((Persist, report_index), (Committed, report_index))
+        if isinstance(command, Persist):
+            self._send(self._persist(report_index, offer, command))
+            self._wait((Committed, report_index))
+        # Only after the commit: until then there may be no other copy of these files.
         if self._is_in_staging(offer):
             remove_tree(Path(offer.directory))
         elif offer.handed_over:
-            given = isinstance(order, Persist) and bool(order.files)
-            self._staging.release_source(self._file_identities.pop(offer.name), given=given)
+            has_persisted = isinstance(command, Persist) and bool(command.files)
+            self._staging.release_source(self._file_identities.pop(offer.name), given=has_persisted)
 
     def _is_in_staging(self, offer: Offer) -> bool:
         return self._staging.has_directory(Path(offer.directory))
 
-    def _persist(self, index: int, offer: Offer, order: Persist) -> Persisted:
-        function = self._upload_fns.pop(order.name, None)
-        if function is not None:
-            others = {file.path for file in offer.files} - {file.path for file in order.files}
-            name = self._run_upload_fn(order.name, *function, others)
-            return Persisted(index=index, directory="", name=name)
+    def _persist(self, report_index: int, offer: Offer, command: Persist) -> Persisted:
+        upload = self._upload_fns.pop(command.name, None)
+        if upload is not None:
+            lower_ranks = {file.path for file in offer.files} - {
+                file.path for file in command.files
+            }
+            name = self._run_upload_fn(command.name, *upload, lower_ranks)
+            return Persisted(index=report_index, directory="", name=name)
         with _raise_storage_errors():
-            part = self._sink.persist(self._make_assigned_files(offer, order.files, order.name))
-        directory = "" if part.directory is None else str(part.directory)
-        return Persisted(index=index, directory=directory, checksums=part.checksums)
+            staged = self._target.persist(
+                self._make_assigned_files(offer, command.files, command.name)
+            )
+        directory = "" if staged.directory is None else str(staged.directory)
+        return Persisted(index=report_index, directory=directory, checksums=staged.checksums)
 
     def _run_upload_fn(
-        self, name: str, upload_fn: CheckpointUploadFn, given: Checkpoint, others: set[str]
+        self,
+        name: str,
+        upload_fn: CheckpointUploadFn,
+        checkpoint: Checkpoint,
+        files_of_lower_ranks: set[str],
     ) -> str:
-        """Have a function of the user's put a checkpoint somewhere; gives its name by that.
-
-        `others`: the files that lower ranks give.
-        """
+        """Call the user's upload function and return the name of the uploaded checkpoint."""
         with warn_if_slow(f"checkpoint_upload_fn for checkpoint {name} of {self._label}"):
-            uploaded = upload_fn(given, name)
+            uploaded = upload_fn(checkpoint, name)
         if not isinstance(uploaded, Checkpoint):
-            raise TypeError(f"checkpoint_upload_fn must return a Checkpoint, found {uploaded!r}")
-        place = self._checkpoints.get_in_place_name(uploaded)
-        if uploaded == given and given.is_local and (place is None or is_external(place)):
-            # It may be gone in the next moment, such as the folder of a `with` statement.
-            self._copy_missing_files(Path(given.path), name, others)
+            raise TypeError(f"checkpoint_upload_fn must return a Checkpoint, found {uploaded!r}.")
+        uploaded_name = self._checkpoints.get_in_place_name(uploaded)
+        is_outside_run = uploaded_name is None or is_external(uploaded_name)
+        if uploaded == checkpoint and checkpoint.is_local and is_outside_run:
+            # Copy now: the directory may be deleted soon, for example at the end of a `with` block.
+            self._copy_missing_files(Path(checkpoint.path), name, files_of_lower_ranks)
             return name
-        if place == name:
+        if uploaded_name == name:
             return name
         return self._offer_in_place(uploaded, "checkpoint_upload_fn").name or name
 
-    def _copy_missing_files(self, source: Path, name: str, others: set[str]) -> None:
-        """Copy what lower ranks do not give to where a checkpoint of this name lies."""
-        place = self._checkpoints.path(name)
-        files = [file for file in list_files(source) if file.path not in others]
-        if isinstance(place, RemotePath):
-            place.upload_files(source, files)
+    def _copy_missing_files(self, source: Path, name: str, files_of_lower_ranks: set[str]) -> None:
+        """Copy files that lower ranks do not provide to the directory of the checkpoint."""
+        path = self._checkpoints.path(name)
+        files = [file for file in list_files(source) if file.path not in files_of_lower_ranks]
+        if isinstance(path, RemotePath):
+            path.upload_files(source, files)
         else:
-            place.mkdir(parents=True, exist_ok=True)
-            copy_files(source, place, files)
+            path.mkdir(parents=True, exist_ok=True)
+            copy_files(source, path, files)

@@ -1,10 +1,10 @@
-"""What a worker's process finds in its environment before the user's code runs.
+"""Environment variables, thread counts, and CPU limits of a worker process.
 
 A Ray worker inherits the environment of its node's raylet, not the driver's: a token set in the
-shell or a notebook never arrives, and Ray sets OMP_NUM_THREADS to the CPUs it counts, often 1. So
-the worker gets, in this order: the driver's variables by a documented filter, those of its runtime
-environment, thread counts from its share of the node, and torchrun's rank variables. These are pure
-functions over mappings, but for what the process itself has.
+shell or a notebook is missing, and Ray sets OMP_NUM_THREADS to the CPUs of the actor, often 1.
+Drawbar therefore sets, in this order: the driver's variables (filtered, see the documentation),
+the variables of the runtime environment, thread counts for the worker's part of the node, and
+torchrun's rank variables.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ THREAD_ENV_VARS = (
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-"""The variables from which numerical libraries take their number of threads."""
+"""Environment variables that set the number of threads of numerical libraries."""
 
 
 def get_runtime_env_vars() -> dict[str, str]:
-    """Give the variables that the job's runtime environment, or the workers', has set here.
+    """Return the variables that the runtime environment of the job or worker has set.
 
-    They were meant for the run's processes, so they go before what the driver's shell has set.
+    They are meant for the run's processes, so they override the driver's variables.
     """
     if "RAY_RAYLET_PID" not in os.environ:
-        return {}  # not a process that Ray has started
+        return {}  # not a Ray process
     import ray
 
     if not ray.is_initialized():
         return {}
-    named: Mapping[str, str] = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+    env_vars: Mapping[str, str] = ray.get_runtime_context().runtime_env.get("env_vars") or {}
     return {
         name: os.environ[name]
-        for name in named
+        for name in env_vars
         if name in os.environ and not get_exclusion_reason(name)
     }
 
 
 def set_env_vars(values: Mapping[str, str]) -> None:
-    """Set variables of this process, those that have another value.
+    """Set environment variables of this process, if their values differ.
 
-    A new one makes the C library move its table, which native threads, such as those of an S3
-    client, read without a lock: what is there already must not be set again, let alone cleared.
+    Setting a variable can make the C library move its table, which native threads (for example of
+    an S3 client) read without a lock. So unchanged variables are not set, and none is cleared.
     """
     for name, value in values.items():
         if os.environ.get(name) != value:
@@ -60,11 +60,11 @@ def set_env_vars(values: Mapping[str, str]) -> None:
 
 
 def make_torchrun_env_vars(ranks: Ranks) -> dict[str, str]:
-    """Give a worker's ranks by the variables that torchrun sets, for code that knows torchrun.
+    """Return the rank variables that torchrun sets, for code that reads them.
 
-    The list is that of `torch.distributed.elastic.agent.server.local_elastic_agent`, for one role,
-    plus NODE_RANK, which Lightning reads. MASTER_ADDR, MASTER_PORT and TORCHELASTIC_*
-    follow at the rendezvous, from the integration that makes one.
+    These are the variables of `torch.distributed.elastic.agent.server.local_elastic_agent` for one
+    role, plus NODE_RANK, which Lightning reads. Integrations with a rendezvous set MASTER_ADDR,
+    MASTER_PORT, and TORCHELASTIC_* later.
     """
     values: dict[str, int] = {
         "RANK": ranks.world_rank,
@@ -81,10 +81,13 @@ def make_torchrun_env_vars(ranks: Ranks) -> dict[str, str]:
 
 
 def read_ranks_from_env(environ: Mapping[str, str]) -> Ranks:
-    """Give the ranks that a launcher has given this process, by the variables that torchrun sets.
+    """Return the ranks of this process from the variables that torchrun sets.
+
+    Args:
+        environ: Environment of the process.
 
     Raises:
-        KeyError: One of RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE is not set.
+        KeyError: RANK, WORLD_SIZE, LOCAL_RANK, or LOCAL_WORLD_SIZE is not set.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = (int(environ[name]) for name in names)
@@ -101,68 +104,69 @@ def read_ranks_from_env(environ: Mapping[str, str]) -> Ranks:
 def compute_thread_count(
     *, cpus_per_worker: float | None, local_world_size: int, cores: int
 ) -> int:
-    """Say how many threads a worker's numerical libraries should use, at least 1.
+    """Return the number of threads for a worker's numerical libraries, at least 1.
 
     Args:
-        cpus_per_worker: The CPUs that the user asked for per worker, or None if they did not say:
-            then the workers of a node share all its cores.
-        local_world_size: Workers of this run on the node.
-        cores: Cores that the worker's process may use; see `count_available_cores`.
+        cpus_per_worker: CPUs per worker that the user requested. None divides the cores of the node
+            among its workers.
+        local_world_size: Number of workers of this run on the node.
+        cores: Cores that the worker process may use; see `count_available_cores`.
     """
-    # Never more than there are: the CPUs that Ray counts are what somebody has declared.
-    share = cores // local_world_size if cpus_per_worker is None else int(cpus_per_worker)
-    return max(1, min(share, cores))
+    # At most the available cores: Ray's CPU count can be set to any number.
+    count = cores // local_world_size if cpus_per_worker is None else int(cpus_per_worker)
+    return max(1, min(count, cores))
 
 
 def make_thread_env_vars(
     count: int, environ: Mapping[str, str], forwarded: Mapping[str, str]
 ) -> dict[str, str]:
-    """Give the thread variables that a worker must set so that its libraries use `count` threads.
+    """Return the thread variables to set so that numerical libraries use `count` threads.
 
     Args:
-        count: From `compute_thread_count`.
-        environ: The worker's environment. Its OMP_NUM_THREADS is replaced, since Ray sets one in
-            every worker; any other one was set by whoever runs the node, and stays.
-        forwarded: What the user chose: forwarded from the driver or set in the runtime environment.
-            It wins. A chosen OMP_NUM_THREADS also holds for the other libraries, as it does without
-            Ray.
+        count: Result of `compute_thread_count`.
+        environ: Environment of the worker. Its OMP_NUM_THREADS is replaced, because Ray sets it in
+            every worker. Other variables were set by the node's administrator and are kept.
+        forwarded: Variables of the user, from the driver or the runtime environment. They take
+            precedence. OMP_NUM_THREADS then also applies to the other libraries, as without Ray.
     """
-    # Ray sets it to the CPUs that it counts for the actor (ray-project/ray#30496).
+    # Ray sets OMP_NUM_THREADS to the CPUs of the actor (ray-project/ray#30496).
     omp = forwarded.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": threads per nesting level
-    kept = forwarded.keys() | (environ.keys() - {"OMP_NUM_THREADS"})
-    return {name: omp or str(count) for name in THREAD_ENV_VARS if name not in kept}
+    unchanged = forwarded.keys() | (environ.keys() - {"OMP_NUM_THREADS"})
+    return {name: omp or str(count) for name in THREAD_ENV_VARS if name not in unchanged}
 
 
 def count_available_cores(
     *, cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Count the cores that this process may use, at least 1: its affinity and its cgroup's quota.
+    """Return the number of cores that this process may use, at least 1.
 
-    `os.cpu_count` and psutil count the whole machine's, which in a container is too many. A quota
-    of 1.5 cores counts as 1.
+    The limits are the CPU affinity and the cgroup's quota; 1.5 cores count as 1. In a container,
+    `os.cpu_count` and psutil return the cores of the machine, which are too many.
 
     Args:
-        cgroup_root: Where the cgroup v2 file system is mounted; no quota is found in any other.
-        membership: The file that names this process's cgroup.
+        cgroup_root: Mount point of the cgroup v2 filesystem. Quotas of cgroup v1 are not read.
+        membership: File that names the cgroup of this process.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, int(min([float(affinity or 1), *_read_cgroup_quotas(cgroup_root, membership)])))
 
 
 def _read_cgroup_quotas(root: Path, membership: Path) -> list[float]:
-    """Read the CPU quotas, in cores, of this process's cgroup and of all groups above it."""
+    """Return the CPU quotas, in cores, of this process's cgroup and all its parents."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return []
     group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    # All of them hold, and a container's limit is often set on a group further up.
-    folders = [root / group, *(root / parent for parent in Path(group).parents)]
+    # All quotas apply, and a container's limit is often set on a parent group.
+    directories = [root / group, *(root / parent for parent in Path(group).parents)]
     quotas = []
-    for folder in folders:
+    for directory in directories:
         try:
-            quota, period = (folder / "cpu.max").read_text().split()
-            quotas.append(float(quota) / float(period))  # "max 100000": no limit here
+            quota, period = (directory / "cpu.max").read_text().split()
+            quotas.append(
+                float(quota) / float(period)
+            )  # "max 100000" means no limit and raises ValueError
         except (OSError, ValueError):
             continue
     return quotas
@@ -170,10 +174,10 @@ def _read_cgroup_quotas(root: Path, membership: Path) -> list[float]:
 
 @dataclass(eq=False)
 class _SavedEnvironment:
-    """What a run in this process has found, and gives back."""
+    """Environment variables and working directory to restore after a run in this process."""
 
-    environment: dict[str, str]
-    folder: str
+    env_vars: dict[str, str]
+    directory: str
 
 
 _saved_environments: list[_SavedEnvironment] = []
@@ -182,32 +186,33 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def preserve_environment() -> Iterator[None]:
-    """Give this process its environment and folder back, and `breakpoint()` to pdb inside.
+    """Restore the environment and working directory of this process at the end of the block.
 
-    Of several that overlap, the last to end gives back what the first has found.
+    Inside the block, `breakpoint()` starts pdb instead of Ray's debugger. If blocks overlap, the
+    last one to end restores the state from before the first one.
     """
     with _lock:
-        found = _SavedEnvironment(dict(os.environ), os.getcwd())
-        _saved_environments.append(found)
-    if found.environment.get("PYTHONBREAKPOINT", "").startswith("ray."):
-        del os.environ["PYTHONBREAKPOINT"]  # Ray's own debugger is for its workers
+        saved = _SavedEnvironment(dict(os.environ), os.getcwd())
+        _saved_environments.append(saved)
+    if saved.env_vars.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del os.environ["PYTHONBREAKPOINT"]  # Ray's debugger only works in its workers
     try:
         yield
     finally:
         with _lock:
-            _restore(found)
+            _restore(saved)
 
 
-def _restore(found: _SavedEnvironment) -> None:
-    later = _saved_environments[_saved_environments.index(found) + 1 :]
-    _saved_environments.remove(found)
+def _restore(saved: _SavedEnvironment) -> None:
+    later = _saved_environments[_saved_environments.index(saved) + 1 :]
+    _saved_environments.remove(saved)
     if later:
-        # Restored now, it would take away what the other run has set: that one gives it back.
-        later[0].environment, later[0].folder = found.environment, found.folder
+        # Another run still uses the environment. It restores the saved state when it ends.
+        later[0].env_vars, later[0].directory = saved.env_vars, saved.directory
         return
-    # One by one, not by `clear()` and `update()`: a native thread that reads a variable in between
-    # would read freed memory.
-    for name in os.environ.keys() - found.environment.keys():
+    # Not with `clear()` and `update()`: a native thread that reads a variable in between would
+    # read freed memory.
+    for name in os.environ.keys() - saved.env_vars.keys():
         os.environ.pop(name, None)
-    set_env_vars(found.environment)
-    os.chdir(found.folder)
+    set_env_vars(saved.env_vars)
+    os.chdir(saved.directory)

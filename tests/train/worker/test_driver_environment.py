@@ -1,4 +1,4 @@
-"""What code finds around it in the driver, it finds in the workers too."""
+"""The driver's environment is recreated in the workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data"),  # it warns of itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data"),  # emitted by Ray Data itself
 ]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -49,7 +49,7 @@ def fit(function: Callable[[], Any], storage: Path, **options: Any) -> Result:
 
 @pytest.fixture
 def configured_logging() -> Iterator[None]:
-    """As by `logging.basicConfig(level=INFO, format=...)`, besides pytest's own handlers."""
+    """Configure logging like `logging.basicConfig(level=INFO, format=...)`."""
     root, handler = logging.getLogger(), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s of %(name)s: %(message)s"))
     level = root.level
@@ -68,7 +68,7 @@ def parse_arguments() -> float:
     return float(parser.parse_args().lr)
 
 
-def test_arguments_are_parsed_inside_the_function(
+def test_command_line_arguments_are_available_in_workers_and_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["script.py", "--lr", "0.5"])
@@ -87,7 +87,7 @@ def test_arguments_are_parsed_inside_the_function(
 
 
 @pytest.mark.usefixtures("configured_logging")
-def test_the_driver_s_logging_holds_in_every_attempt(tmp_path: Path) -> None:
+def test_logging_setup_of_driver_applies_in_workers(tmp_path: Path) -> None:
     def function() -> None:
         logging.getLogger("mine").info("shown")
         logging.getLogger("loud").info("not shown")
@@ -98,37 +98,46 @@ def test_the_driver_s_logging_holds_in_every_attempt(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("configured_logging")
-def test_logging_and_arguments_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    surroundings, root = DriverEnvironment.capture(), logging.getLogger()
+def test_driver_environment_apply_restores_logging_and_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver_env, root = DriverEnvironment.capture(), logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(sys, "argv", ["worker"])
-    with surroundings.apply():
+    with driver_env.apply():
         assert len(root.handlers) == 1
         assert sys.argv != ["worker"]
     assert (root.handlers, sys.argv) == ([], ["worker"])
 
 
-def test_the_data_context_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_context_of_driver_applies_in_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = ray.data.DataContext.get_current()
     monkeypatch.setattr(context, "target_max_block_size", 12345)
     result = fit(lambda: ray.data.DataContext.get_current().target_max_block_size, tmp_path)
     assert result.return_values == [12345, 12345]
 
 
-class Named:
+class Greeter:
     def hello(self) -> str:
         return "hello"
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_namespace_runtime_env_and_logging_config_hold(
+def test_ray_init_settings_of_driver_apply_in_workers(
     drivers: Drivers, tmp_path: Path, detached: bool
 ) -> None:
     def function() -> list[str]:
         logging.getLogger("mine").info("by Ray's logging config")
         named: Any = ray.get_actor("named")
-        said = ray.get(named.hello.remote())
-        return [said, os.environ["HF_HOME"], os.environ["OMP_NUM_THREADS"], os.environ["HF_TOKEN"]]
+        greeting = ray.get(named.hello.remote())
+        return [
+            greeting,
+            os.environ["HF_HOME"],
+            os.environ["OMP_NUM_THREADS"],
+            os.environ["HF_TOKEN"],
+        ]
 
     def main() -> None:
         variables = {"HF_HOME": "job's", "OMP_NUM_THREADS": "3"}
@@ -137,7 +146,7 @@ def test_namespace_runtime_env_and_logging_config_hold(
             runtime_env={"env_vars": variables},
             logging_config=ray.LoggingConfig(log_level="INFO"),
         )
-        named = ray.remote(Named).options(name="named", num_cpus=0).remote()
+        named = ray.remote(Greeter).options(name="named", num_cpus=0).remote()
         print(fit(function, tmp_path, detached=detached).return_values)
         del named
 

@@ -1,4 +1,4 @@
-"""Reports that may wait gather on their way to the driver; everything else takes them along."""
+"""Buffered reports are sent in batches, or together with the next urgent message."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from drawbar.train.backend import report_buffered
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 LONG = 1000.0
-"""Seconds; a test that has to wait so long fails."""
+"""Interval in seconds that is longer than the test timeout."""
 
 
-def report(index: int, *, may_wait: bool) -> Message:
-    return Reported(index=index, metrics={}, time=0.0, where="", may_wait=may_wait)
+def report(index: int, *, is_buffered: bool) -> Message:
+    return Reported(index=index, metrics={}, time=0.0, where="", may_wait=is_buffered)
 
 
 @pytest.fixture
@@ -32,39 +32,39 @@ def outbox(monkeypatch: pytest.MonkeyPatch) -> Outbox:
     return Outbox()
 
 
-def test_the_first_report_goes_at_once(outbox: Outbox) -> None:
-    outbox.put(report(0, may_wait=True))
-    assert outbox.take_batch() == [report(0, may_wait=True)]
+def test_outbox_sends_first_buffered_report_at_once(outbox: Outbox) -> None:
+    outbox.put(report(0, is_buffered=True))
+    assert outbox.take_batch() == [report(0, is_buffered=True)]
 
 
-@pytest.mark.parametrize("urgent", [report(2, may_wait=False), Interrupted()])
-def test_what_is_urgent_takes_along_what_waits(outbox: Outbox, urgent: Message) -> None:
-    taken: list[list[Message]] = []
-    outbox.put(report(0, may_wait=True))
+@pytest.mark.parametrize("urgent", [report(2, is_buffered=False), Interrupted()])
+def test_outbox_urgent_message_flushes_buffered_reports(outbox: Outbox, urgent: Message) -> None:
+    batches: list[list[Message]] = []
+    outbox.put(report(0, is_buffered=True))
     outbox.take_batch()
-    taker = threading.Thread(target=lambda: taken.append(outbox.take_batch()), daemon=True)
-    taker.start()
-    outbox.put(report(1, may_wait=True))
+    consumer = threading.Thread(target=lambda: batches.append(outbox.take_batch()), daemon=True)
+    consumer.start()
+    outbox.put(report(1, is_buffered=True))
     outbox.put(urgent)
-    taker.join(timeout=60)
-    outbox.put(report(3, may_wait=False))  # and the next one finds nothing left behind
-    assert taken == [[report(1, may_wait=True), urgent]]
-    assert outbox.take_batch() == [report(3, may_wait=False)]
+    consumer.join(timeout=60)
+    outbox.put(report(3, is_buffered=False))  # the next batch must not contain earlier reports
+    assert batches == [[report(1, is_buffered=True), urgent]]
+    assert outbox.take_batch() == [report(3, is_buffered=False)]
 
 
-def test_reports_that_wait_go_when_it_has_been_long_enough(
+def test_outbox_sends_buffered_reports_after_interval(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox.put(report(0, may_wait=True))
+    outbox.put(report(0, is_buffered=True))
     outbox.take_batch()
     monkeypatch.setattr("drawbar.train._worker.actor.REPORT_BATCH_S", 0.05)
-    outbox.put(report(1, may_wait=True))
-    outbox.put(report(2, may_wait=True))
-    assert outbox.take_batch() == [report(1, may_wait=True), report(2, may_wait=True)]
+    outbox.put(report(1, is_buffered=True))
+    outbox.put(report(2, is_buffered=True))
+    assert outbox.take_batch() == [report(1, is_buffered=True), report(2, is_buffered=True)]
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_reports_keep_their_order_and_none_is_lost(tmp_path: Path) -> None:
+def test_report_buffered_keeps_order_and_loses_no_report(tmp_path: Path) -> None:
     def function() -> None:
         rank = get_context().get_world_rank()
         for step in range(100):
@@ -83,11 +83,11 @@ def test_reports_keep_their_order_and_none_is_lost(tmp_path: Path) -> None:
     ).fit()
     frame: Any = result.metrics_dataframe
     for rank in range(2):
-        own = frame[frame["rank"] == rank]
-        assert own["step"].tolist() == own["index"].tolist() == list(range(101))
+        reports = frame[frame["rank"] == rank]
+        assert reports["step"].tolist() == reports["index"].tolist() == list(range(101))
     assert result.checkpoint is not None
 
 
-def test_outside_a_training_function_it_says_so() -> None:
+def test_report_buffered_outside_training_function_raises() -> None:
     with pytest.raises(RuntimeError, match="report_buffered"):
         report_buffered({"loss": 1.0})

@@ -1,4 +1,4 @@
-"""What integrations use around `report()`, for checkpoints of ranks that go their own ways."""
+"""Tests of drawbar.train._worker.integration_api with ranks that report differently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def save(name: str) -> None:
         train.report({"name": name}, checkpoint=path, checkpoint_dir_name=name)
 
 
-def test_ranks_that_reported_unequally_often_meet_again(run_config: RunConfig) -> None:
+def test_sync_report_index_after_unequal_reports_merges_checkpoint(run_config: RunConfig) -> None:
     def function() -> list[str]:
         rank = get_context().get_world_rank()
         for step in range(3 * rank):
@@ -34,26 +34,26 @@ def test_ranks_that_reported_unequally_often_meet_again(run_config: RunConfig) -
     assert result.return_values == [["0", "1", "2"]] * 3
 
 
-def test_ranks_that_load_together_have_the_checkpoint_that_one_of_them_has_just_made(
+def test_get_agreed_checkpoint_returns_new_checkpoint_on_all_ranks(
     run_config: RunConfig,
 ) -> None:
     def function() -> list[str]:
-        found = []
+        names = []
         for step in range(20):
             if get_context().get_world_rank() == 0:
                 save(f"step-{step}")
-            else:  # which waits for nothing
+            else:  # a report without a checkpoint does not wait
                 train.report({"step": step})
             checkpoint = get_agreed_checkpoint()
             assert checkpoint is not None
-            found.append(Path(checkpoint).name)
-        return found
+            names.append(Path(checkpoint).name)
+        return names
 
     result = run_in_threads(function, num_workers=2, run_config=run_config)
     assert result.return_values == [[f"step-{step}" for step in range(20)]] * 2
 
 
-def test_ranks_that_decide_by_the_list_decide_alike(run_config: RunConfig) -> None:
+def test_get_all_reported_checkpoints_returns_same_list_on_all_ranks(run_config: RunConfig) -> None:
     def function() -> list[int]:
         rank, lengths = get_context().get_world_rank(), []
         for step in range(20):
@@ -68,7 +68,7 @@ def test_ranks_that_decide_by_the_list_decide_alike(run_config: RunConfig) -> No
     assert result.return_values == [[*range(1, 21)]] * 3
 
 
-def test_a_rank_that_has_finished_is_not_waited_for(run_config: RunConfig) -> None:
+def test_get_all_reported_checkpoints_ignores_finished_ranks(run_config: RunConfig) -> None:
     def function() -> int:
         if get_context().get_world_rank() == 1:
             train.report({})
@@ -77,14 +77,14 @@ def test_a_rank_that_has_finished_is_not_waited_for(run_config: RunConfig) -> No
     assert run_in_threads(function, run_config=run_config).return_values == [0, 0]
 
 
-def test_a_discarded_checkpoint_is_gone_but_never_the_newest(run_config: RunConfig) -> None:
+def test_discard_checkpoint_deletes_all_but_the_latest(run_config: RunConfig) -> None:
     def function() -> list[str]:
         for name in "abc":
             save(name)
         for name in ("a", "c", "nothing"):
             discard_checkpoint(name)
-        kept = train.get_all_reported_checkpoints()
-        return [Path(each.checkpoint).name for each in kept]
+        reported = train.get_all_reported_checkpoints()
+        return [Path(entry.checkpoint).name for entry in reported]
 
     result = run_in_threads(function, num_workers=1, run_config=run_config)
     assert result.return_value == ["b", "c"]
@@ -93,13 +93,13 @@ def test_a_discarded_checkpoint_is_gone_but_never_the_newest(run_config: RunConf
     assert Path(result.checkpoint).name == "c"
 
 
-def test_it_goes_beside_the_runs_own_retention(run_config: RunConfig) -> None:
+def test_discard_checkpoint_works_with_retention_policy(run_config: RunConfig) -> None:
     def function() -> list[str]:
         for name in "abcd":
             save(name)
             discard_checkpoint("b")
-        kept = train.get_all_reported_checkpoints()
-        return [Path(each.checkpoint).name for each in kept]
+        reported = train.get_all_reported_checkpoints()
+        return [Path(entry.checkpoint).name for entry in reported]
 
     config = replace(run_config, checkpoint_config=CheckpointConfig(num_to_keep=3))
     result = run_in_threads(function, num_workers=1, run_config=config)

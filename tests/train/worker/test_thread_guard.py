@@ -1,4 +1,4 @@
-"""Who may call `report()` and its companions: forked children may not, threads may."""
+"""Tests of drawbar.train._worker.thread_guard: calls from forked children and threads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.train.local_runs import fit, save
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 
-def in_place(function: Callable[[], Any]) -> str:
-    """Run a function; give what it raised."""
+def catch_error(function: Callable[[], Any]) -> str:
+    """Run a function and return the RuntimeError that it raised as text, else ""."""
     try:
         function()
     except RuntimeError as error:
@@ -30,23 +30,23 @@ def in_place(function: Callable[[], Any]) -> str:
     return ""
 
 
-def in_child(function: Callable[[], Any]) -> str:
-    """Do so in a forked child."""
+def catch_error_in_fork(function: Callable[[], Any]) -> str:
+    """Run a function in a forked child and return its error."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        os.write(writer, in_place(function).encode())
+        os.write(writer, catch_error(function).encode())
         os._exit(0)
     os.close(writer)
     os.waitpid(child, 0)
-    with open(reader) as answer:
-        return answer.read()
+    with open(reader) as pipe:
+        return pipe.read()
 
 
-def in_thread(function: Callable[[], Any]) -> str:
-    """Do so in a thread, to its end."""
+def catch_error_in_thread(function: Callable[[], Any]) -> str:
+    """Run a function in another thread and return its error."""
     with ThreadPoolExecutor(1) as helper:
-        return helper.submit(in_place, function).result()
+        return helper.submit(catch_error, function).result()
 
 
 @pytest.mark.parametrize(
@@ -65,22 +65,27 @@ def in_thread(function: Callable[[], Any]) -> str:
         ("register_data_position", lambda: register_data_position("x", lambda: None)),
     ],
 )
-def test_a_forked_child_is_told_who_may_call(name: str, call: Any, tmp_path: Path) -> None:
-    told = fit(lambda: [os.getpid(), in_child(call)], tmp_path).return_value
-    assert told[1].startswith(f"RuntimeError: {name}() was called in process ")
-    assert f"a fork of process {told[0]}, which is rank 0" in told[1]
-    assert told[1].endswith(f"Return it to process {told[0]}, and call {name}() there")
+def test_report_in_forked_child_raises_with_allowed_callers(
+    name: str, call: Any, tmp_path: Path
+) -> None:
+    pid, error = fit(lambda: [os.getpid(), catch_error_in_fork(call)], tmp_path).return_value
+    assert error.startswith(f"RuntimeError: {name}() was called in process ")
+    assert f"a fork of process {pid} (rank 0)" in error
+    assert error.endswith(f"call {name}() in process {pid}.")
 
 
-def test_a_forked_child_knows_its_rank(tmp_path: Path) -> None:
-    def tell() -> None:
+def test_get_context_in_forked_child_returns_rank(tmp_path: Path) -> None:
+    def raise_ranks() -> None:
         context = train.get_context()
         raise RuntimeError(context.get_world_rank(), context.get_world_size())
 
-    assert fit(lambda: in_child(tell), tmp_path).return_value == "RuntimeError: (0, 1)"
+    assert (
+        fit(lambda: catch_error_in_fork(raise_ranks), tmp_path).return_value
+        == "RuntimeError: (0, 1)"
+    )
 
 
-def test_reports_of_many_threads_are_each_numbered_once(tmp_path: Path) -> None:
+def test_reports_of_several_threads_have_unique_indices(tmp_path: Path) -> None:
     def function() -> None:
         def report_many(number: int) -> None:
             for step in range(100):
@@ -95,55 +100,57 @@ def test_reports_of_many_threads_are_each_numbered_once(tmp_path: Path) -> None:
     assert len(result.best_checkpoints) == 4
 
 
-def two_ranks(function: Callable[[], Any], config: RunConfig) -> Result:
-    """Run a function on each of two ranks of a run in worker processes."""
+def fit_two_ranks(function: Callable[[], Any], config: RunConfig) -> Result:
+    """Run a function on two worker processes."""
     return train.DataParallelTrainer(
         function, scaling_config=train.ScalingConfig(num_workers=2), run_config=config
     ).fit()
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_on_several_workers_a_second_thread_is_refused(run_config: RunConfig) -> None:
+def test_report_from_second_thread_with_several_workers_raises(run_config: RunConfig) -> None:
     def function() -> list[str]:
         train.report({})
-        second = [lambda: train.report({}), collective.barrier, lambda: report_buffered({})]
-        return [in_thread(call) for call in second]
+        calls = [lambda: train.report({}), collective.barrier, lambda: report_buffered({})]
+        return [catch_error_in_thread(call) for call in calls]
 
-    for told in two_ranks(function, run_config).return_values:
-        for message, call in zip(told, ("report()", "a collective", "report()"), strict=True):
-            assert f" called {call}, and thread 'training' has reported" in message
+    for errors in fit_two_ranks(function, run_config).return_values:
+        for error, call in zip(errors, ("report()", "a collective", "report()"), strict=True):
+            assert f" called {call}, but thread 'training' has already called" in error
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_on_several_workers_any_one_thread_may_train(run_config: RunConfig) -> None:
+def test_report_from_one_helper_thread_with_several_workers_works(run_config: RunConfig) -> None:
     def function() -> str:
         def train_all() -> None:
             train.report({"ranks": collective.all_gather(train.get_context().get_world_rank())})
             save("from the helper")
 
-        return in_thread(train_all) + in_thread(train_all)
+        return catch_error_in_thread(train_all) + catch_error_in_thread(train_all)
 
-    result = two_ranks(function, run_config)
+    result = fit_two_ranks(function, run_config)
     assert result.return_values == ["", ""]
     assert result.metrics is not None
     assert len(result.best_checkpoints) == 2
 
 
-def test_a_thread_that_an_attempt_left_behind_does_not_report_into_the_next(tmp_path: Path) -> None:
+def test_report_from_thread_of_previous_attempt_raises(tmp_path: Path) -> None:
     def function() -> str:
         context = train.get_context()
         if context.get_attempt() == 0:
             context.cache["pool"] = ThreadPoolExecutor(1)
             context.cache["pool"].submit(train.report, {}).result()
             raise ValueError("the first attempt fails")
-        told: str = context.cache["pool"].submit(in_place, lambda: train.report({})).result()
-        return told
+        error: str = context.cache["pool"].submit(catch_error, lambda: train.report({})).result()
+        return error
 
     result = fit(function, tmp_path, failure_config=FailureConfig(max_failures=1))
-    assert "which began before this attempt of rank 0" in result.return_value
+    assert "which started before this attempt of rank 0" in result.return_value
     assert result.metrics is None
 
 
-def test_in_a_world_of_threads_other_threads_are_told(run_config: RunConfig) -> None:
-    result = run_in_threads(lambda: in_thread(lambda: train.report({})), run_config=run_config)
-    assert "with drawbar.train.testing, any other thread" in result.return_value
+def test_report_from_other_thread_in_run_in_threads_raises(run_config: RunConfig) -> None:
+    result = run_in_threads(
+        lambda: catch_error_in_thread(lambda: train.report({})), run_config=run_config
+    )
+    assert "report() works inside a training function only" in result.return_value

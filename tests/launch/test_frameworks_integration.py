@@ -1,4 +1,4 @@
-"""Scripts of each framework, as they are: the losses are those under torchrun."""
+"""Unchanged scripts of each framework have the same losses as with torchrun."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # torchrun's default
 
 
 @pytest.mark.parametrize(
-    ("name", "same"),
+    ("name", "reference"),
     [
         ("torch_ddp", "torch_ddp"),
-        ("torch_fsdp", "torch_ddp"),  # it takes the same steps
+        ("torch_fsdp", "torch_ddp"),  # takes the same steps
         ("lightning_ddp", "lightning_ddp"),
         ("transformers_trainer", "transformers_trainer"),
         ("trl_sft", "trl_sft"),
     ],
 )
-def test_losses_are_those_under_torchrun(launch: Launch, name: str, same: str) -> None:
+def test_launch_of_framework_script_has_losses_of_torchrun(
+    launch: Launch, name: str, reference: str
+) -> None:
     done = launch("", script=(str(SCRIPTS / f"{name}.py"),), **ONE_THREAD)
     assert done.code == 0, done.err
-    assert losses(done.out) == losses(under_torchrun(same)) != []
+    assert find_losses(done.out) == find_losses(run_torchrun(reference)) != []
 
 
-def test_an_accelerator_finds_what_accelerate_config_has_written(launch: Launch) -> None:
-    config = launch.folder / "accelerate.yaml"
+def test_launch_with_accelerate_config_applies_it(launch: Launch) -> None:
+    config = launch.directory / "accelerate.yaml"
     config.write_text(
         "{compute_environment: LOCAL_MACHINE, distributed_type: MULTI_CPU, use_cpu: true, "
         "mixed_precision: bf16, num_machines: 1, num_processes: 2}"
@@ -42,12 +44,12 @@ def test_an_accelerator_finds_what_accelerate_config_has_written(launch: Launch)
     script = str(SCRIPTS / "accelerate_loop.py")
     done = launch("", "--accelerate-config", str(config), script=(script,), **ONE_THREAD)
     assert done.code == 0, done.err
-    theirs = under_torchrun("accelerate_loop", ACCELERATE_MIXED_PRECISION="bf16")
-    assert losses(done.out) == losses(theirs) != []
+    expected = run_torchrun("accelerate_loop", ACCELERATE_MIXED_PRECISION="bf16")
+    assert find_losses(done.out) == find_losses(expected) != []
 
 
 @functools.cache
-def under_torchrun(name: str, **variables: str) -> bytes:
+def run_torchrun(name: str, **variables: str) -> bytes:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.check_output(
         [sys.executable, "-m", *launcher, str(SCRIPTS / f"{name}.py")],
@@ -55,5 +57,5 @@ def under_torchrun(name: str, **variables: str) -> bytes:
     )
 
 
-def losses(output: bytes) -> list[str]:
+def find_losses(output: bytes) -> list[str]:
     return re.findall(r"loss ([\d.]+)", output.decode())

@@ -1,4 +1,4 @@
-"""`drawbar launch`, as it is called: what a script finds, and what a shell hears of its end."""
+"""`drawbar launch` on the command line: environment of scripts, restarts, signals, exit codes."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from drawbar.train import Result
 from tests.launch.conftest import Launch, Pipe
 
 
-def test_a_script_finds_what_python_and_torchrun_would_give_it(
+def test_launch_gives_scripts_the_environment_of_torchrun(
     launch: Launch, wait_until_gone: Callable[..., None]
 ) -> None:
     done = launch(
         """
         import atexit, json, os, signal, subprocess, sys, threading
 
-        class Kept:
+        class Record:
             number: int = 1
 
         if os.environ["RANK"] == "1":
             sys.stdout.write("only in its log")
-            left = subprocess.Popen(["sleep", "600"], start_new_session=True)
-            with open("left", "w") as file:
-                file.write(str(left.pid))
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            with open("child", "w") as file:
+                file.write(str(child.pid))
             sys.exit()
         names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OWN"]
         names += ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"]
         print(json.dumps({
             "argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path[0],
-            "folder": os.getcwd(), "drawbar": "drawbar.train" in sys.modules,
+            "directory": os.getcwd(), "drawbar": "drawbar.train" in sys.modules,
             "main thread": threading.current_thread() is threading.main_thread(),
-            "main": sys.modules["__main__"].Kept is Kept,
-            "annotations": Kept.__annotations__ == {"number": int},
+            "main": sys.modules["__main__"].Record is Record,
+            "annotations": Record.__annotations__ == {"number": int},
             "variables": [os.environ[name] for name in names],
             "rays": [name for name in os.environ if name.startswith("RAY_")],
             "nice": os.nice(0),
-            "told": os.environ["TORCHELASTIC_RUN_ID"] and int(os.environ["MASTER_PORT"]) > 0,
+            "rendezvous": os.environ["TORCHELASTIC_RUN_ID"] and int(os.environ["MASTER_PORT"]) > 0,
         }))
         signal.signal(signal.SIGUSR2, lambda *_: None)
         sys.stdout.buffer.write(b"\\xff\\x00 as it is\\r\\n")
@@ -61,50 +61,50 @@ def test_a_script_finds_what_python_and_torchrun_would_give_it(
         "argv": ["script.py", "--own", "option", "--name=its own"],
         "name": "__main__",
         "file": str(launch.script),
-        "path": str(launch.folder),
-        "folder": str(launch.folder),
+        "path": str(launch.directory),
+        "directory": str(launch.directory),
         "drawbar": False,
         "main thread": True,
         "main": True,
         "annotations": True,
         "variables": ["0", "0", "2", "2", "0", "by the shell", "0", "2"],
         "rays": [],
-        "nice": os.nice(0) + 15 * (not may_raise_priority()),
-        "told": True,
+        "nice": os.nice(0) + 15 * (not can_raise_priority()),
+        "rendezvous": True,
     }
     assert "--rdzv-backend changes nothing here" in done.err
     assert "to standard error" in done.err
     assert "to standard error" in done.log(0)
     assert done.log(1) == "only in its log"
-    wait_until_gone([int((launch.folder / "left").read_text())])
+    wait_until_gone([int((launch.directory / "child").read_text())])
 
 
-def may_raise_priority() -> bool:
-    """Whether processes of this user may take back that Ray has its workers stand back."""
+def can_raise_priority() -> bool:
+    """Return whether processes of this user can undo the lower priority of Ray workers."""
     code = "import os; os.nice(1); os.setpriority(os.PRIO_PROCESS, 0, os.nice(0) - 1)"
     return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
 
 
-def test_the_first_failure_of_a_module_is_told_last(launch: Launch) -> None:
-    package = launch.folder / "package"
+def test_launch_of_failing_module_prints_first_failure_last(launch: Launch) -> None:
+    package = launch.directory / "package"
     package.mkdir()
     (package / "module.py").write_text(
         "import os, sys\n"
         "def fail():\n"
-        "    raise ValueError(f'what {sys.argv[1:]} does in {__package__}, \\udcff')\n"
+        "    raise ValueError(f'{sys.argv[1:]} failed in {__package__}, \\udcff')\n"
         "if os.environ['RANK'] == '1':\n"
         "    fail()\n"
         "import time; time.sleep(600)\n"
     )
     done = launch("", "-m", script=("package.module", "it"))
     assert done.code == 1
-    assert done.err.splitlines()[-1].strip() == "ValueError: what ['it'] does in package, ?"
+    assert done.err.splitlines()[-1].strip() == "ValueError: ['it'] failed in package, ?"
     assert f"{package}/module.py:3 in fail" in done.err
     assert "program_main" not in done.err + done.log(1)
     assert "runpy" not in done.err + done.log(1)
 
 
-def test_it_starts_anew_in_new_processes_and_its_exit_code_is_that_of_the_first_to_fail(
+def test_launch_restart_uses_new_processes_and_returns_exit_code(
     launch: Launch,
 ) -> None:
     done = launch(
@@ -117,7 +117,7 @@ def test_it_starts_anew_in_new_processes_and_its_exit_code_is_that_of_the_first_
             with train.checkpoint_dir() as path:
                 (path / rank).write_text("saved")
                 train.report({"count": count}, checkpoint=path)
-        saved = sorted(each for each in os.listdir(train.get_checkpoint().path) if each[0] != ".")
+        saved = sorted(name for name in os.listdir(train.get_checkpoint().path) if name[0] != ".")
         print(saved, train.collective.all_gather(rank), flush=True)
         train.collective.barrier()
         if rank == "1" and count == 0:
@@ -135,8 +135,8 @@ def test_it_starts_anew_in_new_processes_and_its_exit_code_is_that_of_the_first_
     assert [start[1] for start in starts] == ["0", "1"]
     assert starts[0][4] != starts[1][4]  # another process
     assert starts[0][6] == starts[1][6]  # of the same worker
-    told = [line for line in done.out.decode().splitlines() if line.startswith("[")]
-    assert told == ["['0', '1'] ['0', '1']"] * 2
+    lines = [line for line in done.out.decode().splitlines() if line.startswith("[")]
+    assert lines == ["['0', '1'] ['0', '1']"] * 2
     assert Result.from_path(done.run).metrics == {"count": 0}
 
 
@@ -146,15 +146,15 @@ def test_launch_after_sighup_or_ctrl_c_cleans_up_and_a_second_ctrl_c_kills(
     source = f"""
         import os, time
 
-        def tell(*words):
-            with open({str(launch.folder / "pipe")!r}, "w") as file:
+        def send(*words):
+            with open({str(launch.directory / "pipe")!r}, "w") as file:
                 print(*words, file=file)
 
         try:
-            tell(os.getpid())
+            send(os.getpid())
             time.sleep(600)
         finally:
-            tell("cleans up")
+            send("cleanup")
             if {{endless}}:
                 time.sleep(600)
         """
@@ -162,21 +162,21 @@ def test_launch_after_sighup_or_ctrl_c_cleans_up_and_a_second_ctrl_c_kills(
         with launch.start(source.format(endless=endless)) as process:
             pids = [int(pipe.hear(process)[0]) for _ in range(2)]
             os.kill(process.pid, number)
-            assert [pipe.hear(process) for _ in range(2)] == [["cleans", "up"]] * 2
+            assert [pipe.hear(process) for _ in range(2)] == [["cleanup"]] * 2
             if endless:
                 os.kill(process.pid, signal.SIGINT)
-            assert launch.ended(process).code == code
+            assert launch.wait_for_end(process).code == code
         wait_until_gone(pids)
 
 
-def test_a_script_that_neither_writes_nor_computes_hangs(launch: Launch) -> None:
+def test_launch_of_inactive_script_reports_a_hang(launch: Launch) -> None:
     done = launch(
         """
         import os, signal, threading, time
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGSTOP)
-        began = time.process_time()
-        while time.process_time() - began < 2.2:  # longer than it may be silent
+        start = time.process_time()
+        while time.process_time() - start < 2.2:  # longer than the hang timeout
             pass
         threading.Event().wait()
         """,
@@ -188,42 +188,42 @@ def test_a_script_that_neither_writes_nor_computes_hangs(launch: Launch) -> None
     assert re.search(r"rank 1: stopped \(state T\): kill -CONT \d+ on \S+$", done.err, re.M)
 
 
-def test_a_killed_rank_is_started_anew_as_under_torchrun_then_128_and_the_signal(
+def test_launch_after_sigkill_restarts_and_exits_with_128_plus_signal(
     launch: Launch,
 ) -> None:
     source = """
         import os, signal, sys
         count = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        meeting = f"{sys.argv[1]}_{count}"
+        fifo = f"{sys.argv[1]}_{count}"
         if os.environ["RANK"] == "0":
             print("start", count, flush=True)
-            open(meeting, "w")
+            open(fifo, "w")
             signal.pause()
-        open(meeting)
+        open(fifo)
         os.kill(os.getpid(), signal.SIGKILL if count == "0" else signal.SIGSEGV)
         """
-    for name in ("here_0", "here_1", "there_0", "there_1"):
-        os.mkfifo(launch.folder / name)
+    for name in ("drawbar_0", "drawbar_1", "torchrun_0", "torchrun_1"):
+        os.mkfifo(launch.directory / name)
     process = launch.start(
-        source, *("--nproc_per_node=2", "--max-restarts", "1"), script=("script.py", "here")
+        source, *("--nproc_per_node=2", "--max-restarts", "1"), script=("script.py", "drawbar")
     )
-    theirs = subprocess.run(
+    torchrun = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
-            *("--standalone", "--max-restarts", "1", "script.py", "there"),
+            *("--standalone", "--max-restarts", "1", "script.py", "torchrun"),
         ],
-        cwd=launch.folder,
+        cwd=launch.directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    done = launch.ended(process)
+    done = launch.wait_for_end(process)
     assert done.out == b"start 0\nstart 1\n", done.err
-    assert theirs.stdout == done.out
-    assert (done.code, theirs.returncode) == (128 + signal.SIGSEGV, 1)
+    assert torchrun.stdout == done.out
+    assert (done.code, torchrun.returncode) == (128 + signal.SIGSEGV, 1)
     assert "killed by SIGSEGV" in done.err
 
 
-def test_an_elastic_script_ends_when_nobody_reads_its_output_as_under_torchrun(
+def test_launch_with_closed_stdout_stops_the_run(
     launch: Launch,
 ) -> None:
     source = """
@@ -238,12 +238,12 @@ def test_an_elastic_script_ends_when_nobody_reads_its_output_as_under_torchrun(
         assert process.stderr is not None
         assert process.stdout.readline() == b"3\n"
         process.stdout.close()
-        told = process.stderr.read()
+        err = process.stderr.read()
     assert process.returncode == 1
-    assert b"stopped, since nobody reads its standard output any more; --name run goes on" in told
+    assert b"stopped, since nobody reads its standard output any more; --name run goes on" in err
 
 
-def test_signals_to_the_process_group_end_a_run_on_a_ray_of_its_own_in_order(
+def test_standalone_launch_after_sigterm_to_process_group_cleans_up(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "script.py"
@@ -253,7 +253,7 @@ def test_signals_to_the_process_group_end_a_run_on_a_ray_of_its_own_in_order(
         "    print('runs', flush=True)\n"
         "    signal.pause()\n"
         "finally:\n"
-        "    print('cleans up')\n"
+        "    print('cleanup')\n"
     )
     process = subprocess.Popen(
         [
@@ -271,34 +271,34 @@ def test_signals_to_the_process_group_end_a_run_on_a_ray_of_its_own_in_order(
     os.killpg(process.pid, signal.SIGTERM)
     process.send_signal(signal.SIGTERM)  # as `timeout` does
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (143, "cleans up\n"), err
+    assert (process.returncode, out) == (143, "cleanup\n"), err
     assert "stopped by SIGTERM; --name run goes on from the newest checkpoint" in err
     assert '"outcome":"stopped"' in (tmp_path / "run/journal.jsonl").read_text().splitlines()[-1]
 
 
-def test_a_ray_that_is_not_there_or_does_not_start_is_one_line(
+def test_launch_without_reachable_ray_prints_one_line_error(
     tmp_path: Path, ray_cluster: None
 ) -> None:
     (tmp_path / "script.py").touch()
-    # Without what the tests' own Ray has set, on which it depends what Ray says.
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    # Without the variables of the tests' Ray, because Ray's message depends on them.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens
-        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
-        started = [
+        closed.bind(("127.0.0.1", 0))  # no process listens
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "drawbar.cli", "launch", *options, "script.py"],
                 cwd=tmp_path,
-                env={**own, "RAY_TMPDIR": str(tmp_path / ("long" * 30))},
+                env={**env, "RAY_TMPDIR": str(tmp_path / ("long" * 30))},
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            # The tests' own Ray is a program's: nobody else joins it unasked.
-            for options in (["--address", nowhere], ["--standalone"], ["--detach"])
+            # The tests' Ray was started by a program, so others do not join it automatically.
+            for options in (["--address", address], ["--standalone"], ["--detach"])
         ]
-        told = [process.communicate(timeout=60)[1] for process in started]
-    assert [process.returncode for process in started] == [2, 2, 2]
-    assert f"drawbar: there is no Ray at {nowhere}: " in told[0]
-    assert "AF_UNIX" in told[1]
-    assert "--detach needs a Ray that stays" in told[2]
-    assert [each.count("\n") for each in told] == [1, 1, 1], told
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2, 2]
+    assert f"drawbar: there is no Ray at {address}: " in errors[0]
+    assert "AF_UNIX" in errors[1]
+    assert "--detach needs a Ray that stays" in errors[2]
+    assert [error.count("\n") for error in errors] == [1, 1, 1], errors

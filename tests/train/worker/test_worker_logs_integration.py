@@ -1,4 +1,4 @@
-"""What the workers print: all of it in the run's files, what is worth showing on the console."""
+"""Worker output in the log files of a run and on the console."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
-WAYS = ("printed", "warned", "written", "logged", "echoed")
+METHODS = ("printed", "warned", "written", "logged", "echoed")
 
 
-def speak() -> None:
-    """Say something in every way there is, with the rank, and redraw a bar a thousand times."""
+def write_output() -> None:
+    """Write a line with each method, and redraw a progress bar 1,000 times."""
     rank = train.get_context().get_world_rank()
     print("printed by", rank)
     print("warned by", rank, file=sys.stderr)
@@ -48,7 +48,7 @@ def speak() -> None:
 
 def fit(storage: Path, log_level: str = "INFO") -> None:
     DataParallelTrainer(
-        speak,
+        write_output,
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
             name="run", storage_path=storage, logging_config=LoggingConfig(log_level=log_level)
@@ -57,8 +57,8 @@ def fit(storage: Path, log_level: str = "INFO") -> None:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What one run said: the lines of the driver's two streams, and the run's log files."""
+class RunOutput:
+    """Output of one run: lines of the driver's stdout and stderr, and text of the log files."""
 
     out: list[str]
     err: list[str]
@@ -66,49 +66,51 @@ class Said:
 
 
 @pytest.fixture(scope="module")
-def said(ray_cluster: None, drivers: Drivers, tmp_path_factory: pytest.TempPathFactory) -> Said:
+def run_output(
+    ray_cluster: None, drivers: Drivers, tmp_path_factory: pytest.TempPathFactory
+) -> RunOutput:
     storage = tmp_path_factory.mktemp("logs")
     out, err = drivers.run(lambda: fit(storage))
     logs = [(storage / "run" / "logs" / f"rank_{rank}.log").read_text() for rank in range(2)]
-    return Said(out.splitlines(), err.splitlines(), logs)
+    return RunOutput(out.splitlines(), err.splitlines(), logs)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_ranks_file_has_all_that_it_and_its_children_said(said: Said, rank: int) -> None:
-    for way in WAYS:
-        assert said.logs[rank].count(f"{way} by {rank}\n") == 1
-    assert said.logs[rank].count(f"bar of {rank}: ") >= 1000
+def test_rank_log_contains_output_of_worker_and_children(run_output: RunOutput, rank: int) -> None:
+    for method in METHODS:
+        assert run_output.logs[rank].count(f"{method} by {rank}\n") == 1
+    assert run_output.logs[rank].count(f"bar of {rank}: ") >= 1000
 
 
-def test_the_console_has_rank_0s_lines_once_and_as_they_are(said: Said) -> None:
-    assert said.out == ["printed by 0"]
-    for way in WAYS[1:]:
-        assert said.err.count(f"{way} by 0") == 1
+def test_console_shows_lines_of_rank_0_once(run_output: RunOutput) -> None:
+    assert run_output.out == ["printed by 0"]
+    for method in METHODS[1:]:
+        assert run_output.err.count(f"{method} by 0") == 1
 
 
-def test_the_console_has_of_the_others_the_errors_only(said: Said) -> None:
-    of_rank_1 = [line for line in said.err if "by 1" in line or "of 1" in line]
-    assert of_rank_1 == ["[rank 1] ERROR mine: logged by 1"]
+def test_console_shows_only_errors_of_other_ranks(run_output: RunOutput) -> None:
+    lines_of_rank_1 = [line for line in run_output.err if "by 1" in line or "of 1" in line]
+    assert lines_of_rank_1 == ["[rank 1] ERROR mine: logged by 1"]
 
 
-def test_a_progress_bar_does_not_flood_the_console(said: Said) -> None:
-    bars = [line for line in said.err if line.startswith("bar of 0:")]
+def test_console_with_progress_bar_shows_few_lines(run_output: RunOutput) -> None:
+    bars = [line for line in run_output.err if line.startswith("bar of 0:")]
     assert 1 <= len(bars) < 20
     assert bars[-1].startswith("bar of 0: 100%")
 
 
-def test_ray_forwards_nothing_a_second_time(said: Said) -> None:
-    assert not [line for line in said.out + said.err if "pid=" in line]
+def test_ray_does_not_forward_worker_output_again(run_output: RunOutput) -> None:
+    assert not [line for line in run_output.out + run_output.err if "pid=" in line]
 
 
 @pytest.mark.parametrize(("level", "shows_rank_0"), [("WARNING", True), ("ERROR", False)])
-def test_the_level_says_what_the_console_shows(
+def test_console_with_log_level_shows_matching_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], level: str, shows_rank_0: bool
 ) -> None:
     fit(tmp_path, level)
     out, err = capsys.readouterr()
     notices = [line for line in err.splitlines() if line.startswith("[drawbar")]
-    assert all("are starting" in line for line in notices)  # on a machine that is slow today
+    assert all("are starting" in line for line in notices)  # on a slow machine
     assert ("printed by 0" in out) == ("warned by 0" in err) == shows_rank_0
     assert ("echoed by 0" in err) == ("written by 0" in err) == shows_rank_0
     assert ("\nERROR mine: logged by 0" in f"\n{err}") != shows_rank_0
@@ -117,15 +119,15 @@ def test_the_level_says_what_the_console_shows(
     assert "printed by 0" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
-@pytest.mark.parametrize("stops", [False, True])
-def test_the_console_has_what_rank_0_prints_when_another_failed_or_the_user_stops_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], pipe: Pipe, stops: bool
+@pytest.mark.parametrize("should_stop", [False, True])
+def test_console_shows_cleanup_output_of_rank_0_after_failure_or_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pipe: Pipe, should_stop: bool
 ) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
 
     def function() -> None:
-        if train.get_context().get_world_rank() == 1 and not stops:
+        if train.get_context().get_world_rank() == 1 and not should_stop:
             gate.read_text()
             raise ValueError("boom")
         try:
@@ -142,7 +144,7 @@ def test_the_console_has_what_rank_0_prints_when_another_failed_or_the_user_stop
         run_config=RunConfig(name="run", storage_path=tmp_path),
     ).start()
     assert pipe.hear() == ["here"]
-    if stops:
+    if should_stop:
         run.stop(save=False)
     else:
         gate.write_text("")
