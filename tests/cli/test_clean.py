@@ -184,7 +184,7 @@ def test_what_cannot_be_deleted_is_named_and_the_rest_goes(storage: Path) -> Non
         fcntl.flock(journal, fcntl.LOCK_EX)  # it goes on from here
         stays = _delete_all(leftovers)
     assert list(stays) == [str(stages[0].parent)]
-    assert "is going on in another process" in stays[str(stages[0].parent)]
+    assert "is in use by a run in another process" in stays[str(stages[0].parent)]
     assert [stage.exists() for stage in stages] == [True, False]
 
 

@@ -138,7 +138,7 @@ def test_what_cannot_be_opened_is_named_beside_the_rest(drawbar: Command, storag
     assert [row[0] for row in rows[:3]] == ["failed", "short", "long"]
     names = ("fifo", "folder", "linked")
     assert rows[3:] == [[name, "unknown", "(damaged)"] for name in names]
-    found = {"fifo": "a FIFO", "folder": "a folder", "linked": "a symbolic link that leads back"}
+    found = {"fifo": "a FIFO", "folder": "a directory", "linked": "a symbolic link that leads back"}
     for name, what in found.items():
         assert f"is {what}" in drawbar("show", storage / name).out
     assert drawbar("show", storage / "long").code == 0
@@ -146,7 +146,7 @@ def test_what_cannot_be_opened_is_named_beside_the_rest(drawbar: Command, storag
     log.unlink()
     log.mkdir()
     told = drawbar("logs", storage / "long")
-    assert (told.code, told.err) == (2, f"drawbar: {log}: it is a folder, and no file\n")
+    assert (told.code, told.err) == (2, f"drawbar: {log}: is a directory, not a file\n")
 
 
 def test_what_is_no_manifest_and_no_list_is_named_beside_the_rest(

@@ -69,7 +69,7 @@ def times(count: int, event: str, **found: Any) -> Callable[[list[Line]], list[L
         (times(0, "attempt_started", attempt=1), "in attempt 1 stands where"),
         (times(2, "attempt_started", attempt=1), "attempt 1 follows 1"),
         (times(2, "checkpoint", index=1), "checkpoint 1 follows 1"),
-        (times(0, "checkpoint_deleted"), "a committed checkpoint is lost: there is no checkpoint"),
+        (times(0, "checkpoint_deleted"), "a committed checkpoint is lost: Checkpoint"),
     ],
 )
 def test_what_a_journal_cannot_have_is_told(
@@ -100,5 +100,5 @@ def test_ranks_of_an_elastic_group_may_come_and_go(tmp_path: Path) -> None:
 
 def test_a_changed_checkpoint_is_told(run: Path) -> None:
     (run / "checkpoint_000002" / "rank_1").write_text("9")
-    with pytest.raises(AssertionError, match=r"a committed checkpoint is lost: .* was altered"):
+    with pytest.raises(AssertionError, match=r"a committed checkpoint is lost: .* was changed"):
         check_run(run)

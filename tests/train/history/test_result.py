@@ -215,7 +215,7 @@ def test_a_checkpoint_whose_file_was_still_written_is_told_and_left_out(
 
     assert fit(function, tmp_path).checkpoint is None
     file = tmp_path / "run" / "checkpoint_000000" / "rows"
-    assert f"left out of the result: {file} has 8 bytes, the commit has 0" in caplog.text
+    assert f"left out of the result: {file} has 8 bytes, but the commit has 0" in caplog.text
 
 
 def test_a_failed_run_has_its_error_and_its_checkpoints(tmp_path: Path) -> None:

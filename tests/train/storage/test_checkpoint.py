@@ -60,7 +60,7 @@ def test_a_checkpoint_is_made_of_anything_that_has_a_path(tmp_path: Path, kind: 
 
 @pytest.mark.parametrize("path", [None, 5, b"/tmp", {"a": 1}])
 def test_what_is_no_path_is_told(path: Any) -> None:
-    with pytest.raises(TypeError, match="Checkpoint takes the path of a directory, found"):
+    with pytest.raises(TypeError, match="must be the path or URI of a directory"):
         Checkpoint(path)
 
 
@@ -137,7 +137,7 @@ def test_to_directory_replaces_files_of_an_earlier_copy(
 
 
 def test_copying_a_checkpoint_onto_itself_does_not_harm_it(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ValueError, match=r"to_directory\(\) was given the checkpoint's own"):
+    with pytest.raises(ValueError, match=r"to_directory\(path=.*\) is the checkpoint itself"):
         checkpoint.to_directory(checkpoint.path)
     checkpoint.verify()
 
@@ -150,7 +150,7 @@ def enter(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize("use", [enter, Checkpoint.to_directory, Checkpoint.verify])
 def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path, use: Any) -> None:
     missing = Checkpoint(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=f"no checkpoint at {missing.path}: not a directory"):
+    with pytest.raises(CheckpointError, match=f"Checkpoint {missing.path} does not exist"):
         use(missing)
 
 
@@ -173,7 +173,7 @@ def test_metadata_that_is_no_json_leaves_the_old(checkpoint: Checkpoint) -> None
 
 
 def test_metadata_that_is_no_mapping_is_refused(checkpoint: Checkpoint) -> None:
-    with pytest.raises(TypeError, match=r"metadata must be a mapping, found 3 \(int\)"):
+    with pytest.raises(TypeError, match=r"metadata must be a mapping, not 3 \(int\)"):
         checkpoint.set_metadata(cast(Any, 3))
 
 
@@ -216,13 +216,13 @@ def damage_checksums(path: Path) -> None:
     ("damage", "message"),
     [
         (remove, "deep/state is missing"),
-        (truncate, "model.pt has 3 bytes, the commit has 7"),
-        (lengthen, "model.pt has 8 bytes, the commit has 7"),
+        (truncate, "model.pt has 3 bytes, but the commit has 7"),
+        (lengthen, "model.pt has 8 bytes, but the commit has 7"),
         (
             alter,
-            r"model.pt was altered after the commit: its xxh3 is \w{16}, the commit has \w{16}",
+            r"model.pt was changed after the commit: its xxh3 is \w{16}, but the commit has \w{16}",
         ),
-        (drop_manifest, "holds no manifest: it was never committed"),
+        (drop_manifest, "has no readable manifest \(.drawbar.json\). It was never committed"),
         (damage_checksums, ".drawbar-checksums.json cannot be read"),
     ],
 )

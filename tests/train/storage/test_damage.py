@@ -411,7 +411,7 @@ def test_a_run_whose_newest_checkpoint_is_lost_is_whole_again_when_it_goes_on(
 def test_a_folder_in_the_place_of_the_journal_is_named(tmp_path: Path) -> None:
     journal = tmp_path / "run" / "journal.jsonl"
     journal.mkdir(parents=True)
-    told = f"{journal} is a folder, where the journal"
+    told = f"{journal} must be the journal of a run, but is a directory"
     with pytest.raises(DamagedRunError, match=told):
         fit(two_steps, tmp_path)
     with pytest.raises(DamagedRunError, match=told):
@@ -419,7 +419,7 @@ def test_a_folder_in_the_place_of_the_journal_is_named(tmp_path: Path) -> None:
 
 
 def test_the_home_of_a_user_who_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="the home of a user 'no-such-user', whom this machine"):
+    with pytest.raises(ValueError, match="the home directory of user 'no-such-user'"):
         fit(two_steps, Path("~no-such-user/runs"))
 
 

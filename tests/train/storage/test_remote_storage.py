@@ -267,7 +267,7 @@ def test_a_folder_of_the_users_is_not_written_into(storage: dict[str, Any]) -> N
     result.filesystem.create_dir(users)
     with result.filesystem.open_output_stream(f"{users}/model") as stream:
         stream.write(b"x")
-    with pytest.raises(WorkerGroupError, match="checkpoint_000003 is there and is no checkpoint"):
+    with pytest.raises(WorkerGroupError, match="checkpoint_000003 exists, but Drawbar did not"):
         fit(lambda: save("3"), storage, resume="must")
     with result.filesystem.open_input_stream(f"{users}/model") as stream:
         assert stream.read() == b"x"
@@ -295,7 +295,7 @@ def test_a_changed_file_is_found(storage: dict[str, Any]) -> None:
     assert not checkpoint.is_local
     with checkpoint.filesystem.open_output_stream(f"{checkpoint.path}/model") as stream:
         stream.write(b"3")
-    with pytest.raises(CheckpointError, match="model was altered after the commit"):
+    with pytest.raises(CheckpointError, match="model was changed after the commit"):
         checkpoint.verify()
 
 
@@ -314,7 +314,7 @@ def test_a_remote_checkpoint_has_no_local_path() -> None:
     assert repr(checkpoint).startswith("Checkpoint('memory://somewhere/there'")
     with pytest.raises(TypeError, match="as_directory"):
         Path(checkpoint)
-    with pytest.raises(CheckpointError, match="there is no checkpoint at memory://somewhere/there"):
+    with pytest.raises(CheckpointError, match="Checkpoint memory://somewhere/there does not exist"):
         checkpoint.to_directory()
 
 
@@ -396,10 +396,10 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
 
 
 def test_an_unknown_scheme_is_told() -> None:
-    with pytest.raises(ValueError, match="neither pyarrow nor fsspec knows nowhere://"):
+    with pytest.raises(ValueError, match="nowhere://, which neither pyarrow nor fsspec supports"):
         fit(three_steps(), {"storage_path": "nowhere://x"})
 
 
 def test_what_is_no_filesystem_is_told() -> None:
-    with pytest.raises(TypeError, match="the filesystem must be a pyarrow"):
+    with pytest.raises(TypeError, match="filesystem must be a pyarrow"):
         fit(three_steps(), {"storage_path": "x", "storage_filesystem": fsspec})

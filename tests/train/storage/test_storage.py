@@ -152,7 +152,7 @@ def test_the_trainers_metadata_is_put_in_unless_the_user_saved_one(run: RunDirec
 
 def test_the_name_of_a_committed_checkpoint_is_refused(run: RunDirectory) -> None:
     commit(run, part(stage(run, {"a": "first"})))
-    with pytest.raises(FileExistsError, match="give each checkpoint its own checkpoint_dir_name"):
+    with pytest.raises(FileExistsError, match="Use a different checkpoint_dir_name"):
         commit(run, part(stage(run, {"a": "second"})))
     assert read(run.local_path / "c") == {"a": "first"}
 
@@ -171,7 +171,7 @@ def test_a_checkpoint_never_takes_the_place_of_the_runs_own_files(
     run.journal_path.write_text("events")
     run.trainer_path.write_text("state")
     run.get_log_path(0).write_text("output")
-    with pytest.raises(FileExistsError, match=f"/run/{name} is there and is no checkpoint"):
+    with pytest.raises(FileExistsError, match=f"/run/{name} exists, but Drawbar did not"):
         commit(run, part(stage(run, {"a": "a"})), name=name)
     assert (run.journal_path.read_text(), run.trainer_path.read_text()) == ("events", "state")
     assert run.get_log_path(0).read_text() == "output"
@@ -210,8 +210,8 @@ def test_links_are_followed_and_empty_folders_left_out(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / "a" / "up").symlink_to(folder), "a symbolic link back to"),
         (lambda folder: (folder / "a" / "self").symlink_to("."), "a symbolic link back to"),
-        (lambda folder: (folder / "nowhere").symlink_to("gone"), "to gone, where nothing is"),
-        (lambda folder: os.mkfifo(folder / "pipe"), "no file, no folder"),
+        (lambda folder: (folder / "nowhere").symlink_to("gone"), "to gone, which does not exist"),
+        (lambda folder: os.mkfifo(folder / "pipe"), "neither a file, nor a directory"),
     ],
 )
 def test_what_cannot_be_saved_is_told(tmp_path: Path, spoil: Any, told: str) -> None:
@@ -419,7 +419,7 @@ def test_a_manifest_that_names_what_lies_elsewhere_is_damage(run: RunDirectory, 
     (place / MANIFEST_FILE).write_text(text.replace('"file"', json.dumps(path)))
     assert run.checkpoints.list_intact() == []
     assert run.checkpoints.list_damaged() == ["checkpoint_000001"]
-    with pytest.raises(CheckpointError, match="its manifest cannot be read"):
+    with pytest.raises(CheckpointError, match="manifest is damaged"):
         Checkpoint(place).verify()
 
 
@@ -427,7 +427,7 @@ def test_a_manifest_that_names_what_lies_elsewhere_is_damage(run: RunDirectory, 
 def test_checksums_of_what_lies_elsewhere_are_damage(run: RunDirectory, path: str) -> None:
     place = commit(run, part(stage(run, {"a": "a"})))
     (place / CHECKSUMS_FILE).write_text(json.dumps({path: "0" * 16}))
-    with pytest.raises(CheckpointError, match=r"checksums\.json cannot be read: .* is no path"):
+    with pytest.raises(CheckpointError, match=r"checksums\.json cannot be read: .* is not a valid"):
         Checkpoint(place).verify()
 
 
@@ -435,7 +435,7 @@ def test_checksums_of_what_lies_elsewhere_are_damage(run: RunDirectory, path: st
 def test_a_journal_that_names_what_lies_elsewhere_is_damaged(run: RunDirectory, name: str) -> None:
     event = {"event": "checkpoint_deleted", "time": 1.0, "name": name}
     run.journal_path.write_text(json.dumps(event) + "\n")
-    with pytest.raises(DamagedRunError, match=r"line 1 of .* is no path of a file"):
+    with pytest.raises(DamagedRunError, match=r"line 1 of .* is not a valid path of a file"):
         read_events(run)
 
 
@@ -459,7 +459,7 @@ def test_a_listing_of_what_lies_elsewhere_is_damage(tmp_path: Path, name: str, k
     (tmp_path / "run").mkdir()
     folder = resolve_path(tmp_path / "run", Lying(name, kind))
     assert isinstance(folder, RemotePath)
-    with pytest.raises(CheckpointError, match="is no path of a file"):
+    with pytest.raises(CheckpointError, match="is not a valid path of a file"):
         folder.list_files() if kind == "file" else folder.list_directories()
 
 

@@ -296,7 +296,7 @@ def test_a_folder_of_the_users_is_not_replaced_by_a_checkpoint(tmp_path: Path) -
         save("b")
 
     for _ in range(2):
-        with pytest.raises(ControllerError, match=f"{users} is there and is no checkpoint that Dr"):
+        with pytest.raises(ControllerError, match=f"{users} exists, but Drawbar did not"):
             fit(function, tmp_path)
     assert content(users) == {"notes": "n"}
     users.rename(tmp_path / "away")

@@ -311,7 +311,7 @@ def test_a_function_that_takes_long_is_told(
         return texts[0]
 
     result = fit(save, tmp_path)
-    told = "checkpoint_upload_fn for checkpoint checkpoint_000000 of rank_0 takes long"
+    told = "checkpoint_upload_fn for checkpoint checkpoint_000000 of rank_0 is slow"
     assert result.return_value.startswith(told)
     assert content(result.checkpoint) == {"model": "m"}
 
@@ -339,7 +339,7 @@ def test_a_name_is_given_once(storage_path: str) -> None:
                 (path / "model").write_text(text)
                 train.report({}, checkpoint=path, checkpoint_dir_name="best")
 
-    with pytest.raises(train.ControllerError, match="is a committed checkpoint already"):
+    with pytest.raises(train.ControllerError, match="best is already committed"):
         fit(function, storage_path)
     run = f"{storage_path}/run"
     assert content(Result.from_path(run).checkpoint) == {"model": "a"}
