@@ -65,8 +65,8 @@ def times(count: int, event: str, **found: Any) -> Callable[[list[Line]], list[L
     ("change", "told"),
     [
         (times(0, "report", rank=1, index=0), r"checkpoint 0 came before the reports of \[1\]"),
-        (times(2, "report", rank=0, index=1), "report 1 of rank 0 in attempt 0 stands where"),
-        (times(0, "attempt_started", attempt=1), "in attempt 1 stands where"),
+        (times(2, "report", rank=0, index=1), "report 1 of rank 0 in attempt 0 is out of order"),
+        (times(0, "attempt_started", attempt=1), "in attempt 1 is out of order"),
         (times(2, "attempt_started", attempt=1), "attempt 1 follows 1"),
         (times(2, "checkpoint", index=1), "checkpoint 1 follows 1"),
         (times(0, "checkpoint_deleted"), "a committed checkpoint is lost: Checkpoint"),

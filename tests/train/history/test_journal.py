@@ -123,7 +123,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(
 ) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:3], damage, *lines[3:]]))
-    with pytest.raises(DamagedRunError, match=f"line 4 of {path} cannot be read"):
+    with pytest.raises(DamagedRunError, match=f"Line 4 of {path} cannot be read"):
         list(replay(path))
 
 

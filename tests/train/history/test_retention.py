@@ -132,11 +132,11 @@ def test_what_is_being_validated_stays_and_pushes_nothing_out(
     [
         ([], "loss", None),
         ([None, 1], "loss", None),
-        ([1, 2], "los", "c1 has no such metric. There are 'loss'; did you mean 'loss'?"),
-        ([1, None], "los", "c1 has no such metric. There are no metrics"),
+        ([1, 2], "los", "c1 does not have this metric. There are 'loss'; did you mean 'loss'?"),
+        ([1, None], "los", "c1 does not have this metric. There are no metrics"),
         ([1, {"train": 2}], "loss", None),
         ([None, {"train": 2}], "loss/val", "There are 'loss/train'"),
-        ([None, float("nan")], "loss", "that is nan in c1, which ranks nothing"),
+        ([None, float("nan")], "loss", "nan in c1 cannot rank checkpoints"),
     ],
 )
 def test_why_unranked(losses: list[Any], attribute: str, told: str | None) -> None:

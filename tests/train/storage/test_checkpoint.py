@@ -222,7 +222,7 @@ def damage_checksums(path: Path) -> None:
             alter,
             r"model.pt was changed after the commit: its xxh3 is \w{16}, but the commit has \w{16}",
         ),
-        (drop_manifest, "has no readable manifest \(.drawbar.json\). It was never committed"),
+        (drop_manifest, r"has no readable manifest \(.drawbar.json\). It was never committed"),
         (damage_checksums, ".drawbar-checksums.json cannot be read"),
     ],
 )

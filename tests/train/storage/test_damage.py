@@ -94,7 +94,9 @@ def test_who_reads_a_run_whose_journal_is_lost_is_told(
     run: Path, lose: Callable[[Path], None], read: Callable[[Path], Any]
 ) -> None:
     lose(run)
-    with pytest.raises(DamagedRunError, match=r"journal\.jsonl is empty or gone, and checkpoint_0"):
+    with pytest.raises(
+        DamagedRunError, match=r"journal\.jsonl is empty or missing, although checkpoint_0"
+    ):
         read(run)
     assert DataParallelTrainer.restore(run).fit().return_value == 1
 
@@ -170,7 +172,7 @@ def test_a_line_and_a_manifest_that_are_nested_too_deeply_are_damage(run: Path) 
     with open(run / "journal.jsonl", "ab") as journal:
         journal.write(NESTED + b"\n")
     (run / "checkpoint_000001" / ".drawbar.json").write_bytes(NESTED)
-    with pytest.raises(DamagedRunError, match=r"line \d+ of .* cannot be read"):
+    with pytest.raises(DamagedRunError, match=r"Line \d+ of .* cannot be read"):
         Result.from_path(run)
     result = fit(two_steps, run.parent)
     assert content(result.checkpoint) == "b"
@@ -348,7 +350,7 @@ def test_run_whose_directory_is_deleted_fails_with_its_path(
         shutil.rmtree(tmp_path / "deleted")
         then()
 
-    expected = f"{tmp_path}/run, or the journal in it, was deleted or moved while the run .*{told}"
+    expected = f"{tmp_path}/run or its journal was deleted or moved during the run, .*{told}"
     with pytest.raises(ControllerError, match=expected):
         fit(function, tmp_path)
 

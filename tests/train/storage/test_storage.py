@@ -435,7 +435,7 @@ def test_checksums_of_what_lies_elsewhere_are_damage(run: RunDirectory, path: st
 def test_a_journal_that_names_what_lies_elsewhere_is_damaged(run: RunDirectory, name: str) -> None:
     event = {"event": "checkpoint_deleted", "time": 1.0, "name": name}
     run.journal_path.write_text(json.dumps(event) + "\n")
-    with pytest.raises(DamagedRunError, match=r"line 1 of .* is not a valid path of a file"):
+    with pytest.raises(DamagedRunError, match=r"Line 1 of .* is not a valid path of a file"):
         read_events(run)
 
 
