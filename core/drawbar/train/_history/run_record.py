@@ -214,7 +214,9 @@ class RunRecord:
         manifests, errors = self._directory.checkpoints.list_readable()
         if self.status in (*FINAL_STATUSES, INTERRUPTED):
             missing = sorted(
-                list_committed_names(self._events) - {manifest.name for manifest in manifests} - set(errors)
+                list_committed_names(self._events)
+                - {manifest.name for manifest in manifests}
+                - set(errors)
             )
             reason = f"it does not exist, or has no readable {MANIFEST_FILE}"
             errors |= dict.fromkeys(missing, reason)
