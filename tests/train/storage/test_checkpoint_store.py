@@ -155,8 +155,8 @@ def test_commit_adds_trainer_metadata_unless_user_saved_some(run: RunDirectory) 
     for name, staged in (("plain", plain), ("custom", custom)):
         commit(run, stage_files(staged), name=name, metadata=b'{"trainer": 1}')
     assert Checkpoint(run.local_path / "plain").get_metadata() == {"trainer": 1}
-    assert Checkpoint(run.local_path / "own").get_metadata() == {"mine": 1}
-    Checkpoint(run.local_path / "own").verify()
+    assert Checkpoint(run.local_path / "custom").get_metadata() == {"mine": 1}
+    Checkpoint(run.local_path / "custom").verify()
 
 
 def test_commit_with_name_of_committed_checkpoint_raises(run: RunDirectory) -> None:

@@ -66,7 +66,7 @@ def start_two_nodes(path: Path) -> Iterator[None]:
         ["unshare", "-m", "sh", "-c", f"{command} --block"], stdout=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 60
-    while len([node for node in ray.nodes() if node["Alive"]]) < 2:  # type: ignore[no-untyped-call]
+    while len([info for info in ray.nodes() if info["Alive"]]) < 2:  # type: ignore[no-untyped-call]
         assert time.monotonic() < deadline, "the second node did not start"
     yield
     node.terminate()

@@ -187,7 +187,7 @@ def test_resume_with_truncated_remote_journal_continues_it(storage: dict[str, An
 
 
 def test_runs_with_same_path_on_two_filesystems_are_separate(tmp_path: Path) -> None:
-    for name in ("first", "other"):
+    for name in ("first", "second"):
         (tmp_path / name).mkdir()
     first, second = (
         {

@@ -68,9 +68,9 @@ LINKED = {
     "snapshots/main/model": "weights",
     "file": "x",
     "chain": "x",
-    "folder/x": "x",
-    "folder/deep/y": "y",
-    "folder/inner/y": "y",
+    "directory/x": "x",
+    "directory/deep/y": "y",
+    "directory/inner/y": "y",
 }
 FAR = {"x": "x", "deep/y": "y", "inner/y": "y"}
 
@@ -124,16 +124,16 @@ def test_report_merges_links_of_several_ranks(tmp_path: Path) -> None:
         rank = train.get_context().get_world_rank()
         far = write(tmp_path / f"far_{rank}", x=str(rank))
         with train.checkpoint_dir() as path:
-            (path / f"folder_{rank}").symlink_to(far)
-            (path / "latest").symlink_to(f"folder_{rank}/x")
+            (path / f"directory_{rank}").symlink_to(far)
+            (path / "latest").symlink_to(f"directory_{rank}/x")
             if rank == 1:
                 write(tmp_path / "far_0", later="stays")
             train.report({}, checkpoint=path)
 
     result = run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
     files = content(result.checkpoint)
-    files.pop("folder_0/later", None)
-    assert files == {"folder_0/x": "0", "folder_1/x": "1", "latest": "0"}
+    files.pop("directory_0/later", None)
+    assert files == {"directory_0/x": "0", "directory_1/x": "1", "latest": "0"}
     assert not find_links(result.checkpoint)
     assert content(tmp_path / "far_0") == {"x": "0", "later": "stays"}
     assert content(tmp_path / "far_1") == {"x": "1"}
@@ -145,12 +145,12 @@ def test_report_of_shared_directory_replaces_links_of_all_ranks(tmp_path: Path) 
         far = write(tmp_path / f"far_{rank}", x=str(rank))
         with train.checkpoint_dir() as path:
             shared = collective.broadcast_from_rank_zero(path)
-            (shared / f"folder_{rank}").symlink_to(far)
+            (shared / f"directory_{rank}").symlink_to(far)
             collective.barrier()
             train.report({}, checkpoint=shared)
 
     result = run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
-    assert content(result.checkpoint) == {"folder_0/x": "0", "folder_1/x": "1"}
+    assert content(result.checkpoint) == {"directory_0/x": "0", "directory_1/x": "1"}
     assert not find_links(result.checkpoint)
     assert [content(tmp_path / f"far_{rank}") for rank in (0, 1)] == [{"x": "0"}, {"x": "1"}]
 
@@ -354,7 +354,9 @@ def test_report_of_non_utf8_file_name_raises_with_path(tmp_path: Path) -> None:
         Path(os.fsdecode(os.fsencode(source) + b"/bad\xff")).write_text("x")
         train.report({}, checkpoint=source)
 
-    with pytest.raises(WorkerGroupError, match=r"rank 0: .*/own/bad\\xff': its name is not UTF-8"):
+    with pytest.raises(
+        WorkerGroupError, match=r"rank 0: .*/source/bad\\xff': its name is not UTF-8"
+    ):
         fit(function, tmp_path)
 
 
@@ -421,7 +423,7 @@ def test_ranks_can_move_one_shared_directory(tmp_path: Path, kind: str) -> None:
             if rank == 0:
                 write(source / "deep", model=text)
                 if kind == "links":
-                    (source / "folder").symlink_to(far)
+                    (source / "directory").symlink_to(far)
             for turn in range(3):
                 collective.barrier()
                 if turn == 2 - rank:
@@ -430,7 +432,7 @@ def test_ranks_can_move_one_shared_directory(tmp_path: Path, kind: str) -> None:
     storage_path = f"memory://{uuid.uuid4().hex}" if kind == "object store" else str(tmp_path)
     config = RunConfig(name="run", storage_path=storage_path)
     result = run_in_threads(function, num_workers=3, run_config=config)
-    linked = {"folder/x": "x"} if kind == "links" else {}
+    linked = {"directory/x": "x"} if kind == "links" else {}
     for (checkpoint, _), text in zip(result.best_checkpoints, "ab", strict=True):
         checkpoint.verify()
         with checkpoint.as_directory() as path:

@@ -322,6 +322,11 @@ class RunRecord:
 
         Raises:
             OSError: The storage cannot be read.
+
+        Example:
+            Print the output of rank 0 of a run::
+
+                print((runs.find_run("experiment").read_log(0) or b"").decode())
         """
         log_path = self._directory.get_log_path(rank)
         data = read_file_or_none(log_path.parent, log_path.name, offset)
@@ -342,6 +347,12 @@ class RunRecord:
 
         Yields:
             New output, or b"" if there is none.
+
+        Example:
+            Print the output of rank 0 while a run is in progress::
+
+                for data in runs.find_run("experiment").follow_log(0):
+                    sys.stdout.buffer.write(data)
         """
         journal, state, journal_offset, log_offset = self._directory.journal_path, RunState(), 0, 0
         is_active = True

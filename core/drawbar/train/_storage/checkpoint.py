@@ -214,6 +214,11 @@ class Checkpoint:
 
         Returns:
             The metadata; an empty dict if there is none.
+
+        Example:
+            Print where the checkpoint was deployed::
+
+                print(checkpoint.get_metadata().get("deployed"))
         """
         data = read_file_or_none(self._storage_path, METADATA_FILE)
         return dict(json.loads(data)) if data is not None else {}
@@ -257,6 +262,11 @@ class Checkpoint:
         Raises:
             TypeError: `metadata` has a value that JSON cannot store.
             OSError: The storage cannot be written.
+
+        Example:
+            Add a key and keep the others::
+
+                checkpoint.update_metadata({"reviewed": True})
         """
         self.set_metadata({**self.get_metadata(), **metadata})
 
@@ -267,6 +277,12 @@ class Checkpoint:
 
         Returns:
             The preprocessor from `DataConfig.preprocessor` or `set_preprocessor()`, or None.
+
+        Example:
+            Prepare a batch for inference as in training::
+
+                preprocessor = result.checkpoint.get_preprocessor()
+                batch = preprocessor.transform_batch(batch)
         """
         pickled = self.get_metadata().get(PREPROCESSOR_KEY)
         return None if pickled is None else pickle.loads(bytes.fromhex(pickled))
@@ -276,6 +292,14 @@ class Checkpoint:
 
         Args:
             preprocessor: Fitted preprocessor; it is pickled with cloudpickle.
+
+        Raises:
+            OSError: The storage cannot be written.
+
+        Example:
+            Store the preprocessor of a dataset that was prepared before training::
+
+                checkpoint.set_preprocessor(preprocessor)
         """
         self.update_metadata(add_preprocessor({}, preprocessor))
 

@@ -61,6 +61,9 @@ class StorageContext(os.PathLike[str]):
 
         Args:
             checkpoint_name: Name of the checkpoint.
+
+        Returns:
+            The path, without a scheme.
         """
         return f"{self.experiment_fs_path}/{checkpoint_name}"
 
@@ -69,6 +72,9 @@ class StorageContext(os.PathLike[str]):
 
         Args:
             checkpoint_path: Path on the filesystem of the run.
+
+        Returns:
+            The name, such as "checkpoint_000003" or "steps/10".
 
         Raises:
             ValueError: The path is not in the directory of the run.
