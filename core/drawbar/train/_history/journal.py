@@ -121,7 +121,7 @@ def _decode(line: bytes, path: object) -> JournaledEvent | None:
         Exception: One of `DECODE_ERRORS`: the line is damaged.
     """
     try:
-        event = _decoder.decode(line)
+        event: JournaledEvent = _decoder.decode(line)
     except DECODE_ERRORS:
         header = _header_decoder.decode(line)
         _check_format(header.format_version, path)
