@@ -61,7 +61,10 @@ def test_completion_knows_the_commands() -> None:
 def test_an_unknown_run_is_one_line_and_exit_code_2(drawbar: Command, command: str) -> None:
     told = drawbar(command, "/nowhere/at_all")
     assert (told.code, told.out) == (2, "")
-    assert told.err == "drawbar: no run 'at_all' in /nowhere; it is empty or not there\n"
+    assert (
+        told.err
+        == "drawbar: There is no run 'at_all' in /nowhere. It is empty or does not exist.\n"
+    )
 
 
 def test_a_storage_without_permission_is_one_line(drawbar: Command, storage: Path) -> None:

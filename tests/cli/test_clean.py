@@ -87,7 +87,7 @@ def test_what_was_never_committed_goes_and_what_was_handed_over_stays(
     stage.mkdir(parents=True)
     (stage / "model").write_text("half")
     told = drawbar("clean", storage)
-    assert "what was never committed" in told.out
+    assert "uncommitted files" in told.out
     assert "would be deleted; --yes deletes it" in told.out
     assert stage.exists()
     assert drawbar("clean", storage, "--yes").code == 0
@@ -103,7 +103,7 @@ def test_a_terminal_that_is_narrower_than_a_path_costs_no_word(
     (stage / "model").write_text("half")
     monkeypatch.setenv("COLUMNS", "40")
     first = drawbar("clean", storage).out.splitlines()[0]
-    assert first.split("  ") == ["4 bytes", "what was never committed", str(stage.parent)]
+    assert first.split("  ") == ["4 bytes", "uncommitted files", str(stage.parent)]
 
 
 def test_old_checkpoints_go_by_the_rule_of_the_run(drawbar: Command, storage: Path) -> None:
@@ -184,7 +184,7 @@ def test_what_cannot_be_deleted_is_named_and_the_rest_goes(storage: Path) -> Non
         fcntl.flock(journal, fcntl.LOCK_EX)  # it goes on from here
         stays = _delete_all(leftovers)
     assert list(stays) == [str(stages[0].parent)]
-    assert "is going on in another process" in stays[str(stages[0].parent)]
+    assert "is in use by a run in another process" in stays[str(stages[0].parent)]
     assert [stage.exists() for stage in stages] == [True, False]
 
 

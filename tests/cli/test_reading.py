@@ -78,7 +78,7 @@ def test_runs_of_an_object_store(drawbar: Command) -> None:
     assert told["size"] > 0
     assert {"epoch 0", "epoch 1"} < set(drawbar("logs", f"{address}/there").out.splitlines())
     assert drawbar("verify", f"{address}/there").code == 0
-    assert "near to that: there" in drawbar("show", f"{address}/their").err
+    assert "Similar names: there." in drawbar("show", f"{address}/their").err
 
 
 def test_a_name_is_one_of_the_default_storage(
@@ -87,7 +87,7 @@ def test_a_name_is_one_of_the_default_storage(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "drawbar_results").symlink_to(runs_made)
     assert drawbar("show", "short").out.startswith("short  finished\n")
-    assert drawbar("show", "shart").err.endswith("near to that: short\n")
+    assert drawbar("show", "shart").err.endswith("Similar names: short.\n")
     monkeypatch.chdir(runs_made)
     (tmp_path / "drawbar_results").unlink()
     assert drawbar("show", "short").out.startswith("short  finished\n")
@@ -118,11 +118,11 @@ def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(drawbar: Command, stora
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([*lines[:2], b"\xff{\n", *lines[2:]]))
     shown = drawbar("show", storage / "long").out
-    assert "damaged: its journal cannot be read in line 3" in shown
+    assert "damaged: the journal cannot be read in line 3" in shown
     assert "loss     0.3333" in shown
     (storage / "short" / "journal.jsonl").unlink()
     shown = drawbar("show", storage / "short").out
-    assert "its journal is empty or gone" in shown
+    assert "the journal is empty or missing" in shown
     assert "checkpoint_000001" in shown
 
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_opened_is_named_beside_the_rest(drawbar: Command, storag
     assert [row[0] for row in rows[:3]] == ["failed", "short", "long"]
     names = ("fifo", "folder", "linked")
     assert rows[3:] == [[name, "unknown", "(damaged)"] for name in names]
-    found = {"fifo": "a FIFO", "folder": "a folder", "linked": "a symbolic link that leads back"}
+    found = {"fifo": "a FIFO", "folder": "a directory", "linked": "a symbolic link that leads back"}
     for name, what in found.items():
         assert f"is {what}" in drawbar("show", storage / name).out
     assert drawbar("show", storage / "long").code == 0
@@ -146,7 +146,7 @@ def test_what_cannot_be_opened_is_named_beside_the_rest(drawbar: Command, storag
     log.unlink()
     log.mkdir()
     told = drawbar("logs", storage / "long")
-    assert (told.code, told.err) == (2, f"drawbar: {log}: it is a folder, and no file\n")
+    assert (told.code, told.err) == (2, f"drawbar: {log}: is a directory, not a file\n")
 
 
 def test_what_is_no_manifest_and_no_list_is_named_beside_the_rest(
@@ -161,7 +161,10 @@ def test_what_is_no_manifest_and_no_list_is_named_beside_the_rest(
     os.mkfifo(manifests[1])
     shown = drawbar("show", storage / "long")
     assert shown.code == 0
-    assert "checkpoint_000000 cannot be read: it is not there, or has no .drawbar" in shown.out
+    assert (
+        "checkpoint_000000 cannot be read: it does not exist, or has no readable .drawbar"
+        in shown.out
+    )
     told = json.loads(drawbar("show", storage / "long", "--json").out)
     assert list(told["unreadable"]) == ["checkpoint_000000", "checkpoint_000001"]
     assert [each["name"] for each in told["checkpoints"]] == ["checkpoint_000002"]
@@ -170,7 +173,7 @@ def test_what_is_no_manifest_and_no_list_is_named_beside_the_rest(
     (storage / "short" / "places.json").write_text("{")
     (storage / "short" / "journal.jsonl").unlink()
     shown = drawbar("show", storage / "short")
-    assert "its journal is empty or gone" in shown.out
+    assert "the journal is empty or missing" in shown.out
     assert "places.json cannot be read: " in shown.out
     assert "checkpoint_000001  " in shown.out
     assert "places.json: " in drawbar("verify", storage / "short").out

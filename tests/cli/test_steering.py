@@ -58,4 +58,4 @@ def test_a_name_that_nothing_has_is_told_with_the_nearest(drawbar: Command, stor
     for command in ("stop", "stacks"):
         told = drawbar(command, storage / "shart")
         assert (told.code, told.err.count("\n")) == (2, 1)
-        assert told.err.endswith("near to that: short\n")
+        assert told.err.endswith("Similar names: short.\n")

@@ -1,9 +1,14 @@
-"""Runs as they lie in a storage, read without Ray: found, looked at, checked, cleaned up after.
+"""Find, inspect, verify, and clean up runs in a storage, without Ray.
 
-    for run in runs.list_runs("/shared/runs"):
-        print(run.name, run.status, run.metrics)
+Example:
+    List the runs of a storage::
 
-The command `drawbar` shows what this tells.
+        from drawbar.train import runs
+
+        for run in runs.list_runs("/shared/runs"):
+            print(run.name, run.status, run.metrics)
+
+The `drawbar` command-line tool shows the same information.
 """
 
 from drawbar.train._api import set_public_module

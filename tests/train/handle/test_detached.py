@@ -165,7 +165,7 @@ def test_a_run_outlives_its_driver_and_is_found_again(
     def other_start() -> None:
         with pytest.raises(RuntimeError, match=r"a detached run 'run' is going on.*attach\('run'"):
             trainer(function, tmp_path).start()
-        with pytest.raises(RuntimeError, match="is going on in another process"):
+        with pytest.raises(RuntimeError, match="is in use by a run in another process"):
             DataParallelTrainer(
                 function,
                 scaling_config=ScalingConfig(num_workers=1),

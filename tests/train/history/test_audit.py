@@ -1,4 +1,4 @@
-"""`check_run` passes what Drawbar wrote and names what is wrong with anything else."""
+"""Tests of drawbar.train.testing.check_run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of two ranks that failed once, after the second of its three checkpoints."""
+    """Create a run of two ranks that failed once, after the second of its three checkpoints."""
 
     def function() -> None:
         context, checkpoint = train.get_context(), train.get_checkpoint()
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_that_failed_and_went_on_is_whole(run: Path) -> None:
+def test_check_run_accepts_restarted_run(run: Path) -> None:
     check_run(run)
 
 
@@ -50,37 +50,43 @@ def edit(run: Path, change: Callable[[list[Line]], list[Line]]) -> None:
     journal.write_text("".join(f"{json.dumps(line)}\n" for line in change(lines)))
 
 
-def times(count: int, event: str, **found: Any) -> Callable[[list[Line]], list[Line]]:
-    """Have the events that match stand there so many times."""
+def repeat_event(count: int, event: str, **fields: Any) -> Callable[[list[Line]], list[Line]]:
+    """Return an edit that makes the matching events occur `count` times."""
 
     def matches(line: Line) -> bool:
-        return all(line.get(key) == value for key, value in {"event": event, **found}.items())
+        return all(line.get(key) == value for key, value in {"event": event, **fields}.items())
 
     return lambda lines: [
-        each for line in lines for each in [line] * (count if matches(line) else 1)
+        copy for line in lines for copy in [line] * (count if matches(line) else 1)
     ]
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
-        (times(0, "report", rank=1, index=0), r"checkpoint 0 came before the reports of \[1\]"),
-        (times(2, "report", rank=0, index=1), "report 1 of rank 0 in attempt 0 stands where"),
-        (times(0, "attempt_started", attempt=1), "in attempt 1 stands where"),
-        (times(2, "attempt_started", attempt=1), "attempt 1 follows 1"),
-        (times(2, "checkpoint", index=1), "checkpoint 1 follows 1"),
-        (times(0, "checkpoint_deleted"), "a committed checkpoint is lost: there is no checkpoint"),
+        (
+            repeat_event(0, "report", rank=1, index=0),
+            r"checkpoint 0 came before the reports of \[1\]",
+        ),
+        (
+            repeat_event(2, "report", rank=0, index=1),
+            "report 1 of rank 0 in attempt 0 is out of order",
+        ),
+        (repeat_event(0, "attempt_started", attempt=1), "in attempt 1 is out of order"),
+        (repeat_event(2, "attempt_started", attempt=1), "attempt 1 follows 1"),
+        (repeat_event(2, "checkpoint", index=1), "checkpoint 1 follows 1"),
+        (repeat_event(0, "checkpoint_deleted"), "a committed checkpoint is lost: Checkpoint"),
     ],
 )
-def test_what_a_journal_cannot_have_is_told(
-    run: Path, change: Callable[[list[Line]], list[Line]], told: str
+def test_check_run_rejects_invalid_journal(
+    run: Path, change: Callable[[list[Line]], list[Line]], message: str
 ) -> None:
     edit(run, change)
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         check_run(run)
 
 
-def test_ranks_of_an_elastic_group_may_come_and_go(tmp_path: Path) -> None:
+def test_check_run_accepts_ranks_that_leave_and_rejoin(tmp_path: Path) -> None:
     def function() -> None:
         with train.checkpoint_dir() as path:
             (path / f"rank_{train.get_context().get_world_rank()}").touch()
@@ -90,15 +96,15 @@ def test_ranks_of_an_elastic_group_may_come_and_go(tmp_path: Path) -> None:
         config = RunConfig(name="run", storage_path=tmp_path)
         run_in_threads(function, num_workers=workers, run_config=config)
         check_run(tmp_path / "run")
-    edit(tmp_path / "run", times(0, "report", rank=2, index=1))
+    edit(tmp_path / "run", repeat_event(0, "report", rank=2, index=1))
     with pytest.raises(AssertionError, match=r"came before the reports of \[2\]"):
         check_run(tmp_path / "run")
-    edit(tmp_path / "run", times(0, "checkpoint", index=1))
+    edit(tmp_path / "run", repeat_event(0, "checkpoint", index=1))
     with pytest.raises(AssertionError, match=r"rank 2 has a gap or a duplicate: \[3\]"):
         check_run(tmp_path / "run")
 
 
-def test_a_changed_checkpoint_is_told(run: Path) -> None:
+def test_check_run_rejects_changed_checkpoint(run: Path) -> None:
     (run / "checkpoint_000002" / "rank_1").write_text("9")
-    with pytest.raises(AssertionError, match=r"a committed checkpoint is lost: .* was altered"):
+    with pytest.raises(AssertionError, match=r"a committed checkpoint is lost: .* was changed"):
         check_run(run)

@@ -1,4 +1,4 @@
-"""The journal holds every whole line through any crash, and tells a history without duplicates."""
+"""Tests of drawbar.train._history.journal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def write(path: Path, events: list[JournaledEvent]) -> None:
     journal.close()
 
 
-def salvage(path: Path) -> tuple[list[JournaledEvent], bool]:
+def recover(path: Path) -> tuple[list[JournaledEvent], bool]:
     journal = Journal(path)
     try:
         return journal.recover()
@@ -79,11 +79,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.jsonl"
 
 
-def test_every_event_comes_back_as_it_was(path: Path) -> None:
+def test_journal_replays_every_event_type(path: Path) -> None:
     assert list(replay(path)) == ONE_OF_EACH
 
 
-def test_an_event_is_on_disk_when_append_returns(path: Path) -> None:
+def test_append_writes_event_before_it_returns(path: Path) -> None:
     journal = Journal(path)
     journal.append(RunEnded(time=8.0, outcome="finished"))
     assert list(replay(path))[-1] == RunEnded(time=8.0, outcome="finished")
@@ -91,20 +91,20 @@ def test_an_event_is_on_disk_when_append_returns(path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 20, 60])
-def test_a_torn_last_line_is_left_out_and_then_dropped(path: Path, cut: int) -> None:
+def test_journal_with_torn_last_line_drops_it(path: Path, cut: int) -> None:
     os.truncate(path, path.stat().st_size - cut)
     assert list(replay(path)) == ONE_OF_EACH[:-1]
-    assert salvage(path) == (ONE_OF_EACH[:-1], True)
+    assert recover(path) == (ONE_OF_EACH[:-1], True)
     write(path, [ONE_OF_EACH[0]])
     assert list(replay(path)) == [*ONE_OF_EACH[:-1], ONE_OF_EACH[0]]
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"event":"run_ended","time":1.0,"outcome":"x"}'])
-def test_a_journal_without_a_whole_line_is_empty(tmp_path: Path, data: bytes) -> None:
+def test_journal_without_complete_line_is_empty(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(data)
     assert list(replay(path)) == []
-    assert salvage(path) == ([], True)
+    assert recover(path) == ([], True)
 
 
 DAMAGES = [
@@ -118,22 +118,20 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(
-    path: Path, damage: bytes
-) -> None:
+def test_replay_of_damaged_line_raises_with_line_number(path: Path, damage: bytes) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:3], damage, *lines[3:]]))
-    with pytest.raises(DamagedRunError, match=f"line 4 of {path} cannot be read"):
+    with pytest.raises(DamagedRunError, match=f"Line 4 of {path} cannot be read"):
         list(replay(path))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_salvage_keeps_all_but_the_damaged_line(path: Path, damage: bytes) -> None:
+def test_recover_keeps_all_but_damaged_line(path: Path, damage: bytes) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:3], damage, *lines[3:]]))
-    assert salvage(path) == (ONE_OF_EACH, False)
+    assert recover(path) == (ONE_OF_EACH, False)
     assert path.with_name("journal.damaged").read_bytes() == damage
-    assert salvage(path) == (ONE_OF_EACH, True)
+    assert recover(path) == (ONE_OF_EACH, True)
 
 
 def test_replay_ignores_new_event_types_and_new_fields(path: Path) -> None:
@@ -142,33 +140,33 @@ def test_replay_ignores_new_event_types_and_new_fields(path: Path) -> None:
     lines = [first[:-2] + b',"added":{"x":1}}\n', added, *rest, added]
     path.write_bytes(b"".join(lines))
     assert list(replay(path)) == ONE_OF_EACH
-    assert salvage(path) == (ONE_OF_EACH, True)
+    assert recover(path) == (ONE_OF_EACH, True)
     assert path.read_bytes() == b"".join(lines)
 
 
-def test_salvage_copes_with_damage_and_a_torn_last_line(path: Path) -> None:
+def test_recover_handles_damaged_and_torn_lines(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([b"oops\n", *lines[:-1], lines[-1][:-5]]))
-    assert salvage(path) == (ONE_OF_EACH[:-1], False)
+    assert recover(path) == (ONE_OF_EACH[:-1], False)
 
 
-def test_a_second_damage_does_not_overwrite_what_was_kept_of_the_first(path: Path) -> None:
+def test_recover_twice_keeps_both_damaged_lines(path: Path) -> None:
     for damage in (b"first\n", b"second\n"):
         path.write_bytes(damage + path.read_bytes())
-        salvage(path)
-    kept = b"".join(each.read_bytes() for each in path.parent.glob("journal.damaged*"))
-    assert sorted(kept.split()) == [b"first", b"second"]
+        recover(path)
+    damaged = b"".join(file.read_bytes() for file in path.parent.glob("journal.damaged*"))
+    assert sorted(damaged.split()) == [b"first", b"second"]
 
 
-def test_a_journal_is_written_by_one_at_a_time(path: Path) -> None:
+def test_journal_opened_twice_raises_run_in_progress_error(path: Path) -> None:
     journal = Journal(path)
-    with pytest.raises(RunInProgressError, match=f"{path.parent} is .* on in this process"):
+    with pytest.raises(RunInProgressError, match=f"{path.parent} is in use by a run in this"):
         Journal(path)
     journal.close()
     Journal(path).close()
 
 
-def test_a_salvaged_journal_is_still_held(path: Path) -> None:
+def test_recovered_journal_is_still_locked(path: Path) -> None:
     path.write_bytes(b"garbage\n" + path.read_bytes())
     journal = Journal(path)
     assert journal.recover() == (ONE_OF_EACH, False)
@@ -179,7 +177,7 @@ def test_a_salvaged_journal_is_still_held(path: Path) -> None:
     assert list(replay(path)) == [*ONE_OF_EACH, ONE_OF_EACH[-1]]
 
 
-def test_the_lock_goes_with_the_process_that_held_it(path: Path) -> None:
+def test_journal_lock_is_released_when_process_dies(path: Path) -> None:
     code = (
         "import os, pathlib, sys; from drawbar.train._history.journal import *;"
         "journal = Journal(pathlib.Path(sys.argv[1])); os._exit(9)"
@@ -188,8 +186,8 @@ def test_the_lock_goes_with_the_process_that_held_it(path: Path) -> None:
     Journal(path).close()
 
 
-def test_a_forked_child_does_not_keep_the_lock(path: Path) -> None:
-    """As a data loader's process would that outlives the run."""
+def test_journal_lock_is_not_kept_by_forked_child(path: Path) -> None:
+    """Close the journal while a forked child, such as a data loader process, outlives the run."""
     code = """
 import os, pathlib, sys
 from drawbar.train._history.journal import Journal
@@ -217,7 +215,7 @@ def start(attempt: int, first_index: int) -> AttemptStarted:
 
 
 @pytest.mark.parametrize(
-    ("events", "kept"),
+    ("events", "expected"),
     [
         ([], []),
         ([start(0, 0)], []),
@@ -228,7 +226,7 @@ def start(attempt: int, first_index: int) -> AttemptStarted:
             [start(0, 0), report(0, 0, 0), report(0, 0, 1), start(1, 1), report(1, 0, 1)],
             [(0, 0, 0), (1, 0, 1)],
         ),
-        # a rank that ran ahead of the other one
+        # a rank that was ahead of the other one
         (
             [start(0, 0), *[report(0, 1, i) for i in range(4)], report(0, 0, 0), start(1, 1)],
             [(0, 1, 0), (0, 0, 0)],
@@ -243,12 +241,12 @@ def start(attempt: int, first_index: int) -> AttemptStarted:
         ),
     ],
 )
-def test_history_has_neither_gap_nor_duplicate(
-    events: list[JournaledEvent], kept: list[Any]
+def test_effective_reports_have_no_gap_or_duplicate(
+    events: list[JournaledEvent], expected: list[Any]
 ) -> None:
     assert [
-        (each.attempt, each.rank, each.index) for each in select_effective_reports(events)
-    ] == kept
+        (report.attempt, report.rank, report.index) for report in select_effective_reports(events)
+    ] == expected
 
 
 def validated(index: int, **metrics: float) -> CheckpointValidated:
@@ -263,14 +261,14 @@ def validated(index: int, **metrics: float) -> CheckpointValidated:
     )
 
 
-def test_a_validation_is_told_with_the_report_of_the_lowest_rank() -> None:
+def test_validation_metrics_are_added_to_report_of_lowest_rank() -> None:
     reports = [report(0, 1, 0), report(0, 0, 0), report(0, 1, 1)]
-    told = select_effective_reports([start(0, 0), *reports, validated(0, a=1)])
-    metrics = {(each.rank, each.index): each.metrics for each in told}
+    effective = select_effective_reports([start(0, 0), *reports, validated(0, a=1)])
+    metrics = {(report.rank, report.index): report.metrics for report in effective}
     assert metrics == {(1, 0): {}, (0, 0): {"a": 1}, (1, 1): {}}
 
 
-def test_of_a_report_that_counts_no_more_the_validation_does_not_either() -> None:
-    lost: list[JournaledEvent] = [start(0, 0), report(0, 0, 0), validated(0, a=1)]
-    (again,) = select_effective_reports([*lost, start(1, 0), report(1, 0, 0)])
-    assert again.metrics == {}
+def test_validation_of_replaced_report_is_dropped() -> None:
+    replaced: list[JournaledEvent] = [start(0, 0), report(0, 0, 0), validated(0, a=1)]
+    (effective,) = select_effective_reports([*replaced, start(1, 0), report(1, 0, 0)])
+    assert effective.metrics == {}

@@ -1,4 +1,4 @@
-"""What a run's directory tells of it: finished, failed, cut off, and gone on."""
+"""Tests of drawbar.train.Result for finished, failed, interrupted, and resumed runs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from tests.train.conftest import Drivers
 
 
-def fit(function: Any, folder: Path, **config: Any) -> Result:
+def fit(function: Any, storage_path: Path, **config: Any) -> Result:
     return DataParallelTrainer(
         function,
         scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name="run", storage_path=folder, **config),
+        run_config=RunConfig(name="run", storage_path=storage_path, **config),
     ).fit()
 
 
@@ -56,7 +56,7 @@ def names(result: Result) -> list[str]:
     return [Path(checkpoint).name for checkpoint, _ in result.best_checkpoints]
 
 
-def test_a_finished_run(tmp_path: Path) -> None:
+def test_result_of_finished_run(tmp_path: Path) -> None:
     result = fit(save_three, tmp_path)
     assert result.path == str(tmp_path / "run")
     assert result.metrics == {"last": 1}
@@ -66,7 +66,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert str(result.timeline).endswith("finished")
 
 
-def test_a_run_that_never_reported(tmp_path: Path) -> None:
+def test_result_of_run_without_reports_is_empty(tmp_path: Path) -> None:
     result = fit(lambda: None, tmp_path)
     assert (result.metrics, result.checkpoint, result.best_checkpoints) == (None, None, [])
     assert result.get_best_checkpoint("loss", "min") is None
@@ -84,7 +84,7 @@ def test_a_run_that_never_reported(tmp_path: Path) -> None:
         ({"checkpoint_score_attribute": "eval/acc", "num_to_keep": 1}, [5, 3]),  # and the newest
     ],
 )
-def test_best_checkpoints_are_sorted_by_the_score(
+def test_best_checkpoints_are_sorted_by_score(
     tmp_path: Path, config: dict[str, Any], worst_to_best: list[int]
 ) -> None:
     result = fit(save_three, tmp_path, checkpoint_config=CheckpointConfig(**config))
@@ -98,7 +98,7 @@ def test_best_checkpoints_are_sorted_by_the_score(
     ("metric", "mode", "index"),
     [("loss", "min", 3), ("loss", "max", 1), ("eval/acc", "max", 3), ("eval/acc", "min", 1)],
 )
-def test_the_best_checkpoint_by_any_metric(
+def test_get_best_checkpoint_by_any_metric(
     tmp_path: Path, metric: str, mode: Any, index: int
 ) -> None:
     best = fit(save_three, tmp_path).get_best_checkpoint(metric, mode)
@@ -106,7 +106,7 @@ def test_the_best_checkpoint_by_any_metric(
     assert Path(best).name == f"checkpoint_{index:06d}"
 
 
-def test_the_best_checkpoint_skips_what_has_no_number(tmp_path: Path) -> None:
+def test_get_best_checkpoint_skips_non_numeric_metrics(tmp_path: Path) -> None:
     def function() -> None:
         for value in (2.0, math.nan, None, "low", 3.0):
             save(loss=value)
@@ -118,7 +118,7 @@ def test_the_best_checkpoint_skips_what_has_no_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_of_equally_good_checkpoints_the_newest_is_best(tmp_path: Path, mode: Any) -> None:
+def test_get_best_checkpoint_prefers_newest_of_equal_ones(tmp_path: Path, mode: Any) -> None:
     def function() -> None:
         for _ in range(3):
             save(loss=1.0)
@@ -128,35 +128,35 @@ def test_of_equally_good_checkpoints_the_newest_is_best(tmp_path: Path, mode: An
     assert best == result.best_checkpoints[-1][0]
 
 
-def test_a_metric_that_no_checkpoint_has_is_told_with_those_there_are(tmp_path: Path) -> None:
+def test_get_best_checkpoint_with_unknown_metric_lists_metrics(tmp_path: Path) -> None:
     result = fit(save_three, tmp_path)
-    there_are = "has the metric 'los'. There are 'eval/acc', 'loss'; did you mean 'loss'"
-    with pytest.raises(KeyError, match=re.escape(there_are)):
+    message = "has the metric 'los'. There are 'eval/acc', 'loss'; did you mean 'loss'"
+    with pytest.raises(KeyError, match=re.escape(message)):
         result.get_best_checkpoint("los", "min")
 
 
-def test_a_score_that_no_checkpoint_has_is_told_and_deletes_nothing(
+def test_retention_with_unknown_score_warns_and_keeps_all(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="eval/ac")
     result = fit(save_three, tmp_path, checkpoint_config=config)
-    told = [line for line in capfd.readouterr().err.splitlines() if "eval/ac'" in line]
-    assert len(told) == 1
-    assert "checkpoint_000001 has no such metric" in told[0]
-    assert "There are 'eval/acc', 'loss'; did you mean 'eval/acc'? Until" in told[0]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "eval/ac'" in line]
+    assert len(warnings) == 1
+    assert "checkpoint_000001 does not have this metric" in warnings[0]
+    assert "There are 'eval/acc', 'loss'; did you mean 'eval/acc'? Until" in warnings[0]
     assert len(result.best_checkpoints) == 3
     caplog.clear()
     assert len(Result.from_path(result.path).best_checkpoints) == 3
-    assert "did you mean 'eval/acc'? best_checkpoints are by age" in caplog.text
+    assert "did you mean 'eval/acc'? best_checkpoints are sorted by age" in caplog.text
 
 
-def test_a_mode_that_does_not_exist_is_told(tmp_path: Path) -> None:
+def test_get_best_checkpoint_with_invalid_mode_raises(tmp_path: Path) -> None:
     lowest: Any = "lowest"
-    with pytest.raises(ValueError, match='mode must be "min" or "max", found \'lowest\''):
+    with pytest.raises(ValueError, match=r"mode='lowest' must be"):
         fit(save_three, tmp_path).get_best_checkpoint("loss", lowest)
 
 
-def test_a_row_per_report_with_the_metrics_flat(tmp_path: Path) -> None:
+def test_metrics_dataframe_has_one_row_per_report(tmp_path: Path) -> None:
     frame = fit(save_three, tmp_path).metrics_dataframe
     head = ["rank", "index", "attempt", "time"]
     assert list(frame.columns) == [*head, "warmup", "loss", "eval/acc", "last"]
@@ -166,7 +166,7 @@ def test_a_row_per_report_with_the_metrics_flat(tmp_path: Path) -> None:
     assert frame["time"].is_monotonic_increasing
 
 
-def test_a_metric_named_like_a_column_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_metrics_dataframe_renames_metrics_named_like_columns(tmp_path: Path) -> None:
     def function() -> None:
         train.report({"rank": 64, "index": "a", "time": {"step": 0.5}, "attempt": 7})
 
@@ -178,10 +178,10 @@ def test_a_metric_named_like_a_column_has_a_name_of_its_own(tmp_path: Path) -> N
     assert frame.loc[0, "time/step"] == 0.5
 
 
-def test_without_pandas_the_error_says_what_to_install(tmp_path: Path) -> None:
+def test_metrics_dataframe_without_pandas_raises_import_error(tmp_path: Path) -> None:
     result = fit(save_three, tmp_path)
     code = (
-        "import sys; sys.modules['pandas'] = None\n"  # which makes `import pandas` fail
+        "import sys; sys.modules['pandas'] = None\n"  # makes `import pandas` fail
         "from drawbar.train import Result\n"
         "result = Result.from_path(sys.argv[1])\n"
         "print(result.metrics)\n"
@@ -190,35 +190,36 @@ def test_without_pandas_the_error_says_what_to_install(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, result.path]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.stdout == "{'last': 1}\n"
-    assert 'ImportError: Result.metrics_dataframe needs pandas: pip install "drawbar[data]"' in (
-        process.stderr
+    assert (
+        'ImportError: Result.metrics_dataframe needs pandas. Run: pip install "drawbar[data]"'
+        in (process.stderr)
     )
 
 
-def test_a_result_is_read_again_from_its_path(tmp_path: Path) -> None:
+def test_result_from_path_equals_original_result(tmp_path: Path) -> None:
     result = fit(save_three, tmp_path)
-    again = Result.from_path(Path(result.path))
-    assert again.metrics == result.metrics
-    assert again.checkpoint == result.checkpoint
-    assert again.best_checkpoints == result.best_checkpoints
-    assert (again.return_values, again.return_value, again.error) == ([], None, None)
-    assert again.metrics_dataframe.equals(result.metrics_dataframe)
+    reread = Result.from_path(Path(result.path))
+    assert reread.metrics == result.metrics
+    assert reread.checkpoint == result.checkpoint
+    assert reread.best_checkpoints == result.best_checkpoints
+    assert (reread.return_values, reread.return_value, reread.error) == ([], None, None)
+    assert reread.metrics_dataframe.equals(result.metrics_dataframe)
 
 
-def test_a_checkpoint_whose_file_was_still_written_is_told_and_left_out(
+def test_result_excludes_checkpoint_written_after_commit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def function() -> None:
-        with train.checkpoint_dir() as folder, open(folder / "rows", "w") as still_open:
+        with train.checkpoint_dir() as path, open(path / "rows", "w") as still_open:
             still_open.write("buffered")
-            train.report({}, checkpoint=folder)
+            train.report({}, checkpoint=path)
 
     assert fit(function, tmp_path).checkpoint is None
     file = tmp_path / "run" / "checkpoint_000000" / "rows"
-    assert f"left out of the result: {file} has 8 bytes, the commit has 0" in caplog.text
+    assert f"not part of the result: {file} has 8 bytes, but the commit has 0" in caplog.text
 
 
-def test_a_failed_run_has_its_error_and_its_checkpoints(tmp_path: Path) -> None:
+def test_result_of_failed_run_has_error_and_checkpoints(tmp_path: Path) -> None:
     def function() -> None:
         save(loss=1.0)
         raise ValueError("boom")
@@ -233,7 +234,7 @@ def test_a_failed_run_has_its_error_and_its_checkpoints(tmp_path: Path) -> None:
     assert "ValueError: boom" in repr(result)
 
 
-def test_a_run_that_was_cut_off_has_everything_until_then(tmp_path: Path, drivers: Drivers) -> None:
+def test_result_of_interrupted_run_has_everything_before(tmp_path: Path, drivers: Drivers) -> None:
     def function() -> None:
         save(loss=1.0)
         train.report({"loss": 0.5})
@@ -247,7 +248,7 @@ def test_a_run_that_was_cut_off_has_everything_until_then(tmp_path: Path, driver
     assert [attempt.outcome for attempt in result.timeline.attempts] == ["unfinished"]
 
 
-def test_a_run_that_still_goes_on_can_be_read(tmp_path: Path) -> None:
+def test_result_of_active_run_can_be_read(tmp_path: Path) -> None:
     def function() -> list[str]:
         save(loss=1.0)
         return names(Result.from_path(train.get_context().get_storage()))
@@ -255,7 +256,7 @@ def test_a_run_that_still_goes_on_can_be_read(tmp_path: Path) -> None:
     assert fit(function, tmp_path).return_value == ["checkpoint_000000"]
 
 
-def test_an_error_is_over_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_result_of_resumed_run_has_no_error(tmp_path: Path) -> None:
     def fail() -> None:
         raise ValueError
 
@@ -278,7 +279,7 @@ def fail_once_after_a_checkpoint() -> None:
             raise ValueError("once")
 
 
-def test_a_restart_leaves_neither_gap_nor_duplicate(tmp_path: Path) -> None:
+def test_metrics_dataframe_after_restart_has_no_gap_or_duplicate(tmp_path: Path) -> None:
     result = fit(
         fail_once_after_a_checkpoint, tmp_path, failure_config=FailureConfig(max_failures=1)
     )
@@ -287,7 +288,7 @@ def test_a_restart_leaves_neither_gap_nor_duplicate(tmp_path: Path) -> None:
     assert frame["attempt"].tolist() == [0, 0, 1, 1]
 
 
-def test_the_timeline_tells_where_the_time_went(tmp_path: Path) -> None:
+def test_timeline_has_times_of_each_attempt(tmp_path: Path) -> None:
     result = fit(
         fail_once_after_a_checkpoint, tmp_path, failure_config=FailureConfig(max_failures=1)
     )
@@ -295,38 +296,38 @@ def test_the_timeline_tells_where_the_time_went(tmp_path: Path) -> None:
     assert (first.attempt, first.world_size, first.num_checkpoints) == (0, 1, 1)
     assert first.outcome.startswith("failed: rank 0: ValueError: once")
     assert (second.attempt, second.num_checkpoints, second.outcome) == (1, 0, "finished")
-    for each in (first, second):
+    for attempt in (first, second):
         times = [
-            each.start_time,
-            each.workers_ready_time,
-            each.function_start_time,
-            each.first_report_time,
+            attempt.start_time,
+            attempt.workers_ready_time,
+            attempt.function_start_time,
+            attempt.first_report_time,
         ]
         assert times == sorted(time for time in times if time is not None)
-        assert each.total_seconds is not None
-        assert each.startup_seconds is not None
-        assert 0 <= each.startup_seconds <= each.total_seconds
+        assert attempt.total_seconds is not None
+        assert attempt.startup_seconds is not None
+        assert 0 <= attempt.startup_seconds <= attempt.total_seconds
     assert len(str(result.timeline).splitlines()) == 2
 
 
-def test_a_damaged_journal_is_told_and_gone_on_from(tmp_path: Path) -> None:
+def test_result_of_damaged_journal_raises_and_run_resumes(tmp_path: Path) -> None:
     fit(save_three, tmp_path)
     journal = tmp_path / "run" / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([*lines[:4], b"garbage\n", *lines[4:]]))
-    with pytest.raises(DamagedRunError, match=f"line 5 of {journal} cannot be read"):
+    with pytest.raises(DamagedRunError, match=f"Line 5 of {journal} cannot be read"):
         Result.from_path(tmp_path / "run")
     assert len(names(fit(lambda: None, tmp_path, resume="must"))) == 3
 
 
-@pytest.mark.parametrize("folder", [".", "none", "a file"])
-def test_where_no_run_lies_is_told(tmp_path: Path, folder: str) -> None:
+@pytest.mark.parametrize("path", [".", "none", "a file"])
+def test_result_from_path_without_run_raises(tmp_path: Path, path: str) -> None:
     (tmp_path / "a file").write_text("")
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.* holds no Drawbar run"):
-        Result.from_path(tmp_path / folder)
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.* is not a Drawbar run"):
+        Result.from_path(tmp_path / path)
 
 
-def test_a_repr_is_short_and_has_the_path(tmp_path: Path) -> None:
+def test_result_repr_is_short_and_has_path(tmp_path: Path) -> None:
     lines = repr(fit(save_three, tmp_path)).splitlines()
     assert lines[0] == "Result("
     assert lines[1:3] == [f"  path='{tmp_path}/run',", "  metrics={'last': 1},"]
@@ -334,7 +335,7 @@ def test_a_repr_is_short_and_has_the_path(tmp_path: Path) -> None:
 
 
 class TestInANotebook:
-    def test_a_result_shows_its_state_metrics_curves_and_checkpoints(self, tmp_path: Path) -> None:
+    def test_card_shows_status_metrics_curves_and_checkpoints(self, tmp_path: Path) -> None:
         html = fit(save_three, tmp_path)._repr_html_()
         assert "<b>run</b> finished" in html
         assert html.count("<svg") == 2
@@ -343,7 +344,7 @@ class TestInANotebook:
             assert f'<td style="text-align: left">{name}</td>' in html
         assert "loss 2, eval/acc 8" in html
 
-    def test_each_number_that_was_reported_twice_has_a_curve(self, tmp_path: Path) -> None:
+    def test_card_draws_curve_for_metric_reported_twice(self, tmp_path: Path) -> None:
         def function() -> None:
             for step in range(1000):
                 train.report({"step": step, "loss": math.nan, "flag": True, "a": {"<c>": "<svg"}})
@@ -355,7 +356,7 @@ class TestInANotebook:
         assert "<c>" not in html
         assert len(html) < 10_000
 
-    def test_a_failed_run_shows_why(self, tmp_path: Path) -> None:
+    def test_card_of_failed_run_shows_error(self, tmp_path: Path) -> None:
         def function() -> None:
             raise ValueError("<no>")
 
@@ -366,6 +367,6 @@ class TestInANotebook:
         assert "ValueError: &lt;no&gt;" in html
 
 
-def test_what_no_float_can_be_has_no_curve() -> None:
+def test_iter_numbers_skips_non_finite_numbers() -> None:
     metrics = {"n": 10**400, "loss": float("nan"), "best": True, "at": {"lr": 2}}
     assert dict(iter_numbers(metrics)) == {"at/lr": 2.0}

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, by table."""
+"""Tests of drawbar.train._history.ranking."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def _checkpoint(name: str, index: int, metrics: dict[str, Any]) -> Manifest:
 
 
 def by_index(**metrics: list[Any]) -> list[Manifest]:
-    """One checkpoint per value, index 0 first; None: the metric was not reported."""
+    """Return one checkpoint per value, with indices from 0. None omits the metric."""
     ((name, values),) = metrics.items()
     return [
         _checkpoint(name=f"c{i}", index=i, metrics={} if v is None else {name: v})
@@ -53,7 +53,9 @@ def by_index(**metrics: list[Any]) -> list[Manifest]:
         ({}, "loss", None),
     ],
 )
-def test_score(metrics: dict[str, Any], attribute: str, expected: float | None) -> None:
+def test_get_score_looks_up_metric(
+    metrics: dict[str, Any], attribute: str, expected: float | None
+) -> None:
     assert get_score(metrics, attribute) == expected
 
 
@@ -70,13 +72,15 @@ def test_score(metrics: dict[str, Any], attribute: str, expected: float | None) 
         ([None, None], "min", [0, 1]),
     ],
 )
-def test_ranked(losses: list[float | None], order: Any, worst_to_best: list[int]) -> None:
+def test_rank_checkpoints_sorts_from_worst_to_best(
+    losses: list[float | None], order: Any, worst_to_best: list[int]
+) -> None:
     config = CheckpointConfig(checkpoint_score_attribute="loss", checkpoint_score_order=order)
-    given = list(reversed(by_index(loss=losses)))
-    assert [checkpoint.index for checkpoint in rank_checkpoints(given, config)] == worst_to_best
+    manifests = list(reversed(by_index(loss=losses)))
+    assert [checkpoint.index for checkpoint in rank_checkpoints(manifests, config)] == worst_to_best
 
 
-def test_without_a_score_newer_is_better() -> None:
+def test_rank_checkpoints_without_score_sorts_by_age() -> None:
     checkpoints = rank_checkpoints(by_index(loss=[9, 1, 5])[::-1], CheckpointConfig())
     assert [checkpoint.index for checkpoint in checkpoints] == [0, 1, 2]
 
@@ -92,12 +96,14 @@ def test_without_a_score_newer_is_better() -> None:
         ([1, 2, 3], 1, [1]),
         ([3, 2, 1], 1, [0, 1]),  # the newest is the best
         ([1, None, None], 1, [1]),
-        ([None, None, None], 1, []),  # the score may come later, or be misspelt
+        ([None, None, None], 1, []),  # later checkpoints may have the score
         ([float("nan"), None], 1, []),
         ([None, None, 3], 1, [0, 1]),
     ],
 )
-def test_to_delete(losses: list[float | None], num_to_keep: int | None, deleted: list[int]) -> None:
+def test_select_surplus_keeps_best_and_newest(
+    losses: list[float | None], num_to_keep: int | None, deleted: list[int]
+) -> None:
     config = CheckpointConfig(
         num_to_keep=num_to_keep, checkpoint_score_attribute="loss", checkpoint_score_order="min"
     )
@@ -110,43 +116,47 @@ def test_to_delete(losses: list[float | None], num_to_keep: int | None, deleted:
         ([1, 2, 3], [0, 1, 2], []),
         ([3, 2, None], [0], []),  # 1 is the best, 2 the newest
         ([3, 2, None], [2], [0]),
-        ([3, 2, 1], [2], [0]),  # 2 may turn out worse than 1, whatever was reported with it
+        ([3, 2, 1], [2], [0]),  # the validation of 2 may give it a worse score than 1
         ([3, 1, 2, None], [1, 3], [0]),
     ],
 )
-def test_what_is_being_validated_stays_and_pushes_nothing_out(
+def test_select_surplus_ignores_pending_validations(
     losses: list[float | None], pending: list[int], deleted: list[int]
 ) -> None:
     config = CheckpointConfig(
         num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min"
     )
     checkpoints = [
-        msgspec.structs.replace(each, validation=Validation()) if each.index in pending else each
-        for each in by_index(loss=losses)
+        msgspec.structs.replace(manifest, validation=Validation())
+        if manifest.index in pending
+        else manifest
+        for manifest in by_index(loss=losses)
     ]
     assert [c.index for c in select_surplus(checkpoints, config)] == deleted
 
 
 @pytest.mark.parametrize(
-    ("losses", "attribute", "told"),
+    ("losses", "attribute", "expected"),
     [
         ([], "loss", None),
         ([None, 1], "loss", None),
-        ([1, 2], "los", "c1 has no such metric. There are 'loss'; did you mean 'loss'?"),
-        ([1, None], "los", "c1 has no such metric. There are no metrics"),
+        ([1, 2], "los", "c1 does not have this metric. There are 'loss'; did you mean 'loss'?"),
+        ([1, None], "los", "c1 does not have this metric. There are no metrics"),
         ([1, {"train": 2}], "loss", None),
         ([None, {"train": 2}], "loss/val", "There are 'loss/train'"),
-        ([None, float("nan")], "loss", "that is nan in c1, which ranks nothing"),
+        ([None, float("nan")], "loss", "nan in c1 cannot rank checkpoints"),
     ],
 )
-def test_why_unranked(losses: list[Any], attribute: str, told: str | None) -> None:
+def test_describe_missing_scores_lists_available_metrics(
+    losses: list[Any], attribute: str, expected: str | None
+) -> None:
     config = CheckpointConfig(checkpoint_score_attribute=attribute)
-    why = describe_missing_scores(by_index(loss=losses), config)
-    assert why is None if told is None else why is not None and told in why
+    message = describe_missing_scores(by_index(loss=losses), config)
+    assert message is None if expected is None else message is not None and expected in message
 
 
-def test_a_score_that_a_validation_may_give_is_not_missing() -> None:
+def test_describe_missing_scores_ignores_pending_validation() -> None:
     config = CheckpointConfig(checkpoint_score_attribute="accuracy")
-    (waiting,) = by_index(loss=[1])
-    waiting = msgspec.structs.replace(waiting, validation=Validation())
-    assert describe_missing_scores([waiting], config) is None
+    (pending,) = by_index(loss=[1])
+    pending = msgspec.structs.replace(pending, validation=Validation())
+    assert describe_missing_scores([pending], config) is None

@@ -1,4 +1,4 @@
-"""A checkpoint is a directory: open it, copy it, describe it, and find out whether it is whole."""
+"""Tests of drawbar.train.Checkpoint: open, copy, describe, and verify a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from drawbar.train._storage.staging import StagedFiles
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
-    """A committed one, with checksums."""
+    """Return a committed checkpoint with checksums."""
     run = RunDirectory(tmp_path / "run")
     upkeep.create_directories(run)
     staged = run.staging.make_directory("rank_0")
     (staged / "deep").mkdir()
     (staged / "model.pt").write_text("weights")
     (staged / "deep" / "state").write_text("state")
-    parts = [StagedFiles(staged, list_files(staged))]
-    described = Manifest(
+    staged_files = [StagedFiles(staged, list_files(staged))]
+    manifest = Manifest(
         name="c",
         index=4,
         attempt=1,
@@ -39,8 +39,10 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
         world_size=2,
         time=time.time(),
         metrics={"loss": 0.5},
-    ).with_files(parts[0].files)
-    run.checkpoints.commit(CheckpointDraft(manifest=described, staged_files=parts, durable=False))
+    ).with_files(staged_files[0].files)
+    run.checkpoints.commit(
+        CheckpointDraft(manifest=manifest, staged_files=staged_files, durable=False)
+    )
     run.checkpoints.write_checksums("c")
     return run.checkpoints.get_checkpoint("c")
 
@@ -52,71 +54,74 @@ def files_in(path: str | os.PathLike[str]) -> dict[str, str]:
 CONTENT = {"model.pt": "weights", "deep/state": "state"}
 
 
-@pytest.mark.parametrize("kind", [str, Path, Checkpoint])
-def test_a_checkpoint_is_made_of_anything_that_has_a_path(tmp_path: Path, kind: Any) -> None:
-    for made in (Checkpoint(kind(tmp_path)), Checkpoint.from_directory(kind(tmp_path))):
-        assert made.path == os.fspath(made) == str(tmp_path)
+@pytest.mark.parametrize("path_type", [str, Path, Checkpoint])
+def test_checkpoint_accepts_any_path_type(tmp_path: Path, path_type: Any) -> None:
+    for checkpoint in (
+        Checkpoint(path_type(tmp_path)),
+        Checkpoint.from_directory(path_type(tmp_path)),
+    ):
+        assert checkpoint.path == os.fspath(checkpoint) == str(tmp_path)
 
 
 @pytest.mark.parametrize("path", [None, 5, b"/tmp", {"a": 1}])
-def test_what_is_no_path_is_told(path: Any) -> None:
-    with pytest.raises(TypeError, match="Checkpoint takes the path of a directory, found"):
+def test_checkpoint_of_non_path_raises_type_error(path: Any) -> None:
+    with pytest.raises(TypeError, match="must be the path or URI of a directory"):
         Checkpoint(path)
 
 
-def test_an_empty_path_is_not_the_current_folder() -> None:
+def test_checkpoint_of_empty_path_raises() -> None:
     with pytest.raises(ValueError, match="path"):
         Checkpoint("")
 
 
-def test_a_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/ann")
     assert Checkpoint("a/b").path == str(tmp_path / "a" / "b")
     assert Checkpoint("~/c").path == "/home/ann/c"
 
 
-def test_checkpoints_at_the_same_place_are_equal(tmp_path: Path) -> None:
-    one, same = Checkpoint(tmp_path), Checkpoint(f"{tmp_path}/")
-    assert one == same
-    assert len({one, same}) == 1
-    assert one != Checkpoint(tmp_path / "other")
-    assert one != str(tmp_path)
-    assert repr(one) == f"Checkpoint({str(tmp_path)!r})"
+def test_checkpoints_with_same_path_are_equal(tmp_path: Path) -> None:
+    checkpoint, same = Checkpoint(tmp_path), Checkpoint(f"{tmp_path}/")
+    assert checkpoint == same
+    assert len({checkpoint, same}) == 1
+    assert checkpoint != Checkpoint(tmp_path / "other")
+    assert checkpoint != str(tmp_path)
+    assert repr(checkpoint) == f"Checkpoint({str(tmp_path)!r})"
 
 
-def test_a_checkpoint_pickles(checkpoint: Checkpoint) -> None:
+def test_checkpoint_can_be_pickled(checkpoint: Checkpoint) -> None:
     for module in (pickle, cloudpickle):
         assert module.loads(module.dumps(checkpoint)) == checkpoint
 
 
-def test_a_framework_opens_it_as_a_path(checkpoint: Checkpoint) -> None:
+def test_checkpoint_opens_as_path(checkpoint: Checkpoint) -> None:
     with open(Path(checkpoint) / "model.pt") as file:
         assert file.read() == "weights"
     assert sorted(os.listdir(checkpoint))[-2:] == ["deep", "model.pt"]
 
 
-def test_as_directory_gives_the_directory_itself(checkpoint: Checkpoint) -> None:
+def test_as_directory_of_local_checkpoint_does_not_copy(checkpoint: Checkpoint) -> None:
     with checkpoint.as_directory() as path:
         assert path == checkpoint.path
         assert files_in(path) == CONTENT
     checkpoint.verify()
 
 
-def test_to_directory_copies_the_users_files_alone(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_to_directory_copies_only_user_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     target = tmp_path / "new" / "folder"
     assert checkpoint.to_directory(target) == str(target)
     assert files_in(target) == CONTENT
     assert sorted(os.listdir(target)) == ["deep", "model.pt"]
 
 
-def test_a_copy_leaves_out_what_is_being_written(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_to_directory_skips_temporary_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     (Path(checkpoint) / ".drawbar-metadata.json.7.tmp").write_text("half")
     checkpoint.to_directory(tmp_path / "copy")
     assert files_in(tmp_path / "copy") == CONTENT
 
 
-def test_to_directory_makes_one_copy_for_all_that_were_given_it(checkpoint: Checkpoint) -> None:
+def test_to_directory_without_path_shares_copy_of_same_object(checkpoint: Checkpoint) -> None:
     first = checkpoint.to_directory()
     assert files_in(first) == CONTENT
     assert pickle.loads(pickle.dumps(checkpoint)).to_directory() == first
@@ -126,9 +131,7 @@ def test_to_directory_makes_one_copy_for_all_that_were_given_it(checkpoint: Chec
     assert files_in(first) == CONTENT
 
 
-def test_to_directory_replaces_files_of_an_earlier_copy(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_to_directory_replaces_existing_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_text("something much longer than the weights")
     (tmp_path / "mine").write_text("stays")
     checkpoint.to_directory(tmp_path)
@@ -136,21 +139,21 @@ def test_to_directory_replaces_files_of_an_earlier_copy(
     assert (tmp_path / "mine").read_text() == "stays"
 
 
-def test_copying_a_checkpoint_onto_itself_does_not_harm_it(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ValueError, match=r"to_directory\(\) was given the checkpoint's own"):
+def test_to_directory_onto_itself_raises_and_keeps_files(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match=r"to_directory\(path=.*\) is the checkpoint itself"):
         checkpoint.to_directory(checkpoint.path)
     checkpoint.verify()
 
 
-def enter(checkpoint: Checkpoint) -> None:
+def open_as_directory(checkpoint: Checkpoint) -> None:
     with checkpoint.as_directory():
         pass
 
 
-@pytest.mark.parametrize("use", [enter, Checkpoint.to_directory, Checkpoint.verify])
-def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path, use: Any) -> None:
+@pytest.mark.parametrize("use", [open_as_directory, Checkpoint.to_directory, Checkpoint.verify])
+def test_missing_checkpoint_raises_checkpoint_error(tmp_path: Path, use: Any) -> None:
     missing = Checkpoint(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=f"no checkpoint at {missing.path}: not a directory"):
+    with pytest.raises(CheckpointError, match=f"Checkpoint {missing.path} does not exist"):
         use(missing)
 
 
@@ -165,19 +168,19 @@ def test_metadata_is_set_updated_and_copied(checkpoint: Checkpoint, tmp_path: Pa
     checkpoint.verify()
 
 
-def test_metadata_that_is_no_json_leaves_the_old(checkpoint: Checkpoint) -> None:
+def test_set_metadata_with_non_json_value_keeps_old_metadata(checkpoint: Checkpoint) -> None:
     checkpoint.set_metadata({"a": 1})
     with pytest.raises(TypeError, match="not JSON serializable"):
         checkpoint.set_metadata({"a": object()})
     assert checkpoint.get_metadata() == {"a": 1}
 
 
-def test_metadata_that_is_no_mapping_is_refused(checkpoint: Checkpoint) -> None:
-    with pytest.raises(TypeError, match=r"metadata must be a mapping, found 3 \(int\)"):
+def test_set_metadata_with_non_mapping_raises_type_error(checkpoint: Checkpoint) -> None:
+    with pytest.raises(TypeError, match=r"metadata must be a mapping, not 3 \(int\)"):
         checkpoint.set_metadata(cast(Any, 3))
 
 
-def test_the_manifest_tells_what_was_committed(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_manifest_lists_committed_files_and_metrics(checkpoint: Checkpoint, tmp_path: Path) -> None:
     manifest = checkpoint.manifest
     assert manifest is not None
     assert [(file.path, file.size) for file in manifest.files] == [
@@ -200,7 +203,7 @@ def lengthen(path: Path) -> None:
     (path / "model.pt").write_text("weights!")
 
 
-def alter(path: Path) -> None:
+def change(path: Path) -> None:
     (path / "model.pt").write_text("weighty")
 
 
@@ -216,17 +219,17 @@ def damage_checksums(path: Path) -> None:
     ("damage", "message"),
     [
         (remove, "deep/state is missing"),
-        (truncate, "model.pt has 3 bytes, the commit has 7"),
-        (lengthen, "model.pt has 8 bytes, the commit has 7"),
+        (truncate, "model.pt has 3 bytes, but the commit has 7"),
+        (lengthen, "model.pt has 8 bytes, but the commit has 7"),
         (
-            alter,
-            r"model.pt was altered after the commit: its xxh3 is \w{16}, the commit has \w{16}",
+            change,
+            r"model.pt was changed after the commit: its xxh3 is \w{16}, but the commit has \w{16}",
         ),
-        (drop_manifest, "holds no manifest: it was never committed"),
+        (drop_manifest, r"has no readable manifest \(.drawbar.json\). It was never committed"),
         (damage_checksums, ".drawbar-checksums.json cannot be read"),
     ],
 )
-def test_verify_names_the_file_that_is_not_as_committed(
+def test_verify_of_damaged_checkpoint_names_the_file(
     checkpoint: Checkpoint, damage: Any, message: str
 ) -> None:
     damage(Path(checkpoint))
@@ -234,15 +237,15 @@ def test_verify_names_the_file_that_is_not_as_committed(
         checkpoint.verify()
 
 
-def test_without_checksums_verify_goes_by_size(checkpoint: Checkpoint) -> None:
+def test_verify_without_checksums_compares_sizes(checkpoint: Checkpoint) -> None:
     (Path(checkpoint) / ".drawbar-checksums.json").unlink()
-    alter(Path(checkpoint))
+    change(Path(checkpoint))
     checkpoint.verify()
     truncate(Path(checkpoint))
     with pytest.raises(CheckpointError, match="has 3 bytes"):
         checkpoint.verify()
 
 
-def test_files_that_the_user_added_later_do_not_matter(checkpoint: Checkpoint) -> None:
+def test_verify_ignores_files_added_after_commit(checkpoint: Checkpoint) -> None:
     (Path(checkpoint) / "evaluation.txt").write_text("good")
     checkpoint.verify()

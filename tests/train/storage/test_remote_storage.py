@@ -1,4 +1,4 @@
-"""Runs whose storage is not mounted: a real S3 server, and memory:// through fsspec."""
+"""Tests of runs on remote storage: a real S3 server, and memory:// through fsspec."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from drawbar.train.testing import run_in_threads
 
 
 @pytest.fixture(autouse=True)
-def work_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have the work folders of remote runs lie below the test's own folder."""
+def work_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the work directories of remote runs in the test's directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -49,7 +49,7 @@ def s3_port() -> Iterator[int]:
 
 @pytest.fixture
 def s3(s3_port: int) -> S3FileSystem:
-    """Give a filesystem with a bucket `bucket`."""
+    """Return a filesystem with a bucket `bucket`."""
     filesystem = S3FileSystem(
         access_key="key",
         secret_key="secret",
@@ -64,20 +64,20 @@ def s3(s3_port: int) -> S3FileSystem:
 
 @pytest.fixture(params=["s3", "memory"])
 def storage(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Give `storage_path` and `storage_filesystem` of an empty folder."""
-    folder = uuid.uuid4().hex
+    """Return `storage_path` and `storage_filesystem` of an empty directory."""
+    directory = uuid.uuid4().hex
     if request.param == "s3":
         filesystem = request.getfixturevalue("s3")
-        return {"storage_path": f"bucket/{folder}", "storage_filesystem": filesystem}
-    return {"storage_path": f"memory://{folder}"}
+        return {"storage_path": f"bucket/{directory}", "storage_filesystem": filesystem}
+    return {"storage_path": f"memory://{directory}"}
 
 
-def save(content: str, **how: Any) -> None:
+def save(content: str, **options: Any) -> None:
     with train.checkpoint_dir() as path:
         (path / "part").mkdir()
         (path / "model").write_text(content)
         (path / "part" / "a").write_text(content * 2)
-        train.report({"step": int(content)}, checkpoint=path, **how)
+        train.report({"step": int(content)}, checkpoint=path, **options)
 
 
 def content(checkpoint: Checkpoint | None) -> str:
@@ -109,124 +109,139 @@ def fit(function: Any, storage: dict[str, Any], num_workers: int = 0, **config: 
     ).fit()
 
 
-def where(storage: dict[str, Any]) -> dict[str, Any]:
-    """Give the arguments by which `Result.from_path` finds the run."""
+def get_result_arguments(storage: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Result.from_path` for the run."""
     path = f"{storage['storage_path']}/run"
     return {"path": path, "storage_filesystem": storage.get("storage_filesystem")}
 
 
-def journal_of(storage: dict[str, Any]) -> bytes:
-    """Read the journal in the storage."""
-    journal = open_run_directory(*where(storage).values()).run_files.read_journal()
+def read_journal(storage: dict[str, Any]) -> bytes:
+    """Return the journal in the storage."""
+    journal = open_run_directory(*get_result_arguments(storage).values()).run_files.read_journal()
     assert journal is not None
     return journal
 
 
-def test_a_run_leaves_its_checkpoints_metrics_and_logs(storage: dict[str, Any]) -> None:
+def test_remote_run_stores_checkpoints_metrics_and_logs(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage)
-    again = Result.from_path(**where(storage))
-    assert [content(each) for each, _ in result.best_checkpoints] == ["0", "1", "2"]
-    assert again.checkpoint == result.checkpoint
-    assert again.checkpoint is not None
-    assert list(again.metrics_dataframe["step"]) == [0, 1, 2]
-    folder = again.checkpoint.path.rpartition("/")[0]
-    assert result.filesystem.get_file_info([f"{folder}/logs/rank_0.log"])[0].is_file
+    reread = Result.from_path(**get_result_arguments(storage))
+    assert [content(checkpoint) for checkpoint, _ in result.best_checkpoints] == ["0", "1", "2"]
+    assert reread.checkpoint == result.checkpoint
+    assert reread.checkpoint is not None
+    assert list(reread.metrics_dataframe["step"]) == [0, 1, 2]
+    run_path = reread.checkpoint.path.rpartition("/")[0]
+    assert result.filesystem.get_file_info([f"{run_path}/logs/rank_0.log"])[0].is_file
 
 
-def test_another_machine_resumes(storage: dict[str, Any], work_folders: Path) -> None:
+def test_remote_run_resumes_on_another_machine(
+    storage: dict[str, Any], work_directories: Path
+) -> None:
     with pytest.raises(WorkerGroupError, match="on purpose"):
         fit(three_steps(fail_at=2), storage)
-    shutil.rmtree(work_folders)
+    shutil.rmtree(work_directories)
     result = fit(three_steps(), storage)
     assert result.return_value == 2
     assert list(result.metrics_dataframe["step"]) == [0, 1, 2]
 
 
-def test_a_trainer_is_restored_on_another_machine(
-    storage: dict[str, Any], work_folders: Path
+def test_remote_trainer_is_restored_on_another_machine(
+    storage: dict[str, Any], work_directories: Path
 ) -> None:
     with pytest.raises(WorkerGroupError, match="on purpose"):
         fit(three_steps(fail_at=2), storage)
-    shutil.rmtree(work_folders)
-    trainer = DataParallelTrainer.restore(**where(storage), train_loop_per_worker=three_steps())
+    shutil.rmtree(work_directories)
+    trainer = DataParallelTrainer.restore(
+        **get_result_arguments(storage), train_loop_per_worker=three_steps()
+    )
     assert trainer.fit().return_value == 2
 
 
-def test_a_journal_that_only_this_machine_has_is_kept(
+def test_local_journal_that_continues_the_remote_one_is_used(
     storage: dict[str, Any],
 ) -> None:
     result = fit(three_steps(), storage)
-    newest = journal_of(storage)
-    directory = open_run_directory(*where(storage).values())
+    newest = read_journal(storage)
+    directory = open_run_directory(*get_result_arguments(storage).values())
     upkeep.create_directories(directory)
-    directory.journal_path.write_bytes(newest)  # as a driver leaves it that was killed
+    directory.journal_path.write_bytes(newest)  # as a killed driver leaves it
     assert result.checkpoint is not None
-    folder = result.checkpoint.path.rpartition("/")[0]
-    with result.filesystem.open_output_stream(f"{folder}/journal.jsonl") as stream:
+    run_path = result.checkpoint.path.rpartition("/")[0]
+    with result.filesystem.open_output_stream(f"{run_path}/journal.jsonl") as stream:
         stream.write(b"".join(newest.splitlines(keepends=True)[:3]))
-    assert Result.from_path(**where(storage)).metrics == {"step": 2}
+    assert Result.from_path(**get_result_arguments(storage)).metrics == {"step": 2}
 
 
-def test_a_journal_that_was_cut_in_the_storage_is_gone_on_with(storage: dict[str, Any]) -> None:
+def test_resume_with_truncated_remote_journal_continues_it(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage)
     assert result.checkpoint is not None
-    folder = result.checkpoint.path.rpartition("/")[0]
-    cut = journal_of(storage)[:-20]
-    with result.filesystem.open_output_stream(f"{folder}/journal.jsonl") as stream:
-        stream.write(cut)
+    run_path = result.checkpoint.path.rpartition("/")[0]
+    truncated = read_journal(storage)[:-20]
+    with result.filesystem.open_output_stream(f"{run_path}/journal.jsonl") as stream:
+        stream.write(truncated)
     fit(lambda: None, storage)
-    outcomes = [each.outcome for each in Result.from_path(**where(storage)).timeline.attempts]
+    outcomes = [
+        attempt.outcome
+        for attempt in Result.from_path(**get_result_arguments(storage)).timeline.attempts
+    ]
     assert outcomes[-1] == "finished"
 
 
-def test_runs_of_one_path_on_two_filesystems_have_nothing_in_common(tmp_path: Path) -> None:
-    for name in ("one", "other"):
+def test_runs_with_same_path_on_two_filesystems_are_separate(tmp_path: Path) -> None:
+    for name in ("first", "second"):
         (tmp_path / name).mkdir()
-    one, other = (
+    first, second = (
         {
             "storage_path": "runs",
             "storage_filesystem": SubTreeFileSystem(str(path), LocalFileSystem()),
         }
-        for path in (tmp_path / "one", tmp_path / "other")
+        for path in (tmp_path / "first", tmp_path / "second")
     )
 
     def function() -> dict[str, Any] | None:
         train.report({"step": 1})
-        return fit(lambda: train.report({"step": 2}), other).metrics
+        return fit(lambda: train.report({"step": 2}), second).metrics
 
-    assert fit(function, one).return_value == {"step": 2}
-    assert Result.from_path(**where(one)).metrics == {"step": 1}
+    assert fit(function, first).return_value == {"step": 2}
+    assert Result.from_path(**get_result_arguments(first)).metrics == {"step": 1}
 
 
-def test_a_server_is_known_by_its_address_with_any_credentials(work_folders: Path) -> None:
-    def work_folder(port: int, key: str) -> Path:
+def test_work_directory_depends_on_endpoint_but_not_credentials(work_directories: Path) -> None:
+    def get_work_directory(port: int, key: str) -> Path:
         filesystem = S3FileSystem(
             access_key=key, secret_key=key, endpoint_override=f"127.0.0.1:{port}", region="r"
         )
         return open_run_directory("bucket/run", filesystem).local_path
 
-    assert work_folder(1, "key") == work_folder(1, "other") != work_folder(2, "key")
-    assert not work_folders.exists()
+    assert (
+        get_work_directory(1, "key")
+        == get_work_directory(1, "other")
+        != get_work_directory(2, "key")
+    )
+    assert not work_directories.exists()
 
 
-def test_a_library_may_be_given_no_address(work_folders: Path) -> None:
-    def work_folder(**settings: Any) -> Path:
+def test_work_directory_with_empty_client_kwargs_is_the_default(work_directories: Path) -> None:
+    def get_work_directory(**settings: Any) -> Path:
         return open_run_directory("bucket/run", fsspec.filesystem("memory", **settings)).local_path
 
-    assert work_folder(client_kwargs=None) == work_folder(client_kwargs={}) == work_folder()
-    assert work_folder(client_kwargs={"endpoint_url": "http://here"}) != work_folder()
+    assert (
+        get_work_directory(client_kwargs=None)
+        == get_work_directory(client_kwargs={})
+        == get_work_directory()
+    )
+    assert get_work_directory(client_kwargs={"endpoint_url": "http://here"}) != get_work_directory()
 
 
-def test_retention_deletes(storage: dict[str, Any]) -> None:
+def test_retention_deletes_remote_checkpoints(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage, checkpoint_config=CheckpointConfig(num_to_keep=1))
-    assert [content(each) for each, _ in result.best_checkpoints] == ["2"]
+    assert [content(checkpoint) for checkpoint, _ in result.best_checkpoints] == ["2"]
     assert result.checkpoint is not None
-    folder = result.checkpoint.path.rpartition("/")[0]
-    assert not result.filesystem.get_file_info([f"{folder}/checkpoint_000000/model"])[0].is_file
+    run_path = result.checkpoint.path.rpartition("/")[0]
+    assert not result.filesystem.get_file_info([f"{run_path}/checkpoint_000000/model"])[0].is_file
 
 
-def test_a_validation_is_kept_with_its_checkpoint(
-    storage: dict[str, Any], work_folders: Path
+def test_validation_metrics_are_stored_with_remote_checkpoint(
+    storage: dict[str, Any], work_directories: Path
 ) -> None:
     def validate(checkpoint: Checkpoint) -> dict[str, int]:
         return {"square": int(content(checkpoint)) ** 2}
@@ -238,42 +253,42 @@ def test_a_validation_is_kept_with_its_checkpoint(
         run_config=RunConfig(name="run", **storage, checkpoint_config=config),
         validation_config=train.ValidationConfig(validate),
     ).fit()
-    shutil.rmtree(work_folders)
-    again = Result.from_path(**where(storage))
-    assert again.metrics == {"step": 3, "square": 9}
-    assert [metrics for _, metrics in again.best_checkpoints] == [again.metrics]
+    shutil.rmtree(work_directories)
+    reread = Result.from_path(**get_result_arguments(storage))
+    assert reread.metrics == {"step": 3, "square": 9}
+    assert [metrics for _, metrics in reread.best_checkpoints] == [reread.metrics]
 
 
-def test_leftovers_are_swept_and_what_is_the_users_stays(storage: dict[str, Any]) -> None:
+def test_resume_deletes_uncommitted_files_and_keeps_user_files(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage)
     assert result.checkpoint is not None
-    folder = result.checkpoint.path.rpartition("/")[0]
-    put = {"checkpoint_000007/model", "best/.drawbar-pending", "mine/notes"}
-    for path in put:
-        result.filesystem.create_dir(f"{folder}/{path}".rpartition("/")[0])
-        with result.filesystem.open_output_stream(f"{folder}/{path}") as stream:
+    run_path = result.checkpoint.path.rpartition("/")[0]
+    paths = {"checkpoint_000007/model", "best/.drawbar-pending", "mine/notes"}
+    for path in paths:
+        result.filesystem.create_dir(f"{run_path}/{path}".rpartition("/")[0])
+        with result.filesystem.open_output_stream(f"{run_path}/{path}") as stream:
             stream.write(b"x")
     fit(lambda: None, storage, resume="must")
-    left = {
-        path for path in put if result.filesystem.get_file_info([f"{folder}/{path}"])[0].is_file
+    remaining = {
+        path for path in paths if result.filesystem.get_file_info([f"{run_path}/{path}"])[0].is_file
     }
-    assert left == {"mine/notes", "checkpoint_000007/model"}
+    assert remaining == {"mine/notes", "checkpoint_000007/model"}
 
 
-def test_a_folder_of_the_users_is_not_written_into(storage: dict[str, Any]) -> None:
+def test_remote_commit_does_not_overwrite_user_directory(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage)
     assert result.checkpoint is not None
-    users = f"{result.checkpoint.path.rpartition('/')[0]}/checkpoint_000003"
-    result.filesystem.create_dir(users)
-    with result.filesystem.open_output_stream(f"{users}/model") as stream:
+    user_directory = f"{result.checkpoint.path.rpartition('/')[0]}/checkpoint_000003"
+    result.filesystem.create_dir(user_directory)
+    with result.filesystem.open_output_stream(f"{user_directory}/model") as stream:
         stream.write(b"x")
-    with pytest.raises(WorkerGroupError, match="checkpoint_000003 is there and is no checkpoint"):
+    with pytest.raises(WorkerGroupError, match="checkpoint_000003 exists, but Drawbar did not"):
         fit(lambda: save("3"), storage, resume="must")
-    with result.filesystem.open_input_stream(f"{users}/model") as stream:
+    with result.filesystem.open_input_stream(f"{user_directory}/model") as stream:
         assert stream.read() == b"x"
 
 
-def test_a_checkpoint_is_read_copied_verified_and_annotated(
+def test_remote_checkpoint_is_read_copied_and_verified(
     storage: dict[str, Any], tmp_path: Path
 ) -> None:
     checkpoint = fit(three_steps(), storage).checkpoint
@@ -289,17 +304,17 @@ def test_a_checkpoint_is_read_copied_verified_and_annotated(
     assert [file.path for file in same.manifest.files] == ["model", "part/a"]
 
 
-def test_a_changed_file_is_found(storage: dict[str, Any]) -> None:
+def test_verify_finds_changed_remote_file(storage: dict[str, Any]) -> None:
     checkpoint = fit(three_steps(), storage).checkpoint
     assert checkpoint is not None
     assert not checkpoint.is_local
     with checkpoint.filesystem.open_output_stream(f"{checkpoint.path}/model") as stream:
         stream.write(b"3")
-    with pytest.raises(CheckpointError, match="model was altered after the commit"):
+    with pytest.raises(CheckpointError, match="model was changed after the commit"):
         checkpoint.verify()
 
 
-def test_a_copy_lives_as_long_as_its_last_reader(storage: dict[str, Any]) -> None:
+def test_cached_copy_is_deleted_after_last_reader(storage: dict[str, Any]) -> None:
     checkpoint = fit(three_steps(), storage).checkpoint
     assert checkpoint is not None
     with checkpoint.as_directory() as path:
@@ -309,65 +324,67 @@ def test_a_copy_lives_as_long_as_its_last_reader(storage: dict[str, Any]) -> Non
     assert not Path(path).exists()
 
 
-def test_a_remote_checkpoint_has_no_local_path() -> None:
+def test_remote_checkpoint_has_no_local_path() -> None:
     checkpoint = Checkpoint("memory://somewhere/there")
     assert repr(checkpoint).startswith("Checkpoint('memory://somewhere/there'")
     with pytest.raises(TypeError, match="as_directory"):
         Path(checkpoint)
-    with pytest.raises(CheckpointError, match="there is no checkpoint at memory://somewhere/there"):
+    with pytest.raises(CheckpointError, match="Checkpoint memory://somewhere/there does not exist"):
         checkpoint.to_directory()
 
 
-def test_asynchronous_checkpoints_are_committed_when_fit_returns(storage: dict[str, Any]) -> None:
+def test_async_remote_checkpoints_are_committed_when_fit_returns(storage: dict[str, Any]) -> None:
     def function() -> None:
         for step in range(4):
             save(str(step), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
 
-    found = [content(each) for each, _ in fit(function, storage).best_checkpoints]
-    assert found == ["0", "1", "2", "3"]
+    contents = [content(checkpoint) for checkpoint, _ in fit(function, storage).best_checkpoints]
+    assert contents == ["0", "1", "2", "3"]
 
 
-def test_no_work_folder_is_left(storage: dict[str, Any], work_folders: Path) -> None:
+def test_work_directory_is_deleted_after_run(
+    storage: dict[str, Any], work_directories: Path
+) -> None:
     result = fit(three_steps(), storage)
-    assert not list(work_folders.rglob("*/*"))
+    assert not list(work_directories.rglob("*/*"))
     assert [attempt.outcome for attempt in result.timeline.attempts] == ["finished"]
 
 
-def test_a_work_folder_stays_that_has_what_nobody_else_has(
-    storage: dict[str, Any], work_folders: Path, tmp_path: Path
+def test_work_directory_with_uncommitted_moved_files_is_kept(
+    storage: dict[str, Any], work_directories: Path, tmp_path: Path
 ) -> None:
     def function() -> None:
         if train.get_context().get_world_rank() == 0:
-            (tmp_path / "own").mkdir()
-            (tmp_path / "own" / "model").write_text("m")
+            (tmp_path / "source").mkdir()
+            (tmp_path / "source" / "model").write_text("m")
             mode = CheckpointUploadMode.ASYNC
-            train.report({}, checkpoint=tmp_path / "own", checkpoint_upload_mode=mode)
+            train.report({}, checkpoint=tmp_path / "source", checkpoint_upload_mode=mode)
         train.collective.barrier()
         raise ValueError("boom")  # rank 1 has not reported, so nothing was committed
 
     with pytest.raises(WorkerGroupError, match="boom"):
         run_in_threads(function, run_config=RunConfig(name="run", **storage))
-    assert [path.read_text() for path in work_folders.rglob("model")] == ["m"]
+    assert [path.read_text() for path in work_directories.rglob("model")] == ["m"]
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_two_workers_write_one_checkpoint(s3: S3FileSystem) -> None:
+def test_two_workers_write_one_remote_checkpoint(s3: S3FileSystem) -> None:
     def function() -> None:
         with train.checkpoint_dir() as path:
             (path / f"rank_{train.get_context().get_world_rank()}").write_text("x" * 1000)
             (path / "both").write_text("b")
             train.report({}, checkpoint=path)
 
-    folder = f"bucket/{uuid.uuid4().hex}"
-    result = fit(function, {"storage_path": folder, "storage_filesystem": s3}, num_workers=2)
+    storage_path = f"bucket/{uuid.uuid4().hex}"
+    result = fit(function, {"storage_path": storage_path, "storage_filesystem": s3}, num_workers=2)
     assert result.checkpoint is not None
     result.checkpoint.verify()
     with result.checkpoint.as_directory() as path:
-        names = sorted(each.name for each in Path(path).iterdir() if not each.name.startswith("."))
+        names = sorted(file.name for file in Path(path).iterdir() if not file.name.startswith("."))
     assert names == ["both", "rank_0", "rank_1"]
 
 
-def test_a_uri_may_carry_the_address_of_the_server(
+def test_s3_uri_with_endpoint_in_query_is_supported(
     s3: S3FileSystem, s3_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
@@ -378,7 +395,7 @@ def test_a_uri_may_carry_the_address_of_the_server(
     assert content(Result.from_path(result.uri).checkpoint) == "2"
 
 
-def test_a_run_starts_from_a_checkpoint_on_another_storage(tmp_path: Path) -> None:
+def test_resume_from_checkpoint_on_another_storage(tmp_path: Path) -> None:
     first = fit(three_steps(), {"storage_path": f"memory://{uuid.uuid4().hex}"}).checkpoint
     result = DataParallelTrainer(
         lambda: content(train.get_checkpoint()),
@@ -389,17 +406,17 @@ def test_a_run_starts_from_a_checkpoint_on_another_storage(tmp_path: Path) -> No
     assert result.return_value == "2"
 
 
-def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
+def test_file_uri_is_a_local_path(tmp_path: Path) -> None:
     result = fit(three_steps(), {"storage_path": f"file://{tmp_path}"})
     assert result.path == str(tmp_path / "run")
     assert result.filesystem.type_name == "local"
 
 
-def test_an_unknown_scheme_is_told() -> None:
-    with pytest.raises(ValueError, match="neither pyarrow nor fsspec knows nowhere://"):
+def test_unknown_uri_scheme_raises_value_error() -> None:
+    with pytest.raises(ValueError, match="nowhere://, which neither pyarrow nor fsspec supports"):
         fit(three_steps(), {"storage_path": "nowhere://x"})
 
 
-def test_what_is_no_filesystem_is_told() -> None:
-    with pytest.raises(TypeError, match="the filesystem must be a pyarrow"):
+def test_storage_filesystem_of_wrong_type_raises_type_error() -> None:
+    with pytest.raises(TypeError, match="filesystem must be a pyarrow"):
         fit(three_steps(), {"storage_path": "x", "storage_filesystem": fsspec})

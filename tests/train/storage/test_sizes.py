@@ -1,10 +1,12 @@
+"""Tests of drawbar.train._storage.sizes."""
+
 import pytest
 
 from drawbar.train._storage.sizes import format_exact_size, format_size
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "shown"),
+    ("nbytes", "expected"),
     [
         (0, "0 B"),
         (999, "999 B"),
@@ -17,9 +19,9 @@ from drawbar.train._storage.sizes import format_exact_size, format_size
         (5 * 10**15, "5e+03 TB"),
     ],
 )
-def test_a_number_of_bytes_is_shown_in_the_unit_that_suits_it(nbytes: int, shown: str) -> None:
-    assert format_size(nbytes) == shown
+def test_format_size_uses_suitable_unit(nbytes: int, expected: str) -> None:
+    assert format_size(nbytes) == expected
 
 
-def test_a_size_that_is_looked_into_is_exact_too() -> None:
+def test_format_exact_size_includes_byte_count() -> None:
     assert (format_exact_size(5), format_exact_size(90_000)) == ("5 bytes", "90 kB (90000 bytes)")

@@ -1,4 +1,4 @@
-"""Storage that is slow, fails now and then or for ever, or is full; kills in the protocol."""
+"""Tests of slow, failing, and full storage, and of kills during commits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ASYNC = CheckpointUploadMode.ASYNC
 
 
 class Faulty(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """The local filesystem, where opening a file for writing does what a test wants first."""
+    """The local filesystem with a hook that is called before a file is opened for writing."""
 
     protocol = ("faulty",)
     cachable = False
@@ -66,25 +66,25 @@ class Faulty(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 @pytest.fixture(autouse=True)
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep work folders below the test's own, and do not wait long before trying again."""
+    """Keep work directories in the test's directory, and shorten retry delays."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(retry, "INITIAL_DELAY_S", 0.001)
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the folder of temporary files, which is the test's own."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
+def temp_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory for temporary files, which belongs to the test."""
+    directory = tmp_path / "temp_directory"
+    directory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directory))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    return folder
+    return directory
 
 
-def save(content: str, **how: Any) -> None:
+def save(content: str, **options: Any) -> None:
     with train.checkpoint_dir() as path:
         (path / "model").write_text(content)
-        train.report({"step": int(content)}, checkpoint=path, **how)
+        train.report({"step": int(content)}, checkpoint=path, **options)
 
 
 def content(checkpoint: Checkpoint | None) -> str:
@@ -105,17 +105,17 @@ def fit(
     ).fit()
 
 
-def failing(
+def make_fault(
     error: Callable[[], Exception], times: int, name: str = "model"
 ) -> Callable[[str], None]:
-    """Make a fault that strikes `times` times at files of this name, from the second one on."""
-    seen = 0
+    """Return a hook that raises `times` times for files of this name, from the second on."""
+    num_writes = 0
 
     def before_write(path: str) -> None:
-        nonlocal seen
+        nonlocal num_writes
         if path.endswith(f"/{name}"):
-            seen += 1
-            if 1 < seen <= times + 1:
+            num_writes += 1
+            if 1 < num_writes <= times + 1:
                 raise error()
 
     return before_write
@@ -136,17 +136,17 @@ def two_steps() -> None:
         lambda: OSError("HTTP status code 503"),
     ],
 )
-def test_what_passes_is_tried_again_and_logged_once(
+def test_transient_errors_are_retried_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Any, name: str
 ) -> None:
     with caplog.at_level(logging.WARNING, "drawbar.train"):
-        result = fit(two_steps, tmp_path, Faulty(failing(error, times=3, name=name)))
+        result = fit(two_steps, tmp_path, Faulty(make_fault(error, times=3, name=name)))
     assert content(result.checkpoint) == "1"
-    assert len([each for each in caplog.messages if "is tried again" in each]) == 1
+    assert len([message for message in caplog.messages if "will be retried" in message]) == 1
 
 
-def test_what_never_passes_fails_with_path_and_bytes(tmp_path: Path) -> None:
-    fault = failing(lambda: ConnectionError("no route"), times=1000)
+def test_persistent_transient_error_raises_with_path_and_size(tmp_path: Path) -> None:
+    fault = make_fault(lambda: ConnectionError("no route"), times=1000)
     with pytest.raises(WorkerGroupError) as raised:
         fit(two_steps, tmp_path, Faulty(fault))
     assert "writing 1 bytes to " in str(raised.value)
@@ -155,36 +155,36 @@ def test_what_never_passes_fails_with_path_and_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO])
-def test_what_will_not_pass_fails_at_once(tmp_path: Path, number: int) -> None:
-    fault = failing(lambda: OSError(number, os.strerror(number)), times=1)
+def test_permanent_error_is_not_retried(tmp_path: Path, number: int) -> None:
+    fault = make_fault(lambda: OSError(number, os.strerror(number)), times=1)
     with pytest.raises(WorkerGroupError, match=os.strerror(number)):
         fit(two_steps, tmp_path, Faulty(fault))
 
 
-def test_a_manifest_that_cannot_be_written_fails_the_run(tmp_path: Path) -> None:
-    fault = failing(lambda: OSError(errno.ENOSPC, "full"), times=1, name=".drawbar.json")
+def test_failed_manifest_write_fails_the_run(tmp_path: Path) -> None:
+    fault = make_fault(lambda: OSError(errno.ENOSPC, "full"), times=1, name=".drawbar.json")
     with pytest.raises(ControllerError, match=r"checkpoint_000001/\.drawbar\.json failed: full"):
         fit(two_steps, tmp_path, Faulty(fault))
     assert content(Result.from_path(tmp_path / "far" / "run").checkpoint) == "0"
 
 
-def test_a_slow_upload_says_so(
+def test_slow_upload_logs_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "SLOW_WARNING_PERIOD_S", 0.01)
-    told = threading.Event()
+    has_warned = threading.Event()
 
-    class Tell(logging.Handler):
+    class WarningHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "takes long" in record.getMessage():
-                told.set()
+            if "is slow" in record.getMessage():
+                has_warned.set()
 
-    handler = Tell()
+    handler = WarningHandler()
     logging.getLogger("drawbar.train").addHandler(handler)
 
     def wait_for_notice(path: str) -> None:
         if path.endswith("/model"):
-            assert told.wait(30)
+            assert has_warned.wait(30)
 
     try:
         fit(lambda: save("0"), tmp_path, Faulty(wait_for_notice))
@@ -193,7 +193,7 @@ def test_a_slow_upload_says_so(
     assert any("writing checkpoint checkpoint_000000 of rank_0" in m for m in caplog.messages)
 
 
-def test_a_slow_storage_holds_back_asynchronous_reports(tmp_path: Path) -> None:
+def test_slow_storage_blocks_async_reports(tmp_path: Path) -> None:
     reported: list[str] = []
     reader, writer = os.pipe()
 
@@ -202,21 +202,21 @@ def test_a_slow_storage_holds_back_asynchronous_reports(tmp_path: Path) -> None:
             os.read(reader, 1)
 
     def function() -> None:
-        def let_it_go() -> None:
-            reported.append("let go")
+        def unblock() -> None:
+            reported.append("unblocked")
             os.write(writer, b"...")
 
         for step in range(3):
             if step == 2:
-                threading.Timer(0.2, let_it_go).start()
+                threading.Timer(0.2, unblock).start()
             save(str(step), checkpoint_upload_mode=ASYNC)
             reported.append(str(step))
 
     assert content(fit(function, tmp_path, Faulty(before_write)).checkpoint) == "2"
-    assert reported == ["0", "1", "let go", "2"]
+    assert reported == ["0", "1", "unblocked", "2"]
 
 
-def test_what_was_persisted_when_the_function_raised_is_committed(tmp_path: Path) -> None:
+def test_files_persisted_before_function_raises_are_committed(tmp_path: Path) -> None:
     def function() -> None:
         save("0", checkpoint_upload_mode=ASYNC)
         raise RuntimeError("on purpose")
@@ -226,7 +226,7 @@ def test_what_was_persisted_when_the_function_raised_is_committed(tmp_path: Path
     assert content(Result.from_path(tmp_path / "far" / "run").checkpoint) == "0"
 
 
-def test_a_stuck_upload_does_not_hold_up_the_error_for_long(tmp_path: Path) -> None:
+def test_stuck_upload_does_not_delay_error(tmp_path: Path) -> None:
     ended = threading.Event()
 
     def before_write(path: str) -> None:
@@ -245,11 +245,11 @@ def test_a_stuck_upload_does_not_hold_up_the_error_for_long(tmp_path: Path) -> N
         ended.set()
 
 
-def test_no_attempt_begins_while_the_one_before_still_uploads(tmp_path: Path) -> None:
+def test_restart_waits_for_uploads_of_previous_attempt(tmp_path: Path) -> None:
     failed, overlaps = threading.Event(), list[bool]()
     reader, writer = os.pipe()
 
-    class Tell(UserCallback):
+    class FailureRecorder(UserCallback):
         def after_exception(self, *_: Any) -> None:
             failed.set()
 
@@ -259,40 +259,46 @@ def test_no_attempt_begins_while_the_one_before_still_uploads(tmp_path: Path) ->
             overlaps.append(bool(select.select([reader], [], [], 0.5)[0]))
 
     def function() -> None:
-        again = (tmp_path / "again").exists()
-        if again:
+        is_restart = (tmp_path / "is_restart").exists()
+        if is_restart:
             os.write(writer, b"began")
         save("0", checkpoint_upload_mode=ASYNC)
-        if not again:
+        if not is_restart:
             (tmp_path / "again").touch()
             raise RuntimeError("on purpose")
 
     once_more = FailureConfig(max_failures=1)
-    fit(function, tmp_path, Faulty(before_write), failure_config=once_more, callbacks=[Tell()])
+    fit(
+        function,
+        tmp_path,
+        Faulty(before_write),
+        failure_config=once_more,
+        callbacks=[FailureRecorder()],
+    )
     assert overlaps == [False]
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_process_whose_upload_is_stuck_is_not_kept(tmp_path: Path) -> None:
-    under_way, first_pid = tmp_path / "under_way", tmp_path / "first_pid"
-    os.mkfifo(under_way)
+def test_process_with_stuck_upload_is_not_reused(tmp_path: Path) -> None:
+    upload_started, first_pid = tmp_path / "upload_started", tmp_path / "first_pid"
+    os.mkfifo(upload_started)
 
     def before_write(path: str) -> None:
         if path.endswith("/model") and not first_pid.exists():
             first_pid.write_text(str(os.getpid()))
-            with under_way.open("w"):
+            with upload_started.open("w"):
                 threading.Event().wait()
 
     def function() -> int:
-        again = first_pid.exists()
+        is_restart = first_pid.exists()
         if train.get_context().get_world_rank() == 0:
             save("0", checkpoint_upload_mode=ASYNC)
-            if not again:
+            if not is_restart:
                 train.collective.barrier()
         else:
             train.report({})
-            if not again:
-                with under_way.open():
+            if not is_restart:
+                with upload_started.open():
                     raise RuntimeError("on purpose")
         return os.getpid()
 
@@ -302,38 +308,38 @@ def test_a_process_whose_upload_is_stuck_is_not_kept(tmp_path: Path) -> None:
 
 
 class TokenExpired(Exception):
-    """What a library raises below an fsspec filesystem need not be an OSError."""
+    """An error that is not an OSError, as libraries below fsspec filesystems may raise."""
 
 
 @pytest.mark.parametrize("error", [lambda: OSError(errno.EACCES, "no"), TokenExpired])
-def test_a_failing_journal_does_not_fail_the_run(
+def test_failed_journal_upload_does_not_fail_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Callable[[], Exception]
 ) -> None:
-    fault = failing(error, times=1000, name="journal.jsonl")
+    fault = make_fault(error, times=1000, name="journal.jsonl")
     assert content(fit(two_steps, tmp_path, Faulty(fault)).checkpoint) == "1"
-    assert any("is not up to date" in each for each in caplog.messages)
+    assert any("Could not upload" in message for message in caplog.messages)
 
 
-def test_the_end_of_a_run_is_published_whatever_lies_beside_it(
+def test_end_of_run_is_uploaded_despite_other_failed_uploads(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def function() -> None:
-        work_folder = train.get_context().get_storage()
-        for left in (".staging/latest", "logs/latest"):  # as trackers make them
-            (work_folder / left).symlink_to("nowhere")
-        print("said at the end")
+        work_directory = train.get_context().get_storage()
+        for link in (".staging/latest", "logs/latest"):  # as experiment trackers create them
+            (work_directory / link).symlink_to("nowhere")
+        print("printed at the end")
 
-    refused = failing(lambda: OSError(errno.EACCES, "no"), times=1, name="trainer.pkl")
+    refused = make_fault(lambda: OSError(errno.EACCES, "no"), times=1, name="trainer.pkl")
     fit(function, tmp_path, Faulty(refused))
     shutil.rmtree(tmp_path / "cache")
     run = tmp_path / "far" / "run"
     assert Result.from_path(run, LocalFileSystem()).timeline.attempts[-1].outcome == "finished"
-    assert "said at the end" in (run / "logs" / "rank_0.log").read_text()
-    told = [each.partition(" in ")[0] for each in caplog.messages if "not up to date" in each]
-    assert sorted(told) == ["logs/latest", "trainer.pkl"]
+    assert "printed at the end" in (run / "logs" / "rank_0.log").read_text()
+    names = [message.split()[3] for message in caplog.messages if "Could not upload" in message]
+    assert sorted(names) == ["logs/latest", "trainer.pkl"]
 
 
-def test_a_trainer_that_only_this_machine_has_is_restored(tmp_path: Path) -> None:
+def test_trainer_that_was_not_uploaded_is_restored_locally(tmp_path: Path) -> None:
     def refuse(path: str) -> None:
         if path.endswith("/trainer.pkl"):
             raise OSError(errno.EACCES, "no")
@@ -345,7 +351,7 @@ def test_a_trainer_that_only_this_machine_has_is_restored(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("point", FAULT_POINTS)
-def test_a_driver_killed_at_any_step_loses_nothing_committed(
+def test_driver_killed_at_any_step_keeps_committed_checkpoints(
     tmp_path: Path, drivers: Drivers, point: str
 ) -> None:
     def main() -> None:
@@ -354,34 +360,34 @@ def test_a_driver_killed_at_any_step_loses_nothing_committed(
 
     with drivers(main, XDG_CACHE_HOME=str(tmp_path / "cache")) as driver:
         assert driver.wait() == -signal.SIGKILL, driver.communicate()
-    done = FAULT_POINTS.index(point) >= FAULT_POINTS.index("commit.manifest")
+    is_committed = FAULT_POINTS.index(point) >= FAULT_POINTS.index("commit.manifest")
     run = tmp_path / "far" / "run"
     newest = Result.from_path(run).checkpoint
-    assert content(newest) == ("1" if done else "0")
+    assert content(newest) == ("1" if is_committed else "0")
     assert newest is not None
     newest.verify()
     fit(lambda: None, tmp_path)
-    assert len(list(run.glob("checkpoint_*"))) == (2 if done else 1)
+    assert len(list(run.glob("checkpoint_*"))) == (2 if is_committed else 1)
 
 
-@pytest.mark.parametrize("copied", [True, False])
-def test_a_full_disk_fails_the_run_with_path_and_bytes(
-    tmp_path: Path, drivers: Drivers, copied: bool
+@pytest.mark.parametrize("is_local", [True, False])
+def test_full_disk_fails_the_run_with_path_and_size(
+    tmp_path: Path, drivers: Drivers, is_local: bool
 ) -> None:
-    """RLIMIT_FSIZE makes every write beyond 100 kB fail, as a full disk or a quota does."""
+    """RLIMIT_FSIZE makes every write beyond 100 kB fail, like a full disk or a quota."""
 
     def function() -> None:
         save("0")
-        own = tmp_path / "own"
-        own.mkdir()
-        (own / "model").write_bytes(bytes(90_000))
+        source = tmp_path / "source"
+        source.mkdir()
+        (source / "model").write_bytes(bytes(90_000))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        train.report({}, checkpoint=own)
+        train.report({}, checkpoint=source)
 
     def main() -> None:
         config = RunConfig(name="run", storage_path=tmp_path)
-        if not copied:
+        if not is_local:
             config = RunConfig(
                 name="run",
                 storage_path=str(tmp_path),
@@ -400,31 +406,31 @@ def test_a_full_disk_fails_the_run_with_path_and_bytes(
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a filesystem of 1 MB, where this machine lets the tests do so."""
+    """Mount a filesystem of 1 MB, if this machine permits it."""
     path = tmp_path / "disk"
     path.mkdir()
     if os.system(f"mount -t tmpfs -o size=1m tmpfs {path} 2>/dev/null"):
-        pytest.skip("mounting a tmpfs needs the right to mount")
+        pytest.skip("needs permission to mount a tmpfs")
     yield path
     os.system(f"umount -l {path}")
 
 
 @pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, ASYNC])
-def test_a_disk_that_is_really_full_is_not_tried_again(
+def test_full_disk_is_not_retried(
     tiny_disk: Path, tmp_path: Path, mode: CheckpointUploadMode
 ) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "model").write_bytes(bytes(2_000_000))
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model").write_bytes(bytes(2_000_000))
 
     def function() -> None:
         save("0")
-        train.report({}, checkpoint=own, checkpoint_upload_mode=mode)
+        train.report({}, checkpoint=source, checkpoint_upload_mode=mode)
 
     restarts = FailureConfig(max_failures=3)
     config = RunConfig(name="run", storage_path=tiny_disk, failure_config=restarts)
-    told = r"StorageError: .*writing 2 MB .* No space left on device"
-    with pytest.raises(WorkerGroupError, match=told) as raised:
+    message = r"StorageError: .*writing 2 MB .* No space left on device"
+    with pytest.raises(WorkerGroupError, match=message) as raised:
         DataParallelTrainer(
             function, scaling_config=ScalingConfig(num_workers=0), run_config=config
         ).fit()
@@ -437,7 +443,7 @@ def test_a_disk_that_is_really_full_is_not_tried_again(
     assert len(result.timeline.attempts) == 1
 
 
-def test_a_journal_on_a_disk_that_is_really_full(tiny_disk: Path) -> None:
+def test_journal_on_full_disk_fails_run_and_stays_intact(tiny_disk: Path) -> None:
     def function() -> None:
         if train.get_checkpoint() is not None:
             return
@@ -452,8 +458,8 @@ def test_a_journal_on_a_disk_that_is_really_full(tiny_disk: Path) -> None:
     trainer = DataParallelTrainer(
         function, scaling_config=ScalingConfig(num_workers=0), run_config=config
     )
-    told = r"writing \d+ bytes to .*/run/journal.jsonl failed: No space left on device"
-    with pytest.raises(ControllerError, match=told):
+    message = r"writing \d+ bytes to .*/run/journal.jsonl failed: No space left on device"
+    with pytest.raises(ControllerError, match=message):
         trainer.fit()
     assert content(Result.from_path(tiny_disk / "run").checkpoint) == "0"
     check_run(tiny_disk / "run")
@@ -462,9 +468,7 @@ def test_a_journal_on_a_disk_that_is_really_full(tiny_disk: Path) -> None:
     check_run(tiny_disk / "run")
 
 
-def test_a_trainer_that_cannot_be_saved_leaves_the_one_before(
-    tmp_path: Path, drivers: Drivers
-) -> None:
+def test_trainer_that_cannot_be_saved_keeps_previous_one(tmp_path: Path, drivers: Drivers) -> None:
     def main() -> None:
         run_config = RunConfig(name="run", storage_path=tmp_path)
         local = ScalingConfig(num_workers=0)
@@ -481,7 +485,7 @@ def test_a_trainer_that_cannot_be_saved_leaves_the_one_before(
     assert DataParallelTrainer.restore(tmp_path / "run").fit().return_value == "small"
 
 
-def test_a_storage_that_refuses_to_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+def test_unwritable_storage_fails_at_start(tmp_path: Path) -> None:
     def refuse(path: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -489,7 +493,7 @@ def test_a_storage_that_refuses_to_be_written_is_told_at_the_start(tmp_path: Pat
         fit(two_steps, tmp_path, Faulty(refuse))
 
 
-def test_a_memory_filesystem_as_an_object(tmp_path: Path) -> None:
+def test_storage_filesystem_accepts_fsspec_memory_filesystem(tmp_path: Path) -> None:
     config = RunConfig(
         name="run", storage_path=uuid.uuid4().hex, storage_filesystem=fsspec.filesystem("memory")
     )
@@ -498,13 +502,13 @@ def test_a_memory_filesystem_as_an_object(tmp_path: Path) -> None:
     assert content(result.checkpoint) == "1"
 
 
-@pytest.mark.usefixtures("temporary")
-def test_what_a_killed_reader_has_left_is_not_read(tmp_path: Path, drivers: Drivers) -> None:
-    """The directory is no run's own: nothing in it tells what it was from what it is."""
-    place = tmp_path / "pretrained"
-    place.mkdir()
-    (place / "model").write_text("old")
-    checkpoint = Checkpoint(place, LocalFileSystem(auto_mkdir=True))
+@pytest.mark.usefixtures("temp_directory")
+def test_cached_copy_of_killed_reader_is_not_reused(tmp_path: Path, drivers: Drivers) -> None:
+    """The directory does not belong to a run, so the cache key does not depend on its files."""
+    path = tmp_path / "pretrained"
+    path.mkdir()
+    (path / "model").write_text("old")
+    checkpoint = Checkpoint(path, LocalFileSystem(auto_mkdir=True))
 
     def main() -> None:
         with checkpoint.as_directory():
@@ -512,62 +516,62 @@ def test_what_a_killed_reader_has_left_is_not_read(tmp_path: Path, drivers: Driv
 
     with drivers(main) as driver:
         assert driver.wait() == -signal.SIGKILL, driver.communicate()
-    (place / "model").write_text("new")
+    (path / "model").write_text("new")
     assert content(checkpoint) == "new"
 
 
-@pytest.mark.usefixtures("temporary")
-def test_a_name_given_anew_is_not_read_from_the_copy_of_the_one_before(tmp_path: Path) -> None:
-    before = fit(lambda: save("0"), tmp_path).checkpoint
-    assert before is not None
-    with before.as_directory() as path:
+@pytest.mark.usefixtures("temp_directory")
+def test_cached_copy_of_reused_name_is_not_shared(tmp_path: Path) -> None:
+    first = fit(lambda: save("0"), tmp_path).checkpoint
+    assert first is not None
+    with first.as_directory() as path:
         shutil.rmtree(tmp_path / "far")
-        after = fit(lambda: save("1"), tmp_path).checkpoint
-        assert after == before
-        assert content(after) == "1"
+        second = fit(lambda: save("1"), tmp_path).checkpoint
+        assert second == first
+        assert content(second) == "1"
         assert (Path(path) / "model").read_text() == "0"
 
 
-def test_a_download_that_fails_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
+def test_failed_download_leaves_no_files(tmp_path: Path, temp_directory: Path) -> None:
     checkpoint = fit(lambda: save("0"), tmp_path).checkpoint
     assert checkpoint is not None
 
-    class Refusing(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    class UnreadableFilesystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
         def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
             if path.endswith("/model"):
                 raise PermissionError(errno.EACCES, "no")
             return super()._open(path, mode, **options)
 
     with pytest.raises(OSError, match="reading 1 bytes"):
-        content(Checkpoint(checkpoint.path, Refusing()))
-    assert not list((temporary / f"drawbar-{os.geteuid()}").iterdir())
+        content(Checkpoint(checkpoint.path, UnreadableFilesystem()))
+    assert not list((temp_directory / f"drawbar-{os.geteuid()}").iterdir())
 
 
-def test_a_copy_lies_where_nobody_else_can_reach_it(tmp_path: Path, temporary: Path) -> None:
+def test_cached_copy_is_in_private_directory(tmp_path: Path, temp_directory: Path) -> None:
     checkpoint = fit(lambda: save("0"), tmp_path).checkpoint
     assert checkpoint is not None
-    own = temporary / f"drawbar-{os.geteuid()}"
+    directory = temp_directory / f"drawbar-{os.geteuid()}"
     with checkpoint.as_directory() as path:
-        assert Path(path).parent == own
-        assert own.stat().st_mode & 0o777 == 0o700
-    assert list(own.iterdir()) == []
+        assert Path(path).parent == directory
+        assert directory.stat().st_mode & 0o777 == 0o700
+    assert list(directory.iterdir()) == []
 
 
-def open_to_others(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o770)
+def open_to_others(directory: Path) -> None:
+    directory.mkdir()
+    directory.chmod(0o770)
 
 
-def link(folder: Path) -> None:
-    folder.symlink_to("elsewhere")
+def link(directory: Path) -> None:
+    directory.symlink_to("elsewhere")
 
 
-@pytest.mark.parametrize("plant", [open_to_others, link, Path.touch])
-def test_a_folder_that_another_user_may_have_planted_is_refused(
-    tmp_path: Path, temporary: Path, plant: Callable[[Path], None]
+@pytest.mark.parametrize("create", [open_to_others, link, Path.touch])
+def test_temp_directory_that_others_can_enter_raises(
+    tmp_path: Path, temp_directory: Path, create: Callable[[Path], None]
 ) -> None:
-    (temporary / "elsewhere").mkdir()
-    plant(temporary / f"drawbar-{os.geteuid()}")
-    checkpoint = fit(lambda: save("0"), tmp_path).checkpoint  # a run does without its socket
-    with pytest.raises(CheckpointError, match="Remove it, or set TMPDIR to a folder of your own"):
+    (temp_directory / "elsewhere").mkdir()
+    create(temp_directory / f"drawbar-{os.geteuid()}")
+    checkpoint = fit(lambda: save("0"), tmp_path).checkpoint  # runs work without their socket
+    with pytest.raises(CheckpointError, match="Remove it, or set TMPDIR to a private directory"):
         content(checkpoint)

@@ -310,7 +310,7 @@ def test_upload_fn_that_is_slow_logs_a_warning(
         return texts[0]
 
     result = fit(save, tmp_path)
-    warning = "checkpoint_upload_fn for checkpoint checkpoint_000000 of rank_0 takes long"
+    warning = "checkpoint_upload_fn for checkpoint checkpoint_000000 of rank_0 is slow"
     assert result.return_value.startswith(warning)
     assert content(result.checkpoint) == {"model": "m"}
 
@@ -338,7 +338,7 @@ def test_report_with_existing_checkpoint_name_raises(storage_path: str) -> None:
                 (path / "model").write_text(text)
                 train.report({}, checkpoint=path, checkpoint_dir_name="best")
 
-    with pytest.raises(train.ControllerError, match="is a committed checkpoint already"):
+    with pytest.raises(train.ControllerError, match="best is already committed"):
         fit(function, storage_path)
     run = f"{storage_path}/run"
     assert content(Result.from_path(run).checkpoint) == {"model": "a"}

@@ -166,7 +166,7 @@ def test_the_name_of_a_checkpoint_that_exists_fails_the_run(tmp_path: Path) -> N
         save("a", checkpoint_dir_name="best")
         save("b", checkpoint_dir_name="best")
 
-    with pytest.raises(ControllerError, match=r"FileExistsError.*/best is a committed checkpoint"):
+    with pytest.raises(ControllerError, match=r"FileExistsError.*/best is already committed"):
         fit(function, tmp_path)
     assert content(Checkpoint(tmp_path / "run" / "best")) == "a"
 
@@ -212,7 +212,7 @@ def test_a_block_that_fails_after_its_report_does_not_harm_the_checkpoint(tmp_pa
         ({"metrics": 1}, "TypeError: report() takes a dict of metrics, found 1"),
         ({"metrics": {"a": object()}}, "TypeError: metric 'a' is a builtins.object"),
         ({"metrics": {"a": "\ud800"}}, "ValueError: metric 'a'"),
-        ({"metrics": {}, "checkpoint": 5}, "TypeError: Checkpoint takes the path"),
+        ({"metrics": {}, "checkpoint": 5}, "TypeError: Checkpoint(path=5) must be the path"),
         (
             {"metrics": {}, "checkpoint": "/none"},
             "FileNotFoundError: report() received Checkpoint(",

@@ -1,1 +1,1 @@
-"""What happened in a run, in order, and all that is told from that alone."""
+"""Events of a run, the journal, and everything that is derived from it."""

@@ -1,4 +1,4 @@
-"""Whether a run directory keeps what Drawbar promises, whatever was killed while it was written."""
+"""Check that a run directory keeps Drawbar's guarantees after a crash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from drawbar.train._storage.run_directory import RunDirectory, open_run_director
 def check_run(
     path: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
 ) -> None:
-    """Check that the directory of a run is intact, also while the run is active or after a kill.
+    """Check that the directory of a run is intact, also during the run or after a kill.
 
     The checks are:
 
@@ -34,18 +34,23 @@ def check_run(
     - In each attempt, each rank's reports are numbered upwards from the attempt's first report,
       without gap or duplicate.
     - The history of all attempts has no gap or duplicate either, except for reports whose loss
-      a start has recorded. Ranks of an elastic group may leave and join.
+      was recorded by a start. Ranks of an elastic group may leave and join.
     - Each checkpoint was committed after every rank had made its report.
     - Each committed checkpoint that retention has not deleted exists and passes `verify()`.
 
     Args:
-        path: The run's directory, or its URI.
-        storage_filesystem: The filesystem that `path` lies on, as for `RunConfig`.
+        path: Directory or URI of the run.
+        storage_filesystem: Filesystem of `path`, as for `RunConfig`.
 
     Raises:
-        AssertionError: Something of that is not so; the message says what.
+        AssertionError: A check failed; the message describes it.
         FileNotFoundError: There is no journal at `path`.
-        DamagedRunError: It cannot be read, or was truncated.
+        DamagedRunError: The journal cannot be read, or was truncated.
+
+    Example:
+        Check a run after its driver was killed::
+
+            check_run(tmp_path / "run")
     """
     directory = open_run_directory(path, storage_filesystem)
     events = read_events(directory)
@@ -57,81 +62,86 @@ def check_run(
 
 def _check_reports(events: Sequence[JournaledEvent]) -> None:
     attempt, first = -1, 0
-    kept: dict[str, int] = {}
-    made: dict[int, int] = {}
+    existing: dict[str, int] = {}
+    next_reports: dict[int, int] = {}
     for event in events:
-        committed = max(kept.values(), default=-1)
+        committed = max(existing.values(), default=-1)
         match event:
             case AttemptStarted():
                 assert event.attempt > attempt, f"attempt {event.attempt} follows {attempt}"
-                attempt, first, made = event.attempt, event.first_report_index, {}
+                attempt, first, next_reports = event.attempt, event.first_report_index, {}
                 assert first > committed, (
-                    f"attempt {attempt} begins at report {first}, checkpoint {committed} is there"
+                    f"attempt {attempt} begins at report {first}, but checkpoint {committed} exists"
                 )
             case ReportsLost():
-                made = {}
+                next_reports = {}
             case WorkersStarted():
-                made = dict.fromkeys(range(len(event.workers)), first)
+                next_reports = dict.fromkeys(range(len(event.workers)), first)
             case ReportReceived():
-                expected = made.get(event.rank)
+                expected = next_reports.get(event.rank)
                 assert (event.attempt, event.index) == (attempt, expected), (
-                    f"report {event.index} of rank {event.rank} in attempt {event.attempt} stands "
-                    f"where report {expected} of attempt {attempt} belongs"
+                    f"report {event.index} of rank {event.rank} in attempt {event.attempt} is out "
+                    f"of order: report {expected} of attempt {attempt} was expected"
                 )
-                made[event.rank] = event.index + 1
+                next_reports[event.rank] = event.index + 1
             case CheckpointCommitted():
                 assert event.index > committed, f"checkpoint {event.index} follows {committed}"
-                behind = [rank for rank, reports in made.items() if reports <= event.index]
+                behind = [rank for rank, reports in next_reports.items() if reports <= event.index]
                 assert not behind, f"checkpoint {event.index} came before the reports of {behind}"
-                kept[event.name] = event.index
+                existing[event.name] = event.index
             case CheckpointDeleted():
-                kept.pop(event.name, None)
+                existing.pop(event.name, None)
             case _:
                 pass
 
 
 def _check_history(events: Sequence[JournaledEvent]) -> None:
-    of_rank: dict[int, list[int]] = defaultdict(list)
+    indices_by_rank: dict[int, list[int]] = defaultdict(list)
     for report in select_effective_reports(events):
-        of_rank[report.rank].append(report.index)
-    worlds = _list_attempt_sizes(events)
-    for rank, indices in of_rank.items():
-        whole = _list_expected_reports(worlds, rank, end=indices[-1] + 1)
-        assert indices == whole, f"the history of rank {rank} has a gap or a duplicate: {indices}"
+        indices_by_rank[report.rank].append(report.index)
+    attempts = _list_attempt_sizes(events)
+    for rank, indices in indices_by_rank.items():
+        expected = _list_expected_reports(attempts, rank, end=indices[-1] + 1)
+        assert indices == expected, (
+            f"the history of rank {rank} has a gap or a duplicate: {indices}"
+        )
 
 
 def _list_attempt_sizes(events: Sequence[JournaledEvent]) -> list[tuple[int, int]]:
-    """List the attempts that make up the history: the first report of each, and its workers.
+    """Return the first report and the number of workers of each attempt in the history.
 
-    An attempt whose reports were lost ends at the first of them; an entry of no workers follows.
+    An attempt whose reports were lost ends before the first of them; an entry with 0 workers
+    follows.
     """
-    worlds: list[tuple[int, int]] = []
+    attempts: list[tuple[int, int]] = []
     for event in events:
         if isinstance(event, AttemptStarted):
-            worlds = [each for each in worlds if each[0] < event.first_report_index]
-            worlds.append((event.first_report_index, 0))
+            attempts = [entry for entry in attempts if entry[0] < event.first_report_index]
+            attempts.append((event.first_report_index, 0))
         elif isinstance(event, ReportsLost):
-            worlds = [each for each in worlds if each[0] < event.first]
-            worlds.append((event.first, 0))
+            attempts = [entry for entry in attempts if entry[0] < event.first]
+            attempts.append((event.first, 0))
         elif isinstance(event, WorkersStarted):
-            worlds[-1] = (worlds[-1][0], len(event.workers))
-    return worlds
+            attempts[-1] = (attempts[-1][0], len(event.workers))
+    return attempts
 
 
-def _list_expected_reports(worlds: Sequence[tuple[int, int]], rank: int, *, end: int) -> list[int]:
-    """List the reports that a rank owes, before `end`: those of the attempts that it was part of.
+def _list_expected_reports(
+    attempts: Sequence[tuple[int, int]], rank: int, *, end: int
+) -> list[int]:
+    """Return the reports before `end` that a rank must have made in its attempts.
 
-    In an elastic group a rank may come later, go, and come again.
+    In an elastic group, a rank can join, leave, and join again.
     """
-    due: list[int] = []
-    for (first, workers), (following, _) in pairwise([*worlds, (end, 0)]):
+    expected: list[int] = []
+    for (first, workers), (following, _) in pairwise([*attempts, (end, 0)]):
         if rank < workers:
-            due += range(first, min(following, end))
-    return due
+            expected += range(first, min(following, end))
+    return expected
 
 
 def _list_kept(events: Sequence[JournaledEvent]) -> list[str]:
-    return list(kept_indices(events))  # in the order of the commits
+    return list(kept_indices(events))  # in commit order
 
 
 def _check_checkpoint(directory: RunDirectory, name: str) -> None:

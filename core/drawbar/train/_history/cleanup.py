@@ -1,4 +1,4 @@
-"""What runs leave behind and nobody needs any more: found first, removed only when told."""
+"""Find and remove files of runs that are no longer needed."""
 
 from __future__ import annotations
 
@@ -35,12 +35,18 @@ _WORK_DIRECTORY_FILES = frozenset({*RUN_FILE_NAMES, ".staging", ".workers", ".br
 
 @dataclass(frozen=True)
 class UnusedFile:
-    """Something that may go.
+    """Files or a socket that no run needs, and that can be removed.
 
     Attributes:
-        what: Which kind of thing it is.
-        path: Where it lies.
-        nbytes: Bytes that are free when it is gone.
+        kind: Description, such as "old checkpoint".
+        path: Path or URI.
+        nbytes: Size in bytes.
+
+    Example:
+        Print what could be removed from a run::
+
+            for file in runs.find_run("experiment").find_unused_files():
+                print(file.kind, file.path, file.nbytes)
     """
 
     kind: str
@@ -49,11 +55,11 @@ class UnusedFile:
     _remove: Callable[[], object]
 
     def remove(self) -> None:
-        """Remove it.
+        """Delete the files.
 
         Raises:
-            RunInProgressError: Its run has begun to go on.
-            OSError: The storage refuses.
+            RunInProgressError: The run was started in the meantime.
+            OSError: The storage cannot be written.
         """
         self._remove()
 
@@ -61,35 +67,36 @@ class UnusedFile:
 def find_unused_files(
     directory: RunDirectory, events: tuple[JournaledEvent, ...], num_to_keep: int | None
 ) -> Iterator[UnusedFile]:
-    """Give what may go of a run that does not go on; see `RunRecord.leftovers`."""
+    """Find unused files of a run that is not in progress; see `RunRecord.find_unused_files`."""
     if not events or is_locked(directory.journal_path):
         return
-    for place in (directory.staging.path, directory.local_path / ".workers"):
-        if _is_nonempty_directory(place):
-            what = "what was never committed"
+    for path in (directory.staging.path, directory.local_path / ".workers"):
+        if _is_nonempty_directory(path):
             yield UnusedFile(
-                what,
-                str(place),
-                compute_tree_size(place),
-                partial(_remove_uncommitted, directory, place),
+                "uncommitted files",
+                str(path),
+                compute_tree_size(path),
+                partial(_remove_uncommitted, directory, path),
             )
     if directory.remote_path is not None:
-        # There is no staging area: what was never committed lies beside the checkpoints.
+        # There is no staging area: uncommitted files are in directories next to the checkpoints.
         store = RemoteCheckpointStore(directory.remote_path)
         for name in store.list_uncommitted():
-            folder = store.root / name
-            size = sum(file.size for file in folder.list_files())
-            yield UnusedFile("what was never committed", str(folder), size, folder.delete_tree)
+            directory_path = store.root / name
+            size = sum(file.size for file in directory_path.list_files())
+            yield UnusedFile(
+                "uncommitted files", str(directory_path), size, directory_path.delete_tree
+            )
     starts = [event for event in events if isinstance(event, RunStarted)]
     if num_to_keep is not None and starts:
         config = replace(parse_checkpoint_config(starts[-1]), num_to_keep=num_to_keep)
         yield from _find_surplus_checkpoints(directory, list_committed_names(events), config)
 
 
-def _is_nonempty_directory(folder: Path) -> bool:
-    """Whether this is a folder, and no link to one, with something in it that this user sees."""
+def _is_nonempty_directory(path: Path) -> bool:
+    """Return True for a non-empty directory that this user can read, and that is not a link."""
     try:
-        return stat.S_ISDIR(os.lstat(folder).st_mode) and any(folder.iterdir())
+        return stat.S_ISDIR(os.lstat(path).st_mode) and any(path.iterdir())
     except (FileNotFoundError, PermissionError):
         return False
 
@@ -97,17 +104,17 @@ def _is_nonempty_directory(folder: Path) -> bool:
 def _find_surplus_checkpoints(
     directory: RunDirectory, names: set[str], config: CheckpointConfig
 ) -> Iterator[UnusedFile]:
-    """Give old ones of the checkpoints that the run has committed under these names.
+    """Find old checkpoints that the run committed under these names.
 
-    A copy that the user has made of one is the user's, and so is what lies elsewhere.
+    Copies that the user made and external checkpoints are not included.
     """
     store = directory.checkpoints
-    own = [each for each in store.list_readable()[0] if each.name in names]
-    for manifest in select_surplus(own, config):
+    committed = [manifest for manifest in store.list_readable()[0] if manifest.name in names]
+    for manifest in select_surplus(committed, config):
         if is_external(manifest.name) or _is_behind_symlink(directory, manifest.name):
             continue
         yield UnusedFile(
-            "an old checkpoint",
+            "old checkpoint",
             str(store.path(manifest.name)),
             manifest.nbytes,
             partial(_delete_checkpoint, directory, manifest),
@@ -115,12 +122,12 @@ def _find_surplus_checkpoints(
 
 
 def _is_behind_symlink(directory: RunDirectory, name: str) -> bool:
-    return any((directory.local_path / way).is_symlink() for way in list_parents(name))
+    return any((directory.local_path / parent).is_symlink() for parent in list_parents(name))
 
 
 @contextmanager
 def _lock_run(directory: RunDirectory) -> Iterator[Journal]:
-    """Hold a run's journal, so that nobody else goes on with the run meanwhile."""
+    """Hold the journal of a run, so that no other process can resume the run in the meantime."""
     journal = Journal(directory.journal_path)
     try:
         directory.run_files.sync_journal(journal)
@@ -131,86 +138,100 @@ def _lock_run(directory: RunDirectory) -> Iterator[Journal]:
     upkeep.finish(directory)
 
 
-def _remove_uncommitted(directory: RunDirectory, place: Path) -> None:
+def _remove_uncommitted(directory: RunDirectory, path: Path) -> None:
     with _lock_run(directory):
-        upkeep.preserve_uncommitted(directory)  # what was handed over is nowhere else
-        _remove_completely(place)
+        upkeep.preserve_uncommitted(directory)  # moved files exist nowhere else
+        _remove_completely(path)
 
 
-def _remove_completely(place: Path) -> None:
-    """Delete a folder.
+def _remove_completely(path: Path) -> None:
+    """Delete a directory.
 
     Raises:
-        PermissionError: Some of it stays.
+        PermissionError: Some files could not be deleted.
     """
-    remove_tree(place)
-    if os.path.lexists(place):
-        raise PermissionError(errno.EACCES, "this user cannot delete all of it", str(place))
+    remove_tree(path)
+    if os.path.lexists(path):
+        raise PermissionError(errno.EACCES, "this user cannot delete all files in it", str(path))
 
 
 def _delete_checkpoint(directory: RunDirectory, manifest: Manifest) -> None:
     name = manifest.name
     with _lock_run(directory) as journal:
-        there = read_manifest(directory.checkpoints.path(name))
-        if there is None or there.time != manifest.time:
-            return  # somebody else was faster, or a new run has one of this name
+        current = read_manifest(directory.checkpoints.path(name))
+        if current is None or current.time != manifest.time:
+            return  # deleted by another process, or replaced by a new run
         directory.staging.path.mkdir(parents=True, exist_ok=True)
         journal.append(CheckpointDeleted(time=time.time(), name=name))
         directory.checkpoints.delete(name)
 
 
 def find_unused_local_files(min_age_s: float) -> Iterator[UnusedFile]:
-    """Give what runs and readers of checkpoints have left on this machine.
+    """Find files on this machine that runs and readers of checkpoints have left.
 
-    That is: copies of remote checkpoints that nobody reads, copies that `to_directory()` has made,
-    sockets of processes that are gone, and work folders of runs on remote storage that do not go
-    on. Of copies and work folders that somebody may still use or want, only old ones.
+    These are:
+      - copies of remote checkpoints that no process reads
+      - copies that `Checkpoint.to_directory()` made
+      - sockets of dead processes
+      - work directories of runs on remote storage that are not in progress
 
     Args:
-        older_than: In seconds.
+        min_age_s: Minimum age in seconds of copies and work directories.
+
+    Yields:
+        Files that can be removed.
+
+    Raises:
+        CheckpointError: The directory for copies belongs to, or is open to, another user.
+
+    Example:
+        Delete unused files that are older than a week::
+
+            for file in runs.find_unused_local_files(min_age_s=7 * 24 * 3600):
+                file.remove()
     """
     limit = time.time() - min_age_s
     for path in sorted(get_user_temp_directory().iterdir()):
         if path.suffix == ".sock":
             if is_dead_socket(path):
                 remove = partial(path.unlink, missing_ok=True)
-                yield UnusedFile("the socket of a process that is gone", str(path), 0, remove)
+                yield UnusedFile("socket of a dead process", str(path), 0, remove)
         elif path.is_dir() and path.suffix != ".partial" and _get_modified_time(path) < limit:
             remove = partial(remove_if_unused, path)
-            yield UnusedFile("a copy of a checkpoint", str(path), compute_tree_size(path), remove)
+            yield UnusedFile("copy of a checkpoint", str(path), compute_tree_size(path), remove)
     for path in list_work_directories():
         if _is_unused_work_directory(path, limit):
-            what = "the work folder of a run on remote storage"
+            kind = "work directory of a remote run"
             remove = partial(_remove_work_directory, path, limit)
-            yield UnusedFile(what, str(path), compute_tree_size(path), remove)
+            yield UnusedFile(kind, str(path), compute_tree_size(path), remove)
 
 
 def is_dead_socket(path: Path) -> bool:
-    """Whether a socket is that of a process that is gone."""
+    """Return True if no process listens on a socket."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.setblocking(False)
         try:
             connection.connect(str(path))
         except ConnectionRefusedError:
             return True
-        # Any other error, as of a socket with too many waiting, does not say that nobody is there.
+        # Other errors, as of a socket whose queue is full, do not mean that the process is dead.
         except OSError:
             return False
     return False
 
 
 def _is_unused_work_directory(path: Path, limit: float) -> bool:
-    """Whether this is a work folder without anything of the user's, old, and nobody is at it.
+    """Return True for an old work directory without files of the user, which no process uses.
 
-    On a node that is not the driver's nobody holds a journal in there: a rank holds its log.
+    On nodes other than the driver's no process holds a journal, but a rank has its log open.
     """
     directory = RunDirectory(path)
     if not _WORK_DIRECTORY_NAME.fullmatch(path.name) or path.is_symlink():
         return False
     if directory.staging.list_moved() or not _WORK_DIRECTORY_FILES.issuperset(os.listdir(path)):
         return False
-    below = (f"{folder}/{name}" for folder, _, files in os.walk(path) for name in (*files, "."))
-    if any(_get_modified_time(each) >= limit for each in below):
+    entries = (f"{root}/{name}" for root, _, files in os.walk(path) for name in (*files, "."))
+    if any(_get_modified_time(entry) >= limit for entry in entries):
         return False
     return not is_locked(directory.journal_path) and not has_open_files(path)
 
@@ -221,7 +242,7 @@ def _remove_work_directory(path: Path, limit: float) -> None:
 
 
 def _get_modified_time(path: str | Path) -> float:
-    """Say when something was last changed; never, if it is gone."""
+    """Return the time of the last change; infinity for a file that no longer exists."""
     with contextlib.suppress(FileNotFoundError):
         return os.lstat(path).st_mtime
     return float("inf")

@@ -1,4 +1,4 @@
-"""The one way in for what happens in a run: journal, live state, and whoever watches."""
+"""Deliver each event to the journal, the run state, and the watchers, in order."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _logger = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
-    """Whoever watches a run: the console, callbacks, those who follow it from elsewhere."""
+    """Observer of a run, such as the console, callbacks, or a handle in another process."""
 
     def on_event(self, event: Event) -> None:
-        """Take in the next event, without waiting for anything."""
+        """Handle the next event without blocking."""
         ...
 
     def close(self) -> None:
-        """Show what was held back: nothing more comes."""
+        """Show buffered output. No more events follow."""
         ...
 
 
 class EventStream:
-    """Tells each event once, in order: to the journal first, then to all others.
+    """Deliver each event once and in order, first to the journal, then to all others.
 
     Args:
-        journal: Keeps what is history.
-        snapshot: How the run stands so far.
-        watchers: They never steer the run: what one raises is logged, and the others hear on.
+        journal: Stores events of type `JournalEntry`.
+        state: Current state of the run.
+        watchers: Observers. Their exceptions are logged and do not affect the run.
     """
 
     def __init__(self, journal: Journal, state: RunState, watchers: Sequence[Watcher]) -> None:
@@ -45,25 +45,27 @@ class EventStream:
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
-        """Tell an event. When this returns, the journal has it.
+        """Deliver an event. When this returns, the journal has it.
 
         Raises:
-            OSError: The journal cannot be written; nobody else has heard of the event then.
+            OSError: The journal cannot be written. No watcher receives the event.
         """
         if isinstance(event, JournalEntry):
             self._journal.append(event)
-        # Not around the journal and the watchers: a slow disk must not hold up who asks how it
-        # stands.
+        # The journal and the watchers are outside the lock: a slow disk must not block readers of
+        # the state.
         with self._lock:
             self._state.apply(event)
         for watcher in self._watchers:
             try:
                 watcher.on_event(event)
             except Exception:
-                _logger.warning("%s was not told", type(event).__name__, exc_info=True)
+                _logger.warning(
+                    "A watcher failed to handle %s", type(event).__name__, exc_info=True
+                )
 
     def copy_state(self) -> RunState:
-        """Say how the run stands. From any thread."""
+        """Return a copy of the state of the run. Can be called from any thread."""
         with self._lock:
-            # A copy: the stream goes on changing its own while the caller reads.
+            # A copy, because this thread changes its own while the caller reads.
             return copy.deepcopy(self._state)

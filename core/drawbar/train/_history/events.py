@@ -1,7 +1,7 @@
-"""What happens in a run: typed events, told once, in order, by the controller.
+"""Typed events of a run, as the controller emits them.
 
-The journal keeps those that make up the run's history, one JSON line each. The others are for who
-watches the run while it goes on.
+The journal stores events of type `JournalEntry`, as one JSON line each. All other events are only
+for watchers of an active run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ New event types and optional fields do not change it. Everything else does, also
 
 
 class JournalEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """What the journal keeps. `time`: in seconds since the epoch."""
+    """Base class of events that the journal stores. `time` is in seconds since the epoch."""
 
     time: float
 
@@ -61,9 +61,9 @@ class RunStarted(JournalEntry, frozen=True, kw_only=True, tag="run_started"):
 
 
 class AttemptStarted(JournalEntry, frozen=True, kw_only=True, tag="attempt_started"):
-    """The workers are about to start. Reports are numbered from `first_index` on.
+    """The workers are about to start. Their reports are numbered from `first_report_index`.
 
-    Reports of earlier attempts with that number or a higher one are no longer part of the history.
+    Reports of earlier attempts with this number or a higher one are no longer part of the history.
     """
 
     attempt: int
@@ -72,7 +72,7 @@ class AttemptStarted(JournalEntry, frozen=True, kw_only=True, tag="attempt_start
 
 
 class WorkersStarted(JournalEntry, frozen=True, kw_only=True, tag="workers_started"):
-    """Every worker process is up and has its ranks."""
+    """All worker processes are running and have their ranks."""
 
     attempt: int
     workers: list[tuple[WorkerInfo, Ranks]]
@@ -86,7 +86,7 @@ class UserFunctionStarted(JournalEntry, frozen=True, kw_only=True, tag="function
 
 
 class ReportReceived(JournalEntry, frozen=True, kw_only=True, tag="report"):
-    """One rank's `report()`."""
+    """A rank called `report()`."""
 
     attempt: int
     rank: int
@@ -95,7 +95,7 @@ class ReportReceived(JournalEntry, frozen=True, kw_only=True, tag="report"):
 
 
 class DatasetEpochEnded(JournalEntry, frozen=True, kw_only=True, tag="dataset_pass"):
-    """A rank has gone through its part of a dataset, or has left it before the end."""
+    """A rank has read its shard of a dataset to the end, or stopped before the end."""
 
     attempt: int
     rank: int
@@ -105,7 +105,7 @@ class DatasetEpochEnded(JournalEntry, frozen=True, kw_only=True, tag="dataset_pa
 class ReportsLost(JournalEntry, frozen=True, kw_only=True, tag="reports_lost"):
     """Reports `first` to `until` - 1 are missing from the journal, although the run made them.
 
-    A start that finds `checkpoint` newer than the journal records this.
+    Recorded by a start that finds `checkpoint` newer than the journal.
     """
 
     first: int
@@ -114,7 +114,7 @@ class ReportsLost(JournalEntry, frozen=True, kw_only=True, tag="reports_lost"):
 
 
 class CheckpointCommitted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint"):
-    """A checkpoint is committed. `seconds`: from the last rank's report to the commit."""
+    """A checkpoint is committed. `seconds` is the time since the last rank's report."""
 
     attempt: int
     index: int
@@ -128,9 +128,9 @@ class CheckpointCommitted(JournalEntry, frozen=True, kw_only=True, tag="checkpoi
 
     @staticmethod
     def of(manifest: Manifest, *, seconds: float) -> CheckpointCommitted:
-        """Give the event of this checkpoint's commit."""
+        """Return the event for the commit of a checkpoint."""
         return CheckpointCommitted(
-            # Of the commit, since a resumed driver tells it once more where a kill came in between.
+            # Time of the commit: after a kill, a resumed driver emits the event later.
             time=manifest.time,
             attempt=manifest.attempt,
             index=manifest.index,
@@ -142,7 +142,7 @@ class CheckpointCommitted(JournalEntry, frozen=True, kw_only=True, tag="checkpoi
 
 
 class CheckpointValidated(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_validated"):
-    """A checkpoint's validation has ended; what it says is as in `Validation`."""
+    """The validation of a checkpoint has ended; see `Validation` for the fields."""
 
     index: int
     name: str
@@ -153,7 +153,7 @@ class CheckpointValidated(JournalEntry, frozen=True, kw_only=True, tag="checkpoi
 
     @staticmethod
     def from_manifest(manifest: Manifest, validation: Validation) -> CheckpointValidated:
-        """Give the event of the end of this checkpoint's validation."""
+        """Return the event for the end of a checkpoint's validation."""
         return CheckpointValidated(
             time=time.time(),
             index=manifest.index,
@@ -166,7 +166,7 @@ class CheckpointValidated(JournalEntry, frozen=True, kw_only=True, tag="checkpoi
 
 
 class CheckpointDeleted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_deleted"):
-    """Retention let go of a checkpoint."""
+    """Retention has deleted a checkpoint."""
 
     name: str
 
@@ -175,7 +175,7 @@ class CheckpointDeleted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint
 
 
 class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended"):
-    """The attempt ended early. `failures` are headlines, the root cause first."""
+    """The attempt ended early. `failure_headlines` begins with the root cause."""
 
     attempt: int
     cause: AttemptEndCause
@@ -183,14 +183,14 @@ class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended")
 
 
 class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):
-    """Which ranks give no sign of life now, and what is said of each; none: all do again."""
+    """The set of stalled ranks has changed. `descriptions` is empty if no rank is stalled."""
 
     attempt: int
     descriptions: dict[int, str]
 
 
 class RunEnded(JournalEntry, frozen=True, kw_only=True, tag="run_ended"):
-    """The run is over: "finished", "failed" or "stopped"."""
+    """The run has ended with the outcome "finished", "failed", or "stopped"."""
 
     outcome: str
     error: str = ""
@@ -215,14 +215,14 @@ JournaledEvent = (
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that the user should know or do, in words."""
+    """A message for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class LinePrinted:
-    """A rank's function has printed a line, or logged an error."""
+    """The function of a rank printed a line or logged an error."""
 
     rank: int
     line: Printed
@@ -230,7 +230,7 @@ class LinePrinted:
 
 @dataclass(frozen=True)
 class BytesWritten:
-    """Bytes that the script of rank 0 has written to its standard output or standard error."""
+    """The script of rank 0 wrote bytes to its standard output or standard error."""
 
     data: bytes
     stream: Literal["stdout", "stderr"] = "stdout"
@@ -238,9 +238,9 @@ class BytesWritten:
 
 @dataclass(frozen=True)
 class RoundCompleted:
-    """Every rank has reported `index`; the checkpoint that came with it is committed.
+    """All ranks have made report `index`, and its checkpoint, if any, is committed.
 
-    `metrics` are in rank order. Such rounds are only told where there are callbacks.
+    `metrics` are in rank order. Emitted only for runs with callbacks.
     """
 
     index: int
@@ -253,9 +253,9 @@ class WorkersFailed:
     """Failures of an attempt, the root cause first.
 
     Attributes:
-        end: Kind of failure.
-        failures: Empty if no worker is to blame.
-        is_raised: Whether the run ends, so that `fit()` raises the failure.
+        cause: Cause of the end of the attempt.
+        failures: Failures of workers; empty if no worker caused the end.
+        is_final: Whether the run ends, so that `fit()` raises the failure.
         budget: Remaining failure budget if the run restarts, such as "max_failures: 2 of 3 left".
     """
 
@@ -267,21 +267,21 @@ class WorkersFailed:
 
 @dataclass(frozen=True)
 class PreemptionAnnounced:
-    """Nodes of the run are about to be taken away."""
+    """Nodes of the run will be preempted."""
 
     info: PreemptionInfo
 
 
 @dataclass(frozen=True)
 class ValidationsPending:
-    """Every function has returned, and validations go on; `which` says where they stand."""
+    """All functions have returned, but validations are running; `description` shows progress."""
 
     description: str
 
 
 @dataclass(frozen=True)
 class ControllerFailed:
-    """The controller itself has failed: the run is over, and its journal does not say so."""
+    """The controller failed, so the run has ended without an event in the journal."""
 
 
 Event = (

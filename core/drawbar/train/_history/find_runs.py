@@ -1,4 +1,4 @@
-"""Runs by name, by path, and all those of a storage."""
+"""Find runs by name, path, or storage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drawbar.train._storage.journal_file import JOURNAL_FILE
 from drawbar.train._storage.run_directory import make_run_directory
 
 _MAX_SUGGESTIONS = 3
-_MAX_DEPTH = 4  # of folders that are searched for runs: a storage path may hold data sets too
+_MAX_DEPTH = 4  # of directories to search for runs, because a storage may also contain datasets
 
 
 def find_run(
@@ -29,36 +29,45 @@ def find_run(
             `run` or `experiment/run`.
         storage_filesystem: Filesystem of the path, as for `RunConfig`.
 
+    Returns:
+        The run.
+
     Raises:
         LookupError: The run does not exist. The message has the most similar names in the storage.
         OSError: The storage cannot be read.
         ImportError, ValueError, TypeError: The path and the filesystem do not specify a storage.
+
+    Example:
+        Print the status of a run::
+
+            run = runs.find_run("/shared/runs/experiment")
+            print(run.status, run.damage)
     """
-    given = os.fspath(path_or_name)
-    is_name = "/" not in given and storage_filesystem is None and given not in ("", ".", "..")
+    text = os.fspath(path_or_name)
+    is_name = "/" not in text and storage_filesystem is None and text not in ("", ".", "..")
     default = Path(DEFAULT_STORAGE_PATH).expanduser()
-    if is_name and not (default / given).exists() and (Path(given) / JOURNAL_FILE).exists():
-        is_name = False  # a folder of the working directory
-    if "/" in given and storage_filesystem is None:
-        # The name of a run may have folders. A path from the working directory wins.
-        is_name = not os.path.exists(given) and (default / given / JOURNAL_FILE).exists()
-    place = default / given if is_name else resolve_path(given, storage_filesystem)
+    if is_name and not (default / text).exists() and (Path(text) / JOURNAL_FILE).exists():
+        is_name = False  # a directory in the working directory
+    if "/" in text and storage_filesystem is None:
+        # The name of a run can have parent directories. An existing relative path takes precedence.
+        is_name = not os.path.exists(text) and (default / text / JOURNAL_FILE).exists()
+    path = default / text if is_name else resolve_path(text, storage_filesystem)
     try:
-        return RunRecord.from_directory(make_run_directory(place))
+        return RunRecord.from_directory(make_run_directory(path))
     except FileNotFoundError:
-        storage = default if is_name else place.parent
-        raise LookupError(_describe_missing_run(place, storage)) from None
+        storage = default if is_name else path.parent
+        raise LookupError(_describe_missing_run(path, storage)) from None
 
 
-def _describe_missing_run(place: Path | RemotePath, storage: Path | RemotePath) -> str:
+def _describe_missing_run(path: Path | RemotePath, storage: Path | RemotePath) -> str:
     names: list[str] = []
     with contextlib.suppress(OSError):
-        names = [name for name in _list_run_directories(storage) if name != place.name]
-    nearest = difflib.get_close_matches(place.name, names, n=_MAX_SUGGESTIONS, cutoff=0.5)
-    if nearest:
-        return f"no run {place.name!r} in {storage}; near to that: {', '.join(nearest)}"
-    there = f"{len(names)} other folders are there" if names else "it is empty or not there"
-    return f"no run {place.name!r} in {storage}; {there}"
+        names = [name for name in _list_run_directories(storage) if name != path.name]
+    similar = difflib.get_close_matches(path.name, names, n=_MAX_SUGGESTIONS, cutoff=0.5)
+    if similar:
+        return f"There is no run {path.name!r} in {storage}. Similar names: {', '.join(similar)}."
+    others = f"It has {len(names)} other directories" if names else "It is empty or does not exist"
+    return f"There is no run {path.name!r} in {storage}. {others}."
 
 
 def list_runs(
@@ -67,49 +76,59 @@ def list_runs(
 ) -> Iterator[RunRecord]:
     """Read all runs of a storage path, in the order of their names.
 
-    Runs whose names have folders, such as `RunConfig(name="experiment/run")`, are included.
+    Runs whose names have directories, such as `RunConfig(name="experiment/run")`, are included.
     Directories behind symbolic links are not searched for them.
 
     Args:
-        storage_path: As `RunConfig.storage_path`.
+        storage_path: Path or URI, as for `RunConfig.storage_path`.
         storage_filesystem: Filesystem of the storage path, as for `RunConfig`.
+
+    Yields:
+        The runs.
 
     Raises:
         FileNotFoundError: The storage path does not exist.
         OSError: The storage cannot be read.
         ImportError, ValueError, TypeError: The path and the filesystem do not specify a storage.
+
+    Example:
+        Print all failed runs::
+
+            for run in runs.list_runs("/shared/runs"):
+                if run.status == "failed":
+                    print(run.name, run.error)
     """
     storage = resolve_path(storage_path, storage_filesystem)
     if not storage.exists():
-        raise FileNotFoundError(f"{storage} is not there")
-    yield from _runs_in(storage, prefix="", depth=1)
+        raise FileNotFoundError(f"Storage path {storage} does not exist.")
+    yield from _iter_runs(storage, prefix="", depth=1)
 
 
-def _runs_in(storage: Path | RemotePath, prefix: str, depth: int) -> Iterator[RunRecord]:
+def _iter_runs(storage: Path | RemotePath, prefix: str, depth: int) -> Iterator[RunRecord]:
     for name in _list_run_directories(storage):
-        place = storage / name
-        run = _read_run(place, prefix + name)
+        path = storage / name
+        run = _read_run(path, prefix + name)
         if run is not None:
             yield run
-        elif depth < _MAX_DEPTH and not (isinstance(place, Path) and place.is_symlink()):
-            # A folder that this user cannot read, or that was just deleted, hides no other one.
+        elif depth < _MAX_DEPTH and not (isinstance(path, Path) and path.is_symlink()):
+            # A directory that is unreadable or was just deleted must not hide the others.
             with contextlib.suppress(FileNotFoundError, PermissionError):
-                yield from _runs_in(place, f"{prefix}{name}/", depth + 1)
+                yield from _iter_runs(path, f"{prefix}{name}/", depth + 1)
 
 
-def _read_run(place: Path | RemotePath, name: str) -> RunRecord | None:
-    if isinstance(place, Path) and not _can_be_run(place):
+def _read_run(path: Path | RemotePath, name: str) -> RunRecord | None:
+    if isinstance(path, Path) and not _can_be_run(path):
         return None
     try:
-        return RunRecord.from_directory(make_run_directory(place), name)
+        return RunRecord.from_directory(make_run_directory(path), name)
     except FileNotFoundError:
         return None
 
 
-def _can_be_run(place: Path) -> bool:
-    """Return whether a directory has a journal, or cannot be searched, which is reported too."""
+def _can_be_run(path: Path) -> bool:
+    """Return True if a directory has a journal, or cannot be searched, which is reported later."""
     try:
-        os.lstat(place / JOURNAL_FILE)
+        os.lstat(path / JOURNAL_FILE)
     except FileNotFoundError:
         return False
     except OSError:
@@ -120,5 +139,5 @@ def _can_be_run(place: Path) -> bool:
 def _list_run_directories(storage: Path | RemotePath) -> list[str]:
     if isinstance(storage, RemotePath):
         return storage.list_directories()
-    found = [entry.name for entry in os.scandir(storage) if is_directory(entry)]
-    return sorted(name for name in found if not name.startswith("."))
+    names = [entry.name for entry in os.scandir(storage) if is_directory(entry)]
+    return sorted(name for name in names if not name.startswith("."))

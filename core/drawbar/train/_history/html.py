@@ -1,6 +1,6 @@
-"""How a run looks in a notebook: its state, metrics, their curves and checkpoints.
+"""Render a run as a static HTML card for notebooks.
 
-One static piece of HTML in the colours of the page around it; nothing is loaded and no script runs.
+The card has no scripts, loads nothing, and uses the colors of the page.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from drawbar.train._history.events import ReportReceived
 from drawbar.train._metrics import flatten
 
 MAX_CURVES = 12
-"""Of so many metrics the curve is drawn."""
+"""Maximum number of metrics for which curves are drawn."""
 MAX_CURVE_POINTS = 200
-"""A curve has so many points at the most: it is not wider in pixels."""
+"""Maximum number of points in a curve, which is about its width in pixels."""
 
 _WIDTH, _HEIGHT, _MARGIN = 180, 48, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCard:
-    """What is shown of a run.
+    """Content of the card of a run.
 
     Attributes:
-        title: Its name.
-        status: Such as "finished".
-        path: Where it lies.
-        error: Why it failed, or "".
-        metrics: The last ones.
-        curves: Of each metric, its values in the order of the reports, by number of the report.
-        checkpoints: Those that are kept, by name, with their metrics.
+        title: Name of the run.
+        status: Status, such as "finished".
+        path: Path or URI of the run.
+        error: Error of a failed run, or "".
+        metrics: Last metrics.
+        curves: For each metric, its value by report number.
+        checkpoints: Name and metrics of each checkpoint.
     """
 
     title: str
@@ -44,20 +44,20 @@ class RunCard:
     checkpoints: Sequence[tuple[str, Mapping[str, object]]] = ()
 
     def render(self) -> str:
-        """Write it."""
+        """Return the card as HTML."""
         parts = [
             f"<b>{escape(self.title)}</b> {escape(self.status)}<br><code>{escape(self.path)}</code>"
         ]
         if self.error:
             parts.append(f"<pre>{escape(self.error)}</pre>")
-        drawn = {name: points for name, points in self.curves.items() if len(points) > 1}
-        lasts = {name: points[max(points)] for name, points in self.curves.items()}
-        values = {**lasts, **flatten(self.metrics)}
+        curves = {name: points for name, points in self.curves.items() if len(points) > 1}
+        last_values = {name: points[max(points)] for name, points in self.curves.items()}
+        values = {**last_values, **flatten(self.metrics)}
         rows = [
             (
                 name,
                 _format_number(value),
-                _render_curve(drawn[name]) if name in list(drawn)[:MAX_CURVES] else "",
+                _render_curve(curves[name]) if name in list(curves)[:MAX_CURVES] else "",
             )
             for name, value in values.items()
         ]
@@ -69,20 +69,20 @@ class RunCard:
 
 
 def extract_curves(reports: Iterable[ReportReceived]) -> dict[str, dict[int, float]]:
-    """Give the numbers that the lowest rank has reported, by metric and number of the report."""
-    found: dict[str, dict[int, float]] = {}
-    made = list(reports)
-    lowest = min((report.rank for report in made), default=0)
-    for report in made:
+    """Return the numeric metrics of the lowest rank, by metric and report number."""
+    curves: dict[str, dict[int, float]] = {}
+    reports = list(reports)
+    lowest = min((report.rank for report in reports), default=0)
+    for report in reports:
         if report.rank != lowest:
             continue
         for name, value in iter_numbers(report.metrics):
-            found.setdefault(name, {})[report.index] = value
-    return found
+            curves.setdefault(name, {})[report.index] = value
+    return curves
 
 
 def iter_numbers(metrics: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """Give the metrics that have a curve, nested keys joined with "/"."""
+    """Yield the finite numeric metrics, with nested keys joined by "/"."""
     for name, value in flatten(metrics).items():
         if _is_number(value):
             yield name, float(value)
@@ -91,7 +91,7 @@ def iter_numbers(metrics: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= sys.float_info.max  # not NaN, and no integer that no float can be
+    return abs(value) <= sys.float_info.max  # False for NaN and for integers that are too large
 
 
 def _make_checkpoint_rows(
@@ -107,17 +107,17 @@ def _make_checkpoint_rows(
 
 
 class _SafeHtml(str):
-    """HTML of our own, rather than text."""
+    """HTML that must not be escaped."""
 
 
 def _render_table(rows: Sequence[Sequence[str]]) -> str:
     cells = ["".join(map(_render_cell, row)) for row in rows]
-    return f"<table>{''.join(f'<tr>{each}</tr>' for each in cells)}</table>"
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def _render_cell(text: str) -> str:
-    shown = text if isinstance(text, _SafeHtml) else escape(text)
-    return f'<td style="text-align: left">{shown}</td>'
+    content = text if isinstance(text, _SafeHtml) else escape(text)
+    return f'<td style="text-align: left">{content}</td>'
 
 
 def _format_number(value: object) -> str:
@@ -125,21 +125,21 @@ def _format_number(value: object) -> str:
 
 
 def _render_curve(points: Mapping[int, float]) -> _SafeHtml:
-    """Draw a curve with its lowest and highest value."""
+    """Draw a curve with its lowest and highest value in the title."""
     step = -(-len(points) // MAX_CURVE_POINTS)
-    kept = sorted(points.items())
-    # With the last one, which says where the run stands.
-    kept = [*kept[::step], kept[-1]]
-    first, last = kept[0][0], kept[-1][0]
+    drawn = sorted(points.items())
+    # Always include the last point, which is the current value.
+    drawn = [*drawn[::step], drawn[-1]]
+    first, last = drawn[0][0], drawn[-1][0]
     low, high = min(points.values()), max(points.values())
-    across = (_WIDTH - 2 * _MARGIN) / max(last - first, 1)
-    up = (_HEIGHT - 2 * _MARGIN) / (high - low) if high > low else 0.0
+    x_scale = (_WIDTH - 2 * _MARGIN) / max(last - first, 1)
+    y_scale = (_HEIGHT - 2 * _MARGIN) / (high - low) if high > low else 0.0
     line = " ".join(
-        f"{_MARGIN + (x - first) * across:.1f},{_HEIGHT - _MARGIN - (y - low) * up:.1f}"
-        for x, y in kept
+        f"{_MARGIN + (x - first) * x_scale:.1f},{_HEIGHT - _MARGIN - (y - low) * y_scale:.1f}"
+        for x, y in drawn
     )
-    described = f"from {_format_number(low)} to {_format_number(high)}, reports {first} to {last}"
+    title = f"from {_format_number(low)} to {_format_number(high)}, reports {first} to {last}"
     return _SafeHtml(
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img"><title>{described}</title>'
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img"><title>{title}</title>'
         f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>'
     )

@@ -1,8 +1,8 @@
-"""What happened in a run, in order: one JSON line for each event, from the controller alone.
+"""Write and replay the journal: one JSON line per event.
 
-The journal is the run's memory. `Result` is built from it, a resumed run reads its history from it,
-and a line that a crash cut off is dropped when it is opened again. Every event that a decision
-depends on is written before the decision is acted on.
+Only the controller writes the journal. `Result` is built from it, and a resumed run reads its
+history from it. A line that a crash truncated is dropped when the journal is opened. Every event
+that a decision depends on is written before the decision takes effect.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from drawbar.train._storage.run_directory import RunDirectory
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(JournaledEvent)
-_EVENT_TYPES = {kind.__struct_config__.tag for kind in get_args(JournaledEvent)}
+_EVENT_TYPES = {event_type.__struct_config__.tag for event_type in get_args(JournaledEvent)}
 _METRIC_EVENTS = (ReportReceived, CheckpointCommitted, CheckpointValidated)
 
 
 class Journal(JournalFile):
-    """The open journal of a run as its events."""
+    """The open journal of a run, as events."""
 
     def append(self, event: JournaledEvent) -> None:
-        """Write an event. It survives this process's death when this returns.
+        """Write an event, so that it survives the death of this process.
 
         Raises:
-            OSError: It cannot be written, or the journal was deleted or moved in the meantime.
+            OSError: The journal cannot be written, or was deleted or moved in the meantime.
         """
-        # Else the events would go into a file that nobody can find, and a checkpoint be promised
-        # there.
+        # Otherwise events would be written to a deleted file, and a checkpoint would be committed
+        # that no journal has.
         if not is_current_file(self._path, self._file.fileno()):
             raise FileNotFoundError(
-                f"{self._path.parent}, or the journal in it, was deleted or moved while the run "
-                f"went on; what was to be written to it: {_describe_event(event)}"
+                f"{self._path.parent} or its journal was deleted or moved during the run, so this "
+                f"event cannot be written: {_describe_event(event)}"
             )
         if isinstance(event, _METRIC_EVENTS):
             event = msgspec.structs.replace(event, metrics=encode_non_finite(event.metrics))
@@ -74,14 +74,14 @@ class Journal(JournalFile):
             return list(replay(self._path)), True
         except DamagedRunError:
             pass
-        good: list[bytes] = []
-        bad: list[bytes] = []
-        # Line by line: each is whole in itself, so one that is damaged takes no other along.
+        readable_lines: list[bytes] = []
+        damaged_lines: list[bytes] = []
+        # Lines are independent, so a damaged line does not affect the others.
         for line in self._path.read_bytes().splitlines(keepends=True):
-            (good if _is_readable(line) else bad).append(line)
+            (readable_lines if _is_readable(line) else damaged_lines).append(line)
         with open(self._path.with_name("journal.damaged"), "ab") as damaged:
-            damaged.writelines(bad)
-        self.replace_contents(b"".join(good))
+            damaged.writelines(damaged_lines)
+        self.replace_contents(b"".join(readable_lines))
         return list(replay(self._path)), False
 
 
@@ -113,29 +113,29 @@ class _Header(msgspec.Struct):
 _header_decoder = msgspec.json.Decoder(_Header)
 
 
-def _decode(line: bytes, place: object) -> JournaledEvent | None:
+def _decode(line: bytes, path: object) -> JournaledEvent | None:
     """Decode a line. Return None if a newer version of Drawbar has added its type of event.
 
     Raises:
-        UnsupportedFormatError: The line begins a newer format of the journal at `place`.
-        Exception: One of `UNREADABLE`: the line is damaged.
+        UnsupportedFormatError: The line begins a newer format of the journal at `path`.
+        Exception: One of `DECODE_ERRORS`: the line is damaged.
     """
     try:
         event: JournaledEvent = _decoder.decode(line)
     except DECODE_ERRORS:
         header = _header_decoder.decode(line)
-        _check_format(header.format_version, place)
+        _check_format(header.format_version, path)
         if header.event in _EVENT_TYPES:
             raise
         return None
     if isinstance(event, RunStarted):
-        _check_format(event.format_version, place)
+        _check_format(event.format_version, path)
     return event
 
 
-def _check_format(version: int, place: object) -> None:
+def _check_format(version: int, path: object) -> None:
     if version > JOURNAL_FORMAT:
-        raise UnsupportedFormatError.of(place, version, JOURNAL_FORMAT)
+        raise UnsupportedFormatError.of(path, version, JOURNAL_FORMAT)
 
 
 def replay(path: Path) -> Iterator[JournaledEvent]:
@@ -151,18 +151,18 @@ def replay(path: Path) -> Iterator[JournaledEvent]:
         yield from decode_events(file, path)
 
 
-def decode_events(lines: Iterable[bytes], place: object) -> Iterator[JournaledEvent]:
-    """Read the events from the lines of the journal at `place`; see `replay`."""
+def decode_events(lines: Iterable[bytes], path: object) -> Iterator[JournaledEvent]:
+    """Yield the events of lines from the journal at `path`; see `replay`."""
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             return
         try:
-            event = _decode(line, place)
+            event = _decode(line, path)
         except DECODE_ERRORS as error:
             raise DamagedRunError(
-                f"line {number} of {place} cannot be read: {error}. The run's checkpoints are "
-                'not touched by that; fit() with resume="auto" keeps the damaged lines in '
-                "journal.damaged and goes on from the newest intact checkpoint"
+                f"Line {number} of {path} cannot be read: {error}. The checkpoints are not "
+                'affected; fit() with resume="auto" moves the damaged lines to journal.damaged '
+                "and resumes from the newest intact checkpoint."
             ) from error
         if event is None:
             continue
@@ -172,28 +172,28 @@ def decode_events(lines: Iterable[bytes], place: object) -> Iterator[JournaledEv
 
 
 def decode_readable_events(
-    data: bytes, place: object = ""
+    data: bytes, path: object = ""
 ) -> tuple[list[JournaledEvent], list[int]]:
     """Return the events of the readable lines, and the numbers of the unreadable lines.
 
     Raises:
-        UnsupportedFormatError: A newer version of Drawbar has written the journal at `place`.
+        UnsupportedFormatError: A newer version of Drawbar has written the journal at `path`.
     """
     events: list[JournaledEvent] = []
     unreadable: list[int] = []
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         try:
-            events += decode_events([line], place)
+            events += decode_events([line], path)
         except DamagedRunError:
             unreadable.append(number)
     return events, unreadable
 
 
-def make_journal_lost_error(place: object, newest: str) -> DamagedRunError:
-    """Say that there is no event beside checkpoints, of which `newest` is one."""
+def make_journal_lost_error(path: object, newest: str) -> DamagedRunError:
+    """Return the error for a journal that is lost although checkpoints exist."""
     return DamagedRunError(
-        f"{place} is empty or gone, and {newest} lies beside it: the run's history is lost, its "
-        'checkpoints are not; fit() with resume="auto" goes on from the newest intact one'
+        f"{path} is empty or missing, although {newest} exists. The history of the run is lost, "
+        'but not its checkpoints; fit() with resume="auto" resumes from the newest intact one.'
     )
 
 
@@ -216,9 +216,9 @@ def missing_reports(
     journaled = max(kept_indices(events).values(), default=-1)
     # A user may have copied checkpoints of other runs into the directory.
     newer = [
-        each
-        for each in manifests
-        if each.index > journaled and (not run_ids or each.run_id in {"", *run_ids})
+        manifest
+        for manifest in manifests
+        if manifest.index > journaled and (not run_ids or manifest.run_id in {"", *run_ids})
     ]
     if not newer:
         return None
@@ -235,7 +235,7 @@ def missing_reports(
     if newest.attempt not in {
         event.attempt for event in events if isinstance(event, AttemptStarted)
     }:
-        # A later attempt began after some checkpoint, and replaced the reports from there on.
+        # A later attempt started from a checkpoint and replaced all reports after it.
         first = min(first, journaled + 1)
     return ReportsLost(
         time=time.time(), first=first, until=newest.index + 1, checkpoint=newest.name
@@ -244,26 +244,26 @@ def missing_reports(
 
 def _next_report(events: Sequence[JournaledEvent]) -> int:
     """Return the lowest report number that some rank of the last attempt has not journaled."""
-    first, made = 0, dict[int, int]()
+    first, next_reports = 0, dict[int, int]()
     for event in events:
         if isinstance(event, AttemptStarted):
-            first, made = event.first_report_index, {}
+            first, next_reports = event.first_report_index, {}
         elif isinstance(event, WorkersStarted):
-            made = dict.fromkeys(range(len(event.workers)), first)
+            next_reports = dict.fromkeys(range(len(event.workers)), first)
         elif isinstance(event, ReportReceived):
-            made[event.rank] = event.index + 1
-    return min(made.values(), default=first)
+            next_reports[event.rank] = event.index + 1
+    return min(next_reports.values(), default=first)
 
 
 def kept_indices(events: Iterable[JournaledEvent]) -> dict[str, int]:
     """Return the report numbers of the checkpoints that were not deleted, by name."""
-    kept: dict[str, int] = {}
+    indices: dict[str, int] = {}
     for event in events:
         if isinstance(event, CheckpointCommitted):
-            kept[event.name] = event.index
+            indices[event.name] = event.index
         elif isinstance(event, CheckpointDeleted):
-            kept.pop(event.name, None)
-    return kept
+            indices.pop(event.name, None)
+    return indices
 
 
 def require_complete(
@@ -286,7 +286,7 @@ def require_complete(
         raise DamagedRunError(
             f"{directory.journal_path} ends before {lost.checkpoint} was committed: reports "
             f"{lost.first} to {lost.until - 1} are missing. The checkpoints are not affected; "
-            'fit() with resume="auto" resumes from the newest intact one and records the gap'
+            'fit() with resume="auto" resumes from the newest intact one and records the gap.'
         )
 
 
@@ -300,13 +300,14 @@ def read_events(directory: RunDirectory) -> list[JournaledEvent]:
     """
     # The journal of an object store is uploaded after a commit, so it may end before it.
     names = directory.checkpoints.names() if directory.remote_path is None else []
-    data, place = directory.run_files.read_journal(), directory.root / directory.journal_path.name
-    events = list(decode_events(io.BytesIO(data or b""), place))
-    if not events and (found := directory.checkpoints.list_committed()):
-        raise make_journal_lost_error(place, found[-1].name)
+    data, path = directory.run_files.read_journal(), directory.root / directory.journal_path.name
+    events = list(decode_events(io.BytesIO(data or b""), path))
+    if not events and (manifests := directory.checkpoints.list_committed()):
+        raise make_journal_lost_error(path, manifests[-1].name)
     if data is None:
         raise FileNotFoundError(
-            f"{directory.uri} holds no Drawbar run: it has no {directory.journal_path.name}"
+            f"{directory.uri} is not a Drawbar run: it has no {directory.journal_path.name}. "
+            "Pass the directory of a run."
         )
     require_complete(events, names, directory)
     return events
@@ -334,7 +335,7 @@ def select_effective_reports(events: Iterable[JournaledEvent]) -> list[ReportRec
         elif isinstance(event, AttemptStarted | ReportsLost):
             first = event.first_report_index if isinstance(event, AttemptStarted) else event.first
             reports = [report for report in reports if report.index < first]
-            validated = {index: each for index, each in validated.items() if index < first}
+            validated = {index: metrics for index, metrics in validated.items() if index < first}
     return _add_validation_metrics(reports, validated) if validated else reports
 
 
@@ -343,7 +344,7 @@ def _add_validation_metrics(
 ) -> list[ReportReceived]:
     lowest: dict[int, int] = {}
     for report in reports:
-        # Added to one rank's alone: a table that has them twice would count them twice.
+        # For one rank only: in a table, duplicates would be counted twice.
         lowest[report.index] = min(report.rank, lowest.get(report.index, report.rank))
     return [
         msgspec.structs.replace(report, metrics={**report.metrics, **validated[report.index]})

@@ -1,4 +1,4 @@
-"""Rows of its datasets that a run has read, from its journal."""
+"""`DataLedger`: which rows of each dataset a run has read."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from drawbar.train._row_positions import NumberedRows, RowRanges, cut_segments, 
 class DatasetEpoch:
     """Rows that all workers together have read of one dataset in one epoch.
 
-    An epoch that is interrupted by restarts, also with other numbers of workers, is one epoch. Rows
-    that were read after the checkpoint from which a restart resumed are not counted.
+    Iterations that restarts interrupt belong to one epoch, also if the number of workers changes.
+    Rows that were read after the checkpoint from which a restart resumed are not counted.
 
     Attributes:
         dataset: Name of the dataset.
         epoch: Number of the epoch, from 0.
-        rows: Number of rows that all workers read; for a dataset that is not split, that the lowest
-            rank read. None if it is unknown, for example because the order is not preserved.
-        batches: Number of batches in the last iteration over each part, by the number of the part.
-        ended: Whether every part was read to its end.
-        ranges: Row numbers that were read, sorted, as (first, one after the last); rows in two
-            ranges were read twice. None if row numbers are unknown, as for streams.
-        in_all: Number of rows of the dataset; None if row numbers are unknown.
-        restarts: How often the epoch restarted from its beginning, because its unread rows were
-            unknown. Rows that had been read before were read again, and count in `rows` again.
+        num_rows: Number of rows that all workers have read, or the lowest rank if the dataset is
+            not split. None if it is unknown, for example because the order is not preserved.
+        num_batches: Number of batches in the last iteration over each shard, by shard index.
+        is_complete: Whether every shard was read to its end.
+        row_ranges: Row numbers that were read, as sorted pairs (first, one after the last). Rows in
+            two ranges were read twice. None if row numbers are unknown, as for streams.
+        total_rows: Number of rows of the dataset; None if row numbers are unknown.
+        restarts: Number of times that the epoch restarted from its beginning, because its unread
+            rows were unknown. Rows that are read again count again in `num_rows`.
     """
 
     dataset: str
@@ -43,33 +43,39 @@ class DatasetEpoch:
 
     @property
     def repeated_rows(self) -> RowRanges | None:
-        """The rows that were read more than once; None if rows are not known by number."""
+        """Rows that were read more than once; None if row numbers are unknown."""
         if self.row_ranges is None:
             return None
-        found, until = [], 0
+        repeated, until = [], 0
         for low, high in self.row_ranges:
             if low < min(until, high):
-                found.append((low, min(until, high)))
+                repeated.append((low, min(until, high)))
             until = max(until, high)
-        return tuple(found)
+        return tuple(repeated)
 
     @property
     def unread_rows(self) -> RowRanges | None:
-        """The rows that were not read; None if rows are not known by number."""
+        """Rows that were not read; None if row numbers are unknown."""
         if self.row_ranges is None or self.total_rows is None:
             return None
-        found, until = [], 0
+        unread, until = [], 0
         for low, high in (*self.row_ranges, (self.total_rows, self.total_rows)):
             if until < low:
-                found.append((until, low))
+                unread.append((until, low))
             until = max(until, high)
-        return tuple(found)
+        return tuple(unread)
 
 
 class DataLedger:
-    """The epochs of a run's datasets, in order: `for epoch in result.data_ledger`.
+    """Epochs of the datasets of a run, sorted by dataset and epoch.
 
-    It holds what passes over `get_dataset_shard(...)` have given. A pass that goes on is not in it.
+    Contains iterations over `get_dataset_shard(...)` that have ended.
+
+    Example:
+        Print how many rows were read in each epoch::
+
+            for epoch in result.data_ledger:
+                print(epoch.dataset, epoch.epoch, epoch.num_rows)
     """
 
     def __init__(self, epochs: Sequence[DatasetEpoch]) -> None:
@@ -77,22 +83,30 @@ class DataLedger:
 
     @classmethod
     def from_events(cls, events: Iterable[JournaledEvent]) -> DataLedger:
-        """Make the ledger of a journal's events.
+        """Build the ledger from the events of a journal.
 
-        As with reports, an attempt that starts at report k takes the place of what came after the
+        Like for reports, an attempt that starts at report k replaces everything after the
         checkpoint of report k - 1.
+
+        Args:
+            events: Events of a run.
+
+        Returns:
+            The ledger.
         """
-        passes: list[DatasetEpochEnded] = []
+        ended: list[DatasetEpochEnded] = []
         for event in events:
             if isinstance(event, DatasetEpochEnded):
-                passes.append(event)
+                ended.append(event)
             elif isinstance(event, AttemptStarted):
-                passes = [
-                    each for each in passes if each.shard_epoch.index < event.first_report_index
+                ended = [
+                    event for event in ended if event.shard_epoch.index < event.first_report_index
                 ]
         by_epoch: dict[tuple[str, int], list[DatasetEpochEnded]] = {}
-        for each in passes:
-            by_epoch.setdefault((each.shard_epoch.dataset, each.shard_epoch.epoch), []).append(each)
+        for event in ended:
+            by_epoch.setdefault((event.shard_epoch.dataset, event.shard_epoch.epoch), []).append(
+                event
+            )
         return cls([_build_epoch(*key, by_epoch[key]) for key in sorted(by_epoch)])
 
     def __iter__(self) -> Iterator[DatasetEpoch]:
@@ -103,73 +117,78 @@ class DataLedger:
 
     def __repr__(self) -> str:
         lines = [
-            f"{each.dataset!r} epoch {each.epoch}: "
-            f"{'?' if each.num_rows is None else each.num_rows} "
-            f"rows{'' if each.is_complete else ', not all'}"
-            for each in self._epochs
+            f"{epoch.dataset!r} epoch {epoch.epoch}: "
+            f"{'?' if epoch.num_rows is None else epoch.num_rows} "
+            f"rows{'' if epoch.is_complete else ', incomplete'}"
+            for epoch in self._epochs
         ]
         return f"DataLedger({'; '.join(lines)})"
 
 
-def _build_epoch(dataset: str, epoch: int, passes: Sequence[DatasetEpochEnded]) -> DatasetEpoch:
-    # What earlier attempts have read and kept is in what the newest says had been read before.
-    newest = max(each.attempt for each in passes)
-    parts: dict[int, PassEnded] = {}
-    for each in sorted(passes, key=lambda each: -each.rank):  # of a whole one the lowest rank's
-        if each.attempt == newest:
-            parts[each.shard_epoch.part] = each.shard_epoch
-    any_part = next(iter(parts.values()))
-    ended = len(parts) == any_part.parts and all(each.ended for each in parts.values())
+def _build_epoch(dataset: str, epoch: int, ended: Sequence[DatasetEpochEnded]) -> DatasetEpoch:
+    # The last attempt's `before` includes the rows that earlier attempts read and that count.
+    newest = max(event.attempt for event in ended)
+    shards: dict[int, PassEnded] = {}
+    # If the dataset is not split, all ranks have the same shard, and the lowest rank's is used.
+    for event in sorted(ended, key=lambda event: -event.rank):
+        if event.attempt == newest:
+            shards[event.shard_epoch.part] = event.shard_epoch
+    any_shard = next(iter(shards.values()))
+    is_complete = len(shards) == any_shard.parts and all(shard.ended for shard in shards.values())
     return DatasetEpoch(
         dataset=dataset,
         epoch=epoch,
-        num_rows=_count_epoch_rows(parts),
-        num_batches={number: parts[number].batches for number in sorted(parts)},
-        is_complete=ended,
-        row_ranges=_collect_row_ranges(parts, ended=ended),
-        total_rows=any_part.in_all,
-        restarts=len(any_part.discarded),
+        num_rows=_count_epoch_rows(shards),
+        num_batches={number: shards[number].batches for number in sorted(shards)},
+        is_complete=is_complete,
+        row_ranges=_collect_row_ranges(shards, is_complete=is_complete),
+        total_rows=any_shard.in_all,
+        restarts=len(any_shard.discarded),
     )
 
 
-def _count_epoch_rows(parts: dict[int, PassEnded]) -> int | None:
-    ranges = _collect_row_ranges(parts, ended=True)
+def _count_epoch_rows(shards: dict[int, PassEnded]) -> int | None:
+    ranges = _collect_row_ranges(shards, is_complete=True)
     if ranges is not None:
         return sum(high - low for low, high in ranges)
-    counts = [each.rows for each in parts.values()]
+    counts = [shard.rows for shard in shards.values()]
     if any(count is None for count in counts):
         return None
-    one = next(iter(parts.values()))
-    before = [read for reads in (one.before, *one.discarded) for read in decode_reads(reads)]
-    return sum(each.num_workers * each.rows_per_worker for each in before) + sum(
+    any_shard = next(iter(shards.values()))
+    before = [
+        read for reads in (any_shard.before, *any_shard.discarded) for read in decode_reads(reads)
+    ]
+    return sum(read.num_workers * read.rows_per_worker for read in before) + sum(
         filter(None, counts)
     )
 
 
-def _collect_row_ranges(parts: dict[int, PassEnded], *, ended: bool) -> RowRanges | None:
+def _collect_row_ranges(shards: dict[int, PassEnded], *, is_complete: bool) -> RowRanges | None:
     """Return the row numbers that were read.
 
     Until an epoch has ended, they are unknown if rows were shuffled.
     """
-    one = next(iter(parts.values()))
-    if one.in_all is None or any(each.rows is None for each in parts.values()):
+    any_shard = next(iter(shards.values()))
+    if any_shard.in_all is None or any(shard.rows is None for shard in shards.values()):
         return None
-    before = decode_reads(one.before)
-    discarded = [decode_reads(each) for each in one.discarded]
-    shuffled = any(each.shuffled for each in parts.values()) or any(e.shuffle for e in before)
-    if (shuffled and not ended) or any(each.shuffle for reads in discarded for each in reads):
+    before = decode_reads(any_shard.before)
+    discarded = [decode_reads(reads) for reads in any_shard.discarded]
+    shuffled = any(shard.shuffled for shard in shards.values()) or any(
+        read.shuffle for read in before
+    )
+    if (shuffled and not is_complete) or any(read.shuffle for reads in discarded for read in reads):
         return None
-    rows = NumberedRows([one.in_all], one.uneven_rows)
-    left = rows.split_unread(before, one.parts)
-    taken = list(rows.read)
-    for number, each in parts.items():
-        taken += cut_segments(left[number], 0, each.rows)
+    rows = NumberedRows([any_shard.in_all], any_shard.uneven_rows)
+    unread = rows.split_unread(before, any_shard.parts)
+    read_ranges = list(rows.read)
+    for number, shard in shards.items():
+        read_ranges += cut_segments(unread[number], 0, shard.rows)
     for reads in discarded:
-        again = NumberedRows([one.in_all], one.uneven_rows)
-        again.split_unread(reads, reads[-1].num_workers)
-        taken += again.read
+        repeated = NumberedRows([any_shard.in_all], any_shard.uneven_rows)
+        repeated.split_unread(reads, reads[-1].num_workers)
+        read_ranges += repeated.read
     return _merge_adjacent(
-        sorted((each.start, each.stop) for each in taken if isinstance(each, range))
+        sorted((entry.start, entry.stop) for entry in read_ranges if isinstance(entry, range))
     )
 
 

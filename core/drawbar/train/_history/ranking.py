@@ -1,8 +1,10 @@
-"""Which checkpoints stay, and which is best. Pure: the files are deleted elsewhere.
+"""Rank checkpoints and select those that retention deletes.
 
-The newest checkpoint always stays, however poor its score, since a restart begins there. One that
-is being validated stays too, and pushes no other one out: its score is not known yet. As long as no
-checkpoint has a score, all stay: the name of the score may be misspelt, or come with later reports.
+Pure decisions: the files are deleted elsewhere.
+- The newest checkpoint is always kept, even with a poor score, because a restart resumes from it.
+- A checkpoint that is being validated is kept and does not count, because its score is unknown.
+- While no checkpoint has a score, all are kept: the name of the metric may be misspelled, or later
+  reports may have it.
 """
 
 from __future__ import annotations
@@ -19,24 +21,24 @@ from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 
 
 def parse_checkpoint_config(event: RunStarted) -> CheckpointConfig:
-    """Give how a start ranked checkpoints, as far as this version knows its settings."""
+    """Return the retention policy of a start, without settings that this version does not have."""
     journaled = event.config.get("checkpoint_config")
     settings = journaled if isinstance(journaled, Mapping) else {}
-    known = {each.name for each in fields(CheckpointConfig)}
+    known = {field.name for field in fields(CheckpointConfig)}
     try:
-        # A run of an older or newer version may know other settings.
+        # Runs of other versions can have other settings.
         return CheckpointConfig(**{k: v for k, v in settings.items() if k in known})
     except (TypeError, ValueError):
         return CheckpointConfig()
 
 
 def get_score(metrics: Mapping[str, object], attribute: str) -> float | None:
-    """Look up the metric that ranks a checkpoint.
+    """Return the metric that ranks a checkpoint.
 
     Args:
-        metrics: As reported; mappings may be nested.
-        attribute: The metric's key. A key that is there as written wins; otherwise "/" separates
-            the keys of nested mappings, so that "eval/loss" finds `{"eval": {"loss": 0.1}}`.
+        metrics: Reported metrics; mappings can be nested.
+        attribute: Key of the metric. An exact match takes precedence; otherwise "/" separates the
+            keys of nested mappings, so that "eval/loss" finds `{"eval": {"loss": 0.1}}`.
 
     Returns:
         The metric, or None if it is missing, not a real number, NaN, or an integer that is too
@@ -46,35 +48,36 @@ def get_score(metrics: Mapping[str, object], attribute: str) -> float | None:
     if not isinstance(value, Real):
         return None
     try:
-        found = float(value)
+        score = float(value)
     except OverflowError:
         return None
-    return None if math.isnan(found) else found
+    return None if math.isnan(score) else score
 
 
 def rank_checkpoints(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:
     """Sort checkpoints from worst to best.
 
-    Without `checkpoint_score_attribute` newer is better. With it, a checkpoint that has no score is
-    worse than every one that has, for "max" and for "min"; of equal scores the newer is better.
+    Without `checkpoint_score_attribute`, newer checkpoints are better. Otherwise, checkpoints
+    without a score are the worst, for both "max" and "min", and the newer one of two equal
+    checkpoints is better.
     """
 
     def key(checkpoint: Manifest) -> tuple[bool, float, int]:
         attribute = config.checkpoint_score_attribute
-        found = None if attribute is None else get_score(checkpoint.metrics, attribute)
-        if found is None:
+        score = None if attribute is None else get_score(checkpoint.metrics, attribute)
+        if score is None:
             return (False, 0.0, checkpoint.index)
         higher_is_better = config.checkpoint_score_order == "max"
-        return (True, found if higher_is_better else -found, checkpoint.index)
+        return (True, score if higher_is_better else -score, checkpoint.index)
 
     return sorted(checkpoints, key=key)
 
 
 def select_surplus(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:
-    """List what to delete, worst first.
+    """Return the checkpoints to delete, worst first.
 
-    All but the `num_to_keep` best of those that are not being validated, and the newest. None, if
-    they are ranked by a score and none of them has one.
+    Keeps the `num_to_keep` best of the checkpoints that are not being validated, and the newest. If
+    the score ranks checkpoints and none of them has it, returns none.
     """
     settled = _exclude_pending(checkpoints)
     if config.num_to_keep is None or not settled or not _can_rank(settled, config):
@@ -87,9 +90,9 @@ def select_surplus(checkpoints: Sequence[Manifest], config: CheckpointConfig) ->
 def describe_missing_scores(
     checkpoints: Sequence[Manifest], config: CheckpointConfig
 ) -> str | None:
-    """Say that there are checkpoints and none has a score, and what they have instead.
+    """Return a message if there are checkpoints but none has a score, with the available metrics.
 
-    None if one has a score, or may get it from a validation that goes on.
+    Returns None if a checkpoint has a score, or may get one from a running validation.
     """
     settled = _exclude_pending(checkpoints)
     attribute = config.checkpoint_score_attribute
@@ -99,9 +102,9 @@ def describe_missing_scores(
     setting = f"CheckpointConfig(checkpoint_score_attribute={attribute!r})"
     values = flatten(newest.metrics)
     if attribute in values:
-        return f"{setting}: that is {values[attribute]!r} in {newest.name}, which ranks nothing."
-    there_are = describe_available([newest.metrics], missing_name=attribute)
-    return f"{setting}: {newest.name} has no such metric. {there_are}"
+        return f"{setting}: {values[attribute]!r} in {newest.name} cannot rank checkpoints."
+    available = describe_available([newest.metrics], missing_name=attribute)
+    return f"{setting}: {newest.name} does not have this metric. {available}"
 
 
 def _exclude_pending(checkpoints: Sequence[Manifest]) -> list[Manifest]:
@@ -121,7 +124,7 @@ def _look_up_metric(metrics: Mapping[str, object], attribute: str) -> object:
         return metrics[attribute]
     for key, value in metrics.items():
         if isinstance(value, Mapping) and attribute.startswith(f"{key}/"):
-            found = _look_up_metric(value, attribute.removeprefix(f"{key}/"))
-            if found is not None:
-                return found
+            metric = _look_up_metric(value, attribute.removeprefix(f"{key}/"))
+            if metric is not None:
+                return metric
     return None

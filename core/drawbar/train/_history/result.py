@@ -1,4 +1,4 @@
-"""What came of a run: built from its directory, so that it can be had again at any time."""
+"""`Result`: outcome, metrics, and checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -38,19 +38,30 @@ _logger = logging.getLogger("drawbar.train")
 
 @dataclass(repr=False)
 class Result:
-    """The result of a run.
+    """Outcome, metrics, and checkpoints of a run.
+
+    Returned by `fit()`. `Result.from_path` reads the result of any run again from its directory.
 
     Attributes:
-        metrics: The last metrics of the lowest rank that reported, usually rank 0, with those of
-            the checkpoint's validation; None without reports.
-        checkpoint: The newest committed checkpoint, None if there is none.
-        best_checkpoints: The checkpoints that are kept, with their metrics, worst first and best
-            last, as `CheckpointConfig` ranks them. If none has the score, by age; a warning is
-            logged then.
-        error: Why the run failed, None if it did not. `fit()` raises it; `from_path` gives it here.
-        path: The run's directory, on its filesystem.
-        return_values: What the training function returned on each rank, in rank order. Empty after
+        metrics: Last metrics of the lowest rank that reported, usually rank 0, including
+            metrics of the checkpoint's validation; None without reports.
+        checkpoint: Latest committed checkpoint; None if there is none.
+        best_checkpoints: Committed checkpoints that were not deleted, with their metrics, from
+            worst to best, as `CheckpointConfig` ranks them. If none has the score, they are sorted
+            by age, and a warning is logged.
+        error: Error of a failed run, else None. `fit()` raises it; `from_path` returns it here.
+        path: Directory of the run on its filesystem.
+        return_values: Return value of the training function on each rank, by rank. Empty for
             `from_path`.
+
+    Example:
+        Load the best checkpoint after training::
+
+            result = trainer.fit()
+            print(result.metrics["loss"])
+            checkpoint = result.get_best_checkpoint("loss", mode="min")
+            with checkpoint.as_directory() as path:
+                model.load_state_dict(torch.load(os.path.join(path, "model.pt")))
     """
 
     metrics: Metrics | None = None
@@ -68,38 +79,54 @@ class Result:
     def from_path(
         cls, path: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
     ) -> Result:
-        """Read the result of a run from its directory, also of one that failed or still goes on.
+        """Read the result of a run from its directory, also if it failed or is in progress.
 
         Args:
-            path: The run's directory, or its URI.
-            storage_filesystem: The filesystem that `path` lies on, as for `RunConfig`.
+            path: Directory or URI of the run.
+            storage_filesystem: Filesystem of `path`, as for `RunConfig`.
+
+        Returns:
+            The result.
 
         Raises:
             FileNotFoundError: There is no run at `path`.
-            DamagedRunError: Its journal cannot be read.
+            DamagedRunError: The journal of the run cannot be read.
+
+        Example:
+            Read the last metrics of a run::
+
+                result = Result.from_path("/shared/runs/experiment")
+                print(result.metrics)
         """
         directory = open_run_directory(path, storage_filesystem)
         return cls.from_run_directory(directory, read_events(directory))
 
     @classmethod
     def from_run_directory(
-        cls, directory: RunDirectory, read: list[JournaledEvent] | None = None
+        cls, directory: RunDirectory, journal_events: list[JournaledEvent] | None = None
     ) -> Result:
-        """Read the result of a run, whose journal may have been `read` already."""
-        events = list(_read_local_or_remote_events(directory)) if read is None else read
+        """Read the result of a run. `journal_events` avoids reading its journal again."""
+        events = (
+            list(_read_local_or_remote_events(directory))
+            if journal_events is None
+            else journal_events
+        )
         config, error = CheckpointConfig(), None
         for event in events:
             if isinstance(event, RunStarted):
                 config, error = parse_checkpoint_config(event), None
             elif isinstance(event, RunEnded) and event.outcome == "failed":
                 error = TrainingFailedError(event.error, path=directory.uri)
-        # Not what the journal says: a user may have deleted some, or retention was cut off by a
-        # kill.
+        # Not from the journal: a user may have deleted checkpoints, or a kill may have interrupted
+        # retention.
         manifests = _list_intact_checkpoints(directory.checkpoints)
-        if unranked := describe_missing_scores(manifests, config):
-            _logger.warning("%s: %s best_checkpoints are by age", directory.uri, unranked)
+        if missing_scores := describe_missing_scores(manifests, config):
+            _logger.warning(
+                "%s: %s best_checkpoints are sorted by age.", directory.uri, missing_scores
+            )
         pairs = {
-            m.name: (directory.checkpoints.get_checkpoint(m.name), m.metrics) for m in manifests
+            manifest.name: (directory.checkpoints.get_checkpoint(manifest.name), manifest.metrics)
+            for manifest in manifests
         }
         return cls(
             path=directory.root.fs_path
@@ -107,37 +134,39 @@ class Result:
             else directory.uri,
             _storage_filesystem=directory.filesystem,
             _directory=directory,
-            _journal_events=read,
+            _journal_events=journal_events,
             metrics=_get_last_metrics(select_effective_reports(events)),
             checkpoint=pairs[manifests[-1].name][0] if manifests else None,
-            best_checkpoints=[pairs[m.name] for m in rank_checkpoints(manifests, config)],
+            best_checkpoints=[
+                pairs[manifest.name] for manifest in rank_checkpoints(manifests, config)
+            ],
             error=error,
         )
 
     @property
     def filesystem(self) -> FileSystem:
-        """The `pyarrow.fs.FileSystem` that the run lies on."""
+        """`pyarrow.fs.FileSystem` of the run."""
         return self._storage_filesystem or make_local_filesystem()
 
     @property
     def uri(self) -> str:
-        """The address of the run: its path, or its URI if it was given as one."""
+        """Path or URI of the run, as passed by the user."""
         return self._directory.uri if self._directory else self.path
 
     @property
     def return_value(self) -> Any:
-        """What the training function returned on rank 0."""
+        """Return value of the training function on rank 0; None if there is none."""
         return self.return_values[0] if self.return_values else None
 
     @property
     def metrics_dataframe(self) -> pandas.DataFrame:
-        """All reports that count: a row per rank and report.
+        """Table of all reports that count, with one row for each report and rank.
 
         The columns are `rank`, `index` (number of the report), `attempt`, `time` (seconds since the
-        epoch), and the metrics, nested keys joined with "/"; a metric of the same name as one of
-        the four is found as `metric/<name>`. A validation's metrics are in the row of its
-        checkpoint's report on the lowest rank, in place of what has the same name there. A restart
-        leaves neither gap nor duplicate.
+        epoch), and the metrics, with nested keys joined by "/". A metric with the name of one of
+        these columns is in `metric/<name>`. Validation metrics are in the row of the checkpoint's
+        report on the lowest rank, where they replace metrics of the same name. Restarts cause
+        neither gaps nor duplicates.
 
         Raises:
             ImportError: pandas is not installed.
@@ -146,25 +175,31 @@ class Result:
             import pandas
         except ImportError as error:
             raise ImportError(
-                'Result.metrics_dataframe needs pandas: pip install "drawbar[data]"'
+                'Result.metrics_dataframe needs pandas. Run: pip install "drawbar[data]"'
             ) from error
         reports = select_effective_reports(self._events())
-        rows = [make_report_row(r) for r in sorted(reports, key=lambda r: (r.index, r.rank))]
+        rows = [
+            make_report_row(report)
+            for report in sorted(reports, key=lambda report: (report.index, report.rank))
+        ]
         return pandas.DataFrame(rows, columns=None if rows else list(REPORT_COLUMNS))
 
     @property
     def data_ledger(self) -> DataLedger:
-        """Which rows of the trainer's datasets were read in each epoch, over all restarts.
+        """Rows of the trainer's datasets that were read in each epoch, across restarts.
 
-        For example, no epoch lost or repeated rows if `not epoch.repeated_rows` and
-        `not epoch.unread_rows` hold for each epoch in `result.data_ledger`.
+        Example:
+            Check that every row was read exactly once in each epoch::
+
+                for epoch in result.data_ledger:
+                    assert not epoch.repeated_rows and not epoch.unread_rows
         """
         return DataLedger.from_events(self._events())
 
     @property
     def timeline(self) -> Timeline:
-        """Where the time went: start-up, checkpoints and outcome of every attempt."""
-        return Timeline.of(self._events())
+        """Durations and outcomes of all attempts."""
+        return Timeline.from_events(self._events())
 
     def _events(self) -> Iterable[JournaledEvent]:
         if self._journal_events is not None:
@@ -174,28 +209,39 @@ class Result:
         )
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
-        """Give the kept checkpoint with the lowest or highest value of a metric.
+        """Return the checkpoint with the lowest or highest value of a metric.
+
+        Only checkpoints that retention has not deleted are compared.
 
         Args:
             metric: Name of a reported metric; nested keys are joined with "/".
             mode: "min" or "max".
 
+        Returns:
+            The checkpoint, the newest one of several with the same value; None if the run has no
+            checkpoints.
+
         Raises:
-            ValueError: `mode` is neither.
-            KeyError: No kept checkpoint has that metric; the message lists those there are.
+            ValueError: `mode` is neither "min" nor "max".
+            KeyError: No checkpoint has this metric. The message lists the available metrics.
+
+        Example:
+            Get the checkpoint with the lowest validation loss::
+
+                checkpoint = result.get_best_checkpoint("val/loss", mode="min")
         """
         if mode not in ("min", "max"):
-            raise ValueError(f'mode must be "min" or "max", found {mode!r}')
+            raise ValueError(f'mode={mode!r} must be "min" or "max".')
         if not self.best_checkpoints:
             return None
         scored = [(get_score(metrics, metric), c) for c, metrics in self.best_checkpoints]
         usable = [(value, checkpoint) for value, checkpoint in scored if value is not None]
         if not usable:
             reported = [metrics for _, metrics in self.best_checkpoints]
-            there_are = describe_available(reported, missing_name=metric)
-            raise KeyError(f"no checkpoint has the metric {metric!r}. {there_are}")
+            available = describe_available(reported, missing_name=metric)
+            raise KeyError(f"No checkpoint has the metric {metric!r}. {available}")
         choose = max if mode == "max" else min
-        return choose(reversed(usable), key=lambda pair: pair[0])[1]  # of equals the newest
+        return choose(reversed(usable), key=lambda pair: pair[0])[1]  # the newest of equal ones
 
     def __repr__(self) -> str:
         lines = [
@@ -208,9 +254,10 @@ class Result:
         return "Result(\n  " + ",\n  ".join(lines) + ",\n)"
 
     def _repr_html_(self) -> str:
-        """Give what a notebook shows: state, metrics, curves and checkpoints.
+        """Return the card that a notebook shows: status, metrics, curves, and checkpoints.
 
-        A result whose run cannot be read any more, or that was made by hand, has what it holds.
+        If the run can no longer be read, or the result was created by hand, the card shows only the
+        attributes of the result.
         """
         try:
             events = list(self._events())
@@ -225,13 +272,14 @@ class Result:
             metrics=self.metrics or {},
             curves=extract_curves(select_effective_reports(events)),
             checkpoints=[
-                (os.path.basename(c.path), metrics) for c, metrics in self.best_checkpoints
+                (os.path.basename(checkpoint.path), metrics)
+                for checkpoint, metrics in self.best_checkpoints
             ],
         ).render()
 
 
 def _read_local_or_remote_events(directory: RunDirectory) -> Iterable[JournaledEvent]:
-    """Read the journal here if it is; a remote run that is over has its own in the storage only."""
+    """Read the local journal if it exists; a finished remote run has one only in the storage."""
     return (
         replay(directory.journal_path)
         if directory.journal_path.exists()
@@ -240,14 +288,16 @@ def _read_local_or_remote_events(directory: RunDirectory) -> Iterable[JournaledE
 
 
 def _list_intact_checkpoints(checkpoints: CheckpointStore) -> list[Manifest]:
-    """List the checkpoints that are whole, and say of the others why they are left out."""
+    """Return the intact checkpoints, and log a warning about each damaged one."""
     committed = checkpoints.list_committed()
-    damage = {each.name: checkpoints.find_damage(each) for each in committed}
+    damage = {manifest.name: checkpoints.find_damage(manifest) for manifest in committed}
     if any(damage.values()):
-        for each in checkpoints.list_committed():  # without what retention has deleted meanwhile
-            if wrong := damage.get(each.name):
-                _logger.warning("%s is damaged, and left out of the result: %s", each.name, wrong)
-    return [each for each in committed if not damage[each.name]]
+        for manifest in checkpoints.list_committed():  # without those that retention just deleted
+            if reason := damage.get(manifest.name):
+                _logger.warning(
+                    "%s is damaged and not part of the result: %s", manifest.name, reason
+                )
+    return [manifest for manifest in committed if not damage[manifest.name]]
 
 
 def _get_last_metrics(reports: list[ReportReceived]) -> Metrics | None:

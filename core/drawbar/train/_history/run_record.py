@@ -1,4 +1,4 @@
-"""`RunRecord`: what a run's directory tells of it, whoever hosts it, as far as it can be read."""
+"""`RunRecord`: a run as its directory describes it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,21 @@ _POLL_PERIOD_S = 0.2
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run, read from its directory: one that goes on, is over, was cut off, or is damaged.
+    """A run as its directory describes it, also if it is in progress, interrupted, or damaged.
 
-    Nothing is unpickled, and nothing is written. `find_run` and `list_runs` give one.
+    Returned by `find_run` and `list_runs`. Reading a run neither unpickles nor writes anything, and
+    does not need Ray.
 
     Attributes:
-        damage: What could not be read; "" if all could. The rest is told of what could.
+        damage: Description of the parts that could not be read; "" if there are none. The other
+            attributes use the readable parts.
+
+    Example:
+        Print the state and the newest checkpoint of a run::
+
+            run = runs.find_run("/shared/runs/experiment")
+            print(run.status, run.metrics)
+            print([manifest.name for manifest in run.list_checkpoints()][-1:])
     """
 
     _directory: RunDirectory
@@ -56,11 +65,14 @@ class RunRecord:
     def from_directory(cls, directory: RunDirectory, name: str = "") -> RunRecord:
         """Read as much as possible of a run.
 
-        A journal in a directory of this machine that cannot be opened is damage too.
+        A journal on this machine that cannot be opened is reported as damage.
 
         Args:
             directory: Directory of the run.
             name: Name of the run in the storage path that lists it. Default: the directory's name.
+
+        Returns:
+            The run.
 
         Raises:
             FileNotFoundError: There is no run.
@@ -69,144 +81,177 @@ class RunRecord:
         try:
             data = directory.run_files.read_journal()
         except (OSError, DamagedRunError) as error:
-            # A storage that does not answer says nothing of the run: only a file that is here is
-            # damaged.
+            # An error of remote storage does not mean that the run is damaged. An error of an
+            # existing local file does.
             is_mounted = directory.remote_path is None and os.path.isdir(directory.local_path)
             if isinstance(error, OSError) and not is_mounted:
                 raise
             reason = (error.strerror if isinstance(error, OSError) else None) or error
-            return cls(directory, (), f"its journal cannot be read: {reason}", name)
+            return cls(directory, (), f"the journal cannot be read: {reason}", name)
         if data is None and not any(directory.checkpoints.list_readable()):
             raise FileNotFoundError(
-                f"{directory.uri} holds no Drawbar run: it has no {directory.journal_path.name}"
+                f"{directory.uri} is not a Drawbar run: it has no {directory.journal_path.name}. "
+                "Pass the directory of a run."
             )
         try:
             events, unreadable = decode_readable_events(data or b"", directory.root / JOURNAL_FILE)
         except UnsupportedFormatError as error:
             return cls(directory, (), str(error), name)
         if not events:
-            return cls(directory, (), "its journal is empty or gone", name)
+            return cls(directory, (), "the journal is empty or missing", name)
         lines = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
-        damage = f"its journal cannot be read in line {lines}" if unreadable else ""
+        damage = f"the journal cannot be read in line {lines}" if unreadable else ""
         return cls(directory, tuple(events), damage, name)
 
-    # -- what it is
+    # -- properties of the run
 
     @property
     def name(self) -> str:
-        """Name of the run, with the folders between it and the storage path that lists it."""
+        """Name of the run, with the directories between it and the storage path that lists it."""
         return self._listed_name or self._directory.name
 
     @property
     def path(self) -> str:
-        """The run's directory, or its URI."""
+        """Path or URI of the run's directory."""
         return self._directory.uri
 
     @property
     def status(self) -> str:
-        """How it stands.
+        """Status of the run.
 
-        "starting", "running", "restarting"; "finished", "failed" or "stopped"; "interrupted" if the
-        process that hosted it is gone; "unknown" if it has not ended as far as an object store
-        says, and no process of this machine hosts it, or if the journal is lost.
+        In progress: "starting", "running", or "restarting". Ended: "finished", "failed", or
+        "stopped". "interrupted" means that the process that controlled the run is dead. "unknown"
+        means that the journal is lost, or that a run in an object store has not ended and is not
+        controlled by a process of this machine.
         """
         if not self._events:
             return UNKNOWN
         status = RunState.from_events(self._events).status
         if status in FINAL_STATUSES or is_locked(self._directory.journal_path):
             return status
-        # The lock is held on the machine of the driver, and an object store has none.
+        # The lock is held on the driver's machine. There are no locks in an object store.
         return INTERRUPTED if self._directory.remote_path is None else UNKNOWN
 
     @property
     def config(self) -> dict[str, object]:
-        """What the last start was configured with, as reprs."""
+        """Configuration of the last start, as JSON values and reprs."""
         starts = [event.config for event in self._events if isinstance(event, RunStarted)]
         return starts[-1] if starts else {}
 
-    # -- what happened
+    # -- events
 
     @property
     def start_time(self) -> float | None:
-        """When it first began, in seconds since the epoch."""
+        """Time of the first start, in seconds since the epoch; None if the journal is lost."""
         return self._events[0].time if self._events else None
 
     @property
     def last_event_time(self) -> float | None:
-        """When something last happened in it, in seconds since the epoch."""
+        """Time of the last event, in seconds since the epoch; None if the journal is lost."""
         return self._events[-1].time if self._events else None
 
     @property
     def timeline(self) -> Timeline:
-        """Its attempts, with their causes of failure."""
-        return Timeline.of(self._events)
+        """Attempts of the run, with their durations and outcomes."""
+        return Timeline.from_events(self._events)
 
     @property
     def error(self) -> str:
-        """Why the run failed; "" if it did not."""
+        """Error of a failed run; "" if it did not fail."""
         ends = [event for event in self._events if isinstance(event, RunStarted | RunEnded)]
         return ends[-1].error if ends and isinstance(ends[-1], RunEnded) else ""
 
     @property
     def metrics(self) -> Metrics | None:
-        """What the lowest rank that has reported, usually rank 0, reported last."""
+        """Last metrics of the lowest rank that reported, usually rank 0; None without reports."""
         reports = self._effective_reports
         lowest = min((report.rank for report in reports), default=0)
-        return next((each.metrics for each in reversed(reports) if each.rank == lowest), None)
+        return next((report.metrics for report in reversed(reports) if report.rank == lowest), None)
 
     def list_report_rows(self) -> list[Metrics]:
-        """List all reports that count, each as a row of `Result.metrics_dataframe`."""
+        """Return a table of all reports that count, like `Result.metrics_dataframe`.
+
+        Returns:
+            One row for each report and rank, sorted by report and rank.
+        """
         return [
-            make_report_row(r)
-            for r in sorted(self._effective_reports, key=lambda r: (r.index, r.rank))
+            make_report_row(report)
+            for report in sorted(
+                self._effective_reports, key=lambda report: (report.index, report.rank)
+            )
         ]
 
     def get_curves(self) -> dict[str, dict[int, float]]:
-        """Give the numbers that the lowest rank reported, by metric and number of the report."""
+        """Return the numeric metrics of the lowest rank, for plots.
+
+        Returns:
+            For each metric, its value by report number.
+        """
         return extract_curves(self._effective_reports)
 
     @property
     def _effective_reports(self) -> list[ReportReceived]:
         return select_effective_reports(self._events)
 
-    # -- what lies there
+    # -- files
 
     def list_checkpoints(self) -> list[Manifest]:
-        """List the committed checkpoints, oldest first. Their files are not checked."""
+        """Return the committed checkpoints, without checking their files.
+
+        Returns:
+            The readable manifests, oldest first.
+        """
         return self.inspect_checkpoints()[0]
 
     def inspect_checkpoints(self) -> tuple[list[Manifest], dict[str, str]]:
-        """List the committed checkpoints that can be read, oldest first; say why others cannot.
+        """Return the committed checkpoints, and the reason for each that cannot be read.
 
-        That is by name: of the file that lists those in other places; of those places; and, unless
-        the run goes on, of what the journal says is there.
+        Returns:
+            The readable manifests, oldest first, and the reasons by name. The names can include the
+            index of external checkpoints, those checkpoints, and, unless the run is in progress,
+            missing checkpoints that the journal has.
         """
-        found, unread = self._directory.checkpoints.list_readable()
+        manifests, errors = self._directory.checkpoints.list_readable()
         if self.status in (*FINAL_STATUSES, INTERRUPTED):
-            gone = sorted(
-                list_committed_names(self._events) - {each.name for each in found} - set(unread)
+            missing = sorted(
+                list_committed_names(self._events)
+                - {manifest.name for manifest in manifests}
+                - set(errors)
             )
-            unread |= dict.fromkeys(gone, f"it is not there, or has no {MANIFEST_FILE} to be read")
-        return found, unread
+            reason = f"it does not exist, or has no readable {MANIFEST_FILE}"
+            errors |= dict.fromkeys(missing, reason)
+        return manifests, errors
 
     def verify_checkpoints(self) -> Iterator[tuple[str, str]]:
-        """Check every checkpoint against its manifest and checksums, one after the other.
+        """Check every checkpoint against its manifest and checksums.
+
+        Checkpoints that are in the journal but do not exist are included. So are the index of
+        external checkpoints and the journal if they are damaged.
 
         Yields:
-            The name of each checkpoint, and its damage or "". Checkpoints that are in the journal
-            but do not exist are included, and so are the file that lists external checkpoints and
-            the journal if they are damaged.
+            The name of each checkpoint, and its damage or "".
+
+        Example:
+            Print the damaged checkpoints of a run::
+
+                for name, damage in runs.find_run("experiment").verify_checkpoints():
+                    if damage:
+                        print(name, damage)
         """
-        found, unread = self._directory.checkpoints.list_readable()
-        if INDEX_FILE in unread:
-            yield INDEX_FILE, unread.pop(INDEX_FILE)
+        manifests, errors = self._directory.checkpoints.list_readable()
+        if INDEX_FILE in errors:
+            yield INDEX_FILE, errors.pop(INDEX_FILE)
         # While a run is active, checkpoints may be newer than the events that were read.
         is_over = self.status in (*FINAL_STATUSES, INTERRUPTED)
-        if is_over and self._events and (lost := missing_reports(self._events, found)):
+        if is_over and self._events and (lost := missing_reports(self._events, manifests)):
             reports = f"reports {lost.first} to {lost.until - 1}"
-            yield JOURNAL_FILE, f"it lacks {reports}, which were made before {lost.checkpoint}"
+            yield JOURNAL_FILE, f"{reports}, which are older than {lost.checkpoint}, are missing"
         damaged = self._directory.checkpoints.list_damaged()
-        names = {each.name for each in found} | unread.keys() | list_committed_names(self._events)
+        names = (
+            {manifest.name for manifest in manifests}
+            | errors.keys()
+            | list_committed_names(self._events)
+        )
         for name in sorted(names.union(damaged)):
             try:
                 self._directory.checkpoints.get_checkpoint(name).verify()
@@ -218,33 +263,46 @@ class RunRecord:
                 yield name, ""
 
     def compute_size(self) -> int:
-        """Count the bytes of all files of the run, wherever it lies."""
-        home = self._directory.root
-        if isinstance(home, Path):
-            return compute_tree_size(home)
-        return sum(file.size for file in home.list_files())
+        """Return the total size of all files of the run in bytes."""
+        root = self._directory.root
+        if isinstance(root, Path):
+            return compute_tree_size(root)
+        return sum(file.size for file in root.list_files())
 
     def find_unused_files(self, num_to_keep: int | None = None) -> Iterator[UnusedFile]:
-        """Give what may go, if the run does not go on; nothing is removed yet.
+        """Find files that are no longer needed, without removing them.
 
-        Of a run in an object store that has not ended, nothing: another machine may be at it.
-
-        That is what was never committed, and, if asked for, old checkpoints. What a user has handed
-        over and nobody else has is set aside when the rest is removed.
+        These are files that were never committed and, with `num_to_keep`, old checkpoints. There
+        are none while the run is in progress, and none of an unfinished run in an object store,
+        because another machine may be running it. `UnusedFile.remove()` preserves files that the
+        user moved to Drawbar and that exist nowhere else.
 
         Args:
-            keep: How many checkpoints are to stay, as `CheckpointConfig.num_to_keep` says: the
-                best by the run's own score, and the newest. None keeps all.
+            num_to_keep: Number of checkpoints to keep, as in `CheckpointConfig`: the best by the
+                run's score, and the newest. None keeps all.
+
+        Yields:
+            Files that can be removed.
+
+        Example:
+            Delete all but the two best checkpoints and the newest one of a run::
+
+                for file in runs.find_run("experiment").find_unused_files(num_to_keep=2):
+                    file.remove()
         """
         if self.status != UNKNOWN:
             yield from find_unused_files(self._directory, self._events, num_to_keep)
 
     def read_stacks(self) -> dict[int, str]:
-        """Give every rank's stacks as they were last written on this machine; {} if never."""
-        folder = self._directory.local_path / "stacks"
-        # Written last: without it somebody else's are just being written.
-        written = sorted(folder.glob("*/difference.txt"), key=os.path.getmtime)
-        files = written[-1].parent.glob("rank_*.txt") if written else ()
+        """Return the stacks of each rank from the last hang that was recorded on this machine.
+
+        Returns:
+            Text by rank; {} if no stacks were written.
+        """
+        directory = self._directory.local_path / "stacks"
+        # difference.txt is written last: without it, the other files are still being written.
+        dumps = sorted(directory.glob("*/difference.txt"), key=os.path.getmtime)
+        files = dumps[-1].parent.glob("rank_*.txt") if dumps else ()
         texts = {
             int(file.stem.removeprefix("rank_")): file.read_text(errors="replace")
             for file in files
@@ -253,41 +311,73 @@ class RunRecord:
         return dict(sorted(texts.items()))
 
     def read_log(self, rank: int, offset: int = 0) -> bytes | None:
-        """Give what a rank has written so far, from a byte on; None if there is no log of it."""
-        here = self._directory.get_log_path(rank)
-        written = read_file_or_none(here.parent, here.name, offset)
-        if written is not None:  # newer than what lies in an object store
-            return written
-        there = self._directory.run_files.read(os.path.relpath(here, self._directory.local_path))
-        return None if there is None else there[offset:]
+        """Return the output of a rank.
+
+        Args:
+            rank: Rank of the worker.
+            offset: Number of bytes to skip.
+
+        Returns:
+            The output so far; None if there is no log of this rank.
+
+        Raises:
+            OSError: The storage cannot be read.
+
+        Example:
+            Print the output of rank 0 of a run::
+
+                print((runs.find_run("experiment").read_log(0) or b"").decode())
+        """
+        log_path = self._directory.get_log_path(rank)
+        data = read_file_or_none(log_path.parent, log_path.name, offset)
+        if data is not None:  # newer than the copy in an object store
+            return data
+        stored = self._directory.run_files.read(
+            os.path.relpath(log_path, self._directory.local_path)
+        )
+        return None if stored is None else stored[offset:]
 
     def follow_log(self, rank: int) -> Iterator[bytes]:
-        """Give what a rank has written, and what it writes until the run is over, as it comes.
+        """Yield the output of a rank until the run ends.
 
-        Log and journal are looked at five times a second, each from where it was read to.
+        The log and the journal are read five times per second, from the last offset.
+
+        Args:
+            rank: Rank of the worker.
+
+        Yields:
+            New output, or b"" if there is none.
+
+        Example:
+            Print the output of rank 0 while a run is in progress::
+
+                for data in runs.find_run("experiment").follow_log(0):
+                    sys.stdout.buffer.write(data)
         """
-        journal, snapshot, read, written = self._directory.journal_path, RunState(), 0, 0
-        goes_on = True
-        while goes_on:
-            # Before the log: all of that is written when the run is over.
-            lines = strip_torn_line(read_file_or_none(journal.parent, journal.name, read) or b"")
-            read += len(lines)
+        journal, state, journal_offset, log_offset = self._directory.journal_path, RunState(), 0, 0
+        is_active = True
+        while is_active:
+            # The journal first: when it has the end of the run, the log is complete.
+            lines = strip_torn_line(
+                read_file_or_none(journal.parent, journal.name, journal_offset) or b""
+            )
+            journal_offset += len(lines)
             for event in decode_readable_events(lines)[0]:
-                snapshot.apply(event)
-            goes_on = snapshot.status not in FINAL_STATUSES and is_locked(journal)
-            new = self.read_log(rank, written) or b""
-            written += len(new)
+                state.apply(event)
+            is_active = state.status not in FINAL_STATUSES and is_locked(journal)
+            new = self.read_log(rank, log_offset) or b""
+            log_offset += len(new)
             yield new
-            if goes_on:
+            if is_active:
                 time.sleep(_POLL_PERIOD_S)
 
 
 REPORT_COLUMNS = ("rank", "index", "attempt", "time")
-"""What each row of a table of reports has, before its metrics."""
+"""Columns of a table of reports, before the metrics."""
 
 
 def make_report_row(report: ReportReceived) -> Metrics:
-    """Give a report as a row of a table: who made it when, and its metrics, keys joined by "/"."""
+    """Return a report as a row of a table, with nested metric names joined by "/"."""
     row = {name: getattr(report, name) for name in REPORT_COLUMNS}
     for name, value in flatten(report.metrics).items():
         row[f"metric/{name}" if name in REPORT_COLUMNS else name] = value

@@ -1,4 +1,4 @@
-"""How a run stands, and where its time went: folded from its journal's events."""
+"""Timings of each attempt and the current state of a run, folded from events."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from drawbar.train._history.events import (
 )
 from drawbar.train._metrics import Metrics
 
-_MAX_PLAUSIBLE_SECONDS = 1e10  # in seconds: no clock has told that
+_MAX_PLAUSIBLE_SECONDS = 1e10  # larger values come from damaged journals or clocks
 
 
 @dataclass(kw_only=True)
 class AttemptTimes:
-    """One attempt. Times are in seconds since the epoch; None if it was not reached.
+    """Timings of an attempt, in seconds since the epoch; None for events that did not happen.
 
     Attributes:
-        number: Number of the attempt.
-        world_size: Number of workers, 0 if they did not start.
-        started: The workers were asked for.
-        workers_ready_time: Every process was up and had its ranks.
-        function_started: The first line of the training function ran on the last rank.
-        first_report_time: The first report came.
-        ended: The attempt failed, or the run ended.
-        outcome: "finished", "failed: ..." or "stopped".
-        checkpoints: Number of checkpoints committed.
-        checkpoint_seconds: Time that their commits took, together.
+        attempt: Number of the attempt.
+        world_size: Number of workers; 0 if they did not start.
+        start_time: Time when the workers were requested.
+        workers_ready_time: Time when all processes were running and had their ranks.
+        function_start_time: Time when the last rank ran the first line of the training function.
+        first_report_time: Time of the first report.
+        end_time: Time when the attempt failed, or the run ended.
+        outcome: "finished", "failed: ...", "stopped", or "unfinished".
+        num_checkpoints: Number of committed checkpoints.
+        checkpoint_seconds: Total duration of their commits in seconds.
     """
 
     attempt: int
@@ -54,22 +54,21 @@ class AttemptTimes:
 
     @property
     def startup_seconds(self) -> float | None:
-        """From asking for workers to the first user line on the last rank."""
+        """Time in seconds from the request for workers to the first user line on the last rank."""
         if self.function_start_time is None:
             return None
         return self.function_start_time - self.start_time
 
     @property
     def total_seconds(self) -> float | None:
-        """From asking for workers to the end of the attempt."""
+        """Time in seconds from the request for workers to the end of the attempt."""
         return None if self.end_time is None else self.end_time - self.start_time
 
     def __str__(self) -> str:
-        startup, whole = _format_seconds(self.startup_seconds), _format_seconds(self.total_seconds)
+        startup, total = _format_seconds(self.startup_seconds), _format_seconds(self.total_seconds)
         return (
-            f"attempt {self.attempt}: {self.world_size} workers, start-up {startup}, whole "
-            f"{whole}, "
-            f"{self.num_checkpoints} checkpoints in {_format_seconds(self.checkpoint_seconds)}, "
+            f"attempt {self.attempt}: {self.world_size} workers, "
+            f"start-up {startup}, total {total}, "
             f"{self.outcome}"
         )
 
@@ -82,20 +81,41 @@ def _format_seconds(seconds: float | None) -> str:
 
 @dataclass
 class Timeline:
-    """The attempts of a run, in order. Printing it gives one line for each."""
+    """Attempts of a run, in order. Its text has one line for each.
+
+    Attributes:
+        attempts: Timings of each attempt.
+
+    Example:
+        Print how long each attempt took::
+
+            print(result.timeline)
+            print([attempt.total_seconds for attempt in result.timeline.attempts])
+    """
 
     attempts: list[AttemptTimes] = field(default_factory=list)
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> Timeline:
-        """Build the timeline of these events."""
+    def from_events(cls, events: Iterable[Event]) -> Timeline:
+        """Build the timeline from events.
+
+        Args:
+            events: Events of a run, in order.
+
+        Returns:
+            The timeline.
+        """
         timeline = cls()
         for event in events:
-            timeline.note(event)
+            timeline.apply(event)
         return timeline
 
-    def note(self, event: Event) -> None:
-        """Take in the next event."""
+    def apply(self, event: Event) -> None:
+        """Update the timeline with the next event.
+
+        Args:
+            event: The event.
+        """
         if isinstance(event, AttemptStarted):
             self.attempts.append(AttemptTimes(attempt=event.attempt, start_time=event.time))
         elif self.attempts:
@@ -134,14 +154,14 @@ FINAL_STATUSES = ("finished", "failed", "stopped")
 
 @dataclass
 class RunState:
-    """How a run stands.
+    """Current state of a run.
 
     Attributes:
-        status: "starting", "running", "restarting", and in the end one of `ENDS`.
-        metrics: What each rank reported last.
-        quiet: What is said of each rank that gives no sign of life.
-        timeline: The attempts so far.
-        detached: Whether it was started to outlive its driver.
+        status: "starting", "running", "restarting", or one of `FINAL_STATUSES`.
+        last_metrics: Last reported metrics of each rank.
+        stalled_ranks: Description of each stalled rank.
+        timeline: Attempts so far.
+        is_detached: Whether the run can outlive its driver.
     """
 
     status: str = "starting"
@@ -152,30 +172,30 @@ class RunState:
 
     @classmethod
     def from_events(cls, events: Iterable[Event]) -> RunState:
-        """Give how the run stands after these events."""
-        snapshot = cls()
+        """Return the state after these events."""
+        state = cls()
         for event in events:
-            snapshot.apply(event)
-        return snapshot
+            state.apply(event)
+        return state
 
     def apply(self, event: Event) -> None:
-        """Take note of the next event."""
+        """Update the state with the next event."""
         if not isinstance(event, JournalEntry | ControllerFailed):
-            return  # it changes nothing here
-        self.timeline.note(event)
+            return  # does not change the state
+        self.timeline.apply(event)
         match event:
             case RunStarted():
                 self.status = "starting"
                 self.is_detached = event.detached
-            # A start that fails and is tried again is still the start.
+            # A failed start that is retried is still the start.
             case AttemptStarted() if self.status == "running":
                 self.status = "restarting"
             case WorkersStarted():
                 self.status = "running"
                 # An elastic group may have fewer ranks than before.
-                here = range(len(event.workers))
+                ranks = range(len(event.workers))
                 self.last_metrics = {
-                    rank: self.last_metrics[rank] for rank in here if rank in self.last_metrics
+                    rank: self.last_metrics[rank] for rank in ranks if rank in self.last_metrics
                 }
             case ReportReceived():
                 self.last_metrics[event.rank] = event.metrics

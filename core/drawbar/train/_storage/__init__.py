@@ -1,1 +1,1 @@
-"""Where a run and its checkpoints lie, on any filesystem, and what makes a checkpoint whole."""
+"""Storage of runs and checkpoints on local and remote filesystems."""

@@ -1,8 +1,8 @@
-"""A checkpoint: a directory at a location. What is in it belongs to the user and their framework.
+"""`Checkpoint`: a directory of saved files on a local or remote filesystem.
 
-A committed checkpoint carries files of Drawbar's beside the user's: the manifest (`.drawbar.json`),
-written as part of the commit and never again, the checksums, which follow a little later, and what
-came of its validation, if there was one. A framework's own loader opens the directory as it is.
+A committed checkpoint also has files that Drawbar writes: the manifest (`.drawbar.json`), which is
+part of the commit and never changes, the checksums, which follow shortly after the commit, and the
+result of the validation, if there was one. The loaders of frameworks can open the directory as is.
 """
 
 from __future__ import annotations
@@ -44,51 +44,60 @@ if TYPE_CHECKING:
     from ray.data.preprocessor import Preprocessor
 
 PREPROCESSOR_KEY = "preprocessor_pkl"
-"""Where a preprocessor lies in a checkpoint's metadata, as in Ray Train's."""
+"""Key of the preprocessor in the metadata of a checkpoint, the same as in Ray Train."""
 
 
 def add_preprocessor(metadata: Mapping[str, object], preprocessor: object) -> dict[str, object]:
-    """Give metadata that hold a preprocessor too."""
+    """Return a copy of the metadata with the pickled preprocessor added."""
     return {**metadata, PREPROCESSOR_KEY: cloudpickle.dumps(preprocessor).hex()}
 
 
 class Checkpoint:
-    """A directory with whatever the training function saved.
+    """A directory of files that the training function saved.
+
+    Checkpoints are equal if they refer to the same directory. `os.fspath(checkpoint)` returns the
+    path of a local checkpoint, so it can be passed to any function that opens a path.
 
     Args:
-        path: The directory: a local or mounted path, or a URI such as `s3://bucket/folder`.
-        filesystem: A `pyarrow.fs.FileSystem`, or one of fsspec, that `path` lies on. Default: the
-            one that the URI names.
+        path: Local or mounted directory, or a URI such as `s3://bucket/directory`.
+        filesystem: `pyarrow.fs.FileSystem` or fsspec filesystem that `path` refers to. Default:
+            the filesystem of the URI, or the local one.
 
     Attributes:
-        path: The directory's path on its filesystem, without a scheme.
-
-    A checkpoint is equal to another one at the same place. `os.fspath(checkpoint)` gives its path
-    if it is a local one, so that it can be handed to anything that opens a path.
+        path: Path of the directory on its filesystem, without a scheme.
 
     Raises:
-        ImportError, ValueError, TypeError: `path` and `filesystem` name no storage that can be used
-            here.
+        ImportError: The package for the filesystem is not installed.
+        ValueError: `path` is empty, or has an unknown scheme.
+        TypeError: `path` is not a path, or `filesystem` is not a filesystem.
+
+    Example:
+        Load the state from the latest checkpoint in a training function::
+
+            checkpoint = train.get_checkpoint()
+            if checkpoint is not None:
+                with checkpoint.as_directory() as path:
+                    model.load_state_dict(torch.load(os.path.join(path, "model.pt")))
     """
 
     def __init__(
         self, path: str | os.PathLike[str], filesystem: AnyFileSystem | None = None
     ) -> None:
         if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"Checkpoint takes the path of a directory, found {path!r}")
+            raise TypeError(f"Checkpoint(path={path!r}) must be the path or URI of a directory.")
         self._storage_path = resolve_path(path, filesystem)
         self.path = (
             self._storage_path.fs_path
             if isinstance(self._storage_path, RemotePath)
             else str(self._storage_path)
         )
-        # Of this object, not of the place. It travels along, so that ranks which are given one
-        # checkpoint make one copy of it.
+        # Belongs to this object, not to the directory. It is pickled with the object, so that all
+        # ranks that receive the same checkpoint share one copy.
         self._copy_key = uuid.uuid4().hex
 
     @property
     def filesystem(self) -> FileSystem:
-        """The `pyarrow.fs.FileSystem` that `path` lies on."""
+        """`pyarrow.fs.FileSystem` that `path` refers to."""
         return (
             make_local_filesystem()
             if isinstance(self._storage_path, Path)
@@ -97,37 +106,61 @@ class Checkpoint:
 
     @property
     def is_local(self) -> bool:
-        """Whether `path` is one of this node, or of what is mounted here."""
+        """True if `path` is on a filesystem of this node, including mounted ones."""
         return isinstance(self._storage_path, Path)
 
     @property
     def uri(self) -> str:
-        """The address of the directory, as it was given: a path, or a URI."""
+        """Path or URI of the directory, as passed to the constructor."""
         return str(self._storage_path)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
-        """Refer to a local directory. Nothing is copied or checked until the checkpoint is used."""
+        """Return a checkpoint that refers to a local directory.
+
+        Files are neither copied nor checked until the checkpoint is used.
+
+        Args:
+            path: Local or mounted directory.
+
+        Returns:
+            The checkpoint.
+
+        Example:
+            Report a directory that the training function has written::
+
+                train.report({"loss": loss}, checkpoint=Checkpoint.from_directory(path))
+        """
         return cls(path)
 
     @classmethod
-    def from_storage_path(cls, place: Path | RemotePath) -> Checkpoint:
-        """Refer to a place that is known already."""
-        if isinstance(place, Path):
-            return cls(place)
-        checkpoint = cls(place.fs_path, place.filesystem)
-        checkpoint._storage_path = place
+    def from_storage_path(cls, storage_path: Path | RemotePath) -> Checkpoint:
+        """Return a checkpoint that refers to an already resolved path."""
+        if isinstance(storage_path, Path):
+            return cls(storage_path)
+        checkpoint = cls(storage_path.fs_path, storage_path.filesystem)
+        checkpoint._storage_path = storage_path
         return checkpoint
 
     @contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Give a local path to read from. A local checkpoint is not copied; do not write to it.
+        """Provide a local path to read the checkpoint from, as a context manager.
 
-        Any other is downloaded, once for all processes of a node that read it at the same time; the
-        copy is removed when the last of them leaves the block.
+        A local checkpoint is not copied, so do not write to it. A remote one is downloaded once
+        per node for all processes that read it at the same time. The last process that leaves the
+        block deletes the copy.
+
+        Yields:
+            Local path of the directory.
 
         Raises:
-            CheckpointError: The directory is not there.
+            CheckpointError: The directory does not exist.
+
+        Example:
+            Read a file of the checkpoint::
+
+                with checkpoint.as_directory() as path:
+                    state = torch.load(os.path.join(path, "state.pt"))
         """
         self.check_exists()
         if isinstance(self._storage_path, Path):
@@ -137,16 +170,25 @@ class Checkpoint:
             yield str(path)
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Copy the files to a directory of your own and return its path.
+        """Copy the files to a local directory.
 
         Args:
-            path: Where to. Default: a temporary directory, one for all processes of a node that
-                were given this very object, as by `get_checkpoint()` at the start of an attempt. It
-                is yours to delete.
+            path: Target directory; it is created if it does not exist. Default: a temporary
+                directory that all processes of a node share if they have the same checkpoint
+                object, as returned by `get_checkpoint()` at the start of an attempt. The caller
+                must delete it.
+
+        Returns:
+            Path of the directory with the copy.
 
         Raises:
-            CheckpointError: The checkpoint is not there.
-            ValueError: `path` is the checkpoint itself.
+            CheckpointError: The checkpoint does not exist.
+            ValueError: `path` is the directory of the checkpoint itself.
+
+        Example:
+            Export the best checkpoint of a run::
+
+                result.best_checkpoint.to_directory("exported_model")
         """
         self.check_exists()
         if path is None:
@@ -159,102 +201,172 @@ class Checkpoint:
     def _copy_to(self, target: Path) -> None:
         if isinstance(self._storage_path, Path):
             if target.samefile(self._storage_path):
-                raise ValueError(f"to_directory() was given the checkpoint's own path, {target}")
+                raise ValueError(
+                    f"to_directory(path={str(target)!r}) is the checkpoint itself. "
+                    "Pass another directory."
+                )
             copy_files(self._storage_path, target, list_files(self._storage_path))
         else:
             self._storage_path.download_files(target, list_user_files(self._storage_path))
 
     def get_metadata(self) -> dict[str, Any]:
-        """Give the metadata set for this checkpoint, with the trainer's `metadata` in it."""
+        """Return the metadata of the checkpoint, including the trainer's `metadata`.
+
+        Returns:
+            The metadata; an empty dict if there is none.
+
+        Example:
+            Print where the checkpoint was deployed::
+
+                print(checkpoint.get_metadata().get("deployed"))
+        """
         data = read_file_or_none(self._storage_path, METADATA_FILE)
         return dict(json.loads(data)) if data is not None else {}
 
     def set_metadata(self, metadata: Mapping[str, object]) -> None:
-        """Replace the metadata: any JSON-able mapping."""
+        """Replace the metadata of the checkpoint.
+
+        Args:
+            metadata: Mapping that can be stored as JSON.
+
+        Raises:
+            TypeError: `metadata` is not a mapping, or has a value that JSON cannot store.
+            OSError: The storage cannot be written.
+
+        Example:
+            Record where the checkpoint was deployed::
+
+                checkpoint.set_metadata({"deployed": "staging"})
+        """
         if not isinstance(metadata, Mapping):
-            kind = type(metadata).__name__
-            raise TypeError(f"the metadata must be a mapping, found {metadata!r} ({kind})")
+            type_name = type(metadata).__name__
+            raise TypeError(
+                f"Checkpoint metadata must be a mapping, not {metadata!r} ({type_name})."
+            )
         data = json.dumps(dict(metadata)).encode()
         if isinstance(self._storage_path, Path):
             committed = (self._storage_path / MANIFEST_FILE).exists()
-            by_way_of = self._storage_path.parent if committed else None
-            write_atomically(self._storage_path / METADATA_FILE, data, temp_directory=by_way_of)
+            temp_directory = self._storage_path.parent if committed else None
+            write_atomically(
+                self._storage_path / METADATA_FILE, data, temp_directory=temp_directory
+            )
         else:
             self._storage_path.write(METADATA_FILE, data)
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
-        """Add to the metadata; keys that are there already are replaced."""
+        """Add keys to the metadata. Existing keys are replaced.
+
+        Args:
+            metadata: Mapping that can be stored as JSON.
+
+        Raises:
+            TypeError: `metadata` has a value that JSON cannot store.
+            OSError: The storage cannot be written.
+
+        Example:
+            Add a key and keep the others::
+
+                checkpoint.update_metadata({"reviewed": True})
+        """
         self.set_metadata({**self.get_metadata(), **metadata})
 
     def get_preprocessor(self) -> Preprocessor | None:
-        """Give the fitted preprocessor of Ray Data's that the run's datasets went through.
+        """Return the fitted Ray Data preprocessor of the run's datasets.
 
-        It is unpickled: call this only for a checkpoint that you trust.
+        The preprocessor is unpickled, so call this only for checkpoints that you trust.
 
         Returns:
-            That of `DataConfig.preprocessor` or `set_preprocessor`; None if there is none.
+            The preprocessor from `DataConfig.preprocessor` or `set_preprocessor()`, or None.
+
+        Example:
+            Prepare a batch for inference as in training::
+
+                preprocessor = result.checkpoint.get_preprocessor()
+                batch = preprocessor.transform_batch(batch)
         """
         pickled = self.get_metadata().get(PREPROCESSOR_KEY)
         return None if pickled is None else pickle.loads(bytes.fromhex(pickled))
 
     def set_preprocessor(self, preprocessor: object) -> None:
-        """Add a preprocessor to the metadata, as `DataConfig.preprocessor` does."""
+        """Store a preprocessor in the metadata, as `DataConfig.preprocessor` does.
+
+        Args:
+            preprocessor: Fitted preprocessor; it is pickled with cloudpickle.
+
+        Raises:
+            OSError: The storage cannot be written.
+
+        Example:
+            Store the preprocessor of a dataset that was prepared before training::
+
+                checkpoint.set_preprocessor(preprocessor)
+        """
         self.update_metadata(add_preprocessor({}, preprocessor))
 
     @property
     def manifest(self) -> Manifest | None:
-        """What the commit wrote down: files, sizes, metrics. None if it is not committed."""
+        """Manifest with the files, sizes, and metrics; None if there is no readable manifest."""
         return read_manifest(self._storage_path)
 
     def verify(self) -> None:
-        """Check that the checkpoint is committed and unaltered: every file, its size, its checksum.
+        """Check that the checkpoint is committed and that no file is missing or changed.
 
-        Checksums are computed after the commit; where the process died before that, sizes alone are
-        checked. A checkpoint that is not local is read in whole.
+        Compares the size and the checksum of each file with the commit. Checksums are computed
+        after the commit; if the process died before that, only the sizes are compared. A remote
+        checkpoint is downloaded completely.
 
         Raises:
-            CheckpointError: Something is missing or differs; the message names the file.
+            CheckpointError: A file is missing or differs from the commit, or the checkpoint is not
+                committed. The message names the file.
+
+        Example:
+            Check a checkpoint before you export it::
+
+                result.checkpoint.verify()
         """
         self.check_exists()
         manifest = self.manifest
         if manifest is None:
             written = read_file_or_none(self._storage_path, MANIFEST_FILE) is not None
-            why = "its manifest cannot be read" if written else "it was never committed"
-            raise CheckpointError(f"{self._storage_path} holds no manifest: {why}")
+            reason = "The manifest is damaged." if written else "It was never committed."
+            raise CheckpointError(
+                f"{self._storage_path} has no readable manifest ({MANIFEST_FILE}). {reason}"
+            )
         check_file_sizes(self._storage_path, manifest)
         sums = read_checksums(self._storage_path)
         if sums is None:
             return
-        with self.as_directory() as folder:
+        with self.as_directory() as directory:
             for name, expected in sums.items():
                 try:
-                    found = compute_checksum(Path(folder) / name)
-                except FileNotFoundError as gone:  # deleted in this very moment, as by retention
-                    raise CheckpointError(f"{self._storage_path}/{name} is missing") from gone
-                if found != expected:
+                    checksum = compute_checksum(Path(directory) / name)
+                except FileNotFoundError as error:  # deleted by now, as by retention
+                    raise CheckpointError(f"{self._storage_path}/{name} is missing.") from error
+                if checksum != expected:
                     raise CheckpointError(
-                        f"{self._storage_path}/{name} was altered after the commit: its xxh3 is "
-                        f"{found}, "
-                        f"the commit has {expected}"
+                        f"{self._storage_path}/{name} was changed after the commit: its xxh3 is "
+                        f"{checksum}, but the commit has {expected}."
                     )
 
     def check_exists(self) -> None:
-        """Check that the directory is there. Raises `CheckpointError` if it is not."""
-        there = (
+        """Check that the directory exists.
+
+        Raises:
+            CheckpointError: The directory does not exist.
+        """
+        exists = (
             self._storage_path.is_dir()
             if isinstance(self._storage_path, Path)
             else self._storage_path.exists()
         )
-        if not there:
-            raise CheckpointError(
-                f"there is no checkpoint at {self._storage_path}: not a directory"
-            )
+        if not exists:
+            raise CheckpointError(f"Checkpoint {self._storage_path} does not exist.")
 
     def __fspath__(self) -> str:
         if not self.is_local:
             raise TypeError(
-                f"{self!r} is not on a local path; open it by "
-                "`with checkpoint.as_directory() as path:`"
+                f"{self!r} has no local path. Open it with "
+                "`with checkpoint.as_directory() as path:`."
             )
         return self.path
 
@@ -266,7 +378,7 @@ class Checkpoint:
         return is_same_filesystem(self.filesystem, other.filesystem)
 
     def __hash__(self) -> int:
-        # Filesystems have no hash, and equal ones need not be one object.
+        # Filesystems are not hashable, and equal ones can be different objects.
         return hash(self.path)
 
     def __repr__(self) -> str:

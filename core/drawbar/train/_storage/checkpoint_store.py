@@ -1,4 +1,4 @@
-"""The checkpoints of a run, wherever they lie: written by ranks, committed, listed, deleted."""
+"""Interface to the checkpoints of a run: commit, list, verify, and delete."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from drawbar.train._storage.staging import AssignedFiles, StagedFiles
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDraft:
-    """A checkpoint that all ranks have brought their parts of, and that is to be committed.
+    """A checkpoint whose files have arrived from all ranks and that can be committed.
 
     Attributes:
-        manifest: What it is to consist of.
-        parts: Where that lies.
-        durable: Its bytes are on the disk when the commit returns.
-        metadata: Becomes its metadata file, unless the user saved one.
-        in_place: It lies where its name says already, and is committed with whatever is in there.
+        manifest: Manifest of the checkpoint.
+        staged_files: Staged files of each rank.
+        durable: Whether all bytes must be on disk when the commit returns.
+        metadata: Content of the metadata file, unless the user saved one.
+        is_in_place: Whether the files are already in the final directory. The commit then includes
+            every file in it.
     """
 
     manifest: Manifest
@@ -43,17 +44,17 @@ class CheckpointDraft:
 
 
 class UploadTarget(Protocol):
-    """Where a rank puts its share of a checkpoint, seen from the rank's node."""
+    """Target for the assigned files of a rank, on the rank's node."""
 
     def is_staged(self, path: Path) -> bool:
-        """Whether a commit can take this directory as it lies."""
+        """Return True if a commit can use this directory without copying it."""
         ...
 
     def persist(self, files: AssignedFiles) -> StagedFiles:
-        """Put a rank's share where a commit can take it.
+        """Copy or move the assigned files of a rank to where a commit can use them.
 
         Raises:
-            OSError: It cannot be written; the message has the path and the bytes.
+            OSError: The files cannot be written; the message has the path and the size.
         """
         ...
 
@@ -66,20 +67,20 @@ class CheckpointStore(UploadTarget, ABC):
     @property
     @abstractmethod
     def root(self) -> Path | RemotePath:
-        """The run's directory."""
+        """Directory of the run."""
 
     def path(self, name: str) -> Path | RemotePath:
-        """Where the checkpoint of this name lies."""
+        """Return the path of a checkpoint."""
         return resolve_path(name) if is_external(name) else self.root / name
 
     @abstractmethod
     def get_child_name(self, checkpoint: Checkpoint) -> str | None:
-        """Give the name of a checkpoint that lies directly in the run; None for any other."""
+        """Return the name of a checkpoint that is a direct child of the run; else None."""
 
     def get_in_place_name(self, checkpoint: Checkpoint) -> str | None:
-        """Give the name that a checkpoint has by where it lies, which may be anywhere.
+        """Return the name under which a checkpoint would be committed in place, or None.
 
-        None: what lies there is the run's own, or neither a path nor a URI leads there.
+        None means that the directory is Drawbar's own, or that no path or URI refers to it.
         """
         inside = self.get_child_name(checkpoint) or self._get_relative_path(checkpoint)
         if inside is not None:
@@ -88,74 +89,76 @@ class CheckpointStore(UploadTarget, ABC):
 
     @abstractmethod
     def _get_relative_path(self, checkpoint: Checkpoint) -> str | None:
-        """Give the path in the run that a checkpoint lies at; None if it lies elsewhere."""
+        """Return the path of a checkpoint relative to the run; None if it is external."""
 
     def get_checkpoint(self, name: str) -> Checkpoint:
-        """Give the checkpoint of this name."""
+        """Return the checkpoint with this name."""
         return Checkpoint.from_storage_path(self.path(name))
 
     def is_intact(self, name: str) -> bool:
-        """Whether a checkpoint is committed and has every file with its size."""
-        place = self.path(name)
-        manifest = read_manifest(place)
-        return manifest is not None and not _find_damage(place, manifest)
+        """Return True if a checkpoint is committed and has every file with its size."""
+        path = self.path(name)
+        manifest = read_manifest(path)
+        return manifest is not None and not _find_damage(path, manifest)
 
     def find_damage(self, manifest: Manifest) -> str:
-        """Say which file a committed checkpoint lacks; "" if it has every one with its size."""
+        """Return which file of a committed checkpoint is missing or truncated; "" if none is."""
         return _find_damage(self.path(manifest.name), manifest)
 
     # -- changes
 
     @abstractmethod
     def commit(self, draft: CheckpointDraft) -> Manifest:
-        """Make a checkpoint of what the ranks have persisted. Returns what it consists of.
+        """Commit a checkpoint from the files that the ranks have persisted.
+
+        Returns:
+            The manifest with the sizes that were stored.
 
         Raises:
-            FileExistsError: A committed checkpoint has this name already, or a folder of the
-                user's.
-            CheckpointError: A file that a rank wrote is not there, or is cut off.
-            OSError: The storage refused; nothing is committed and earlier checkpoints are
-                untouched.
+            FileExistsError: A committed checkpoint or a directory of the user has this name.
+            CheckpointError: A file that a rank wrote is missing or truncated.
+            OSError: The storage failed. Nothing is committed; earlier checkpoints are unchanged.
         """
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Delete a checkpoint: gone in one step, its bytes follow. A missing one is no error.
+        """Delete a checkpoint. It disappears in one step; its files are deleted afterwards.
 
-        One that lies outside the run stays where it is, and is the run's no longer.
+        A missing checkpoint is not an error. The files of an external checkpoint are not deleted;
+        the run only forgets it.
         """
 
     @abstractmethod
     def write_checksums(self, name: str) -> None:
-        """See that a checkpoint has its second file, with hashes, which `verify()` reads."""
+        """Write the checksums of a checkpoint, unless the commit has already written them."""
 
     @abstractmethod
     def write_validation(self, manifest: Manifest, *, durable: bool) -> None:
-        """Write what came of a checkpoint's validation beside its manifest.
+        """Write the validation result next to the manifest of a checkpoint.
 
         Raises:
-            OSError: It cannot be written; the checkpoint is as it was.
+            OSError: The file cannot be written. The checkpoint is unchanged.
         """
 
     # -- all checkpoints
 
     @abstractmethod
     def list_damaged(self) -> list[str]:
-        """List the names of directories that were made as checkpoints and are not intact."""
+        """Return the names of directories that Drawbar created and that are not intact."""
 
     def clean_up(self) -> None:
-        """Remove what earlier processes left among the checkpoints, uncommitted or half deleted."""
+        """Remove files of earlier processes that are uncommitted or partly deleted."""
 
     @abstractmethod
     def _list_directories(self) -> list[str]:
-        """List the names of folders directly in the run that may be checkpoints."""
+        """Return the names of direct subdirectories of the run that can be checkpoints."""
 
     def names(self) -> list[str]:
-        """List the names of folders that may be checkpoints. Nothing in them is read."""
+        """Return the names of directories that can be checkpoints, without reading them."""
         return [*self._list_directories(), *list_names(self.root)]
 
     def list_committed(self, names: Collection[str] | None = None) -> list[Manifest]:
-        """List the committed checkpoints, oldest first. Their files are not checked.
+        """Return the manifests of committed checkpoints, oldest first, without checking files.
 
         Args:
             names: Names of the checkpoints to list; None lists all.
@@ -164,50 +167,53 @@ class CheckpointStore(UploadTarget, ABC):
             name: read_manifest(self.path(name))
             for name in (self.names() if names is None else names)
         }
-        found: Mapping[str, Manifest] = {name: each for name, each in read.items() if each}
-        return assign_directory_names(found)
+        manifests: Mapping[str, Manifest] = {
+            name: manifest for name, manifest in read.items() if manifest
+        }
+        return assign_directory_names(manifests)
 
     def list_readable(self) -> tuple[list[Manifest], dict[str, str]]:
-        """List those of them that can be read, and say by name why others cannot."""
-        names, found, unread = [*self._list_directories()], dict[str, Manifest](), dict[str, str]()
+        """Return the readable manifests, and for each unreadable checkpoint the reason by name."""
+        names = [*self._list_directories()]
+        manifests, errors = dict[str, Manifest](), dict[str, str]()
         try:
             names += list_names(self.root)
         except DamagedRunError as error:
-            unread[INDEX_FILE] = str(error)
+            errors[INDEX_FILE] = str(error)
         for name in names:
             try:
                 manifest = read_manifest(self.path(name))
-            except (OSError, ImportError, ValueError) as error:  # of a place that is elsewhere too
-                unread[name] = str(error)
+            except (OSError, ImportError, ValueError) as error:  # also from external storage
+                errors[name] = str(error)
             else:
-                found |= {name: manifest} if manifest else {}
-        return assign_directory_names(found), unread
+                manifests |= {name: manifest} if manifest else {}
+        return assign_directory_names(manifests), errors
 
     def list_intact(self) -> list[Manifest]:
-        """List the committed checkpoints that have every file with its size, oldest first."""
-        return [each for each in self.list_committed() if not self.find_damage(each)]
+        """Return the manifests of checkpoints that have every file with its size, oldest first."""
+        return [manifest for manifest in self.list_committed() if not self.find_damage(manifest)]
 
     def _check_not_committed(self, name: str) -> None:
         if self.is_intact(name):
             raise make_already_committed_error(self.path(name))
 
 
-def _find_damage(place: Path | RemotePath, manifest: Manifest) -> str:
+def _find_damage(path: Path | RemotePath, manifest: Manifest) -> str:
     try:
-        check_file_sizes(place, manifest)
+        check_file_sizes(path, manifest)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def make_name_conflict_error(place: Path | RemotePath) -> FileExistsError:
-    """Say that something of the user's has the name of a checkpoint."""
+def make_name_conflict_error(path: Path | RemotePath) -> FileExistsError:
+    """Return the error for a directory of the user that has the name of a checkpoint."""
     return FileExistsError(
-        f"{place} is there and is no checkpoint that Drawbar made; move it away, or give the "
-        "checkpoint another checkpoint_dir_name"
+        f"{path} exists, but Drawbar did not create it. Move it away, or use another "
+        "checkpoint_dir_name."
     )
 
 
 def make_default_name(index: int) -> str:
-    """Name the checkpoint of report `index`, if the user does not."""
+    """Return the default name of the checkpoint of a report."""
     return f"checkpoint_{index:06d}"

@@ -1,4 +1,4 @@
-"""The last steps of a commit, where the files of a checkpoint lie already."""
+"""Final steps of a commit: metadata, checksums, and manifest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drawbar.train._storage.manifest import (
 
 
 def commit_in_place(path: Path | RemotePath, draft: CheckpointDraft) -> Manifest:
-    """Commit whatever lies at a place. Returns what that is."""
+    """Commit every file in a directory where it is, and return the manifest."""
     if isinstance(path, RemotePath):
         manifest = draft.manifest.with_files(list_user_files(path))
         finalize_remote(path, manifest, draft)
@@ -34,23 +34,25 @@ def commit_in_place(path: Path | RemotePath, draft: CheckpointDraft) -> Manifest
 
 
 def finalize_local(directory: Path, manifest: Manifest, draft: CheckpointDraft) -> None:
-    """Write Drawbar's own files into a local directory, the manifest last."""
+    """Write Drawbar's files into a local directory, the manifest last."""
     if draft.metadata is not None and not (directory / METADATA_FILE).exists():
         (directory / METADATA_FILE).write_bytes(draft.metadata)
     fault_points.maybe_stop_at("commit.merged")
-    # With this it is a checkpoint: all else has to be there.
+    # The manifest makes the directory a checkpoint, so all other files must exist before it.
     write_manifest(directory, manifest, durable=draft.durable)
     fault_points.maybe_stop_at("commit.manifest")
 
 
-def finalize_remote(folder: RemotePath, manifest: Manifest, draft: CheckpointDraft) -> None:
-    """Do the same in a folder that is not mounted, and check that all files are there."""
-    if draft.metadata is not None and folder.read_or_none(METADATA_FILE) is None:
-        folder.write(METADATA_FILE, draft.metadata)
-    sums = {path: value for part in draft.staged_files for path, value in part.checksums.items()}
+def finalize_remote(directory: RemotePath, manifest: Manifest, draft: CheckpointDraft) -> None:
+    """Write Drawbar's files into a remote directory, after checking that all files exist."""
+    if draft.metadata is not None and directory.read_or_none(METADATA_FILE) is None:
+        directory.write(METADATA_FILE, draft.metadata)
+    sums = {
+        path: value for staged in draft.staged_files for path, value in staged.checksums.items()
+    }
     if sums:
-        folder.write(CHECKSUMS_FILE, msgspec.json.encode(sums))
+        directory.write(CHECKSUMS_FILE, msgspec.json.encode(sums))
     fault_points.maybe_stop_at("commit.merged")
-    check_file_sizes(folder, manifest)
-    folder.write(MANIFEST_FILE, manifest.encode())
+    check_file_sizes(directory, manifest)
+    directory.write(MANIFEST_FILE, manifest.encode())
     fault_points.maybe_stop_at("commit.manifest")

@@ -1,4 +1,4 @@
-"""What lies below a directory: a checkpoint's files, the links among them, Drawbar's own."""
+"""List the files of a checkpoint directory and validate paths in it."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ _ESCAPING_PATH = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|\0")
 
 
 def check_relative_path(path: str) -> str:
-    """Check that a path out of data, with "/" between folders, leads to something below a folder.
+    """Check that a "/"-separated path from stored data refers to a file below its directory.
 
     Raises:
-        CheckpointError: It is absolute, empty, or has an empty part, "..", "." or NUL in it.
+        CheckpointError: The path is absolute or empty, or has an empty part, "..", ".", or NUL.
     """
     if _ESCAPING_PATH.search(path):
         raise CheckpointError(
-            f"{path!r} is no path of a file in a checkpoint: it would lead out of it, or nowhere. "
-            "What lists it is damaged"
+            f"{path!r} is not a valid path of a file in a checkpoint. The file that lists it is "
+            "damaged."
         )
     return path
 
 
 def is_external(name: str) -> bool:
-    """Whether a checkpoint's name is the address of a place outside the run's directory.
+    """Return True if the name of a checkpoint is a path or URI outside the run's directory.
 
-    Any other is the path of a folder in there.
+    Other names are relative paths in that directory.
     """
     return name.startswith("/") or "://" in name
 
 
 def check_checkpoint_name(name: str) -> str:
-    """Check a checkpoint's name out of data.
+    """Check the name of a checkpoint from stored data.
 
     Raises:
-        CheckpointError: It is neither an address nor the path of a folder in the run.
+        CheckpointError: The name is neither an address nor a relative path in the run.
     """
     return name if is_external(name) else check_relative_path(name)
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """One file of a checkpoint: its path in it, with "/" between folders, and its bytes.
+    """One file of a checkpoint: its relative path, with "/" as the separator, and its size.
 
     Raises:
-        CheckpointError: The path leads out of the checkpoint, wherever it was read.
+        CheckpointError: The path refers to a file outside the checkpoint.
     """
 
     path: str
@@ -61,7 +61,7 @@ class FileEntry(msgspec.Struct, frozen=True):
         check_relative_path(self.path)
 
 
-# Drawbar's own files in a checkpoint. They are not part of what the user saved.
+# Files of Drawbar in a checkpoint. They are not part of the user's files.
 MANIFEST_FILE = ".drawbar.json"
 CHECKSUMS_FILE = ".drawbar-checksums.json"
 VALIDATION_FILE = ".drawbar-validation.json"
@@ -74,12 +74,12 @@ _RESERVED_NAMES = re.compile(
 
 @dataclass(frozen=True)
 class DirectoryContents:
-    """What lies below a directory.
+    """Files and links below a directory.
 
     Attributes:
-        files: Every file but Drawbar's own, sorted by path.
-        links: The symbolic links that lead there, as paths; "" if the directory is one itself.
-        own: What has the name of one of Drawbar's own files, directly in it.
+        files: All files except Drawbar's, sorted by path.
+        symlinks: Relative paths of symbolic links; "" if the directory is a link itself.
+        reserved_files: Names of Drawbar's files directly in the directory.
     """
 
     files: tuple[FileEntry, ...]
@@ -88,70 +88,70 @@ class DirectoryContents:
 
 
 def list_files(directory: Path) -> tuple[FileEntry, ...]:
-    """List every file below `directory`; see `scan_directory`."""
+    """Return every file below `directory`; see `scan_directory`."""
     return scan_directory(directory).files
 
 
 def scan_directory(directory: Path) -> DirectoryContents:
-    """Look at everything below `directory`, once.
+    """Scan everything below `directory` once.
 
-    Symbolic links are followed. Empty folders are not listed.
+    Symbolic links are followed. Empty directories are not listed.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: `directory` is not there, or is a file.
-        OSError: Something in it is neither a file nor a folder, leads nowhere, or leads back.
+        FileNotFoundError, NotADirectoryError: `directory` does not exist, or is a file.
+        OSError: An entry is neither a file nor a directory, or a link is broken or circular.
     """
-    files, own = [], []
+    files, reserved = [], []
     links = {""} if os.path.islink(directory) else set()
-    # Not `os.walk`: it goes round in circles where a link leads back, and does not say so.
+    # os.walk follows a circular link endlessly without an error.
     stack: list[tuple[str, tuple[str, ...]]] = [("", (f"{directory}",))]
     while stack:
-        folder, leads_through = stack.pop()
-        with os.scandir(leads_through[-1]) as entries:
+        parent, ancestors = stack.pop()
+        with os.scandir(ancestors[-1]) as entries:
             for entry in entries:
-                path = f"{folder}/{entry.name}" if folder else entry.name
+                path = f"{parent}/{entry.name}" if parent else entry.name
                 if is_link := entry.is_symlink():
                     links.add(path)
                 if is_reserved(path):
-                    own.append(path)
+                    reserved.append(path)
                 elif entry.is_dir():
                     if is_link:
-                        _check_no_cycle(entry.path, leads_through)
-                    stack.append((path, (*leads_through, entry.path)))
+                        _check_no_cycle(entry.path, ancestors)
+                    stack.append((path, (*ancestors, entry.path)))
                 elif not entry.is_file():
                     raise OSError(errno.EINVAL, _describe_unsupported(entry.path), entry.path)
                 else:
                     files.append(FileEntry(path, entry.stat().st_size))
     files.sort(key=lambda file: file.path)
-    return DirectoryContents(tuple(files), frozenset(links), tuple(sorted(own)))
+    return DirectoryContents(tuple(files), frozenset(links), tuple(sorted(reserved)))
 
 
 def _describe_unsupported(path: str) -> str:
-    where = f" to {os.readlink(path)}, where nothing is" if not os.path.exists(path) else ""
-    return f"it is no file, no folder and no link to one{where}, so it cannot be saved"
+    target = f" to {os.readlink(path)}, which does not exist" if not os.path.exists(path) else ""
+    return f"is neither a file, nor a directory, nor a link to one{target}, so it cannot be saved"
 
 
-def _check_no_cycle(link: str, leads_through: tuple[str, ...]) -> None:
-    """Check that a link to a folder leads to none of those that have led to it."""
+def _check_no_cycle(link: str, ancestors: tuple[str, ...]) -> None:
+    """Check that a link to a directory does not lead back to a directory that contains it."""
     real = os.path.realpath(link)
-    if any(os.path.realpath(folder) == real for folder in leads_through):
-        raise OSError(errno.ELOOP, f"it is a symbolic link back to {real}", link)
+    if any(os.path.realpath(ancestor) == real for ancestor in ancestors):
+        raise OSError(errno.ELOOP, f"is a symbolic link back to {real}", link)
 
 
 def is_reserved(path: str) -> bool:
-    """Whether a path in a checkpoint is that of a file of Drawbar's."""
+    """Return True if a relative path in a checkpoint is the name of a Drawbar file."""
     return path.startswith(".drawbar") and _RESERVED_NAMES.fullmatch(path) is not None
 
 
 def has_reserved_files(directory: Path) -> bool:
-    """Whether a directory holds a file of Drawbar's, so that Drawbar made it."""
+    """Return True if a directory has a Drawbar file, so that Drawbar created it."""
     return any(map(is_reserved, os.listdir(directory)))
 
 
 def find_symlinks(directory: Path) -> set[str]:
-    """Find the symbolic links below `directory`, as paths in it; "" if it is one itself.
+    """Return the relative paths of symbolic links below `directory`; "" if it is a link itself.
 
-    None is followed.
+    Links are not followed.
     """
     if directory.is_symlink():
         return {""}
@@ -159,13 +159,13 @@ def find_symlinks(directory: Path) -> set[str]:
 
 
 def walk_entries(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Give everything below `directory` but folders, with its path; no link is followed."""
+    """Yield every file and link below `directory` with its path, without following links."""
     stack = [""]
     while stack:
-        folder = stack.pop()
-        with os.scandir(f"{directory}/{folder}") as entries:
+        parent = stack.pop()
+        with os.scandir(f"{directory}/{parent}") as entries:
             for entry in entries:
-                path = f"{folder}/{entry.name}" if folder else entry.name
+                path = f"{parent}/{entry.name}" if parent else entry.name
                 if entry.is_dir(follow_symlinks=False):
                     stack.append(path)
                 else:
@@ -173,7 +173,7 @@ def walk_entries(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
 
 
 def is_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether this is a folder, or a link to one; a link that leads back to itself is none."""
+    """Return True for a directory or a link to one; False for a circular link."""
     try:
         return entry.is_dir()
     except OSError:
@@ -181,10 +181,10 @@ def is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def is_behind_symlink(path: str, links: set[str]) -> bool:
-    """Whether the way to a file, or the file itself, is one of these links."""
-    return "" in links or path in links or any(way in links for way in list_parents(path))
+    """Return True if a file or one of its parents is one of these links."""
+    return "" in links or path in links or any(parent in links for parent in list_parents(path))
 
 
 def list_parents(path: str) -> list[str]:
-    """List the folders on the way to a file."""
-    return [str(way) for way in PurePosixPath(path).parents[:-1]]
+    """Return the parent directories of a file, as relative paths."""
+    return [str(parent) for parent in PurePosixPath(path).parents[:-1]]

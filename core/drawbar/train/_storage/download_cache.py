@@ -1,12 +1,12 @@
-"""One local copy of a remote directory per node, shared by the processes that read it at a time.
+"""Cache downloaded checkpoints once per node and share them between processes.
 
-Each reader holds a shared lock on the copy's lock file. Who finds no copy takes the lock for itself
-alone and downloads; who can take it so when it leaves was the last, and removes the copy and the
-lock file. Locks go with their process, so a killed reader holds nobody up; the copy that it leaves
-may be out of date, and is removed by the next one that comes.
+Each reader holds a shared lock on the lock file of a copy. A reader that finds no copy takes the
+lock exclusively and downloads. A leaving reader that gets the exclusive lock was the last one, and
+removes the copy and the lock file. Locks are released with their process, so a killed reader does
+not block others. The copy that it leaves behind can be out of date; the next reader removes it.
 
-They lie in a folder of temporary files that this user alone may enter: whoever else may write to
-/tmp could put another model where one is expected.
+Copies are in a temporary directory that only this user can enter: any other user with write access
+to /tmp could otherwise substitute another model.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ from drawbar.train._storage.filesystem import RemotePath
 
 
 @contextmanager
-def use_cached_copy(folder: RemotePath) -> Iterator[Path]:
-    """Give a local copy of a remote directory, downloaded unless another process has it already.
+def use_cached_copy(directory: RemotePath) -> Iterator[Path]:
+    """Provide a local copy of a remote directory, and download it unless a process has a copy.
+
+    Yields:
+        Path of the copy.
 
     Raises:
-        CheckpointError: The folder that copies lie in is not this user's own.
+        CheckpointError: The directory for copies belongs to, or is open to, another user.
     """
-    copy = get_user_temp_directory() / _compute_cache_key(folder)
+    copy = get_user_temp_directory() / _compute_cache_key(directory)
     remove_if_unused(copy)
     with _CopyLock(copy) as lock:
         try:
-            lock.acquire_shared(lambda: _download(folder, copy))
+            lock.acquire_shared(lambda: _download(directory, copy))
             yield copy
         finally:
             lock.remove_if_unused()
 
 
 def keep_copy(identity: str, download: Callable[[Path], None]) -> Path:
-    """Give a copy that stays, made by the first process of this node that asks by this identity."""
+    """Return a permanent copy, downloaded by the first process of this node with this identity."""
     copy = get_user_temp_directory() / f"checkpoint_{identity}"
     lock = copy.with_suffix(".lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -55,69 +58,70 @@ def keep_copy(identity: str, download: Callable[[Path], None]) -> Path:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if not copy.exists():
             partial = copy.with_suffix(".partial")
-            remove_tree(partial)  # of one who was killed while this one waited
+            remove_tree(partial)  # of a process that was killed while this one waited
             partial.mkdir()
             download(partial)
-            # By a rename, so that a copy that is there is whole: a killed process leaves a
-            # `.partial`.
+            # The rename makes sure that an existing copy is complete: a killed process leaves only
+            # a `.partial` directory.
             os.rename(partial, copy)
-        lock.unlink(missing_ok=True)  # whoever waits for it finds the copy
+        lock.unlink(missing_ok=True)  # processes that wait for it find the copy
     finally:
         os.close(descriptor)
     return copy
 
 
 def remove_if_unused(copy: Path) -> None:
-    """Remove a copy, or what a failed download has left of it, unless somebody reads it."""
+    """Remove a copy, or the remains of a failed download, unless a process reads it."""
     with _CopyLock(copy) as lock:
         lock.remove_if_unused()
 
 
 def get_user_temp_directory() -> Path:
-    """Give the folder of temporary files that this user alone may enter.
+    """Return the directory for temporary files that only this user can enter.
 
     Raises:
-        CheckpointError: Somebody else has made it, or may enter it.
+        CheckpointError: Another user created the directory, or can enter it.
     """
-    folder = Path(tempfile.gettempdir()) / f"drawbar-{os.geteuid()}"
+    directory = Path(tempfile.gettempdir()) / f"drawbar-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    # Not `stat`: somebody else may have put a link there.
-    found = os.lstat(folder)
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
+        directory.mkdir(mode=0o700)
+    # lstat, because another user may have put a link there.
+    status = os.lstat(directory)
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
         raise CheckpointError(
-            f"{folder} is to hold copies of checkpoints, and must be a folder that user "
-            f"{os.geteuid()} alone may enter; found {stat.filemode(found.st_mode)} of user "
-            f"{found.st_uid}. Remove it, or set TMPDIR to a folder of your own"
+            f"{directory} must be a directory that only user {os.geteuid()} can enter, because it "
+            f"stores copies of checkpoints, but it is {stat.filemode(status.st_mode)} of user "
+            f"{status.st_uid}. Remove it, or set TMPDIR to a private directory."
         )
-    return folder
+    return directory
 
 
-def _compute_cache_key(folder: RemotePath) -> str:
-    """Give what is equal in all processes for the same checkpoint, and for another one is not.
+def _compute_cache_key(directory: RemotePath) -> str:
+    """Return a key that is the same in all processes for one checkpoint, and unique to it.
 
-    A name may have been given anew, while the checkpoint that had it is still being read.
+    The key includes the manifest, because a new checkpoint can reuse a name while the old one is
+    still being read.
     """
-    key = f"{folder.fs_path} ".encode()
-    key += folder.read_or_none(MANIFEST_FILE) or b""
+    key = f"{directory.fs_path} ".encode()
+    key += directory.read_or_none(MANIFEST_FILE) or b""
     try:
-        key += cloudpickle.dumps(folder.filesystem)
-    except Exception:  # it cannot be in another process: the copy is this one's alone
-        key += f"{os.getpid()} {folder.filesystem.type_name}".encode()
+        key += cloudpickle.dumps(directory.filesystem)
+    except Exception:  # not serializable: the copy is for this process only
+        key += f"{os.getpid()} {directory.filesystem.type_name}".encode()
     return hashlib.sha256(key).hexdigest()[:24]
 
 
-def _download(folder: RemotePath, copy: Path) -> None:
+def _download(directory: RemotePath, copy: Path) -> None:
     partial = copy.with_suffix(".partial")
-    remove_tree(partial)  # of one who was killed while this one waited
+    remove_tree(partial)  # of a process that was killed while this one waited
     partial.mkdir()
-    folder.download_files(partial, folder.list_files())
+    directory.download_files(partial, directory.list_files())
     os.rename(partial, copy)
 
 
 class _CopyLock:
-    """The lock of one copy. Who holds it alone may remove its file, so whoever gets it looks."""
+    """Lock of one copy. Its exclusive holder may delete the lock file, so users check for it."""
 
     def __init__(self, copy: Path) -> None:
         self._copy = copy
@@ -132,10 +136,10 @@ class _CopyLock:
         os.close(self._descriptor)
 
     def acquire_shared(self, download: Callable[[], None]) -> None:
-        """Hold the lock together with other readers, with the copy there; `make` makes it.
+        """Acquire the shared lock and make sure that the copy exists.
 
-        Between giving up the exclusive lock and having the shared one, another reader that leaves
-        may remove both again: then it is made once more.
+        After the exclusive lock is released and before the shared one is taken, another reader
+        can leave and remove both. The copy is then downloaded again.
         """
         while True:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
@@ -152,7 +156,7 @@ class _CopyLock:
         return is_current_file(self._path, self._descriptor)
 
     def remove_if_unused(self) -> None:
-        """Remove the copy, or what a failed download left, and the lock, unless somebody reads."""
+        """Remove the copy, a partial download, and the lock, unless a process reads the copy."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,8 +1,9 @@
-"""Checkpoints that do not lie directly in the run's directory, and the list of them.
+"""Index of committed checkpoints that are not direct children of the run directory.
 
-The training function has put them where they are, and they stay there. The name of such a
-checkpoint is its path in the run, such as "steps/10", or, outside, its address: a local path from
-the root on, or a URI. It is listed before it is committed: a place without a manifest is none.
+The training function created these directories, and they are committed in place. A checkpoint in
+the run is named by its relative path, such as "steps/10". One outside the run is named by its
+absolute local path or URI; only then is `contents.is_external` true. A checkpoint is added to the
+index before it is committed; an indexed directory without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,46 +21,46 @@ from drawbar.train._storage.manifest import DECODE_ERRORS, read_file_or_none
 
 INDEX_FILE = "places.json"
 
-_index_lock = threading.Lock()  # a commit and a deletion have threads of their own
+_index_lock = threading.Lock()  # commits and deletions run in different threads
 
 
-def list_names(run: Path | RemotePath) -> list[str]:
-    """List the names of such checkpoints, in the order of their commits.
+def list_names(run_path: Path | RemotePath) -> list[str]:
+    """Return the names of the indexed checkpoints, in the order of their commits.
 
     Raises:
-        DamagedRunError: The list cannot be read.
+        DamagedRunError: The index cannot be read.
     """
     try:
-        data = read_file_or_none(run, INDEX_FILE)
+        data = read_file_or_none(run_path, INDEX_FILE)
         names = [] if data is None else msgspec.json.decode(data, type=list[str])
-        return [check_checkpoint_name(each) for each in names]
+        return [check_checkpoint_name(name) for name in names]
     except (*DECODE_ERRORS, OSError) as error:
         if isinstance(error, OSError) and error.errno not in NOT_A_FILE_ERRNOS:
             raise
         raise DamagedRunError(
-            f"{run}/{INDEX_FILE} lists the checkpoints that do not lie directly in {run}, and "
-            "cannot "
-            f"be read: {error}. Without that file the run goes on from those that do"
+            f"{run_path}/{INDEX_FILE}, the index of checkpoints that are not directly in "
+            f"{run_path}, cannot be read: {error}. Move it away to resume from the other "
+            "checkpoints."
         ) from error
 
 
-def add_name(run: Path | RemotePath, name: str) -> None:
-    """List a checkpoint that is about to be committed."""
+def add_name(run_path: Path | RemotePath, name: str) -> None:
+    """Add a checkpoint that is about to be committed to the index."""
     with _index_lock:
-        listed = list_names(run)
+        listed = list_names(run_path)
         if name not in listed:
-            _write_index(run, [*listed, name])
+            _write_index(run_path, [*listed, name])
 
 
-def remove_name(run: Path | RemotePath, name: str) -> None:
-    """Take a checkpoint off the list; what lies there stays."""
+def remove_name(run_path: Path | RemotePath, name: str) -> None:
+    """Remove a checkpoint from the index. Its files are not deleted."""
     with _index_lock:
-        _write_index(run, [each for each in list_names(run) if each != name])
+        _write_index(run_path, [listed for listed in list_names(run_path) if listed != name])
 
 
-def _write_index(run: Path | RemotePath, names: list[str]) -> None:
+def _write_index(run_path: Path | RemotePath, names: list[str]) -> None:
     data = msgspec.json.encode(names)
-    if isinstance(run, RemotePath):
-        run.write(INDEX_FILE, data)
+    if isinstance(run_path, RemotePath):
+        run_path.write(INDEX_FILE, data)
     else:
-        write_atomically(run / INDEX_FILE, data)
+        write_atomically(run_path / INDEX_FILE, data)

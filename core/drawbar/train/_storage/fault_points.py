@@ -1,16 +1,16 @@
-"""Named points that a failure test can stop a process at. In a normal run `reached` does nothing.
+"""Named points at which a failure test can stop a process.
 
-The points, in the order in which one checkpoint passes them:
+The points, in the order in which a checkpoint passes them:
 
-    persist.start         worker: about to copy its files into the staging area
-    persist.half          worker: one part of the files is copied, the rest is not
-    commit.start          controller: every rank's files are staged
-    commit.merged         controller: the files lie in one directory, without a manifest
-    commit.manifest       controller: the manifest is written, the directory is not yet in place
-    commit.renamed        controller: the checkpoint is committed, no rank knows it
-    commit.journaled      controller: the journal has it, no rank knows it
+    persist.start         worker: before it copies its files into the staging area
+    persist.half          worker: some of its files are copied
+    commit.start          controller: the files of all ranks are staged
+    commit.merged         controller: the files are in one directory, without a manifest
+    commit.manifest       controller: the manifest is written, the directory is not yet renamed
+    commit.renamed        controller: the checkpoint is committed, the ranks are not notified
+    commit.journaled      controller: the commit is journaled, the ranks are not notified
 
-`drawbar.train.testing.kill_at` arms them.
+`drawbar.train.testing.kill_at` arms them. `maybe_stop_at` does nothing outside of tests.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ armed_actions: dict[str, Callable[[], None]] = {}
 
 
 def maybe_stop_at(point: str) -> None:
-    """Run what a test armed for this point, if anything."""
+    """Run the action that a test armed for this point, if any."""
     if armed_actions and point in armed_actions:
         armed_actions[point]()

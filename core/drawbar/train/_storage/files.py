@@ -1,4 +1,4 @@
-"""Files of a checkpoint on a local or mounted filesystem: copy, move, sync, delete."""
+"""Copy, move, fsync, and delete files on a local filesystem."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from drawbar.train._storage.sizes import format_exact_size
 from drawbar.train._threads import DaemonThreadPool
 
 _COPY_THREADS = 8
-_SMALL_COPY_BYTES = 1024 * 1024  # bytes that are copied sooner than threads have started
+_SMALL_COPY_BYTES = 1024 * 1024  # copying this takes less time than starting threads
 _COPY_CHUNK_BYTES = 64 * 1024 * 1024
-# What copy_file_range() says of files that can be copied in another way.
+# Errors of copy_file_range() for files that can be copied in another way.
 _NO_KERNEL_COPY_ERRNOS = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY}
 
 
 def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
-    """Copy these files, several at a time, inside the kernel where the filesystem allows it.
+    """Copy files in several threads, in the kernel if the filesystem supports it.
 
-    `copy_file_range` shares the blocks instead of copying them on filesystems with reflinks.
+    On filesystems with reflinks, `copy_file_range` shares blocks instead of copying them.
     """
     fault_points.maybe_stop_at("persist.start")
     _make_directories(target, files)
@@ -42,41 +42,41 @@ def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
 
 
 def _make_directories(target: Path, files: Sequence[FileEntry]) -> None:
-    """Make the folders that these files are to lie in, each once."""
-    for folder in {os.path.dirname(f"{target}/{file.path}") for file in files}:
-        if not os.path.isdir(folder):
-            os.makedirs(folder, exist_ok=True)
+    """Create the parent directories of these files, each once."""
+    for parent in {os.path.dirname(f"{target}/{file.path}") for file in files}:
+        if not os.path.isdir(parent):
+            os.makedirs(parent, exist_ok=True)
 
 
 def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
-    """Move these files: a rename each on one filesystem, else they are copied.
+    """Move files by renaming, or by copying if the target is on another filesystem.
 
-    What lies behind a symbolic link is copied. The caller removes `source`, once it needs no more
-    of it: until then what was copied is there as well, and if this fails all of it is.
+    Files behind symbolic links are copied. The caller removes `source` when it no longer needs it;
+    until then, copied files still exist there. If this function fails, all files are in `source`.
     """
     fault_points.maybe_stop_at("persist.start")
     links = find_symlinks(source)
     linked = [file for file in files if is_behind_symlink(file.path, links)] if links else []
     _make_directories(target, files)
     _run_parallel(linked, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}"))
-    behind = {file.path for file in linked}
-    own = [file for file in files if file.path not in behind]
+    linked_paths = {file.path for file in linked}
+    unlinked = [file for file in files if file.path not in linked_paths]
     moved = []
     try:
-        for number, file in enumerate(own):
-            if number == (len(own) + 1) // 2:
+        for count, file in enumerate(unlinked):
+            if count == (len(unlinked) + 1) // 2:
                 fault_points.maybe_stop_at("persist.half")
             if _rename_or_copy(f"{source}/{file.path}", f"{target}/{file.path}"):
                 moved.append(file)
     except OSError:
-        # Back, so that whoever tries again finds all of it in one place.
+        # Move them back, so that a retry finds all files in one directory.
         for file in moved:
             os.rename(target / file.path, source / file.path)
         raise
 
 
 def _rename_or_copy(source: str, target: str) -> bool:
-    """Put a file elsewhere; says whether that was a rename, after which the source is gone."""
+    """Rename or copy a file; return True if it was renamed, so that the source no longer exists."""
     try:
         os.rename(source, target)
     except OSError as error:
@@ -88,11 +88,11 @@ def _rename_or_copy(source: str, target: str) -> bool:
 
 
 def replace_symlinks(directory: Path, scratch_directory: Path) -> None:
-    """Put copies of what they lead to in the place of the symbolic links below `directory`.
+    """Replace the symbolic links below `directory` with copies of their targets.
 
     Args:
-        directory: Is no link itself.
-        spare: An empty folder on the same filesystem, where the copies are made.
+        directory: Directory that is not a link itself.
+        scratch_directory: Empty directory on the same filesystem, in which copies are made.
     """
     links = find_symlinks(directory)
     linked = [file for file in list_files(directory) if is_behind_symlink(file.path, links)]
@@ -103,17 +103,17 @@ def replace_symlinks(directory: Path, scratch_directory: Path) -> None:
     )
     for link in links:
         if (scratch_directory / link).is_dir():
-            # A rename puts a folder in the place of an empty one only, not of a link.
+            # A directory can be renamed onto an empty directory, but not onto a link.
             os.unlink(directory / link)
             os.rename(scratch_directory / link, directory / link)
         elif (scratch_directory / link).exists():
             os.replace(scratch_directory / link, directory / link)
         else:
-            os.unlink(directory / link)  # to a folder without files
+            os.unlink(directory / link)  # its target is a directory without files
 
 
 def remove_unlisted(directory: Path, listed_paths: Container[str]) -> None:
-    """Delete every file below `directory` that is not wanted, and every link, wanted or not."""
+    """Delete every file below `directory` that is not listed, and every symbolic link."""
     for path, entry in list(walk_entries(directory)):
         if path not in listed_paths or entry.is_symlink():
             os.unlink(entry.path)
@@ -122,14 +122,14 @@ def remove_unlisted(directory: Path, listed_paths: Container[str]) -> None:
 def _run_parallel(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -> None:
     total = sum(file.size for file in files)
     if len(files) <= 1 or (len(files) <= _COPY_THREADS and total <= _SMALL_COPY_BYTES):
-        for number, file in enumerate(files):
-            if number == 1:
+        for count, file in enumerate(files):
+            if count == 1:
                 fault_points.maybe_stop_at("persist.half")
             action(file)
         return
     with DaemonThreadPool(min(_COPY_THREADS, len(files)), "drawbar-copy") as pool:
-        for number, _ in enumerate(pool.map(action, files)):
-            if number == 0:
+        for count, _ in enumerate(pool.map(action, files)):
+            if count == 0:
                 fault_points.maybe_stop_at("persist.half")
 
 
@@ -137,15 +137,15 @@ def _copy_file(source: str, target: str) -> None:
     try:
         with open(source, "rb") as reader, open(target, "wb") as writer:
             if not _copy_in_kernel(reader.fileno(), writer.fileno()):
-                # The kernel may have copied a piece before it refused the next one.
+                # The kernel may have copied some chunks before it refused one.
                 reader.seek(0)
                 writer.seek(0)
                 shutil.copyfileobj(reader, writer, _COPY_CHUNK_BYTES)
-            # A script that is saved along with the model stays executable.
+            # Keep the mode, so that a script saved with the model stays executable.
             os.fchmod(writer.fileno(), stat.S_IMODE(os.fstat(reader.fileno()).st_mode))
     except OSError:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(target)  # on a full disk, half a file takes the journal's room
+            os.unlink(target)  # on a full disk, a partial file takes space that the journal needs
         raise
 
 
@@ -163,7 +163,7 @@ def _copy_in_kernel(reader: int, writer: int) -> bool:
 
 
 def is_current_file(path: Path, descriptor: int) -> bool:
-    """Whether an open file is still the one at this path, neither deleted nor moved."""
+    """Return True if an open file is still the file at this path, neither deleted nor replaced."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -171,34 +171,34 @@ def is_current_file(path: Path, descriptor: int) -> bool:
 
 
 NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.EINVAL, errno.ELOOP})
-"""The errors by which `read_regular_file` says that something is there, and is no file."""
+"""Errors by which `read_regular_file` reports that the path exists, but is not a regular file."""
 
 
 def read_regular_file(path: Path, start: int = 0) -> bytes:
-    """Read a file from a byte on, if it is one: what else lies there may never end, as a FIFO does.
+    """Read a regular file from an offset; other types, such as FIFOs, could block forever.
 
     Raises:
-        OSError: It is not there, cannot be read, or is no file; the message says what it is.
+        OSError: The file does not exist, cannot be read, or is not a regular file.
     """
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        what = "it is a symbolic link that leads back to itself"
-        raise OSError(errno.ELOOP, what, str(path)) from None
+        reason = "is a symbolic link that leads back to itself"
+        raise OSError(errno.ELOOP, reason, str(path)) from None
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder, and no file", str(path))
+        raise IsADirectoryError(errno.EISDIR, "is a directory, not a file", str(path))
     if not stat.S_ISREG(mode):
-        what = "it is a FIFO, a socket or a device, and no file"
-        raise OSError(errno.EINVAL, what, str(path))
+        reason = "is a FIFO, socket, or device, not a file"
+        raise OSError(errno.EINVAL, reason, str(path))
     with open(path, "rb") as file:
         file.seek(start)
         return file.read()
 
 
 def fsync_tree(directory: Path) -> None:
-    """Have the kernel write every file and folder below `directory` to the disk."""
+    """Call fsync for every file and directory below `directory`."""
     for root, _, names in os.walk(directory):
         for name in names:
             fsync_path(Path(root) / name)
@@ -206,7 +206,7 @@ def fsync_tree(directory: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Have the kernel write one file or folder to the disk (fsync)."""
+    """Call fsync for one file or directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -217,20 +217,22 @@ def fsync_path(path: Path) -> None:
 def write_atomically(
     path: Path, data: bytes, *, durable: bool = False, temp_directory: Path | None = None
 ) -> None:
-    """Write a whole file or none of it: a temporary file, then a rename.
+    """Write a file atomically, with a temporary file and a rename.
 
     Args:
-        path: The file.
-        data: What it is to hold.
-        durable: Have it on the disk when this returns.
-        by_way_of: The folder of the temporary file, on the same filesystem: who copies the folder
-            of `path` meanwhile must not meet what is gone in the next moment. Default: beside it.
+        path: File to write.
+        data: New content.
+        durable: Whether the file must be on disk when this returns.
+        temp_directory: Directory for the temporary file, on the same filesystem. Use another one
+            than the default, the directory of `path`, if that one may be copied at the same time:
+            the copy would fail when the temporary file disappears.
 
     Raises:
-        OSError: It cannot be written; the message has the path and the bytes.
+        OSError: The file cannot be written; the message has the path and the size.
     """
-    folder = os.fsencode(path.parent.name)[-100:].decode(errors="ignore")  # names have limits
-    name = f".drawbar-{folder}-{path.name}.{os.getpid()}.tmp"
+    # File names have a maximum length.
+    directory_name = os.fsencode(path.parent.name)[-100:].decode(errors="ignore")
+    name = f".drawbar-{directory_name}-{path.name}.{os.getpid()}.tmp"
     temporary = (temp_directory or path.parent) / name
     try:
         temporary.write_bytes(data)
@@ -243,55 +245,55 @@ def write_atomically(
 
 
 def inherit_directory_mode(path: Path) -> None:
-    """Let those read and write a file or folder who may do so where it lies.
+    """Copy the permissions of the parent directory to a file or directory.
 
-    What the owner of a place has set, for themselves alone or for a group, then holds whatever the
-    umask of the process is. A place that everybody may write to, such as /tmp, says nothing. What
-    belongs to another user stays as it is.
+    Permissions that the owner set for a private or group directory then apply to it and
+    override the umask of this process. World-writable parents, such as /tmp, and files of other
+    users are ignored.
     """
-    outer, own = os.stat(path.parent).st_mode, os.stat(path).st_mode
-    if not outer & 0o002:
-        allowed = 0o777 if stat.S_ISDIR(own) else 0o666
+    parent_mode, mode = os.stat(path.parent).st_mode, os.stat(path).st_mode
+    if not parent_mode & 0o002:
+        allowed = 0o777 if stat.S_ISDIR(mode) else 0o666
         with contextlib.suppress(PermissionError):
-            os.chmod(path, (own & 0o7000) | (outer & allowed))
+            os.chmod(path, (mode & 0o7000) | (parent_mode & allowed))
 
 
 def compute_tree_size(path: Path) -> int:
-    """Count the bytes of all files below a directory; of a link, none. They may go meanwhile."""
+    """Return the total size of all files below a directory, without links and deleted files."""
     total = 0
-    for folder, _, names in os.walk(path):
+    for root, _, names in os.walk(path):
         for name in names:
             with contextlib.suppress(OSError):
-                found = os.lstat(f"{folder}/{name}")
-                total += found.st_size * stat.S_ISREG(found.st_mode)
+                status = os.lstat(f"{root}/{name}")
+                total += status.st_size * stat.S_ISREG(status.st_mode)
     return total
 
 
 def has_open_files(directory: Path) -> bool:
-    """Whether a process that this user may look into is in a directory, or has a file of it open.
+    """Return True if a visible process has a directory, or a file in it, open or as its cwd.
 
-    False where there is no /proc.
+    Always False without /proc.
     """
-    inside = f"{os.path.realpath(directory)}/"
+    prefix = f"{os.path.realpath(directory)}/"
     with contextlib.suppress(OSError):
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 opened = [process / "cwd", *(process / "fd").iterdir()]
-                if any(f"{_read_link(each)}/".startswith(inside) for each in opened):
+                if any(f"{_read_link(link)}/".startswith(prefix) for link in opened):
                     return True
     return False
 
 
 def _read_link(link: Path) -> str:
-    with contextlib.suppress(OSError):  # it is closed by now
+    with contextlib.suppress(OSError):  # closed in the meantime
         return os.readlink(link)
     return ""
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory and do not mind if some of it is gone already.
+    """Delete a directory tree, file, or link, and ignore missing files.
 
-    Of a link, or a file, that is what is deleted: nothing behind a link is touched.
+    The target of a link is not deleted.
     """
     try:
         os.unlink(path)
@@ -303,14 +305,14 @@ def remove_tree(path: Path) -> None:
 
 @dataclass(frozen=True)
 class FileIdentities:
-    """Files of a folder as they were at one moment, to be deleted later if they still are the same.
+    """Identities of the files in a directory at one moment, to delete only unchanged files later.
 
-    Whoever shares the folder may have written the next ones there by then, under the same names.
+    Processes that share the directory may have written new files with the same names by then.
 
     Attributes:
-        directory: The folder.
-        identities: Of each file and link by its path, none of it behind a link; "" is the folder
-            itself where that is one.
+        directory: Directory of the files.
+        identities: Identity of each file and link by path, without files behind links. The key ""
+            is the directory itself if it is a link.
     """
 
     directory: Path
@@ -318,27 +320,30 @@ class FileIdentities:
 
     @classmethod
     def capture(cls, directory: Path, files: Sequence[FileEntry]) -> FileIdentities:
-        """Look at these files.
+        """Record the identities of these files.
 
         Raises:
-            FileNotFoundError: One is not there.
+            FileNotFoundError: A file does not exist.
         """
         links: set[str] = {""} if directory.is_symlink() else set()
-        folders = {way for file in files for way in list_parents(file.path)}
-        for folder in sorted(folders):  # outer ones first
-            if not is_behind_symlink(folder, links) and os.path.islink(directory / folder):
-                links.add(folder)
-        own = [file.path for file in files if not is_behind_symlink(file.path, links)]
-        return cls(directory, {path: _get_identity(directory, path) for path in (*links, *own)})
+        parents = {parent for file in files for parent in list_parents(file.path)}
+        for parent in sorted(parents):  # outer directories first
+            if not is_behind_symlink(parent, links) and os.path.islink(directory / parent):
+                links.add(parent)
+        unlinked = [file.path for file in files if not is_behind_symlink(file.path, links)]
+        return cls(
+            directory, {path: _get_identity(directory, path) for path in (*links, *unlinked)}
+        )
 
     def remove_unchanged(self, *, was_moved: bool) -> None:
-        """Delete those that are still the same, and the folders that are empty then.
+        """Delete the files that have not changed, and the directories that are empty afterwards.
 
-        Of what is linked, the links go. Any of it may be gone, since peers delete the same.
+        Links are deleted, but not their targets. Missing files are ignored, because peers delete
+        the same files.
 
         Args:
-            given: They were moved away from here. Otherwise empty folders stay if none of the files
-                is left: a peer has deleted those, and may fill the folders anew.
+            was_moved: Whether the files were moved away. If they were not and none of them is left,
+                a peer has deleted them and may be writing new ones, so directories are not deleted.
         """
         for path, identity in self.identities.items():
             with contextlib.suppress(OSError):
@@ -346,12 +351,12 @@ class FileIdentities:
                     os.unlink(self.directory / path if path else self.directory)
                     was_moved = True
         if was_moved and not self.directory.is_symlink():
-            for folder, _, _ in os.walk(self.directory, topdown=False):
+            for root, _, _ in os.walk(self.directory, topdown=False):
                 with contextlib.suppress(OSError):
-                    os.rmdir(folder)
+                    os.rmdir(root)
 
 
 def _get_identity(directory: Path, path: str) -> tuple[int, ...]:
-    # A file that takes the place of a deleted one may get its inode, but not its time too.
-    found = os.lstat(directory / path if path else directory)
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    # The inode of a deleted file can be reused by its replacement, but not with the same mtime.
+    status = os.lstat(directory / path if path else directory)
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size

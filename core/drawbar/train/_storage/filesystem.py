@@ -1,7 +1,7 @@
-"""Places that are not mounted: a folder on any `pyarrow.fs.FileSystem`, and how a path names one.
+"""Resolve paths and URIs, and access directories on remote filesystems.
 
-pyarrow and fsspec are imported here only, and only for a path that needs them. What an object store
-cannot do, such as renaming or appending, is not used.
+pyarrow and fsspec are imported only in this module, and only for paths that need them. Operations
+that object stores do not support, such as renaming and appending, are not used.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
 
     AnyFileSystem: TypeAlias = FileSystem | AbstractFileSystem
-    """What users give as one: pyarrow's, or fsspec's, which is wrapped as pyarrow's."""
+    """Filesystem that users pass: pyarrow's, or fsspec's, which is wrapped as pyarrow's."""
 else:
-    AnyFileSystem = Any  # whoever evaluates annotations need not have either of them
+    AnyFileSystem = Any  # annotations can be evaluated without pyarrow and fsspec
 
 T = TypeVar("T")
 
 _TRANSFER_THREADS = 8
 _TRANSFER_CHUNK_BYTES = 16 * 1024 * 1024
 _FLAT_FILESYSTEMS = ("s3", "gcs", "abfs")
-_ENDPOINT_SETTINGS = (  # settings that say where a filesystem is, by pyarrow's names and fsspec's
+_ENDPOINT_SETTINGS = (  # pyarrow's and fsspec's settings that identify the server of a filesystem
     "account_name",
     "blob_storage_authority",
     "endpoint_override",
@@ -50,12 +50,12 @@ _ENDPOINT_SETTINGS = (  # settings that say where a filesystem is, by pyarrow's 
 
 @dataclass(frozen=True, eq=False)
 class RemotePath:
-    """A folder on a filesystem that is not mounted here. It may not exist.
+    """A directory on a filesystem that is not mounted here. It may not exist.
 
     Attributes:
-        path: Its path on the filesystem, without a scheme.
+        fs_path: Path on the filesystem, without a scheme.
         filesystem: The `pyarrow.fs.FileSystem`.
-        uri: How the user named it, for messages; the path if they did not use a URI.
+        uri: URI that the user passed, for messages; "" if they passed a path.
     """
 
     fs_path: str
@@ -77,47 +77,47 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """The folder that this one lies in."""
+        """Parent directory."""
         base, mark, query = self.uri.partition("?")
         uri = f"{base.rstrip('/').rpartition('/')[0]}{mark}{query}" if self.uri else ""
         return RemotePath(self.fs_path.rstrip("/").rpartition("/")[0], self.filesystem, uri)
 
     @property
     def local_path(self) -> Path | None:
-        """Where it lies on this node; None if its filesystem is no other way to this node's."""
+        """Path on this node; None unless the filesystem is fsspec's wrapper of the local one."""
         wrapped = getattr(getattr(self.filesystem, "handler", None), "fs", None)
         protocols = getattr(wrapped, "protocol", ())
         return Path(self.fs_path) if "file" in protocols and "local" in protocols else None
 
     def is_same(self, other: RemotePath) -> bool:
-        """Whether both are one place."""
+        """Return True if both refer to the same directory."""
         return self.fs_path == other.fs_path and is_same_filesystem(
             self.filesystem, other.filesystem
         )
 
-    # -- looking
+    # -- listing
 
     def list_files(self) -> tuple[FileEntry, ...]:
-        """List every file below, sorted by path; none if the folder does not exist.
+        """Return every file below, sorted by path; none if the directory does not exist.
 
         Raises:
-            CheckpointError: The storage lists what does not lie in it.
+            CheckpointError: The storage lists a file outside this directory.
         """
-        found = [
+        files = [
             FileEntry(self._make_relative(info.path), info.size)
             for info in self._list_infos(recursive=True)
             if info.is_file
         ]
-        return tuple(sorted(found, key=lambda file: file.path))
+        return tuple(sorted(files, key=lambda file: file.path))
 
     def list_directories(self) -> list[str]:
-        """List the names of the folders directly in this one.
+        """Return the names of the direct subdirectories.
 
         Raises:
-            CheckpointError: The storage lists what does not lie in it.
+            CheckpointError: The storage lists a directory outside this one.
         """
-        found = (each for each in self._list_infos(recursive=False) if not each.is_file)
-        return sorted(check_relative_path(self._make_relative(info.path)) for info in found)
+        directories = (info for info in self._list_infos(recursive=False) if not info.is_file)
+        return sorted(check_relative_path(self._make_relative(info.path)) for info in directories)
 
     def _list_infos(self, *, recursive: bool) -> Iterable[FileInfo]:
         from pyarrow.fs import FileSelector
@@ -132,7 +132,7 @@ class RemotePath:
         return path.strip("/").removeprefix(self.fs_path.strip("/")).strip("/")
 
     def exists(self) -> bool:
-        """Whether anything lies at this path."""
+        """Return True if a file or directory has this path."""
         info = retry_transient(
             lambda: self.filesystem.get_file_info([self.fs_path])[0], f"looking for {self}"
         )
@@ -141,10 +141,10 @@ class RemotePath:
     # -- single files
 
     def read(self, name: str) -> bytes:
-        """Read a whole file.
+        """Read a file.
 
         Raises:
-            FileNotFoundError: It is not there.
+            FileNotFoundError: The file does not exist.
         """
 
         def read() -> bytes:
@@ -155,14 +155,14 @@ class RemotePath:
         return retry_transient(read, f"reading {self / name}")
 
     def read_or_none(self, name: str) -> bytes | None:
-        """Read a whole file; None if it is not there."""
+        """Read a file; return None if it does not exist."""
         try:
             return self.read(name)
         except FileNotFoundError:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a whole file."""
+        """Write a file."""
 
         def write() -> None:
             with self._open_output(name) as stream:
@@ -172,7 +172,7 @@ class RemotePath:
 
     def _open_output(self, name: str) -> NativeFile:
         path = f"{self.fs_path}/{name}"
-        # An object store has no folders; making one would leave an empty object of its name.
+        # Object stores have no directories; create_dir would add an empty object of that name.
         if self.filesystem.type_name not in _FLAT_FILESYSTEMS:
             self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
         return self.filesystem.open_output_stream(path)
@@ -180,21 +180,23 @@ class RemotePath:
     # -- many files
 
     def upload_files(self, source: Path, files: Sequence[FileEntry]) -> dict[str, str]:
-        """Copy these files of a local directory here, several at a time.
+        """Copy files of a local directory into this one, in several threads.
 
         Returns:
-            The xxh3 (64 bit) of each file that was written, as 16 hex digits, by its path.
+            The xxh3 (64 bit) of each written file as 16 hex digits, by path.
         """
         fault_points.maybe_stop_at("persist.start")
-        sums = _transfer_parallel(files, lambda file: self.upload_file(source / file.path, file))
-        return {file.path: each for file, each in zip(files, sums, strict=True)}
+        checksums = _transfer_parallel(
+            files, lambda file: self.upload_file(source / file.path, file)
+        )
+        return {file.path: checksum for file, checksum in zip(files, checksums, strict=True)}
 
     def upload_file(self, source: Path, file: FileEntry) -> str:
-        """Copy one local file here as `file`; gives its xxh3."""
+        """Copy a local file to `file` in this directory, and return its xxh3."""
         import xxhash
 
         def upload() -> str:
-            # Anew with each try: one that failed half-way has hashed half of the file.
+            # A new digest for each try: a failed try has hashed only a part of the file.
             digest = xxhash.xxh3_64()
             with open(source, "rb") as reader, self._open_output(file.path) as writer:
                 while chunk := reader.read(_TRANSFER_CHUNK_BYTES):
@@ -207,7 +209,7 @@ class RemotePath:
         )
 
     def download_files(self, target: Path, files: Sequence[FileEntry]) -> None:
-        """Copy these files into a local directory, several at a time."""
+        """Copy files of this directory into a local one, in several threads."""
         _transfer_parallel(files, lambda file: self._download_file(target / file.path, file))
 
     def _download_file(self, target: Path, file: FileEntry) -> None:
@@ -224,7 +226,7 @@ class RemotePath:
     # -- deleting
 
     def delete_file(self, name: str) -> None:
-        """Delete a file. A missing one is no error."""
+        """Delete a file. A missing file is not an error."""
         try:
             retry_transient(
                 lambda: self.filesystem.delete_file(f"{self.fs_path}/{name}"),
@@ -233,12 +235,12 @@ class RemotePath:
         except FileNotFoundError:
             return
         except OSError:
-            # Some stores refuse to delete what is not there: what counts is that it is gone.
+            # Some stores refuse to delete a missing file.
             if any(file.path == name for file in self.list_files()):
                 raise
 
     def delete_tree(self) -> None:
-        """Delete everything. A missing folder is no error."""
+        """Delete everything in this directory. A missing directory is not an error."""
         try:
             retry_transient(lambda: self.filesystem.delete_dir(self.fs_path), f"deleting {self}")
         except FileNotFoundError:
@@ -246,33 +248,33 @@ class RemotePath:
 
 
 def _transfer_parallel(files: Sequence[FileEntry], action: Callable[[FileEntry], T]) -> list[T]:
-    done: list[T] = []
+    results: list[T] = []
     with DaemonThreadPool(min(_TRANSFER_THREADS, max(len(files), 1)), "drawbar-transfer") as pool:
-        for each in pool.map(action, files):
-            if not done:
+        for result in pool.map(action, files):
+            if not results:
                 fault_points.maybe_stop_at("persist.half")
-            done.append(each)
-    return done
+            results.append(result)
+    return results
 
 
 def resolve_path(
     path: str | os.PathLike[str], filesystem: AnyFileSystem | None = None
 ) -> Path | RemotePath:
-    """Say which place a path means: a local one, or a folder on another filesystem.
+    """Return the local or remote path that a path or URI refers to.
 
     Args:
-        path: A local path, `file://...`, or a URI that pyarrow or fsspec knows.
-        filesystem: A `pyarrow.fs.FileSystem`, or an fsspec one; a scheme in `path` is then left
-            out.
+        path: Local path, `file://...`, or URI that pyarrow or fsspec supports.
+        filesystem: `pyarrow.fs.FileSystem` or fsspec filesystem. If it is set, a scheme in `path`
+            is ignored.
 
     Raises:
-        ImportError: The package for this kind of path is not installed; the message names it.
-        ValueError: Nothing here knows the scheme, or the path is empty.
-        TypeError: `filesystem` is no filesystem.
+        ImportError: The package for the URI is not installed; the message names it.
+        ValueError: The scheme is unknown, or the path is empty.
+        TypeError: `filesystem` is not a filesystem.
     """
     text = os.fspath(path)
     if not text:
-        raise ValueError("the path of a directory must not be empty")
+        raise ValueError("The path of a directory must not be empty.")
     if filesystem is not None:
         plain = text.partition("://")[2] if "://" in text else text
         return _make_path(plain, to_pyarrow(filesystem), "")
@@ -296,13 +298,13 @@ def _make_local_path(path: str) -> Path:
     except RuntimeError:
         user = path.partition("/")[0]
         raise ValueError(
-            f"the path {path!r} begins at the home of a user {user[1:]!r}, whom this machine does "
-            "not know; write the home out, or a path that does not begin with ~"
+            f"The path {path!r} refers to the home directory of user {user[1:]!r}, who does not "
+            "exist on this machine. Use an absolute path."
         ) from None
 
 
 def make_local_filesystem() -> FileSystem:
-    """Give pyarrow's filesystem of this node.
+    """Return pyarrow's filesystem of this node.
 
     Raises:
         ImportError: pyarrow is not installed.
@@ -311,10 +313,10 @@ def make_local_filesystem() -> FileSystem:
 
 
 def is_same_filesystem(one: FileSystem, other: FileSystem) -> bool:
-    """Whether two pyarrow filesystems are the same one.
+    """Return True if two pyarrow filesystems are equal.
 
-    fsspec's are equal only if the same thread has made them, so what they were made with is
-    compared.
+    Wrapped fsspec filesystems compare equal only if the same thread created them, so their
+    constructor arguments are compared.
     """
     return (
         bool(one.equals(other))
@@ -330,15 +332,18 @@ def _get_constructor_key(filesystem: FileSystem) -> tuple[object, ...] | None:
 
 
 def describe_endpoint(filesystem: AnyFileSystem) -> str:
-    """Say which server, account or subtree a filesystem shows; "" if its kind has just one.
+    """Return the server, account, or subtree of a filesystem; "" if its type has only one.
 
-    It is the same in every process, and with other credentials, which change from day to day.
+    The result is the same in every process, and does not depend on credentials, which can change
+    between runs.
     """
-    shown = getattr(getattr(filesystem, "handler", None), "fs", filesystem)
+    wrapped = getattr(getattr(filesystem, "handler", None), "fs", filesystem)
     for inner, path in (("base_fs", "base_path"), ("fs", "path")):
-        if hasattr(shown, inner):
-            return f"{describe_endpoint(getattr(shown, inner))} {getattr(shown, path, '')}".strip()
-    return " ".join(sorted(_iter_endpoints(_get_constructor_settings(shown))))
+        if hasattr(wrapped, inner):
+            return (
+                f"{describe_endpoint(getattr(wrapped, inner))} {getattr(wrapped, path, '')}".strip()
+            )
+    return " ".join(sorted(_iter_endpoints(_get_constructor_settings(wrapped))))
 
 
 def _get_constructor_settings(filesystem: AnyFileSystem) -> dict[str, object]:
@@ -347,28 +352,28 @@ def _get_constructor_settings(filesystem: AnyFileSystem) -> dict[str, object]:
     try:
         (settings,) = filesystem.__reduce__()[1]
         return dict(settings)
-    except (TypeError, ValueError):  # it cannot be in another process, or has no settings
+    except (TypeError, ValueError):  # not serializable, or without settings
         return {}
 
 
 def _iter_endpoints(settings: dict[str, object]) -> Iterator[str]:
     for name, value in settings.items():
-        if isinstance(value, dict):  # s3fs takes the endpoint in its client_kwargs too
+        if isinstance(value, dict):  # s3fs also accepts the endpoint in client_kwargs
             yield from _iter_endpoints(value) if name == "client_kwargs" else ()
         elif name in _ENDPOINT_SETTINGS and value:
             yield f"{name}={value}"
 
 
 def to_pyarrow(filesystem: AnyFileSystem) -> FileSystem:
-    """Give a filesystem as a `pyarrow.fs.FileSystem`; one of fsspec is wrapped."""
+    """Return a filesystem as a `pyarrow.fs.FileSystem`; fsspec filesystems are wrapped."""
     arrow = _import_pyarrow_fs()
     if isinstance(filesystem, arrow.FileSystem):
         return filesystem
-    fsspec = sys.modules.get("fsspec")  # whoever has made one of its filesystems has imported it
+    fsspec = sys.modules.get("fsspec")  # already imported if `filesystem` is one of its filesystems
     if fsspec is None or not isinstance(filesystem, fsspec.AbstractFileSystem):
         raise TypeError(
-            "the filesystem must be a pyarrow.fs.FileSystem or an fsspec.AbstractFileSystem, "
-            f"found {filesystem!r} ({type(filesystem).__name__})"
+            "filesystem must be a pyarrow.fs.FileSystem or an fsspec.AbstractFileSystem, not "
+            f"{filesystem!r} ({type(filesystem).__name__})."
         )
     return arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
 
@@ -376,7 +381,7 @@ def to_pyarrow(filesystem: AnyFileSystem) -> FileSystem:
 def _parse_uri(uri: str) -> Path | RemotePath:
     arrow = _import_pyarrow_fs()
     try:
-        # pyarrow first: its clients need no further package, and the rest is fsspec's.
+        # pyarrow first, because its clients need no other package; fsspec supports more schemes.
         filesystem, path = arrow.FileSystem.from_uri(uri)
     except (ValueError, NotImplementedError) as unknown:  # pyarrow's ArrowInvalid is a ValueError
         filesystem, path = _parse_fsspec_uri(uri, unknown)
@@ -393,8 +398,8 @@ def _parse_fsspec_uri(uri: str, unknown: Exception) -> tuple[FileSystem, str]:
         raise ImportError(f"{uri!r} needs a package for {scheme}://: {error}") from error
     except ValueError:
         raise ValueError(
-            f"{uri!r} names no storage: neither pyarrow nor fsspec knows {scheme}:// ({unknown}); "
-            "give a local path, a URI they know, or a filesystem"
+            f"{uri!r} has the scheme {scheme}://, which neither pyarrow nor fsspec supports "
+            f"({unknown}). Use a local path or a supported URI, or pass a filesystem."
         ) from None
     return to_pyarrow(filesystem), path
 
@@ -404,6 +409,6 @@ def _import_pyarrow_fs() -> ModuleType:
         return importlib.import_module("pyarrow.fs")
     except ImportError as error:
         raise ImportError(
-            "storage that is not a local path, or one as a filesystem, needs pyarrow; run: "
+            "Remote storage, and storage passed as a filesystem, needs pyarrow. Run: "
             'pip install "drawbar[data]"'
         ) from error

@@ -1,4 +1,4 @@
-"""The journal as a file: its lock, whole lines, catching up with a copy. Bytes only."""
+"""The journal as a locked, append-only file of lines."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from drawbar.train._storage.sizes import format_exact_size
 
 JOURNAL_FILE = "journal.jsonl"
 
-LOCK_TIMEOUT_S = 1.0  # `is_locked` takes the lock for a moment, and flock() knows no timeout
+LOCK_TIMEOUT_S = 1.0  # `is_locked` holds the lock for a moment, and flock() has no timeout
 LOCK_RETRY_S = 0.01
 
 
 class JournalFile:
-    """A run's journal, open. One run at a time holds it; the lock goes with the process.
+    """The open and locked journal of a run. The lock is released when the process ends.
 
     Args:
-        path: Its file, which is made if it is not there.
+        path: File of the journal; it is created if it does not exist.
 
     Raises:
-        RunInProgressError: Another run holds it, in this process or another one.
+        RunInProgressError: Another run of this or another process holds the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,74 +42,75 @@ class JournalFile:
         self._truncate_torn_line()
 
     def _truncate_torn_line(self) -> None:
-        # A killed driver may have left half a line, which would spoil the one that is appended to
-        # it.
+        # A killed driver may have left a partial line, which would damage the line appended to it.
         data = self._path.read_bytes()
-        whole = strip_torn_line(data)
-        if whole != data:
-            os.truncate(self._path, len(whole))
+        complete = strip_torn_line(data)
+        if complete != data:
+            os.truncate(self._path, len(complete))
 
     def sync_from(self, remote_data: bytes | None) -> None:
-        """Take over the journal of another place, unless this one only goes on from that.
+        """Replace the lines with another copy's, unless they only continue it.
 
-        None: there is none in that place, so this one becomes empty. Its last line may be torn.
+        Args:
+            remote_data: The other copy, possibly with a torn last line. None empties the journal.
         """
-        there = None if remote_data is None else strip_torn_line(remote_data)
-        if there is None or not self._path.read_bytes().startswith(there):
-            self.replace_contents(there or b"")
+        remote_lines = None if remote_data is None else strip_torn_line(remote_data)
+        if remote_lines is None or not self._path.read_bytes().startswith(remote_lines):
+            self.replace_contents(remote_lines or b"")
 
     def replace_contents(self, data: bytes) -> None:
-        """Put other lines in place of all, in one step."""
+        """Replace all lines atomically."""
         write_atomically(self._path, data)
         replaced, self._file = self._file, _open_locked(self._path)
         replaced.close()
 
     def append_line(self, line: bytes) -> None:
-        """Write a line. It survives this process's death when this returns."""
+        """Append a line, so that it survives the death of this process."""
         end = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self._file.truncate(end)  # no torn line stays in the middle
+            self._file.truncate(end)  # a torn line must not stay between others
             raise add_context(
                 error, f"writing {format_exact_size(len(line))} to {self._file.name}"
             ) from error
 
     def close(self) -> None:
-        """Release the lock, also where a forked child has inherited the file, and close it."""
+        """Release the lock, even if a forked child inherited the file, and close the file."""
         if not self._file.closed:
-            _open_journals.pop(self._path.resolve(), None)  # before another one can have it
-            # The lock belongs to the open file, which a forked child shares: closing alone would
-            # keep it.
+            _open_journals.pop(self._path.resolve(), None)  # before another run can lock it
+            # The lock belongs to the open file, which a forked child shares. Closing alone would
+            # not release it.
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
 
 _open_journals: weakref.WeakValueDictionary[Path, JournalFile] = weakref.WeakValueDictionary()
-"""The journals that runs of this process hold: a lock does not tell whose it is."""
+"""Journals that runs of this process hold, because a lock does not show its owner."""
 
 
-def make_not_a_file_error(path: Path, what: str = "a folder") -> DamagedRunError:
-    """Say what lies where the journal belongs, and is no file."""
+def make_not_a_file_error(path: Path, file_type: str = "a directory") -> DamagedRunError:
+    """Return the error for a journal path that is not a regular file."""
     return DamagedRunError(
-        f"{path} is {what}, where the journal of a run belongs; move it away, or give the run "
-        "another RunConfig.name"
+        f"{path} must be the journal of a run, but is {file_type}. Move it away, or use another "
+        "RunConfig.name."
     )
 
 
 def _open_locked(path: Path) -> IO[bytes]:
-    """Open the journal and take its lock; if it was replaced meanwhile, take the new one's.
+    """Open the journal and lock it; if it is replaced in between, lock the new file.
 
-    Its folder may be gone: who ends a run on a remote storage removes its work folder.
+    The directory can be missing, because the end of a run on remote storage deletes its work
+    directory.
     """
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_fifo():  # opening it would wait for a reader
+        if path.is_fifo():  # opening it would block until there is a reader
             raise make_not_a_file_error(path, "a FIFO")
         try:
-            # Unbuffered: when write() returns the kernel has the line, and no kill undoes that.
+            # Unbuffered: the kernel has the line when write() returns, so a kill does not lose it.
             file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by Journal.close()
         except FileNotFoundError:
             continue
@@ -122,10 +123,10 @@ def _open_locked(path: Path) -> IO[bytes]:
             if time.monotonic() < deadline:
                 time.sleep(LOCK_RETRY_S)
                 continue
-            where = "this" if path.resolve() in _open_journals else "another"
+            process = "this" if path.resolve() in _open_journals else "another"
             raise RunInProgressError(
-                f"{path.parent} is the directory of a run that is going on in {where} process; "
-                "give this run another RunConfig.name, or wait for the other one"
+                f"Run directory {path.parent} is in use by a run in {process} process. Use another "
+                "RunConfig.name, or wait until that run has ended."
             ) from None
         if is_current_file(path, file.fileno()):
             return file
@@ -133,12 +134,12 @@ def _open_locked(path: Path) -> IO[bytes]:
 
 
 def strip_torn_line(data: bytes) -> bytes:
-    """Give what was read of a journal, perhaps while it was written, without a torn last line."""
+    """Return the complete lines of a journal that was read, perhaps while it was written."""
     return data[: data.rfind(b"\n") + 1]
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process, on a node that shares this file, is writing the journal."""
+    """Return True if a process, on any node that shares this file, is writing the journal."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return True
@@ -146,14 +147,14 @@ def is_locked(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    # Refused, or it cannot be asked: a run that may go on is left alone.
+    # Locked, or flock() is not supported: assume that the run is in progress.
     except OSError:
         return True
     return False
 
 
 class _JournalLine(msgspec.Struct):
-    """What `parse_committed_names` wants of a line."""
+    """Fields of a journal line that `parse_committed_names` needs."""
 
     event: str
     name: str = ""
@@ -163,11 +164,11 @@ _line_decoder = msgspec.json.Decoder(_JournalLine)
 
 
 def parse_committed_names(journal: bytes) -> set[str]:
-    """Give the names of all checkpoints that a journal knows of, as far as it can be read."""
+    """Return the names of all committed checkpoints in the readable lines of a journal."""
     names = set()
     for line in strip_torn_line(journal).splitlines():
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            found = _line_decoder.decode(line)
-            if found.event == "checkpoint":
-                names.add(found.name)
+            entry = _line_decoder.decode(line)
+            if entry.event == "checkpoint":
+                names.add(entry.name)
     return names

@@ -1,8 +1,8 @@
-"""The commit protocol of a local or mounted filesystem: a rename makes a checkpoint.
+"""Commit checkpoints on a local filesystem by renaming a staging directory.
 
-Ranks put their files below `.staging`; when the last rank has, the controller merges them into one
-directory by renames, writes the manifest into it, and renames that directory to its final name: one
-step that either happened or did not. Deleting goes the same way back.
+Ranks write their files below `.staging`. When all ranks have finished, the controller merges the
+files into one directory by renames, writes the manifest into it, and renames the directory to its
+final name, which is atomic. A deletion first renames the checkpoint back into `.staging`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from drawbar.train._storage.staging import AssignedFiles, StagedFiles, StagingAr
 
 @dataclass(frozen=True)
 class LocalCheckpointStore(CheckpointStore):
-    """The checkpoints of a run in a directory that is mounted here."""
+    """Checkpoints of a run in a local or mounted directory."""
 
     run_path: Path
     staging: StagingArea
@@ -60,14 +60,14 @@ class LocalCheckpointStore(CheckpointStore):
     def _get_relative_path(self, checkpoint: Checkpoint) -> str | None:
         if not checkpoint.is_local:
             return None
-        path, run = os.path.realpath(checkpoint.path), os.path.realpath(self.run_path)
-        return os.path.relpath(path, run) if f"{path}/".startswith(f"{run}/") else None
+        path, run_path = os.path.realpath(checkpoint.path), os.path.realpath(self.run_path)
+        return os.path.relpath(path, run_path) if f"{path}/".startswith(f"{run_path}/") else None
 
     def is_staged(self, path: Path) -> bool:
         return self.staging.has_directory(path)
 
-    def persist(self, share: AssignedFiles) -> StagedFiles:
-        return StagedFiles(self.staging.stage_files(share), tuple(share.files))
+    def persist(self, assigned: AssignedFiles) -> StagedFiles:
+        return StagedFiles(self.staging.stage_files(assigned), tuple(assigned.files))
 
     def commit(self, draft: CheckpointDraft) -> Manifest:
         fault_points.maybe_stop_at("commit.start")
@@ -75,12 +75,12 @@ class LocalCheckpointStore(CheckpointStore):
             return self._commit_in_place(draft)
         target = self.run_path / draft.manifest.name
         self._clear_target(target)
-        # Ranks may offer folders without files: the checkpoint then has its metrics alone.
+        # If the ranks offered no files, the checkpoint has only metrics.
         merged = merge_staged(draft.staged_files) or self.staging.make_directory("empty")
         manifest = draft.manifest.with_stored_sizes(merged)
         finalize_local(merged, manifest, draft)
         os.rename(merged, target)
-        # The checkpoint's name is an entry of the run's folder, which has to reach the disk too.
+        # The name of the checkpoint is an entry of the run directory, which needs an fsync too.
         if draft.durable:
             fsync_path(self.run_path)
         fault_points.maybe_stop_at("commit.renamed")
@@ -128,11 +128,14 @@ class LocalCheckpointStore(CheckpointStore):
     def _write_reserved_file(
         self, name: str, file: str, data: bytes, *, durable: bool = False
     ) -> None:
-        place, by_way_of = self.path(name), None if is_external(name) else self.staging.path
-        if isinstance(place, RemotePath):
-            place.write(file, data)
+        directory, temp_directory = (
+            self.path(name),
+            None if is_external(name) else self.staging.path,
+        )
+        if isinstance(directory, RemotePath):
+            directory.write(file, data)
         else:
-            write_atomically(place / file, data, durable=durable, temp_directory=by_way_of)
+            write_atomically(directory / file, data, durable=durable, temp_directory=temp_directory)
 
     def list_damaged(self) -> list[str]:
         return [
@@ -144,21 +147,25 @@ class LocalCheckpointStore(CheckpointStore):
         ]
 
     def _is_drawbar_checkpoint(self, name: str) -> bool:
-        """Whether Drawbar has made a checkpoint of this name: else it is a folder of the user's."""
+        """Return True if Drawbar created this directory, and not the user."""
         if has_reserved_files(self.run_path / name):
             return True
         if not name.startswith("checkpoint_"):
             return False
-        # All of Drawbar's own files in it may be lost; the journal still knows what it has made.
+        # All of Drawbar's files in it may be lost, but the journal still has its name.
         return name in parse_committed_names(read_file_or_none(self.run_path, JOURNAL_FILE) or b"")
 
     def _list_directories(self) -> list[str]:
-        found = os.scandir(self.run_path) if self.run_path.is_dir() else ()
-        return [each.name for each in found if is_directory(each) and not each.name.startswith(".")]
+        entries = os.scandir(self.run_path) if self.run_path.is_dir() else ()
+        return [
+            entry.name
+            for entry in entries
+            if is_directory(entry) and not entry.name.startswith(".")
+        ]
 
 
 def _is_same_path(path: Path, other: Path) -> bool:
-    """Whether two paths lead to one place."""
+    """Return True if two paths refer to the same file or directory."""
     try:
         return path == other or path.samefile(other)
     except OSError:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it consists of, and whether all of that is there."""
+"""Read, write, and check the manifest of a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ from drawbar.train._storage.filesystem import RemotePath
 
 
 class ReportedCheckpointStatus(Enum):
-    """How far a reported checkpoint is.
+    """Status of a reported checkpoint.
 
-    COMMITTED: it is saved, and no validation was asked for. The others are saved too.
-    PENDING_VALIDATION: its validation has not ended. VALIDATED: the validation's metrics are among
-    its own. VALIDATION_TIMEOUT: the validation took longer than its `timeout_s`. VALIDATION_FAILED:
-    the validation raised, or its process died.
+    Attributes:
+        COMMITTED: Saved; no validation was requested. Checkpoints in all other states are saved
+            too.
+        PENDING_VALIDATION: The validation has not ended.
+        VALIDATED: The metrics include the validation metrics.
+        VALIDATION_TIMEOUT: The validation took longer than its `timeout_s`.
+        VALIDATION_FAILED: The validation raised an error, or its process died.
     """
 
     COMMITTED = "COMMITTED"
@@ -49,10 +52,15 @@ class ReportedCheckpointStatus(Enum):
 
 
 class Validation(msgspec.Struct, frozen=True, kw_only=True):
-    """A validation of one checkpoint: what it is called with, and what came of it.
+    """Arguments and result of the validation of a checkpoint.
 
-    `metrics` are those that the function returned, `error` is why there are none, and `seconds` is
-    how long it took, the waiting for resources included.
+    Attributes:
+        fn_kwargs: Arguments of the validation function.
+        timeout_s: Maximum duration in seconds; None for no limit.
+        status: Status of the checkpoint after the validation.
+        metrics: Metrics that the function returned.
+        error: Reason for missing metrics; "" if there is none.
+        seconds: Duration in seconds, including the time it waited for resources.
     """
 
     fn_kwargs: dict[str, object] = {}
@@ -63,17 +71,17 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
     def with_success(self, metrics: Metrics) -> Validation:
-        """Give the validation as it has ended well."""
+        """Return a copy with the metrics of a successful validation."""
         status = ReportedCheckpointStatus.VALIDATED
         return msgspec.structs.replace(self, status=status, metrics=metrics)
 
     def with_failure(self, error: str) -> Validation:
-        """Give the validation as it has failed."""
+        """Return a copy with the error of a failed validation."""
         status = ReportedCheckpointStatus.VALIDATION_FAILED
         return msgspec.structs.replace(self, status=status, error=error)
 
     def with_timeout(self) -> Validation:
-        """Give the validation as its time, which is limited, is over."""
+        """Return a copy for a validation that exceeded its timeout."""
         return msgspec.structs.replace(
             self,
             status=ReportedCheckpointStatus.VALIDATION_TIMEOUT,
@@ -85,24 +93,32 @@ MANIFEST_FORMAT = 1
 """Format version of manifests. New optional fields do not change it."""
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, CheckpointError)
-"""What decoding raises for data that is damaged, or names what it must not."""
+"""Errors that decoding raises for damaged or invalid data."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a checkpoint. Writing it is the commit: without it there is no checkpoint.
+    """Content and metrics of a committed checkpoint.
+
+    A checkpoint is committed by writing its manifest; a directory without one is not a checkpoint.
 
     Attributes:
-        name: Name of its directory in the run, or its location elsewhere (`places.py`).
-        index: Number of its report.
+        name: Name of the directory in the run, or address of an external checkpoint.
+        index: Number of the report that saved the checkpoint.
         attempt: Number of the attempt that reported it.
         world_size: Number of ranks of that attempt.
         time: Time of the commit, in seconds since the epoch.
-        files: The user's files.
-        metrics: Reported metrics. A finished validation adds its metrics.
-        positions: Positions in the datasets.
+        files: Files that the user saved.
+        metrics: Reported metrics, including metrics of a finished validation.
+        data_positions: Positions in the datasets.
         run_id: Identifier of the run.
-        validation: None if no validation was requested.
+        validation: Validation of the checkpoint; None if none was requested.
         format_version: Format version of the manifest.
+
+    Example:
+        Print how large a checkpoint is and how many workers saved it::
+
+            manifest = result.checkpoint.manifest
+            print(manifest.nbytes, manifest.world_size)
     """
 
     name: str
@@ -122,99 +138,140 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files together."""
+        """Total size of the files in bytes."""
         return sum(file.size for file in self.files)
 
     @property
     def status(self) -> ReportedCheckpointStatus:
-        """How far the checkpoint is."""
+        """Status of the checkpoint and its validation."""
         if self.validation is None:
             return ReportedCheckpointStatus.COMMITTED
         return self.validation.status
 
     def with_files(self, files: Iterable[FileEntry]) -> Manifest:
-        """Give the manifest with these files, less the user's metadata file, which may change."""
-        kept = (file for file in files if file.path != METADATA_FILE)
-        ordered = sorted(kept, key=lambda file: file.path)
-        return msgspec.structs.replace(self, files=tuple(ordered))
+        """Return a copy with these files, except the metadata file, which can change.
+
+        Args:
+            files: Files of the checkpoint.
+
+        Returns:
+            The copy, with files sorted by path.
+        """
+        user_files = (file for file in files if file.path != METADATA_FILE)
+        sorted_files = sorted(user_files, key=lambda file: file.path)
+        return msgspec.structs.replace(self, files=tuple(sorted_files))
 
     def with_stored_sizes(self, directory: Path) -> Manifest:
-        """Give the manifest the files' sizes as they are: a log may have grown since `report`."""
+        """Return a copy with the current file sizes, because a log can grow after `report()`.
+
+        Args:
+            directory: Local directory with the files.
+
+        Returns:
+            The copy.
+
+        Raises:
+            OSError: A file does not exist.
+        """
         sizes = {file.path: os.stat(directory / file.path).st_size for file in self.files}
         files = tuple(FileEntry(path, size) for path, size in sizes.items())
         return msgspec.structs.replace(self, files=files)
 
     def with_validation(self, validation: Validation) -> Manifest:
-        """Give the manifest with what came of the validation."""
+        """Return a copy with the result of the validation and its metrics.
+
+        Args:
+            validation: Finished validation.
+
+        Returns:
+            The copy.
+        """
         metrics = {**self.metrics, **validation.metrics}
         return msgspec.structs.replace(self, metrics=metrics, validation=validation)
 
     def encode(self) -> bytes:
-        """Give the manifest as JSON."""
+        """Return the manifest as JSON."""
         plain = encode_non_finite(msgspec.to_builtins(self))
         return msgspec.json.format(msgspec.json.encode(plain), indent=1)
 
     @staticmethod
-    def decode(data: bytes, place: object = "the manifest") -> Manifest:
-        """Read a manifest that is stored at `place`.
+    def decode(data: bytes, path: object = "the manifest") -> Manifest:
+        """Decode a manifest.
+
+        Args:
+            data: Manifest as JSON.
+            path: File of the manifest, for error messages.
+
+        Returns:
+            The manifest.
 
         Raises:
-            UnsupportedFormatError: A newer version of Drawbar has written it.
+            UnsupportedFormatError: A newer version of Drawbar wrote it.
             msgspec.MsgspecError, CheckpointError: It is damaged.
         """
         plain = decode_non_finite(msgspec.json.decode(data))
         version = plain.get("format_version") if isinstance(plain, dict) else None
         if isinstance(version, int) and version > MANIFEST_FORMAT:
-            raise UnsupportedFormatError.of(place, version, MANIFEST_FORMAT)
+            raise UnsupportedFormatError.of(path, version, MANIFEST_FORMAT)
         return msgspec.convert(plain, Manifest)
 
 
-def assign_directory_names(found: Mapping[str, Manifest]) -> list[Manifest]:
-    """Give the manifests of a run's folders, oldest first, each named as its folder is.
+def assign_directory_names(manifests: Mapping[str, Manifest]) -> list[Manifest]:
+    """Return the manifests of directories, oldest first, with their directories' names.
 
-    What the user has copied beside a checkpoint is left out: it would count twice.
+    Copies that the user made of a checkpoint are omitted if the original exists.
+
+    Args:
+        manifests: Manifest in each directory, by the name of the directory.
     """
-    there = {(each.index, each.time) for name, each in found.items() if name == each.name}
-    named = [
-        msgspec.structs.replace(each, name=name)
-        for name, each in found.items()
-        if name == each.name or (each.index, each.time) not in there
+    originals = {
+        (manifest.index, manifest.time)
+        for name, manifest in manifests.items()
+        if name == manifest.name
+    }
+    renamed = [
+        msgspec.structs.replace(manifest, name=name)
+        for name, manifest in manifests.items()
+        if name == manifest.name or (manifest.index, manifest.time) not in originals
     ]
-    return sorted(named, key=lambda manifest: (manifest.index, manifest.time))
+    return sorted(renamed, key=lambda manifest: (manifest.index, manifest.time))
 
 
-def read_file_or_none(place: Path | RemotePath, name: str, start: int = 0) -> bytes | None:
-    """Read a file of a run or checkpoint, from a byte on; None if it is not there.
+def read_file_or_none(path: Path | RemotePath, name: str, start: int = 0) -> bytes | None:
+    """Read a file of a run or checkpoint from an offset; return None if it does not exist.
 
     Raises:
-        OSError: It cannot be read, or is no file; see `read_regular_file`.
+        OSError: The file cannot be read, or is not a regular file; see `read_regular_file`.
     """
-    if isinstance(place, RemotePath):
-        data = place.read_or_none(name)
+    if isinstance(path, RemotePath):
+        data = path.read_or_none(name)
         return None if data is None else data[start:]
     try:
-        return read_regular_file(place / name, start)
+        return read_regular_file(path / name, start)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def read_checksums(place: Path | RemotePath) -> dict[str, str] | None:
-    """Read the checksums of a checkpoint; None if they were not written yet.
+def read_checksums(path: Path | RemotePath) -> dict[str, str] | None:
+    """Read the checksums of a checkpoint; return None if they have not been written.
 
-    They follow the commit without an fsync, so that a power cut may leave an empty file.
+    They are written after the commit without fsync, so a power loss may leave an empty file.
+
+    Raises:
+        CheckpointError: The file is damaged.
     """
-    data = read_file_or_none(place, CHECKSUMS_FILE)
+    data = read_file_or_none(path, CHECKSUMS_FILE)
     if data is None or not data.strip(b"\0"):
         return None
     try:
         sums = msgspec.json.decode(data, type=dict[str, str])
         return {check_relative_path(path): value for path, value in sums.items()}
     except DECODE_ERRORS as error:
-        raise CheckpointError(f"{place}/{CHECKSUMS_FILE} cannot be read: {error}") from error
+        raise CheckpointError(f"{path}/{CHECKSUMS_FILE} cannot be read: {error}") from error
 
 
 def compute_checksum(path: Path) -> str:
-    """Give the xxh3 (64 bit) of a file's content as 16 hex digits."""
+    """Return the xxh3 (64 bit) of a file as 16 hex digits."""
     import xxhash
 
     digest = xxhash.xxh3_64()
@@ -224,30 +281,31 @@ def compute_checksum(path: Path) -> str:
     return str(digest.hexdigest())
 
 
-def list_user_files(place: RemotePath) -> tuple[FileEntry, ...]:
-    """List what the user saved, as `files.list_files` does for a local directory."""
-    return tuple(file for file in place.list_files() if not is_reserved(file.path))
+def list_user_files(path: RemotePath) -> tuple[FileEntry, ...]:
+    """Return the user's files, as `contents.list_files` does for a local directory."""
+    return tuple(file for file in path.list_files() if not is_reserved(file.path))
 
 
-def read_manifest(place: Path | RemotePath) -> Manifest | None:
-    """Read the manifest of a checkpoint directory; None if there is none that can be read.
+def read_manifest(path: Path | RemotePath) -> Manifest | None:
+    """Read the manifest of a checkpoint directory; return None if there is no readable one.
 
-    It says what came of the checkpoint's validation, if that has ended.
+    The manifest includes the result of a finished validation.
     """
-    manifest = _decode_manifest_file(place, MANIFEST_FILE)
-    # Most have none: on an object store each further file is a request.
+    manifest = _decode_manifest_file(path, MANIFEST_FILE)
+    # Skip this for most checkpoints: on an object store each read is a request.
     if manifest is None or manifest.validation is None:
         return manifest
-    validated = _decode_manifest_file(place, VALIDATION_FILE)
-    if validated is None or validated.time != manifest.time:  # not that of an earlier commit here
+    validated = _decode_manifest_file(path, VALIDATION_FILE)
+    # A result with another time belongs to an earlier commit in this directory.
+    if validated is None or validated.time != manifest.time:
         return manifest
     return validated
 
 
 def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:
-    """Write the manifest into a local directory, with which it is a checkpoint."""
+    """Write the manifest into a local directory, which makes it a checkpoint."""
     path = directory / MANIFEST_FILE
-    # The files first: a manifest that outlives a power cut must not promise what has not.
+    # Files first: after a power loss, no manifest may exist without its files.
     if durable:
         fsync_tree(directory)
     write_atomically(path, manifest.encode(), durable=durable)
@@ -255,51 +313,51 @@ def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> Non
         fsync_path(directory)
 
 
-def _decode_manifest_file(place: Path | RemotePath, name: str) -> Manifest | None:
+def _decode_manifest_file(path: Path | RemotePath, name: str) -> Manifest | None:
     try:
-        data = read_file_or_none(place, name)
-        return None if data is None else Manifest.decode(data, f"{place}/{name}")
+        data = read_file_or_none(path, name)
+        return None if data is None else Manifest.decode(data, f"{path}/{name}")
     except DECODE_ERRORS:
         return None
     except OSError as error:
-        if error.errno not in NOT_A_FILE_ERRNOS:  # the storage may answer the next time
+        if error.errno not in NOT_A_FILE_ERRNOS:  # a storage error can be temporary
             raise
         return None
 
 
-def check_file_sizes(place: Path | RemotePath, manifest: Manifest) -> None:
-    """Check that each file of the manifest is there with its size.
+def check_file_sizes(path: Path | RemotePath, manifest: Manifest) -> None:
+    """Check that each file of the manifest exists with its size.
 
     Raises:
-        CheckpointError: A file is missing, is none any more, or has another size.
+        CheckpointError: A file is missing, is not a regular file, or has another size.
     """
-    if isinstance(place, RemotePath):
-        sizes: dict[str, int | None] = {file.path: file.size for file in place.list_files()}
+    if isinstance(path, RemotePath):
+        sizes: dict[str, int | None] = {file.path: file.size for file in path.list_files()}
     else:
-        sizes = {file.path: _get_size(place / file.path) for file in manifest.files}
+        sizes = {file.path: _get_size(path / file.path) for file in manifest.files}
     for file in manifest.files:
         size = sizes.get(file.path)
         if size is None:
-            raise CheckpointError(f"{place}/{file.path} is missing")
+            raise CheckpointError(f"{path}/{file.path} is missing.")
         if size != file.size:
             raise CheckpointError(
-                f"{place}/{file.path} has {size} bytes, the commit has {file.size}"
+                f"{path}/{file.path} has {size} bytes, but the commit has {file.size}."
             )
 
 
 def _get_size(path: Path) -> int | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is no file any more")
-    return found.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file.")
+    return status.st_size
 
 
-def make_already_committed_error(place: Path | RemotePath) -> FileExistsError:
-    """Say that a name is taken."""
+def make_already_committed_error(path: Path | RemotePath) -> FileExistsError:
+    """Return the error for a name that a committed checkpoint has."""
     return FileExistsError(
-        f"{place} is a committed checkpoint already; give each checkpoint its own "
-        "checkpoint_dir_name"
+        f"Checkpoint {path} is already committed. Use a different checkpoint_dir_name for each "
+        "checkpoint."
     )

@@ -1,8 +1,8 @@
-"""A worker on a node that does not share the run's directory: its files travel to the driver's.
+"""Transfer checkpoint files between a node with local storage and the driver's node.
 
-They go in chunks through the worker's stream, each one acknowledged, so that no more than one is
-ever in memory. That suits checkpoints of up to a gigabyte; for larger ones a shared folder or an
-object store is the right storage, and the worker says so.
+Files are sent in chunks over the worker's stream. Each chunk is acknowledged, so at most one is in
+memory. This suits checkpoints of up to 1 GB; larger ones need a shared directory or an object
+store, as the error message explains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from drawbar.train._storage.staging import AssignedFiles, StagedFiles, hold_file
 
 
 class FileReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a file, or a list of files."""
+    """A chunk of a file, or a list of files."""
 
     number: int
     data: bytes = b""
@@ -39,22 +39,22 @@ class FileReply(msgspec.Struct, frozen=True, kw_only=True):
 
 CHUNK_BYTES = 8 * 1024 * 1024
 MAX_TRANSFER_BYTES = 1_000_000_000
-"""Bytes of one rank's share of a checkpoint that may travel."""
+"""Maximum bytes that one rank may send for a checkpoint."""
 
 SendChunk = Callable[[str, str, int, bytes], None]
-"""Sends a piece of a file: name of the checkpoint, path in it, offset, bytes."""
+"""Sends a chunk of a file. Arguments: name of the checkpoint, path in it, offset, bytes."""
 
 RequestFile = Callable[[str, str, int], FileReply]
-"""Asks for a piece of a file in the same way; with an empty path for the list of files."""
+"""Requests a chunk by name, path, and offset; an empty path requests the list of files."""
 
 
 class NodeLocalStorage(UploadTarget):
-    """A node that has a folder of the run's path, but not the one that the driver's node has.
+    """Storage on a node whose run directory is not the one of the driver's node.
 
     Args:
-        directory: The run's directory on this node.
-        send: Takes pieces to the driver's node.
-        ask: Brings pieces from there.
+        directory: Run directory on this node.
+        send_chunk: Sends chunks to the driver's node.
+        request_file: Requests chunks from the driver's node.
     """
 
     def __init__(
@@ -66,33 +66,31 @@ class NodeLocalStorage(UploadTarget):
         self._fetched_checkpoint: Checkpoint | None = None
 
     def is_staged(self, path: Path) -> bool:
-        """Nothing that is here lies where a commit can take it."""
+        """Return False: a commit cannot use any directory of this node."""
         return False
 
-    def persist(self, share: AssignedFiles) -> StagedFiles:
-        """Send these files to the driver's node.
+    def persist(self, assigned: AssignedFiles) -> StagedFiles:
+        """Send files to the driver's node.
 
         Raises:
-            OSError: They are too large for that.
+            OSError: The files are too large to send.
         """
-        if share.nbytes > MAX_TRANSFER_BYTES:
+        if assigned.nbytes > MAX_TRANSFER_BYTES:
             raise OSError(
-                f"{share.label} on node {os.uname().nodename} has "
-                f"{format_exact_size(share.nbytes)} for "
-                f"checkpoint {share.checkpoint_name}, and this node does not share "
-                f"{self._directory.local_path} "
-                f"with the driver's node; no more than {format_exact_size(MAX_TRANSFER_BYTES)} "
-                "travel. Set "
-                "RunConfig.storage_path to a folder that all nodes share, or to an object store"
+                f"{assigned.label} has {format_exact_size(assigned.nbytes)} for checkpoint "
+                f"{assigned.checkpoint_name}, but its node {os.uname().nodename} does not share "
+                f"{self._directory.local_path} with the driver's node, to which a rank can send "
+                f"at most {format_exact_size(MAX_TRANSFER_BYTES)}. Set RunConfig.storage_path to "
+                "a directory that all nodes share, or to an object store."
             )
-        for file in share.files:
-            self._send_file(share.source_directory, share.checkpoint_name, file)
-        return StagedFiles(None, tuple(share.files))
+        for file in assigned.files:
+            self._send_file(assigned.source_directory, assigned.checkpoint_name, file)
+        return StagedFiles(None, tuple(assigned.files))
 
     def _send_file(self, source: Path, name: str, file: FileEntry) -> None:
         offset = 0
         with open(source / file.path, "rb") as reader:
-            # An empty file is one piece without bytes, or it would not be there.
+            # An empty file needs one empty chunk, or it would not be created.
             while (data := reader.read(CHUNK_BYTES)) or not offset:
                 self._send(name, file.path, offset, data)
                 offset += len(data)
@@ -100,16 +98,16 @@ class NodeLocalStorage(UploadTarget):
                     break
 
     def fetch_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint of the run from the driver's node to the same path here.
+        """Copy a checkpoint of the run from the driver's node to the same path on this node.
 
-        One of this node's ranks does it while the others wait. A directory that is there counts
-        only if it has the same manifest: it may be that of an earlier run.
+        One rank of the node copies while the others wait. An existing directory is used only if it
+        has the same manifest, because it can belong to an earlier run.
         """
         name = self._directory.checkpoints.get_in_place_name(checkpoint)
         if name is None or is_external(name) or checkpoint == self._fetched_checkpoint:
             return
         path = self._directory.local_path / name
-        # All ranks of the node ask at the same moment, and one copy is enough.
+        # All ranks of the node call this at the same time, and one copy is enough.
         with hold_file_lock(self._directory.local_path / ".bring.lock"):
             listed = {file.path: file for file in self._ask(name, "", 0).files}
             manifest = b"".join(self._iter_chunks(name, listed[MANIFEST_FILE]))
@@ -120,13 +118,13 @@ class NodeLocalStorage(UploadTarget):
         self._fetched_checkpoint = checkpoint
 
     def _download(self, name: str, files: Iterable[FileEntry]) -> Path:
-        stage = self._directory.staging.make_directory("brought")
+        staging_directory = self._directory.staging.make_directory("brought")
         for file in files:
-            target = stage / file.path
+            target = staging_directory / file.path
             target.parent.mkdir(parents=True, exist_ok=True)
             with open(target, "wb") as writer:
                 writer.writelines(self._iter_chunks(name, file))
-        return stage
+        return staging_directory
 
     def _iter_chunks(self, name: str, file: FileEntry) -> Iterator[bytes]:
         offset = 0
@@ -137,19 +135,23 @@ class NodeLocalStorage(UploadTarget):
 
 
 def read_chunk(directory: RunDirectory, name: str, path: str, offset: int) -> FileReply:
-    """Answer the question of such a worker, on the driver's node."""
-    folder = directory.local_path / name
+    """Return the requested chunk or list of files. Called on the driver's node."""
+    checkpoint_path = directory.local_path / name
     if not path:
         names = (MANIFEST_FILE, CHECKSUMS_FILE)
-        own = [FileEntry(n, (folder / n).stat().st_size) for n in names if (folder / n).exists()]
-        return FileReply(number=0, files=(*list_files(folder), *own))
-    with open(folder / path, "rb") as reader:
+        reserved = [
+            FileEntry(name, (checkpoint_path / name).stat().st_size)
+            for name in names
+            if (checkpoint_path / name).exists()
+        ]
+        return FileReply(number=0, files=(*list_files(checkpoint_path), *reserved))
+    with open(checkpoint_path / path, "rb") as reader:
         reader.seek(offset)
         return FileReply(number=0, data=reader.read(CHUNK_BYTES))
 
 
 def write_chunk(target: Path, offset: int, data: bytes) -> None:
-    """Write what such a worker has sent, on the driver's node."""
+    """Write a chunk that a worker sent. Called on the driver's node."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target, "ab" if offset else "wb") as file:
         file.write(data)

@@ -1,9 +1,9 @@
-"""The commit protocol of an object store, or of anything pyarrow can open: the manifest comes last.
+"""Commit checkpoints on a remote filesystem by writing the manifest last.
 
-There is no rename, so the manifest is the commit: ranks write their files under the checkpoint's
-name, and when the last one has, the controller checks what is there and writes the manifest.
-Deleting removes the manifest first. A directory without one that was marked as Drawbar's is a
-leftover, swept at the next start. docs/decisions/0005-remote-storage.md says why it is so.
+Object stores cannot rename, so the manifest is the commit. Ranks write their files under the name
+of the checkpoint. When all ranks have finished, the controller checks the files and writes the
+manifest. A deletion removes the manifest first. A directory without a manifest that has a Drawbar
+file is uncommitted, and is deleted at the next start. See docs/decisions/0005-remote-storage.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from drawbar.train._storage.staging import AssignedFiles, StagedFiles
 
 @dataclass(frozen=True)
 class RemoteCheckpointStore(CheckpointStore):
-    """The checkpoints of a run in a folder that is not mounted."""
+    """Checkpoints of a run in a remote directory."""
 
     run_path: RemotePath
 
@@ -48,35 +48,35 @@ class RemoteCheckpointStore(CheckpointStore):
     def get_child_name(self, checkpoint: Checkpoint) -> str | None:
         if checkpoint.is_local:
             return None
-        folder = RemotePath(checkpoint.path, checkpoint.filesystem)
-        return folder.name if folder.parent.is_same(self.run_path) else None
+        directory = RemotePath(checkpoint.path, checkpoint.filesystem)
+        return directory.name if directory.parent.is_same(self.run_path) else None
 
     def _get_relative_path(self, checkpoint: Checkpoint) -> str | None:
         if checkpoint.is_local or not is_same_filesystem(
             checkpoint.filesystem, self.run_path.filesystem
         ):
             return None
-        path, run = f"{checkpoint.path}/", f"{self.run_path.fs_path}/"
-        return (path.removeprefix(run)[:-1] or ".") if path.startswith(run) else None
+        path, run_path = f"{checkpoint.path}/", f"{self.run_path.fs_path}/"
+        return (path.removeprefix(run_path)[:-1] or ".") if path.startswith(run_path) else None
 
     def is_staged(self, path: Path) -> bool:
-        """Nothing that is local lies where a commit can take it."""
+        """Return False: a commit cannot use any local directory."""
         return False
 
-    def persist(self, share: AssignedFiles) -> StagedFiles:
-        """Write these files under the checkpoint's name. Without the manifest nobody sees them."""
-        folder = self.run_path / share.checkpoint_name
-        # Before the first file: what a kill leaves here is told from the user's own folders by this
-        # mark.
-        _mark_pending(folder)
+    def persist(self, assigned: AssignedFiles) -> StagedFiles:
+        """Write files under the name of the checkpoint, where they are ignored until the commit."""
+        directory = self.run_path / assigned.checkpoint_name
+        # Before the first file: the marker distinguishes the remains of a killed process from
+        # directories of the user.
+        _mark_pending(directory)
         with warn_if_slow(
-            f"writing checkpoint {share.checkpoint_name} of {share.label} to {self.run_path}"
+            f"writing checkpoint {assigned.checkpoint_name} of {assigned.label} to {self.run_path}"
         ):
-            checksums = folder.upload_files(share.source_directory, share.files)
-        return StagedFiles(None, tuple(share.files), checksums)
+            checksums = directory.upload_files(assigned.source_directory, assigned.files)
+        return StagedFiles(None, tuple(assigned.files), checksums)
 
     def commit(self, draft: CheckpointDraft) -> Manifest:
-        """Check that all ranks' files are there, remove what is not theirs, write the manifest."""
+        """Check that all files exist, remove files of other attempts, and write the manifest."""
         fault_points.maybe_stop_at("commit.start")
         name = draft.manifest.name
         self._check_not_committed(name)
@@ -84,75 +84,79 @@ class RemoteCheckpointStore(CheckpointStore):
             if "/" in name:
                 add_name(self.run_path, name)
             return commit_in_place(self.path(name), draft)
-        folder = self.run_path / name
-        # An attempt that was given up may have left other files under this name.
-        _remove_unlisted(folder, draft.staged_files)
-        finalize_remote(folder, draft.manifest, draft)
+        directory = self.run_path / name
+        # An abandoned attempt may have left other files under this name.
+        _remove_unlisted(directory, draft.staged_files)
+        finalize_remote(directory, draft.manifest, draft)
         fault_points.maybe_stop_at("commit.renamed")
         return draft.manifest
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint: gone with its manifest, its other files follow."""
+        """Delete the manifest of a checkpoint first, and then its other files."""
         if not is_external(name):
-            folder = self.run_path / name
-            folder.write(PENDING_MARKER, b"")  # what a kill leaves of it is Drawbar's to sweep
-            folder.delete_file(MANIFEST_FILE)
-            folder.delete_tree()
+            directory = self.run_path / name
+            directory.write(PENDING_MARKER, b"")  # so that clean_up() finds it after a kill
+            directory.delete_file(MANIFEST_FILE)
+            directory.delete_tree()
         if "/" in name:
             remove_name(self.run_path, name)
 
     def write_checksums(self, name: str) -> None:
-        """There is nothing left to do: the commit wrote them."""
+        """Do nothing, because the commit has already written them."""
 
     def write_validation(self, manifest: Manifest, *, durable: bool) -> None:
-        place = self.path(manifest.name)
-        if isinstance(place, RemotePath):
-            place.write(VALIDATION_FILE, manifest.encode())
+        directory = self.path(manifest.name)
+        if isinstance(directory, RemotePath):
+            directory.write(VALIDATION_FILE, manifest.encode())
         else:
-            write_atomically(place / VALIDATION_FILE, manifest.encode(), durable=durable)
+            write_atomically(directory / VALIDATION_FILE, manifest.encode(), durable=durable)
 
     def list_damaged(self) -> list[str]:
-        """List the names of committed checkpoints that have lost files.
+        """Return the names of committed checkpoints that have lost files.
 
-        A directory without a manifest is no damage here: that is how a kill leaves one.
+        A directory without a manifest is not damaged: a killed process leaves it like that.
         """
-        return [each.name for each in self.list_readable()[0] if not self.is_intact(each.name)]
+        return [
+            manifest.name
+            for manifest in self.list_readable()[0]
+            if not self.is_intact(manifest.name)
+        ]
 
     def clean_up(self) -> None:
-        """Here there is no staging area that would hold it: it lies under the names it was for."""
+        """Delete uncommitted directories, since remote storage has no staging area."""
         for name in self.list_uncommitted():
             (self.run_path / name).delete_tree()
 
     def list_uncommitted(self) -> list[str]:
-        """List the folders that Drawbar has written into and that are no checkpoint."""
+        """Return the names of directories that Drawbar has written to, but not committed."""
         return [name for name in self._list_directories() if _is_uncommitted(self.run_path / name)]
 
     def _list_directories(self) -> list[str]:
         return self.run_path.list_directories()
 
 
-def _mark_pending(folder: RemotePath) -> None:
-    """Mark a folder as one that a checkpoint is written into, unless it is the user's.
+def _mark_pending(directory: RemotePath) -> None:
+    """Mark a directory as an uncommitted checkpoint.
 
     Raises:
-        FileExistsError: It is.
+        FileExistsError: The directory belongs to the user.
     """
-    found = [file.path for file in folder.list_files()]
-    if found and not any(map(is_reserved, found)):
-        raise make_name_conflict_error(folder)
-    if PENDING_MARKER not in found:
-        folder.write(PENDING_MARKER, b"")
+    paths = [file.path for file in directory.list_files()]
+    if paths and not any(map(is_reserved, paths)):
+        raise make_name_conflict_error(directory)
+    if PENDING_MARKER not in paths:
+        directory.write(PENDING_MARKER, b"")
 
 
-def _remove_unlisted(folder: RemotePath, parts: Sequence[StagedFiles]) -> None:
-    wanted = {file.path for part in parts for file in part.files}
-    found = [file.path for file in folder.list_files() if file.path not in wanted]
-    # A manifest that was left goes first: without it nobody takes the rest for a checkpoint.
-    for path in sorted(found, key=lambda path: path != MANIFEST_FILE):
-        folder.delete_file(path)
+def _remove_unlisted(directory: RemotePath, staged_files: Sequence[StagedFiles]) -> None:
+    listed = {file.path for staged in staged_files for file in staged.files}
+    unlisted = [file.path for file in directory.list_files() if file.path not in listed]
+    # Delete a remaining manifest first, so that the other files do not look like a checkpoint.
+    for path in sorted(unlisted, key=lambda path: path != MANIFEST_FILE):
+        directory.delete_file(path)
 
 
-def _is_uncommitted(folder: RemotePath) -> bool:
-    """Whether Drawbar has written into a folder that is no checkpoint, nor was one."""
-    own = [file.path for file in folder.list_files() if is_reserved(file.path)]
-    return bool(own) and MANIFEST_FILE not in own
+def _is_uncommitted(directory: RemotePath) -> bool:
+    """Return True if Drawbar has written to a directory that has no manifest."""
+    reserved = [file.path for file in directory.list_files() if is_reserved(file.path)]
+    return bool(reserved) and MANIFEST_FILE not in reserved

@@ -1,4 +1,4 @@
-"""What a start goes on from: the newest checkpoint that is whole, with damaged newer ones aside."""
+"""Find the newest intact checkpoint and quarantine damaged newer ones."""
 
 from __future__ import annotations
 
@@ -15,54 +15,55 @@ from drawbar.train._storage.contents import has_reserved_files
 from drawbar.train._storage.manifest import Manifest, check_file_sizes
 
 MAX_HASHED_BYTES = 1_000_000_000
-"""Up to this size checksums are compared too: that takes less than loading does."""
+"""Maximum size up to which checksums are verified, which takes less time than loading."""
 
 
 def split_damaged(
     checkpoints: CheckpointStore, committed: Sequence[Manifest]
 ) -> tuple[list[Manifest], dict[str, str]]:
-    """Leave out the newest checkpoints as long as they are damaged.
+    """Remove damaged checkpoints from the end of the list.
 
     Returns:
-        Those up to the newest that is whole, and what is wrong with each newer one, by its name.
+        The checkpoints up to the newest intact one, and the reason for each damaged one by name.
     """
-    kept, damage = list(committed), dict[str, str]()
-    while kept and (found := _find_damage_reason(checkpoints, kept[-1])):
-        damage[kept.pop().name] = found
-    return kept, damage
+    intact, damage = list(committed), dict[str, str]()
+    while intact and (reason := _find_damage_reason(checkpoints, intact[-1])):
+        damage[intact.pop().name] = reason
+    return intact, damage
 
 
 def quarantine(checkpoints: CheckpointStore, name: str) -> None:
-    """Move a damaged checkpoint into the run's folder `broken`, where it takes nobody's name.
+    """Move a damaged checkpoint to `broken` in the run directory, so that its name can be reused.
 
-    A folder of the user's in its place, which holds nothing of Drawbar's, stays.
-    On an object store, which cannot rename, it stays until another one of its name is committed;
-    so does one that does not lie directly in the run.
+    These directories are not moved:
+      - directories without Drawbar's files, which belong to the user
+      - checkpoints in an object store, which cannot rename; the next commit replaces them
+      - checkpoints that are not direct children of the run directory
     """
-    place = checkpoints.path(name)
-    if "/" not in name and isinstance(place, Path) and place.is_dir() and has_reserved_files(place):
-        target = place.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
+    path = checkpoints.path(name)
+    if "/" not in name and isinstance(path, Path) and path.is_dir() and has_reserved_files(path):
+        target = path.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
         target.parent.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # nothing is left of it
-            os.rename(place, target)
+        with contextlib.suppress(FileNotFoundError):  # nothing is left of the checkpoint
+            os.rename(path, target)
 
 
 def _find_damage_reason(checkpoints: CheckpointStore, manifest: Manifest) -> str:
-    """Say what is wrong with a checkpoint; "" if nothing is.
+    """Return how a checkpoint is damaged; "" if it is intact.
 
-    Each file must have its size. Checksums, if they were written, are compared where that reads no
-    more than `MAX_HASHED_BYTES`, and nothing over a network that the workers will not read again.
+    Each file must have its size. Checksums are compared for local checkpoints of at most
+    `MAX_HASHED_BYTES`. Remote checkpoints are not downloaded for this.
     """
-    place = checkpoints.path(manifest.name)
+    path = checkpoints.path(manifest.name)
     try:
-        if isinstance(place, Path) and manifest.nbytes <= MAX_HASHED_BYTES:
+        if isinstance(path, Path) and manifest.nbytes <= MAX_HASHED_BYTES:
             checkpoints.get_checkpoint(manifest.name).verify()
         else:
-            check_file_sizes(place, manifest)
+            check_file_sizes(path, manifest)
     except CheckpointError as error:
         return str(error)
     except OSError as error:
-        if error.errno != errno.EIO:  # a disk that has lost what was written
+        if error.errno != errno.EIO:  # EIO: the disk has lost data
             raise
         return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""Storage that fails now and then: what is tried again, how often, and how the rest is told."""
+"""Retry transient storage errors with exponential backoff."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TRANSIENT_ERRNOS = {
     errno.EPIPE,
 }
 
-# How the object stores word it: pyarrow gives S3's errors as an OSError without a number.
+# Messages of object stores: pyarrow raises S3's errors as an OSError without an errno.
 _TRANSIENT_TEXT = re.compile(
     r"slow_?down|throttl|too ?many ?requests|service_?unavailable|internal_?(failure|error)"
     r"|request_?timeout|timed? ?out|network_connection|connection (reset|refused|aborted)"
@@ -41,60 +41,65 @@ _TRANSIENT_TEXT = re.compile(
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same call may well work in a moment.
+    """Return True if a retry of the same call may succeed.
 
-    A disk's own read or write error (EIO), a full disk and a refused permission are not: trying
-    again would only hide them.
+    Disk errors (EIO), full disks, and missing permissions are not transient, and a retry would only
+    hide them.
     """
     if isinstance(error, ConnectionError | TimeoutError):
         return True
     if not isinstance(error, OSError):
         return False
-    # The number says all: such an error's text may have a path in it that reads like a failure.
+    # Do not match the text if there is an errno: a path in it can look like a transient error.
     if error.errno is not None:
         return error.errno in _TRANSIENT_ERRNOS
     return _TRANSIENT_TEXT.search(str(error)) is not None
 
 
 def retry_transient(action: Callable[[], T], description: str) -> T:
-    """Do it, and again after 0.1, 0.2, 0.4 ... seconds while it fails transiently, 6 times in all.
+    """Call a function, and retry it up to 5 times after transient errors with growing delays.
 
-    The first failure is logged; `what` says in words what is being done, with path and bytes.
+    The delays are 0.1, 0.2, 0.4, ... seconds. The first failure is logged.
+
+    Args:
+        action: Function to call.
+        description: Operation with path and size, such as "writing 12 bytes to s3://b/x".
 
     Raises:
-        OSError: It failed in another way, or too often. The message begins with `what`.
+        OSError: The error is not transient, or the last try failed. The message begins with
+            `description`.
     """
-    for number in range(1, MAX_TRIES + 1):
+    for attempt in range(1, MAX_TRIES + 1):
         try:
             return action()
         except FileNotFoundError:
-            raise  # an answer rather than a failure
+            raise  # a result, not a failure
         except OSError as error:
-            if number == MAX_TRIES or not is_transient(error):
-                raise add_context(error, description, tries=number) from error
-            if number == 1:
-                _logger.warning("%s failed and is tried again: %s", description, error)
-        time.sleep(INITIAL_DELAY_S * 2 ** (number - 1))
+            if attempt == MAX_TRIES or not is_transient(error):
+                raise add_context(error, description, tries=attempt) from error
+            if attempt == 1:
+                _logger.warning("%s failed and will be retried: %s", description, error)
+        time.sleep(INITIAL_DELAY_S * 2 ** (attempt - 1))
     raise AssertionError("the last try returns or raises")
 
 
-def add_context(error: OSError, what: str, *, tries: int = 1) -> OSError:
-    """Give the error as one of the same kind that says what was being done."""
+def add_context(error: OSError, description: str, *, tries: int = 1) -> OSError:
+    """Return an error with the same errno whose message describes the operation."""
     times = f" {tries} times" if tries > 1 else ""
     reason = error.strerror or str(error) or type(error).__name__
-    text = f"{what} failed{times}: {reason}"
+    text = f"{description} failed{times}: {reason}"
     return OSError(error.errno, text) if error.errno is not None else OSError(text)
 
 
 @contextmanager
-def warn_if_slow(what: str) -> Iterator[None]:
-    """Log that `what` is still going on, every 30 seconds."""
+def warn_if_slow(description: str) -> Iterator[None]:
+    """Log a warning every 30 seconds while the operation is in progress."""
     done = threading.Event()
     began = time.monotonic()
 
     def watch() -> None:
         while not done.wait(SLOW_WARNING_PERIOD_S):
-            _logger.warning("%s takes long: %.0f s so far", what, time.monotonic() - began)
+            _logger.warning("%s is slow: %.0f s so far", description, time.monotonic() - began)
 
     thread = threading.Thread(target=watch, name="drawbar-slow-storage", daemon=True)
     thread.start()

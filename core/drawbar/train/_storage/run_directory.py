@@ -1,21 +1,21 @@
-"""The run directory.
+"""Layout of a run directory: paths, checkpoint store, and run files.
 
     <storage_path>/<name>/
-        journal.jsonl             what happened, in order (_history/journal.py)
-        trainer.pkl               what restore() needs
-        places.json               checkpoints that lie elsewhere (places.py)
+        journal.jsonl             events of the run (_history/journal.py)
+        trainer.pkl               data for restore()
+        places.json               index of other checkpoints (external_checkpoints.py)
         outcome.pkl               return values and error of a detached run
-        logs/rank_N.log           every rank's full output
+        logs/rank_N.log           complete output of each rank
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
-        broken/                   checkpoints that were damaged when a start looked at them
+        broken/                   quarantined checkpoints
         .staging/                 files that are not committed yet
-        .uncommitted/             what was handed over for a checkpoint that did not come about
+        .uncommitted/             moved files of checkpoints that were not committed
         .workers/                 exit reports of worker processes (_worker/sentinel.py)
 
 `.staging` and `.workers` are deleted when the run ends.
 
-Where the storage is not mounted, such as an object store, that is a work folder on the driver's
-node, and checkpoints, journal, logs, stacks and `trainer.pkl` lie in the storage.
+For remote storage, such as an object store, this is a work directory on the driver's node, and the
+storage has the checkpoints and copies of journal, logs, stacks, and `trainer.pkl`.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The directory of one run, seen from the controller or from a worker.
+    """Directory of a run, as the controller or a worker sees it.
 
     Attributes:
-        path: The directory on this node.
-        folder: Where the run lies if its storage is not mounted; `path` is the work folder then.
+        local_path: The directory on this node; for a remote run, its work directory.
+        remote_path: The directory in remote storage; None for a local run.
     """
 
     local_path: Path
     remote_path: RemotePath | None = None
 
-    # -- where it is
+    # -- location
 
     @property
     def root(self) -> Path | RemotePath:
-        """Where the run lies."""
+        """Directory of the run, local or remote."""
         return self.local_path if self.remote_path is None else self.remote_path
 
     @property
@@ -69,7 +69,7 @@ class RunDirectory:
 
     @property
     def storage_fs_path(self) -> str:
-        """The storage path that the run lies in, on its filesystem."""
+        """Path of the storage on its filesystem."""
         return (
             str(self.local_path.parent)
             if self.remote_path is None
@@ -78,98 +78,100 @@ class RunDirectory:
 
     @property
     def uri(self) -> str:
-        """Where the run lies, for people and for `Result.from_path`."""
+        """Path or URI of the run, for messages and `Result.from_path`."""
         return str(self.root)
 
     @property
     def filesystem(self) -> FileSystem | None:
-        """The `pyarrow.fs.FileSystem` that the run lies on; None if it is a local one."""
+        """`pyarrow.fs.FileSystem` of a remote run; None for a local one."""
         return None if self.remote_path is None else self.remote_path.filesystem
 
     def list_local_paths(self) -> list[Path]:
-        """List the folders of this node that the run lies in."""
+        """Return the directories of this node that have files of the run."""
         local = None if self.remote_path is None else self.remote_path.local_path
         return [self.local_path] if local is None else [self.local_path, local]
 
     def is_on_this_node(self, run_id: str) -> bool:
-        """Whether this node sees the run's journal, rather than none or that of another run."""
+        """Return True if this node has the journal of the run with this identifier."""
         try:
-            # By what is in it: every node has a /tmp, and may have a run of this name there.
+            # Check the content: every node has a /tmp, which can have another run of this name.
             with open(self.journal_path, "rb") as file:
                 return any(run_id.encode() in line for line in file)
         except FileNotFoundError:
             return False
 
-    # -- what lies in it
+    # -- content
 
     @property
     def checkpoints(self) -> CheckpointStore:
-        """The run's checkpoints."""
+        """Checkpoints of the run."""
         if self.remote_path is None:
             return LocalCheckpointStore(self.local_path, self.staging)
         return RemoteCheckpointStore(self.remote_path)
 
     @property
     def staging(self) -> StagingArea:
-        """The folder of everything that is not committed."""
+        """Staging area for files that are not committed."""
         return StagingArea(self.local_path / ".staging")
 
     @property
     def run_files(self) -> RunFiles:
-        """The run's own files, as others find them."""
+        """Files of the run other than checkpoints, as other processes see them."""
         if self.remote_path is None:
             return RunFiles(self.local_path, self.staging.path)
         return RemoteRunFiles(self.local_path, self.staging.path, self.remote_path)
 
     @property
     def journal_path(self) -> Path:
-        """File of the run's events."""
+        """Path of the journal."""
         return self.local_path / JOURNAL_FILE
 
     @property
     def trainer_path(self) -> Path:
-        """File with what `restore()` needs."""
+        """Path of the data for `restore()`."""
         return self.local_path / TRAINER_FILE
 
     def get_log_path(self, rank: int) -> Path:
-        """File with one rank's full output."""
+        """Return the path of the complete output of a rank."""
         return self.local_path / "logs" / f"rank_{rank}.log"
 
     def get_exit_report_path(self, hostname: str, pid: int) -> Path:
-        """File that tells how a worker process ended."""
+        """Return the path of the file that records how a worker process ended."""
         return self.local_path / ".workers" / f"{hostname}-{pid}.json"
 
     def has_run(self) -> bool:
-        """Whether there is a run: its journal, or checkpoints whose journal is lost."""
+        """Return True if there is a journal, or a committed checkpoint without one."""
         return self.run_files.read_journal() is not None or bool(self.checkpoints.list_committed())
 
 
 def open_run_directory(
     path: str | os.PathLike[str], filesystem: AnyFileSystem | None = None
 ) -> RunDirectory:
-    """Give the directory of a run, wherever it lies. Nothing is read or written yet.
+    """Return the directory of a run in local or remote storage, without accessing it.
 
-    The work folder of a remote one is `$XDG_CACHE_HOME/drawbar/<name>-<hash of the place>`, by
+    The work directory of a remote run is `$XDG_CACHE_HOME/drawbar/<name>-<hash of the root>`, by
     default below `~/.cache`.
 
     Raises:
-        ImportError, ValueError, TypeError: The path and the filesystem name no storage.
+        ImportError: The package for the filesystem is not installed.
+        ValueError: The path is empty, or has an unknown scheme.
+        TypeError: `filesystem` is not a filesystem.
     """
     return make_run_directory(resolve_path(path, filesystem))
 
 
-def make_run_directory(place: Path | RemotePath) -> RunDirectory:
-    """Give the directory of a run at a place; see `open_run_directory`."""
-    if isinstance(place, Path):
-        return RunDirectory(place)
-    endpoint = describe_endpoint(place.filesystem)
-    key = f"{place.filesystem.type_name} {place.fs_path} {endpoint}".rstrip()
+def make_run_directory(root: Path | RemotePath) -> RunDirectory:
+    """Return the directory of a run from its resolved path; see `open_run_directory`."""
+    if isinstance(root, Path):
+        return RunDirectory(root)
+    endpoint = describe_endpoint(root.filesystem)
+    key = f"{root.filesystem.type_name} {root.fs_path} {endpoint}".rstrip()
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return RunDirectory(_get_cache_directory() / f"{place.name}-{digest}", place)
+    return RunDirectory(_get_cache_directory() / f"{root.name}-{digest}", root)
 
 
 def list_work_directories() -> list[Path]:
-    """List the work folders of this user's remote runs on this machine."""
+    """Return the work directories of this user's remote runs on this machine."""
     cache = _get_cache_directory()
     return sorted(path for path in cache.iterdir() if path.is_dir()) if cache.is_dir() else []
 

@@ -1,9 +1,8 @@
-"""A run's own files, such as its journal, logs and `trainer.pkl`, and where others find them.
+"""Read and write a run's journal, logs, and state, and upload them to remote storage.
 
-In a storage that is not mounted, an object store or the like, the journal grows in a local work
-folder, since an object store cannot append, and is put in the storage at each commit and at the
-end; logs, stacks and `trainer.pkl` follow at the end. docs/decisions/0005-remote-storage.md says
-why it is so.
+Object stores cannot append. For remote storage, the journal is therefore written in a local work
+directory and uploaded at each commit and at the end of the run. Logs, stacks, and `trainer.pkl` are
+uploaded at the end. See docs/decisions/0005-remote-storage.md.
 """
 
 from __future__ import annotations
@@ -43,132 +42,145 @@ RUN_FILE_NAMES = (
 )
 
 _logger = logging.getLogger("drawbar.train")
-# Commits and the end of a run publish in different threads: an older journal must not come last.
+# Commits and the end of a run upload in different threads. An older journal must not be the last.
 _upload_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Those of a run whose directory is mounted: what is written there, others find there.
+    """Files of a run in a local or mounted directory, where other processes read them.
 
     Attributes:
-        path: The run's directory on this node.
-        spare: A folder on the same filesystem, for files that are being written.
+        path: Run directory on this node.
+        temp_directory: Directory on the same filesystem, for files that are being written.
     """
 
     path: Path
     temp_directory: Path
 
     def read_journal(self) -> bytes | None:
-        """Read the journal where it is newest; None if there is no run."""
+        """Return the newest journal; None if there is no run."""
         try:
             return read_file_or_none(self.path, JOURNAL_FILE)
         except IsADirectoryError:
             raise make_not_a_file_error(self.path / JOURNAL_FILE) from None
 
     def sync_journal(self, journal: JournalFile) -> None:
-        """Bring what is newer elsewhere into the journal here, which this process holds."""
+        """Update the journal, which this process holds, from a newer copy."""
 
     def read(self, name: str) -> bytes | None:
-        """Read one of them, such as `logs/rank_0.log`; None if it is not there."""
+        """Return a file, such as `logs/rank_0.log`; None if it does not exist."""
         return read_file_or_none(self.path, name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file where other processes find it."""
-        # Those who copy the run directory must not find temporary files; after the run it has no
-        # directory for them.
-        spare = self.temp_directory if self.temp_directory.is_dir() else None
-        write_atomically(self.path / name, data, temp_directory=spare)
+        """Write a file for other processes to read."""
+        # Copies of the run directory must not include temporary files. After the end of the run,
+        # there is no directory for them.
+        temp_directory = self.temp_directory if self.temp_directory.is_dir() else None
+        write_atomically(self.path / name, data, temp_directory=temp_directory)
 
     def delete(self, name: str) -> None:
-        """Delete one of them, which may not be there."""
+        """Delete a file. A missing file is not an error."""
         (self.path / name).unlink(missing_ok=True)
 
     def upload_journal(self, *, everything: bool = False) -> bool:
-        """Put the journal, or the logs and all else too, where others find it.
+        """Upload the journal, and with `everything` all other files. Errors are logged.
 
-        Tells whether all of that is there now. What fails is logged.
+        Returns:
+            True if every file was uploaded.
         """
         return True
 
     def upload_log(self, log: Path) -> None:
-        """Put a rank's log where others find it, from a node that is not the driver's."""
+        """Upload the log of a rank from a node other than the driver's."""
 
     def check_writable(self) -> None:
-        """Check that the storage can be written.
+        """Check that the storage is writable.
 
         Raises:
-            OSError: It cannot.
+            OSError: The storage cannot be written.
         """
 
 
 @dataclass(frozen=True)
 class RemoteRunFiles(RunFiles):
-    """Those of a run in an object store: they lie in its work folder, and a copy where it lies.
+    """Files of a run in remote storage: originals in the work directory, copies in the storage.
 
     Attributes:
-        folder: Where it lies.
+        remote_path: Directory of the run in the storage.
     """
 
     remote_path: RemotePath
 
     def read_journal(self) -> bytes | None:
-        """Give the storage's journal, or the one here, if that goes on from it.
+        """Return the journal in the storage, or the local one if it continues that one.
 
-        With none in the storage, the one here is of a run that has just begun, or of one that was
-        deleted.
+        If the storage has no journal, the local one is used only while a run holds its lock: then
+        the run has just begun. Otherwise the run was deleted.
         """
-        here, there = super().read_journal(), self.remote_path.read_or_none(JOURNAL_FILE)
-        if there is None:
-            return here if is_locked(self.path / JOURNAL_FILE) else None
-        return here if here is not None and here.startswith(strip_torn_line(there)) else there
+        local_data, remote_data = (
+            super().read_journal(),
+            self.remote_path.read_or_none(JOURNAL_FILE),
+        )
+        if remote_data is None:
+            return local_data if is_locked(self.path / JOURNAL_FILE) else None
+        return (
+            local_data
+            if local_data is not None and local_data.startswith(strip_torn_line(remote_data))
+            else remote_data
+        )
 
     def sync_journal(self, journal: JournalFile) -> None:
-        """Bring the storage's journal into the one here, which this process holds.
+        """Update the local journal, which this process holds, from the storage.
 
-        The storage's is the truth. The one here is newer if it only goes on from that: the driver
-        died here before it could put the rest there.
+        The journal in the storage is authoritative. The local one is kept only if it continues it,
+        because a driver that died here may not have uploaded its last lines.
         """
         journal.sync_from(self.remote_path.read_or_none(JOURNAL_FILE))
 
     def read(self, name: str) -> bytes | None:
-        """Read one; that of the work folder if the storage has none."""
-        there = self.remote_path.read_or_none(name)
-        return super().read(name) if there is None else there
+        """Return a file of the storage, or of the work directory if the storage has none."""
+        data = self.remote_path.read_or_none(name)
+        return super().read(name) if data is None else data
 
     def write(self, name: str, data: bytes) -> None:
-        """Write one into the storage."""
+        """Write a file into the storage."""
         self.remote_path.write(name, data)
 
     def delete(self, name: str) -> None:
-        """Delete one, here and in the storage."""
+        """Delete a file in the work directory and in the storage."""
         super().delete(name)
         self.remote_path.delete_file(name)
 
     def upload_journal(self, *, everything: bool = False) -> bool:
-        """Put the journal into the storage; `everything`: also the logs, stacks and `trainer.pkl`.
+        """Upload the journal, and with `everything` also logs, stacks, and `trainer.pkl`.
 
-        Tells whether all of that is there now.
-        What fails here is logged: no checkpoint depends on it. A file that is refused does not keep
-        the others back; a storage that does not answer does, after it was asked several times.
+        Errors are logged, because no checkpoint depends on these files. After an error that
+        concerns one file, the others are still uploaded. If the storage does not respond after
+        retries, the upload ends.
+
+        Returns:
+            True if every file was uploaded.
         """
         complete = True
         with _upload_lock:
             for name in (JOURNAL_FILE, *(self._list_other_files() if everything else ())):
                 try:
                     self._upload(name)
-                except Exception as error:  # fsspec's filesystems raise what their libraries do
+                except Exception as error:  # fsspec filesystems raise any type of error
                     complete = False
-                    _logger.warning("%s in %s is not up to date: %s", name, self.remote_path, error)
-                    # A storage that is down would be asked, and waited for, once per file.
+                    _logger.warning("Could not upload %s to %s: %s", name, self.remote_path, error)
+                    # An unavailable storage would make every further file wait for its retries.
                     if is_transient(error) or not isinstance(error, OSError):
                         break
         return complete
 
     def _list_other_files(self) -> Iterator[str]:
-        """List what is not hidden in the work folder, but for the journal."""
-        for root, folders, files in os.walk(self.path):
-            folders[:] = [folder for folder in folders if not folder.startswith(".")]
+        """Yield the relative paths of all files except the journal and hidden files."""
+        for root, directories, files in os.walk(self.path):
+            directories[:] = [
+                directory for directory in directories if not directory.startswith(".")
+            ]
             for name in (os.path.relpath(f"{root}/{file}", self.path) for file in files):
                 if not name.startswith((".", JOURNAL_FILE)):
                     yield name
@@ -181,7 +193,7 @@ class RemoteRunFiles(RunFiles):
             self.remote_path.upload_file(path, FileEntry(name, path.stat().st_size))
 
     def upload_log(self, log: Path) -> None:
-        """Put a rank's log into the storage, if it has one."""
+        """Upload the log of a rank, if it exists."""
         if log.exists():
             (self.remote_path / "logs").write(log.name, log.read_bytes())
 

@@ -1,18 +1,18 @@
-"""Numbers of bytes as people read them."""
+"""Format byte counts for messages."""
 
 from __future__ import annotations
 
 
 def format_size(nbytes: int) -> str:
-    """Give a number of bytes in the unit that suits it, such as "1.23 GB"."""
+    """Return a size with a suitable unit, such as "1.23 GB"."""
     amount = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
-        if amount < 999.5:  # which is written as 1000 of the unit
+        if amount < 999.5:  # larger values are rounded to 1000 of this unit
             return f"{amount:.3g} {unit}"
         amount /= 1000
     return f"{amount:.3g} TB"
 
 
 def format_exact_size(nbytes: int) -> str:
-    """Give a number of bytes as people read it, and exactly."""
+    """Return a size with a suitable unit and the exact number of bytes."""
     return f"{nbytes} bytes" if nbytes < 1000 else f"{format_size(nbytes)} ({nbytes} bytes)"

@@ -1,7 +1,7 @@
-"""The staging area: its folders are filled, merged, and emptied of links.
+"""Staging area: stage, merge, and preserve files that are not committed.
 
-A folder of the staging area is Drawbar's and goes when its attempt is over, unless it holds what
-the user has handed over: that is set aside then, since nobody else has those files any more.
+A staging directory is deleted when its attempt ends, unless it has files that the user moved to
+Drawbar. Those files exist nowhere else, so they are preserved.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ _MOVED_PREFIX = "handed-over."
 
 @dataclass(frozen=True)
 class StagedFiles:
-    """One rank's share of a checkpoint: these files lie in this directory of the staging area.
+    """Files that one rank has staged for a checkpoint.
 
-    None: they lie where the checkpoint will be already.
+    Attributes:
+        directory: Staging directory; None if the files are already where the checkpoint will be.
+        files: The files.
+        checksums: The xxh3 of each file by path, if the upload has computed them.
     """
 
     directory: Path | None
@@ -47,14 +50,14 @@ class StagedFiles:
 
 @dataclass(frozen=True)
 class AssignedFiles:
-    """What one rank gives to a checkpoint, as it lies on the rank's node.
+    """Files that one rank contributes to a checkpoint, on the rank's node.
 
     Attributes:
-        source: The directory that the files are in.
-        files: Which.
-        label: Of the rank, for the name of the stage.
-        name: Of the checkpoint.
-        move: The source is given up.
+        source_directory: Directory with the files.
+        files: The files.
+        label: Label of the rank, such as `rank_3`, for the name of the staging directory.
+        checkpoint_name: Name of the checkpoint.
+        should_move: Whether the files are moved, because the caller gives up the source directory.
     """
 
     source_directory: Path
@@ -65,115 +68,120 @@ class AssignedFiles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files together."""
+        """Total size of the files in bytes."""
         return sum(file.size for file in self.files)
 
 
 @dataclass(frozen=True)
 class StagingArea:
-    """The run's folder of everything that is not committed, on this node."""
+    """Directory `.staging` of a run on this node, with one subdirectory for each contribution."""
 
     path: Path
 
     @property
     def preserved_path(self) -> Path:
-        """Folder of what was handed over by `report()` and not committed before its attempt ended.
+        """Directory of moved files that were not committed before their attempt ended.
 
         The next commit empties it.
         """
         return self.path.parent / ".uncommitted"
 
     def make_directory(self, label: str) -> Path:
-        """Make a new empty folder in the staging area, where a commit moves no byte."""
-        # Never by the name of the checkpoint: an attempt that is given up may still be writing
-        # there.
+        """Create an empty staging directory, from which a commit can rename without copying."""
+        # A unique name, not the name of the checkpoint: an abandoned attempt may still be writing
+        # to its directory.
         path = self.path / f"{label}-{uuid.uuid4().hex[:12]}"
         path.mkdir(parents=True)
         return path
 
     def has_directory(self, path: Path) -> bool:
-        """Whether `path` lies directly in the staging area."""
+        """Return True if `path` is a direct child of the staging area."""
         return path.parent == self.path
 
     def list_directories(self) -> list[Path]:
-        """List what lies in the staging area, but for files that are on their way elsewhere.
+        """Return the staging directories, without hidden temporary files.
 
-        Those come and go while a checkpoint is added to, whatever becomes of an attempt.
+        Those are created and deleted while files are added to a checkpoint, in any attempt.
         """
         return list(self.path.glob("[!.]*"))
 
-    def stage_files(self, share: AssignedFiles) -> Path:
-        """Copy or move a rank's share into a new folder; if that fails the folder is gone.
+    def stage_files(self, assigned: AssignedFiles) -> Path:
+        """Copy or move the files of a rank into a new staging directory.
+
+        If this fails, the directory is deleted.
 
         Raises:
-            OSError: They cannot be written; the message has the path and the bytes.
+            OSError: The files cannot be written; the message has the path and the size.
         """
-        kept_as = f"{_MOVED_PREFIX}{_make_moved_label(share.label, share.checkpoint_name)}"
-        target = self.make_directory(kept_as if share.should_move else share.label)
-        act = _files.move_files if share.should_move else _files.copy_files
+        moved_label = (
+            f"{_MOVED_PREFIX}{_make_moved_label(assigned.label, assigned.checkpoint_name)}"
+        )
+        target = self.make_directory(moved_label if assigned.should_move else assigned.label)
+        transfer = _files.move_files if assigned.should_move else _files.copy_files
         try:
-            act(share.source_directory, target, share.files)
-        # Also when it is interrupted: half a share must not look like one.
+            transfer(assigned.source_directory, target, assigned.files)
+        # Also for KeyboardInterrupt: an incomplete directory must not look complete.
         except BaseException as error:
             _files.remove_tree(target)
             if not isinstance(error, OSError):
                 raise
-            what = (
-                f"writing {format_exact_size(share.nbytes)} of checkpoint {share.checkpoint_name}"
-            )
-            raise add_context(error, f"{what} to {self.path.parent}") from error
+            size, name = format_exact_size(assigned.nbytes), assigned.checkpoint_name
+            raise add_context(
+                error, f"writing {size} of checkpoint {name} to {self.path.parent}"
+            ) from error
         return target
 
-    def stage_moved(self, share: AssignedFiles, *, attempt: int) -> Path:
-        """Move a folder that was handed over here as a whole, also what came into it meanwhile.
+    def stage_moved(self, assigned: AssignedFiles, *, attempt: int) -> Path:
+        """Move a whole directory by a rename, including files that were added after `report()`.
 
-        What only a copy can take is taken file by file, and what came meanwhile stays there.
+        If it cannot be renamed, the listed files are copied, and files added later stay there.
 
         Raises:
-            FileNotFoundError: Another rank of this node may have it; `taken_over` knows.
-            OSError: It cannot be written; the message has the path and the bytes.
+            FileNotFoundError: The directory does not exist. Another rank of this node may have
+                moved it; see `find_moved`.
+            OSError: The files cannot be written; the message has the path and the size.
         """
-        key = _make_source_key(share.source_directory, share.checkpoint_name, attempt)
-        stage = (
+        key = _make_source_key(assigned.source_directory, assigned.checkpoint_name, attempt)
+        staging_directory = (
             self.path
-            / f"{_MOVED_PREFIX}{_make_moved_label(share.label, share.checkpoint_name)}-{key}"
+            / f"{_MOVED_PREFIX}{_make_moved_label(assigned.label, assigned.checkpoint_name)}-{key}"
         )
         fault_points.maybe_stop_at("persist.start")
         with hold_file_lock(self.path / "taking.lock"):
-            # A rename would take links along, and what they lead to is not in the run.
-            if not find_symlinks(share.source_directory) and _try_rename(
-                share.source_directory, stage
+            # A rename would move the links, but their targets are outside the run.
+            if not find_symlinks(assigned.source_directory) and _try_rename(
+                assigned.source_directory, staging_directory
             ):
                 fault_points.maybe_stop_at("persist.half")
-                _files.inherit_directory_mode(stage)
-                return stage
-            seen = _files.FileIdentities.capture(share.source_directory, share.files)
-            copy = self.stage_files(share)
-            stage = stage if _try_rename(copy, stage) else copy
-            seen.remove_unchanged(was_moved=True)
-        return stage
+                _files.inherit_directory_mode(staging_directory)
+                return staging_directory
+            identities = _files.FileIdentities.capture(assigned.source_directory, assigned.files)
+            copy = self.stage_files(assigned)
+            staging_directory = staging_directory if _try_rename(copy, staging_directory) else copy
+            identities.remove_unchanged(was_moved=True)
+        return staging_directory
 
-    def release_source(self, seen: _files.FileIdentities, *, given: bool) -> None:
-        """Delete what was handed over and committed, after all that other ranks are deleting.
+    def release_source(self, identities: _files.FileIdentities, *, given: bool) -> None:
+        """Delete the sources of committed files, after other ranks have finished deleting.
 
-        A rank's `report()` then returns when nobody else deletes in a folder that they share: what
-        it writes there next must not meet a peer that is in the middle of it.
+        When `report()` returns, no other rank is deleting in a shared directory. Files that a rank
+        writes there next are therefore not affected by a peer that is still deleting.
         """
         with hold_file_lock(self.path / "letting_go.lock"):
-            seen.remove_unchanged(was_moved=given)
+            identities.remove_unchanged(was_moved=given)
 
     def find_moved(self, source: Path, name: str, *, attempt: int) -> Path | None:
-        """Find where a rank of this node has taken a folder that others report too."""
-        # Under the lock, or it would look in between a copy and the rename that names it.
+        """Return the directory to which a rank of this node moved the source; None if none did."""
+        # Under the lock, because stage_moved() copies first and renames to the final name later.
         with hold_file_lock(self.path / "taking.lock"):
             pattern = f"{_MOVED_PREFIX}*-{_make_source_key(source, name, attempt)}"
             return next(self.path.glob(pattern), None)
 
     def scan_directory(self, directory: Path) -> DirectoryContents:
-        """Look at a folder in which another rank may be putting copies in the place of links.
+        """Scan a directory in which another rank may be replacing links with copies.
 
         Raises:
-            OSError: A link leads nowhere, or back, and stays there.
+            OSError: A link is broken or circular, and no rank is replacing it.
         """
         try:
             return scan_directory(directory)
@@ -182,70 +190,72 @@ class StagingArea:
                 return scan_directory(directory)
 
     def replace_symlinks(self, directory: Path) -> None:
-        """Put copies in the place of a folder's links; what they lead to stays as it is.
+        """Replace the links in a directory with copies of their targets.
 
-        Ranks that save into one folder do so one after another.
+        Ranks that save into the same directory do this one after another.
 
         Raises:
-            OSError: One leads nowhere, or back; or there is no room.
+            OSError: A link is broken or circular, or the disk is full.
         """
         if not find_symlinks(directory):
             return
         with hold_file_lock(self.path / "links.lock"):
-            spare = self.make_directory("links")
+            scratch_directory = self.make_directory("links")
             try:
-                _files.replace_symlinks(directory, spare)
+                _files.replace_symlinks(directory, scratch_directory)
             finally:
-                _files.remove_tree(spare)
+                _files.remove_tree(scratch_directory)
 
     def move_to_trash(self, path: Path) -> Path:
-        """Take a folder of the run away in one step. Gives where it is to be deleted, if it was."""
+        """Move a directory of the run into the staging area, and return the path to delete."""
         trash = self.path / f"deleted-{uuid.uuid4().hex[:12]}"
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, trash)
         return trash
 
     def list_moved(self) -> list[Path]:
-        """List the stages that hold what was handed over."""
+        """Return the staging directories with moved files."""
         return list(self.path.glob(f"{_MOVED_PREFIX}*"))
 
     def preserve_moved(self, committed: Collection[str]) -> None:
-        """Move what was handed over into `uncommitted`, and say where it lies now.
+        """Keep moved files that were not committed in `preserved_path`, and log where they are.
 
-        It takes the place of the same rank's for a checkpoint of this name. `committed` are the
-        names of checkpoints that are, so that nothing is kept for them.
+        They replace those that the same rank moved for an earlier checkpoint of the same name.
+
+        Args:
+            committed: Names of committed checkpoints, whose files are not preserved.
         """
-        for stage in self.list_moved():
-            label = stage.name.removeprefix(_MOVED_PREFIX).rpartition("-")[0]
-            # A kill between the commit and the clean-up leaves both.
+        for staging_directory in self.list_moved():
+            label = staging_directory.name.removeprefix(_MOVED_PREFIX).rpartition("-")[0]
+            # After a kill between commit and clean-up, both exist.
             if any(label == _make_moved_label(label.partition(".")[0], name) for name in committed):
                 continue
-            kept = self.preserved_path / label
+            preserved = self.preserved_path / label
             self.preserved_path.mkdir(exist_ok=True)
-            _files.remove_tree(kept)
-            os.rename(stage, kept)
+            _files.remove_tree(preserved)
+            os.rename(staging_directory, preserved)
             _logger.warning(
-                "a checkpoint that was handed over is not committed; its files lie in %s until the "
-                "next one is",
-                kept,
+                "A checkpoint was not committed. Its files are in %s and are deleted at the next "
+                "commit; copy them to keep them.",
+                preserved,
             )
 
 
 def _make_moved_label(label: str, name: str) -> str:
-    """Name what a rank has handed over for a checkpoint; the name of a folder has limits."""
+    """Return the label of a directory with moved files; file names have a maximum length."""
     return f"{label}.{os.fsencode(name)[:100].decode(errors='ignore')}"
 
 
 def _make_source_key(source: Path, name: str, attempt: int) -> str:
-    """Say in 12 letters what was handed over, where it lay, and for what."""
-    place = os.path.join(os.path.realpath(source.absolute().parent), source.name)
-    return hashlib.sha256(os.fsencode(f"{attempt} {name} {place}")).hexdigest()[:12]
+    """Return a key of 12 hex digits for a source directory in a checkpoint and attempt."""
+    source_path = os.path.join(os.path.realpath(source.absolute().parent), source.name)
+    return hashlib.sha256(os.fsencode(f"{attempt} {name} {source_path}")).hexdigest()[:12]
 
 
-def _try_rename(folder: Path, target: Path) -> bool:
-    """Move a folder by one rename, if that is possible; what is there is not replaced."""
+def _try_rename(source: Path, target: Path) -> bool:
+    """Rename a directory if possible, without replacing the target; return True on success."""
     try:
-        os.rename(folder, target)
+        os.rename(source, target)
     except FileNotFoundError:
         raise
     except OSError:
@@ -253,18 +263,22 @@ def _try_rename(folder: Path, target: Path) -> bool:
     return True
 
 
-def merge_staged(parts: Sequence[StagedFiles]) -> Path | None:
-    """Bring all parts into the folder of the first one, which then holds their files, no more.
+def merge_staged(staged_files: Sequence[StagedFiles]) -> Path | None:
+    """Move all files into the staging directory of the first rank, and return that directory.
 
-    Several may lie in one folder. None: no part is in the staging area.
+    Ranks can share a directory. Returns None if no files are in the staging area.
     """
-    staged = [(part.directory, part.files) for part in parts if part.directory is not None]
-    if not staged:
+    directories = [
+        (directories.directory, directories.files)
+        for directories in staged_files
+        if directories.directory is not None
+    ]
+    if not directories:
         return None
-    merged = staged[0][0]
-    others = [each for each in staged if each[0] != merged]
-    # What a lower rank gives is taken from there, and what nobody has offered is in no manifest.
-    _files.remove_unlisted(merged, {file.path for part in parts for file in part.files})
+    merged = directories[0][0]
+    others = [staged for staged in directories if staged[0] != merged]
+    # Delete files that are not in the manifest; move_files() replaces files of the same path.
+    _files.remove_unlisted(merged, {file.path for staged in staged_files for file in staged.files})
     for directory, files in others:
         _files.move_files(directory, merged, files)
     for directory, _ in others:
@@ -274,8 +288,8 @@ def merge_staged(parts: Sequence[StagedFiles]) -> Path | None:
 
 @contextmanager
 def hold_file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock file among all processes and threads."""
-    # Never deleted: who waits for the lock of a deleted file would hold one that nobody else sees.
+    """Hold an exclusive file lock between processes and threads."""
+    # Never deleted: a process that waits for a deleted file would get a lock that no other sees.
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

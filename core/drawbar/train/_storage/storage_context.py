@@ -1,4 +1,4 @@
-"""`StorageContext`: where a run lies, as a path and as a place on a pyarrow filesystem."""
+"""`StorageContext`: path and filesystem of the run directory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ if TYPE_CHECKING:
 
 
 class StorageContext(os.PathLike[str]):
-    """The run's directory. Files put there are yours; names with a leading "." are not.
+    """Directory of the run, for files that the training function stores there.
 
-    It is used as a path: `storage / "x"`, `open(storage / "x")`, and has the methods of
-    `pathlib.Path`. If the run's storage is not a mounted filesystem, the path is that of the work
-    folder on this node, and the other attributes say where the storage is.
+    It can be used as a path, as in `storage / "x"` or `open(storage / "x")`, and has the methods of
+    `pathlib.Path`. For remote storage, the path is the work directory on this node, and the other
+    attributes describe the storage. Names with a leading "." are reserved for Drawbar.
+
+    Example:
+        Write a file into the run directory on one worker::
+
+            storage = train.get_context().get_storage()
+            if train.get_context().get_world_rank() == 0:
+                (storage / "vocabulary.txt").write_text(vocabulary)
     """
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -30,12 +37,12 @@ class StorageContext(os.PathLike[str]):
 
     @property
     def storage_filesystem(self) -> FileSystem:
-        """The `pyarrow.fs.FileSystem` that the run lies on."""
+        """`pyarrow.fs.FileSystem` of the run."""
         return self._run_directory.filesystem or make_local_filesystem()
 
     @property
     def storage_fs_path(self) -> str:
-        """The storage path, on its filesystem."""
+        """Path of the storage on its filesystem."""
         return self._run_directory.storage_fs_path
 
     @property
@@ -45,45 +52,75 @@ class StorageContext(os.PathLike[str]):
 
     @property
     def experiment_fs_path(self) -> str:
-        """The run's directory, on its filesystem."""
-        home = self._run_directory.root
-        return home.fs_path if isinstance(home, RemotePath) else str(home)
+        """Path of the run directory on its filesystem."""
+        root = self._run_directory.root
+        return root.fs_path if isinstance(root, RemotePath) else str(root)
 
     def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
-        """Give the path, on its filesystem, that a checkpoint of this name has."""
+        """Return the path of a checkpoint on its filesystem.
+
+        Args:
+            checkpoint_name: Name of the checkpoint.
+
+        Returns:
+            The path, without a scheme.
+        """
         return f"{self.experiment_fs_path}/{checkpoint_name}"
 
     def extract_checkpoint_dir_name_from_path(self, checkpoint_path: str) -> str:
-        """Give the name of the checkpoint at a path: the rest of it, below the run's directory.
+        """Return the name of the checkpoint at a path, which is its path relative to the run.
+
+        Args:
+            checkpoint_path: Path on the filesystem of the run.
+
+        Returns:
+            The name, such as "checkpoint_000003" or "steps/10".
 
         Raises:
-            ValueError: The path is not in the run's directory.
+            ValueError: The path is not in the directory of the run.
         """
-        run = f"{self.experiment_fs_path}/"
-        name = checkpoint_path.rstrip("/").removeprefix(run)
+        prefix = f"{self.experiment_fs_path}/"
+        name = checkpoint_path.rstrip("/").removeprefix(prefix)
         if name == checkpoint_path.rstrip("/"):
-            raise ValueError(f"{checkpoint_path!r} is not in {self.experiment_fs_path}")
+            raise ValueError(
+                f"Checkpoint path {checkpoint_path!r} is not in the run directory "
+                f"{self.experiment_fs_path}."
+            )
         return name
 
     @staticmethod
     def make_default_checkpoint_dir_name() -> str:
-        """Give a name with the date and the time; a report without one gets its number instead."""
+        """Return a name with the current date and time.
+
+        `report()` does not use it: its default name has the number of the report.
+        """
         return f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
 
     def persist_current_checkpoint(
         self, checkpoint: Checkpoint, checkpoint_dir_name: str
     ) -> Checkpoint:
-        """Copy a checkpoint's files to where a checkpoint of this name lies, and give it there.
+        """Copy the files of a checkpoint to the run and return the stored checkpoint.
 
-        For a `checkpoint_upload_fn`, which does something before or after.
+        Use it in a `checkpoint_upload_fn` that does something before or after the upload.
+
+        Args:
+            checkpoint: Checkpoint to copy.
+            checkpoint_dir_name: Name of the checkpoint in the run.
+
+        Returns:
+            The checkpoint in the storage of the run.
+
+        Raises:
+            CheckpointError: `checkpoint` does not exist.
+            OSError: The storage cannot be written.
         """
-        place = self._run_directory.checkpoints.path(checkpoint_dir_name)
-        if isinstance(place, RemotePath):
+        storage_path = self._run_directory.checkpoints.path(checkpoint_dir_name)
+        if isinstance(storage_path, RemotePath):
             with checkpoint.as_directory() as source:
-                place.upload_files(Path(source), list_files(Path(source)))
+                storage_path.upload_files(Path(source), list_files(Path(source)))
         else:
-            checkpoint.to_directory(place)
-        return Checkpoint.from_storage_path(place)
+            checkpoint.to_directory(storage_path)
+        return Checkpoint.from_storage_path(storage_path)
 
     def __fspath__(self) -> str:
         return str(self._path)
@@ -98,7 +135,7 @@ class StorageContext(os.PathLike[str]):
         return hash(self._path)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # not set yet: this object is being unpickled
+        if name.startswith("_"):  # not set yet while this object is being unpickled
             raise AttributeError(name)
         return getattr(self._path, name)
 

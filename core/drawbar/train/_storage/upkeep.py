@@ -1,4 +1,4 @@
-"""What is done to a run's directory as the run begins and ends: made, swept, tidied, left."""
+"""Create, clean up, and finish a run directory."""
 
 from __future__ import annotations
 
@@ -10,68 +10,78 @@ from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.run_files import OUTCOME_FILE
 
 
-def create_directories(run: RunDirectory) -> None:
-    """Make the folders that a run needs."""
-    for folder in (run.staging.path, run.local_path / "logs", run.local_path / ".workers"):
-        folder.mkdir(parents=True, exist_ok=True)
+def create_directories(run_directory: RunDirectory) -> None:
+    """Create the subdirectories that a run needs."""
+    for directory in (
+        run_directory.staging.path,
+        run_directory.local_path / "logs",
+        run_directory.local_path / ".workers",
+    ):
+        directory.mkdir(parents=True, exist_ok=True)
 
 
-def clean_up(run: RunDirectory) -> None:
-    """Remove what earlier processes of this run left uncommitted or half deleted.
+def clean_up(run_directory: RunDirectory) -> None:
+    """Remove uncommitted and partly deleted files of earlier processes of this run.
 
     Raises:
         OSError: The storage cannot be written.
     """
-    # Before the staging area goes: these files are nowhere else any more.
-    preserve_uncommitted(run)
-    remove_tree(run.staging.path)
-    remove_tree(run.local_path / ".workers")
-    run.run_files.delete(OUTCOME_FILE)
-    create_directories(run)
-    run.run_files.check_writable()
-    run.checkpoints.clean_up()
+    # Before the staging area is deleted: moved files exist nowhere else.
+    preserve_uncommitted(run_directory)
+    remove_tree(run_directory.staging.path)
+    remove_tree(run_directory.local_path / ".workers")
+    run_directory.run_files.delete(OUTCOME_FILE)
+    create_directories(run_directory)
+    run_directory.run_files.check_writable()
+    run_directory.checkpoints.clean_up()
 
 
-def preserve_uncommitted(run: RunDirectory) -> None:
-    """Keep what was handed over and did not become part of a checkpoint, and say where."""
-    # Asked first: listing the checkpoints of a remote storage costs a request each.
-    if run.staging.list_moved():
-        run.staging.preserve_moved([each.name for each in run.checkpoints.list_committed()])
+def preserve_uncommitted(run_directory: RunDirectory) -> None:
+    """Preserve moved files that did not become part of a checkpoint, and log where they are."""
+    # Check this first: listing the checkpoints of remote storage costs a request for each.
+    if run_directory.staging.list_moved():
+        run_directory.staging.preserve_moved(
+            [manifest.name for manifest in run_directory.checkpoints.list_committed()]
+        )
 
 
-def finish(run: RunDirectory) -> None:
+def finish(run_directory: RunDirectory) -> None:
     """Delete the directories that a run needs only while it is in progress.
 
-    Of a remote run, this is its whole work folder. Files that a user has handed over, and that are
-    not part of a checkpoint, stay.
+    For a remote run, this is the whole work directory. Moved files that are not part of a
+    checkpoint are not deleted.
     """
-    _remove_at_once(run, run.local_path / ".workers")
-    if not run.staging.list_moved():
-        remove_tree(run.staging.path)
-    if run.remote_path is not None and not run.staging.preserved_path.exists():
-        remove_tree(run.local_path)
+    _remove_at_once(run_directory, run_directory.local_path / ".workers")
+    if not run_directory.staging.list_moved():
+        remove_tree(run_directory.staging.path)
+    if run_directory.remote_path is not None and not run_directory.staging.preserved_path.exists():
+        remove_tree(run_directory.local_path)
 
 
-def _remove_at_once(run: RunDirectory, folder: Path) -> None:
-    # A process that has just been killed may still write its exit report. By a rename, the path is
-    # gone before the files are, so that no late report brings it back.
+def _remove_at_once(run_directory: RunDirectory, directory: Path) -> None:
+    # A process that was just killed may still write its exit report. A rename removes the path
+    # before the files are deleted, so a late report cannot recreate it.
     with contextlib.suppress(OSError):
-        run.staging.path.mkdir(exist_ok=True)
-        remove_tree(run.staging.move_to_trash(folder))
+        run_directory.staging.path.mkdir(exist_ok=True)
+        remove_tree(run_directory.staging.move_to_trash(directory))
 
 
-def finish_on_node(run: RunDirectory, rank: int) -> None:
-    """Remove what a rank leaves on a node that is not the driver's, once its log is published.
+def finish_on_node(run_directory: RunDirectory, rank: int) -> None:
+    """Delete the files of a rank on a node other than the driver's, after its log was uploaded.
 
-    All of it stays if a user has handed over files that nobody else has; of a storage that is
-    mounted, but not shared, the logs do.
+    Nothing is deleted while there are moved files that exist nowhere else. Logs are not deleted if
+    the storage is local to the node.
     """
-    if run.staging.list_moved():
+    if run_directory.staging.list_moved():
         return
-    for place in (run.staging.path, run.local_path / ".workers", run.local_path / ".bring.lock"):
-        remove_tree(place)
-    if run.remote_path is not None:
-        remove_tree(run.get_log_path(rank))
-        with contextlib.suppress(OSError):  # the log of another rank, or a file of the user's
-            run.get_log_path(rank).parent.rmdir()
-            run.local_path.rmdir()
+    for path in (
+        run_directory.staging.path,
+        run_directory.local_path / ".workers",
+        run_directory.local_path / ".bring.lock",
+    ):
+        remove_tree(path)
+    if run_directory.remote_path is not None:
+        remove_tree(run_directory.get_log_path(rank))
+        with contextlib.suppress(OSError):  # contains another rank's log, or files of the user
+            run_directory.get_log_path(rank).parent.rmdir()
+            run_directory.local_path.rmdir()

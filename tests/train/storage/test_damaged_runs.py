@@ -1,4 +1,4 @@
-"""Damage of a run's directory is said before the first step, and costs no intact checkpoint."""
+"""Tests of runs whose directory is damaged: errors, resume, and recovery of intact checkpoints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LOSSES = pytest.mark.parametrize("lose", [empty, delete, tear])
 
 @LOSSES
 @pytest.mark.parametrize("resume", ["auto", "must"])
-def test_a_run_whose_journal_is_lost_goes_on_from_its_newest_checkpoint(
+def test_resume_without_journal_starts_from_newest_checkpoint(
     run: Path, lose: Callable[[Path], None], resume: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_id = train.Checkpoint(run / "checkpoint_000001").manifest.run_id  # type: ignore[union-attr]
@@ -72,7 +72,7 @@ def test_a_run_whose_journal_is_lost_goes_on_from_its_newest_checkpoint(
 
     result = fit(function, run.parent, resume=resume)
     assert result.return_value == ("b", run_id, 1)
-    assert sorted(each.name for each in run.glob("checkpoint_*")) == [
+    assert sorted(path.name for path in run.glob("checkpoint_*")) == [
         f"checkpoint_00000{index}" for index in range(3)
     ]
     assert "its journal, which is empty or gone" in capfd.readouterr().err
@@ -80,9 +80,7 @@ def test_a_run_whose_journal_is_lost_goes_on_from_its_newest_checkpoint(
 
 
 @LOSSES
-def test_a_run_whose_journal_is_lost_is_not_a_new_one(
-    run: Path, lose: Callable[[Path], None]
-) -> None:
+def test_resume_never_with_lost_journal_raises(run: Path, lose: Callable[[Path], None]) -> None:
     lose(run)
     with pytest.raises(ResumeError, match="holds a run with damaged parts"):
         fit(two_steps, run.parent, resume="never")
@@ -90,11 +88,13 @@ def test_a_run_whose_journal_is_lost_is_not_a_new_one(
 
 @LOSSES
 @pytest.mark.parametrize("read", [Result.from_path, train.attach])
-def test_who_reads_a_run_whose_journal_is_lost_is_told(
+def test_result_of_run_without_journal_raises_damaged_run_error(
     run: Path, lose: Callable[[Path], None], read: Callable[[Path], Any]
 ) -> None:
     lose(run)
-    with pytest.raises(DamagedRunError, match=r"journal\.jsonl is empty or gone, and checkpoint_0"):
+    with pytest.raises(
+        DamagedRunError, match=r"journal\.jsonl is empty or missing, although checkpoint_0"
+    ):
         read(run)
     assert DataParallelTrainer.restore(run).fit().return_value == 1
 
@@ -108,7 +108,7 @@ def set_newer_format(path: Path) -> bytes:
     return newer
 
 
-def test_journal_of_newer_format_raises_and_stays_as_it_is(run: Path) -> None:
+def test_journal_of_newer_format_raises_and_is_not_changed(run: Path) -> None:
     journal = run / "journal.jsonl"
     newer = set_newer_format(journal)
     expected = (
@@ -128,7 +128,7 @@ def test_journal_of_newer_format_raises_and_stays_as_it_is(run: Path) -> None:
     assert not (run / "journal.damaged").exists()
 
 
-def test_manifest_of_newer_format_raises_and_stays_as_it_is(run: Path) -> None:
+def test_manifest_of_newer_format_raises_and_is_not_changed(run: Path) -> None:
     manifest = run / "checkpoint_000001" / ".drawbar.json"
     newer = set_newer_format(manifest)
     for use in (
@@ -144,7 +144,7 @@ def test_manifest_of_newer_format_raises_and_stays_as_it_is(run: Path) -> None:
     assert not (run / "broken").exists()
 
 
-def test_settings_of_another_version_are_read_as_far_as_they_are_known(run: Path) -> None:
+def test_journal_with_unknown_settings_ignores_them(run: Path) -> None:
     first, *rest = (run / "journal.jsonl").read_text().splitlines(keepends=True)
     started = json.loads(first)
     for value in ({"num_to_keep": 1, "by_size": True}, {"num_to_keep": "many"}, "all of them"):
@@ -156,21 +156,21 @@ def test_settings_of_another_version_are_read_as_far_as_they_are_known(run: Path
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x80\x04garbage", b"\x80\x04K\x01.", b"cgone\nf\n."])
-def test_a_trainer_that_does_not_unpickle_is_named(run: Path, damage: bytes) -> None:
+def test_restore_of_damaged_trainer_pickle_names_the_file(run: Path, damage: bytes) -> None:
     (run / "trainer.pkl").write_bytes(damage)
     with pytest.raises(DamagedRunError, match=f"^{run}/trainer.pkl does not unpickle here: "):
         DataParallelTrainer.restore(run)
 
 
 NESTED = b'{"event":"checkpoint","metrics":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-"""Deeper than can be decoded."""
+"""JSON that is nested too deeply to decode."""
 
 
-def test_a_line_and_a_manifest_that_are_nested_too_deeply_are_damage(run: Path) -> None:
+def test_too_deeply_nested_json_is_damage(run: Path) -> None:
     with open(run / "journal.jsonl", "ab") as journal:
         journal.write(NESTED + b"\n")
     (run / "checkpoint_000001" / ".drawbar.json").write_bytes(NESTED)
-    with pytest.raises(DamagedRunError, match=r"line \d+ of .* cannot be read"):
+    with pytest.raises(DamagedRunError, match=r"Line \d+ of .* cannot be read"):
         Result.from_path(run)
     result = fit(two_steps, run.parent)
     assert content(result.checkpoint) == "b"
@@ -180,8 +180,8 @@ def test_a_line_and_a_manifest_that_are_nested_too_deeply_are_damage(run: Path) 
 def test_result_of_journal_without_some_lines_is_read_or_damaged(run: Path) -> None:
     lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
     for number in range(1, len(lines)):
-        for left in (lines[:number] + lines[number + 1 :], lines[number:], lines[:number]):
-            (run / "journal.jsonl").write_bytes(b"".join(left))
+        for remaining in (lines[:number] + lines[number + 1 :], lines[number:], lines[:number]):
+            (run / "journal.jsonl").write_bytes(b"".join(remaining))
             try:
                 result = Result.from_path(run)
             except DamagedRunError:
@@ -203,13 +203,13 @@ def test_resume_of_journal_truncated_at_each_line_leaves_no_unrecorded_gap(
     fit(three_steps, tmp_path)
     original = tmp_path / "run"
     lines = (original / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    kinds = [json.loads(line)["event"] for line in lines]
-    last_report = max(n for n, kind in enumerate(kinds) if kind == "report")
-    for kept in range(1, len(lines) + 1):
-        run = tmp_path / f"after_{kept}" / "run"
+    events = [json.loads(line)["event"] for line in lines]
+    last_report = max(n for n, event in enumerate(events) if event == "report")
+    for num_lines in range(1, len(lines) + 1):
+        run = tmp_path / f"after_{num_lines}" / "run"
         shutil.copytree(original, run)
-        (run / "journal.jsonl").write_bytes(b"".join(lines[:kept]))
-        is_complete = kept > last_report
+        (run / "journal.jsonl").write_bytes(b"".join(lines[:num_lines]))
+        is_complete = num_lines > last_report
         if is_complete:  # at most the newest commit and the end of the run are not journaled
             assert content(Result.from_path(run).checkpoint) == "c"
         else:
@@ -220,7 +220,7 @@ def test_resume_of_journal_truncated_at_each_line_leaves_no_unrecorded_gap(
                 Result.from_path(run)
             with pytest.raises(DamagedRunError, match=r'fit\(\) with resume="auto"'):
                 check_run(run)
-            assert "lacks reports" in dict(find_run(run).verify_checkpoints())["journal.jsonl"]
+            assert "are missing" in dict(find_run(run).verify_checkpoints())["journal.jsonl"]
             with pytest.raises(ResumeError, match="holds a run with damaged parts"):
                 fit(three_steps, run.parent, resume="never")
         capfd.readouterr()
@@ -237,7 +237,7 @@ def save_once() -> None:
     save("d")
 
 
-def test_resume_of_truncated_journal_keeps_the_reports_that_it_has(tmp_path: Path) -> None:
+def test_resume_of_truncated_journal_keeps_remaining_reports(tmp_path: Path) -> None:
     fit(three_steps, tmp_path)
     journal = tmp_path / "run" / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -248,7 +248,7 @@ def test_resume_of_truncated_journal_keeps_the_reports_that_it_has(tmp_path: Pat
     lost = [
         json.loads(line) for line in journal.read_bytes().splitlines() if b"reports_lost" in line
     ]
-    assert [(each["first"], each["until"]) for each in lost] == [(3, 6)]
+    assert [(event["first"], event["until"]) for event in lost] == [(3, 6)]
 
 
 def test_result_of_run_with_copied_checkpoint_of_another_run_is_read(
@@ -259,19 +259,19 @@ def test_result_of_run_with_copied_checkpoint_of_another_run_is_read(
     assert Result.from_path(run).error is None
 
 
-def cut(file: Path) -> None:
+def truncate(file: Path) -> None:
     os.truncate(file, 0)
 
 
-def alter(file: Path) -> None:
+def change(file: Path) -> None:
     file.write_text("?")
 
 
-DAMAGES = pytest.mark.parametrize("damage", [cut, Path.unlink, alter])
+DAMAGES = pytest.mark.parametrize("damage", [truncate, Path.unlink, change])
 
 
 @DAMAGES
-def test_a_resume_passes_over_a_damaged_checkpoint(
+def test_resume_skips_damaged_checkpoint(
     run: Path, damage: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     damage(run / "checkpoint_000001" / "model")
@@ -289,23 +289,23 @@ def test_a_resume_passes_over_a_damaged_checkpoint(
     check_run(run)
 
 
-def test_an_altered_checkpoint_is_kept_aside(run: Path) -> None:
-    alter(run / "checkpoint_000001" / "model")
+def test_changed_checkpoint_is_quarantined(run: Path) -> None:
+    change(run / "checkpoint_000001" / "model")
     fit(two_steps, run.parent)
-    (aside,) = (run / "broken").iterdir()
-    assert (aside / "model").read_text() == "?"
+    (quarantined,) = (run / "broken").iterdir()
+    assert (quarantined / "model").read_text() == "?"
 
 
-def test_a_run_that_must_go_on_needs_a_checkpoint_that_was_not_altered(run: Path) -> None:
+def test_resume_must_without_intact_checkpoint_raises(run: Path) -> None:
     for checkpoint in run.glob("checkpoint_*"):
-        alter(checkpoint / "model")
+        change(checkpoint / "model")
     with pytest.raises(ResumeError, match="has no intact checkpoint"):
         fit(two_steps, run.parent, resume="must")
     assert not (run / "broken").exists()
 
 
 @DAMAGES
-def test_a_restart_passes_over_a_damaged_checkpoint(
+def test_restart_skips_damaged_checkpoint(
     tmp_path: Path, damage: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     def function() -> str:
@@ -329,7 +329,7 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "told"),
+    ("then", "event"),
     [
         (lambda: train.report({}), "report 1 of rank 0"),
         (lambda: save("b"), "report 1 of rank 0"),
@@ -338,7 +338,7 @@ def fail() -> None:
     ],
 )
 def test_run_whose_directory_is_deleted_fails_with_its_path(
-    tmp_path: Path, then: Callable[[], None], told: str
+    tmp_path: Path, then: Callable[[], None], event: str
 ) -> None:
     def function() -> None:
         save("a")
@@ -348,12 +348,12 @@ def test_run_whose_directory_is_deleted_fails_with_its_path(
         shutil.rmtree(tmp_path / "deleted")
         then()
 
-    expected = f"{tmp_path}/run, or the journal in it, was deleted or moved while the run .*{told}"
+    expected = f"{tmp_path}/run or its journal was deleted or moved during the run, .*{event}"
     with pytest.raises(ControllerError, match=expected):
         fit(function, tmp_path)
 
 
-def test_a_run_whose_directory_is_replaced_says_so(tmp_path: Path) -> None:
+def test_run_whose_directory_is_replaced_fails_with_its_path(tmp_path: Path) -> None:
     def function() -> None:
         save("a")
         os.rename(tmp_path / "run", tmp_path / "moved")
@@ -364,18 +364,18 @@ def test_a_run_whose_directory_is_replaced_says_so(tmp_path: Path) -> None:
         fit(function, tmp_path)
 
 
-def test_checksums_that_a_power_cut_has_emptied_cost_no_checkpoint(tmp_path: Path) -> None:
+def test_resume_with_empty_checksums_file_uses_checkpoint(tmp_path: Path) -> None:
     fit(two_steps, tmp_path)
     os.truncate(tmp_path / "run" / "checkpoint_000001" / ".drawbar-checksums.json", 0)
     result = fit(lambda: content(train.get_checkpoint()), tmp_path, resume="must")
     assert result.return_value == "b"
 
 
-def test_no_checkpoint_is_named_that_is_not_there_any_more(tmp_path: Path) -> None:
+def test_error_of_failed_run_names_only_existing_checkpoint(tmp_path: Path) -> None:
     def function(config: dict[str, Any]) -> None:
         two_steps()
         for name in config["delete"]:
-            # By a rename: its checksums may be written in this moment.
+            # Rename, because the checksums of the checkpoint may be written at this moment.
             os.rename(tmp_path / "run" / f"checkpoint_00000{name}", tmp_path / f"gone_{name}")
         fail()
 
@@ -388,9 +388,7 @@ def test_no_checkpoint_is_named_that_is_not_there_any_more(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("lost", ["manifest", "directory"])
-def test_a_run_whose_newest_checkpoint_is_lost_is_whole_again_when_it_goes_on(
-    tmp_path: Path, lost: str
-) -> None:
+def test_resume_after_losing_newest_checkpoint_repairs_run(tmp_path: Path, lost: str) -> None:
     def function() -> None:
         for _ in range(2):
             save("a")
@@ -408,56 +406,63 @@ def test_a_run_whose_newest_checkpoint_is_lost_is_whole_again_when_it_goes_on(
     check_run(tmp_path / "run")
 
 
-def test_a_folder_in_the_place_of_the_journal_is_named(tmp_path: Path) -> None:
+def test_journal_path_that_is_a_directory_raises(tmp_path: Path) -> None:
     journal = tmp_path / "run" / "journal.jsonl"
     journal.mkdir(parents=True)
-    told = f"{journal} is a folder, where the journal"
-    with pytest.raises(DamagedRunError, match=told):
+    message = f"{journal} must be the journal of a run, but is a directory"
+    with pytest.raises(DamagedRunError, match=message):
         fit(two_steps, tmp_path)
-    with pytest.raises(DamagedRunError, match=told):
+    with pytest.raises(DamagedRunError, match=message):
         Result.from_path(tmp_path / "run")
 
 
-def test_the_home_of_a_user_who_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="the home of a user 'no-such-user', whom this machine"):
+def test_storage_path_in_home_of_unknown_user_raises() -> None:
+    with pytest.raises(ValueError, match="the home directory of user 'no-such-user'"):
         fit(two_steps, Path("~no-such-user/runs"))
 
 
 @pytest.fixture
-def lock(tmp_path: Path) -> Iterator[Callable[[], None]]:
-    """Makes the folders of the run `run` read-only, for root too, until the test is over."""
-    folders = [str(tmp_path / "run" / name) for name in ("", ".staging")]
+def make_read_only(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Return a function that makes the directories of the run read-only, also for root."""
+    directories = [str(tmp_path / "run" / name) for name in ("", ".staging")]
 
-    def change(flag: str) -> None:
-        if subprocess.run(["chattr", flag, *folders], capture_output=True).returncode:
-            pytest.skip("needs a filesystem with chattr, and the right to use it")
+    def set_attribute(flag: str) -> None:
+        if subprocess.run(["chattr", flag, *directories], capture_output=True).returncode:
+            pytest.skip("needs a filesystem with chattr, and permission to use it")
 
-    yield lambda: change("+i")
-    change("-i")
+    yield lambda: set_attribute("+i")
+    set_attribute("-i")
 
 
 @pytest.mark.skipif(shutil.which("chattr") is None, reason="needs chattr")
 @pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, ASYNC])
-@pytest.mark.parametrize("own", [False, True])
-def test_a_run_whose_directory_is_made_read_only_says_so(
-    tmp_path: Path, lock: Callable[[], None], mode: CheckpointUploadMode, own: bool
+@pytest.mark.parametrize("is_external", [False, True])
+def test_run_whose_directory_becomes_read_only_fails_with_its_path(
+    tmp_path: Path,
+    make_read_only: Callable[[], None],
+    mode: CheckpointUploadMode,
+    is_external: bool,
 ) -> None:
     def function() -> None:
         save("a")
-        folder = tmp_path / "own"
-        folder.mkdir()
-        (folder / "model").write_text("b")
+        directory = tmp_path / "external"
+        directory.mkdir()
+        (directory / "model").write_text("b")
         with train.checkpoint_dir() as path:
             (path / "model").write_text("b")
-            lock()
-            train.report({}, checkpoint=folder if own else path, checkpoint_upload_mode=mode)
+            make_read_only()
+            train.report(
+                {}, checkpoint=directory if is_external else path, checkpoint_upload_mode=mode
+            )
 
     run = tmp_path / "run"
-    with pytest.raises(WorkerGroupError if own else ControllerError, match=f"{run}.*") as caught:
+    with pytest.raises(
+        WorkerGroupError if is_external else ControllerError, match=f"{run}.*"
+    ) as raised:
         fit(function, tmp_path)
-    told = str(caught.value)
-    assert "Operation not permitted" in told
-    assert ("rank 0: StorageError" in told) is own
-    assert f"newest committed checkpoint: {run}/checkpoint_000000" in told
-    if own:
-        assert (tmp_path / "own" / "model").read_text() == "b"
+    message = str(raised.value)
+    assert "Operation not permitted" in message
+    assert ("rank 0: StorageError" in message) is is_external
+    assert f"newest committed checkpoint: {run}/checkpoint_000000" in message
+    if is_external:
+        assert (tmp_path / "external" / "model").read_text() == "b"

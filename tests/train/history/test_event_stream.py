@@ -1,4 +1,4 @@
-"""Events reach the journal first, then everybody else, whatever one of them does."""
+"""Tests of drawbar.train._history.event_stream."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.train.told import attempt_started, reported, workers_started
 class Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.heard: list[Event] = []
+        self.events: list[Event] = []
         self.journaled: list[int] = []
 
     def on_event(self, event: Event) -> None:
-        self.heard.append(event)
+        self.events.append(event)
         self.journaled.append(len(list(replay(self.path))))
 
     def close(self) -> None:
@@ -31,7 +31,7 @@ class Recorder:
 
 class Broken(Recorder):
     def on_event(self, event: Event) -> None:
-        raise ValueError("it cannot")
+        raise ValueError("cannot handle events")
 
 
 @pytest.fixture
@@ -45,18 +45,18 @@ def journal(path: Path) -> Iterator[Journal]:
         yield journal
 
 
-def test_the_journal_has_it_before_anybody_hears_of_it(path: Path, journal: Journal) -> None:
+def test_emit_journals_event_before_watchers_see_it(path: Path, journal: Journal) -> None:
     watcher = Recorder(path)
     stream = EventStream(journal, RunState(), [watcher])
     events: list[Event] = [attempt_started(0), Notice("wait"), workers_started(2)]
     for event in events:
         stream.emit(event)
-    assert watcher.heard == events
+    assert watcher.events == events
     assert watcher.journaled == [1, 1, 2]
     assert list(replay(path)) == [events[0], events[2]]
 
 
-def test_the_live_state_follows(journal: Journal) -> None:
+def test_emit_updates_run_state(journal: Journal) -> None:
     stream = EventStream(journal, RunState(), [])
     stream.emit(workers_started(2))
     stream.emit(reported(1, 0, {"loss": 1}))
@@ -66,21 +66,21 @@ def test_the_live_state_follows(journal: Journal) -> None:
     assert stream.copy_state().status == "failed"
 
 
-def test_a_watcher_that_fails_keeps_nothing_from_the_others(
+def test_emit_with_failing_watcher_reaches_other_watchers(
     path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
     watcher = Recorder(path)
     stream = EventStream(journal, RunState(), [Broken(path), watcher])
     stream.emit(RunEnded(time=0, outcome="finished"))
-    assert watcher.heard == [RunEnded(time=0, outcome="finished")]
-    assert "RunEnded was not told" in caplog.text
+    assert watcher.events == [RunEnded(time=0, outcome="finished")]
+    assert "A watcher failed to handle RunEnded" in caplog.text
 
 
-def test_what_the_journal_does_not_take_is_not_told(path: Path, journal: Journal) -> None:
+def test_emit_with_failed_journal_write_reaches_no_watcher(path: Path, journal: Journal) -> None:
     watcher = Recorder(path)
     stream = EventStream(journal, RunState(), [watcher])
     path.unlink()
     with pytest.raises(FileNotFoundError):
         stream.emit(RunEnded(time=0, outcome="finished"))
-    assert watcher.heard == []
+    assert watcher.events == []
     assert stream.copy_state().status == "starting"

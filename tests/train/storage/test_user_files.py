@@ -1,4 +1,4 @@
-"""Nothing of the user's is touched: what links lead to, other runs, what is handed over, names."""
+"""Tests that files of the user are not changed: link targets, other runs, moved files, names."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from drawbar.train.testing import run_in_threads
 from tests.train.local_runs import ASYNC, fit, save
 
 SYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.NO_UPLOAD
-HANDED_OVER: dict[str, Any] = {"delete_local_checkpoint_after_upload": True}
+MOVED: dict[str, Any] = {"delete_local_checkpoint_after_upload": True}
 
 
-def write(folder: Path, **files: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+def write(directory: Path, **files: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (folder / name).write_text(text)
-    return folder
+        (directory / name).write_text(text)
+    return directory
 
 
-def content(place: Any) -> dict[str, str]:
-    files = [file.path for file in list_files(Path(place)) if file.path != METADATA_FILE]
-    return {path: (Path(place) / path).read_text(errors="replace") for path in files}
+def content(path: Any) -> dict[str, str]:
+    files = [file.path for file in list_files(Path(path)) if file.path != METADATA_FILE]
+    return {path: (Path(path) / path).read_text(errors="replace") for path in files}
 
 
-def links_in(place: Any) -> list[Path]:
-    return [path for path in Path(place).rglob("*") if path.is_symlink()]
+def find_links(directory: Any) -> list[Path]:
+    return [path for path in Path(directory).rglob("*") if path.is_symlink()]
 
 
-def with_links(folder: Path, far: Path) -> None:
-    """Links to a file, to a folder, in a chain, relative ones, and the layout of a hub's cache."""
-    write(folder, own="o")
-    write(folder / "blobs", hash="weights")
-    (folder / "snapshots" / "main").mkdir(parents=True)
-    (folder / "snapshots" / "main" / "model").symlink_to("../../blobs/hash")
-    (folder / "file").symlink_to(far / "x")
-    (folder / "chain").symlink_to("file")
-    (folder / "folder").symlink_to(far)
+def write_links(directory: Path, far: Path) -> None:
+    """Create relative, absolute, and chained links to files and directories."""
+    write(directory, own="o")
+    write(directory / "blobs", hash="weights")
+    (directory / "snapshots" / "main").mkdir(parents=True)
+    (directory / "snapshots" / "main" / "model").symlink_to("../../blobs/hash")
+    (directory / "file").symlink_to(far / "x")
+    (directory / "chain").symlink_to("file")
+    (directory / "directory").symlink_to(far)
     write(far, x="x")
     write(far / "deep", y="y")
     (far / "inner").symlink_to("deep")
@@ -68,115 +68,115 @@ LINKED = {
     "snapshots/main/model": "weights",
     "file": "x",
     "chain": "x",
-    "folder/x": "x",
-    "folder/deep/y": "y",
-    "folder/inner/y": "y",
+    "directory/x": "x",
+    "directory/deep/y": "y",
+    "directory/inner/y": "y",
 }
 FAR = {"x": "x", "deep/y": "y", "inner/y": "y"}
 
 
-def check_linked(result: Result, far: Path) -> None:
+def check_links_are_copied(result: Result, far: Path) -> None:
     assert result.checkpoint is not None
     result.checkpoint.verify()
     assert content(result.checkpoint) == LINKED
-    assert not links_in(result.checkpoint)
+    assert not find_links(result.checkpoint)
     assert content(far) == FAR
     assert (far / "inner").is_symlink()
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
-@pytest.mark.parametrize("options", [{}, HANDED_OVER])
-def test_what_lies_behind_links_is_copied_from_a_folder(
+@pytest.mark.parametrize("options", [{}, MOVED])
+def test_report_of_directory_with_links_copies_link_targets(
     tmp_path: Path, mode: CheckpointUploadMode, options: dict[str, Any]
 ) -> None:
-    own, far = tmp_path / "own", tmp_path / "far"
+    source, far = tmp_path / "source", tmp_path / "far"
 
     def function() -> None:
-        with_links(own, far)
-        train.report({}, checkpoint=own, checkpoint_upload_mode=mode, **options)
+        write_links(source, far)
+        train.report({}, checkpoint=source, checkpoint_upload_mode=mode, **options)
 
-    check_linked(fit(function, tmp_path), far)
-    assert own.exists() is (mode is SYNC and not options)
+    check_links_are_copied(fit(function, tmp_path), far)
+    assert source.exists() is (mode is SYNC and not options)
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
-def test_what_lies_behind_links_is_copied_into_a_staged_checkpoint(
+def test_report_of_staged_checkpoint_with_links_copies_targets(
     tmp_path: Path, mode: CheckpointUploadMode
 ) -> None:
     far = tmp_path / "far"
 
     def function() -> int:
         with train.checkpoint_dir() as path:
-            with_links(path, far)
+            write_links(path, far)
             inode = (path / "own").stat().st_ino
             train.report({}, checkpoint=path, checkpoint_upload_mode=mode)
         return inode
 
     result = fit(function, tmp_path)
-    check_linked(result, far)
+    check_links_are_copied(result, far)
     assert os.stat(Path(result.checkpoint or "") / "own").st_ino == result.return_value
 
 
-def test_links_of_several_ranks_are_merged(tmp_path: Path) -> None:
-    """One of the linked folders grows before the commit."""
+def test_report_merges_links_of_several_ranks(tmp_path: Path) -> None:
+    """Merge links of several ranks although a linked directory grows before the commit."""
 
     def function() -> None:
         rank = train.get_context().get_world_rank()
         far = write(tmp_path / f"far_{rank}", x=str(rank))
         with train.checkpoint_dir() as path:
-            (path / f"folder_{rank}").symlink_to(far)
-            (path / "latest").symlink_to(f"folder_{rank}/x")
+            (path / f"directory_{rank}").symlink_to(far)
+            (path / "latest").symlink_to(f"directory_{rank}/x")
             if rank == 1:
                 write(tmp_path / "far_0", later="stays")
             train.report({}, checkpoint=path)
 
     result = run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
-    found = content(result.checkpoint)
-    found.pop("folder_0/later", None)
-    assert found == {"folder_0/x": "0", "folder_1/x": "1", "latest": "0"}
-    assert not links_in(result.checkpoint)
+    files = content(result.checkpoint)
+    files.pop("directory_0/later", None)
+    assert files == {"directory_0/x": "0", "directory_1/x": "1", "latest": "0"}
+    assert not find_links(result.checkpoint)
     assert content(tmp_path / "far_0") == {"x": "0", "later": "stays"}
     assert content(tmp_path / "far_1") == {"x": "1"}
 
 
-def test_links_that_ranks_make_in_one_directory(tmp_path: Path) -> None:
+def test_report_of_shared_directory_replaces_links_of_all_ranks(tmp_path: Path) -> None:
     def function() -> None:
         rank = train.get_context().get_world_rank()
         far = write(tmp_path / f"far_{rank}", x=str(rank))
-        with train.checkpoint_dir() as own:
-            shared = collective.broadcast_from_rank_zero(own)
-            (shared / f"folder_{rank}").symlink_to(far)
+        with train.checkpoint_dir() as path:
+            shared = collective.broadcast_from_rank_zero(path)
+            (shared / f"directory_{rank}").symlink_to(far)
             collective.barrier()
             train.report({}, checkpoint=shared)
 
     result = run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
-    assert content(result.checkpoint) == {"folder_0/x": "0", "folder_1/x": "1"}
-    assert not links_in(result.checkpoint)
+    assert content(result.checkpoint) == {"directory_0/x": "0", "directory_1/x": "1"}
+    assert not find_links(result.checkpoint)
     assert [content(tmp_path / f"far_{rank}") for rank in (0, 1)] == [{"x": "0"}, {"x": "1"}]
 
 
-def test_links_in_a_directory_of_the_run_are_replaced_where_it_lies(tmp_path: Path) -> None:
+def test_no_upload_in_run_directory_replaces_links_in_place(tmp_path: Path) -> None:
     far = tmp_path / "far"
 
     def function() -> None:
-        with_links(tmp_path / "run" / "mine", far)
-        place = tmp_path / "run" / "mine"
-        train.report({}, checkpoint=place, checkpoint_upload_mode=NO_UPLOAD)
+        write_links(tmp_path / "run" / "mine", far)
+        path = tmp_path / "run" / "mine"
+        train.report({}, checkpoint=path, checkpoint_upload_mode=NO_UPLOAD)
 
-    check_linked(fit(function, tmp_path), far)
+    check_links_are_copied(fit(function, tmp_path), far)
 
 
-def test_of_a_checkpoint_that_is_a_link_the_link_is_given_away(tmp_path: Path) -> None:
+def test_moved_checkpoint_that_is_a_link_deletes_only_the_link(tmp_path: Path) -> None:
     def function() -> None:
         (tmp_path / "latest").symlink_to(write(tmp_path / "own", model="m"))
-        train.report({}, checkpoint=tmp_path / "latest", **HANDED_OVER)
+        train.report({}, checkpoint=tmp_path / "latest", **MOVED)
 
     assert content(fit(function, tmp_path).checkpoint) == {"model": "m"}
     assert not (tmp_path / "latest").is_symlink()
     assert content(tmp_path / "own") == {"model": "m"}
 
 
-def test_retention_deletes_no_more_than_the_link_that_a_checkpoint_was_replaced_by(
+def test_retention_of_linked_checkpoint_deletes_only_the_link(
     tmp_path: Path,
 ) -> None:
     moved = tmp_path / "moved"
@@ -195,11 +195,11 @@ def test_retention_deletes_no_more_than_the_link_that_a_checkpoint_was_replaced_
 
 
 @pytest.mark.parametrize(
-    "place", ["", "run", "run/logs", "run/.staging", "run/.workers", "link", "link/logs", "run/.."]
+    "path", ["", "run", "run/logs", "run/.staging", "run/.workers", "link", "link/logs", "run/.."]
 )
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
-def test_what_drawbar_keeps_is_no_checkpoint(
-    tmp_path: Path, place: str, mode: CheckpointUploadMode
+def test_report_of_directory_with_run_files_raises(
+    tmp_path: Path, path: str, mode: CheckpointUploadMode
 ) -> None:
     storage = tmp_path / "storage"
 
@@ -209,7 +209,7 @@ def test_what_drawbar_keeps_is_no_checkpoint(
         delete = mode is ASYNC
         train.report(
             {},
-            checkpoint=f"{storage}/{place}",
+            checkpoint=f"{storage}/{path}",
             checkpoint_upload_mode=mode,
             delete_local_checkpoint_after_upload=delete,
         )
@@ -229,7 +229,7 @@ def test_report_accepts_directory_with_reused_inode_of_internal_directory(tmp_pa
         internal.mkdir()
         # The first report of a user's directory looks up the internal directories.
         train.report({}, checkpoint=write(tmp_path / "first", model="a"))
-        internal.rename(mine)  # which keeps the inode, on any filesystem
+        internal.rename(mine)  # keeps the inode on any filesystem
         write(mine, model="b")
         train.report({}, checkpoint=mine)
 
@@ -237,77 +237,80 @@ def test_report_accepts_directory_with_reused_inode_of_internal_directory(tmp_pa
     assert content(result.checkpoint) == {"model": "b"}
 
 
-def test_the_runs_logs_are_no_checkpoint_in_place(tmp_path: Path) -> None:
+def test_no_upload_of_log_directory_raises(tmp_path: Path) -> None:
     def function() -> None:
-        place = tmp_path / "run" / "logs"
-        train.report({}, checkpoint=place, checkpoint_upload_mode=NO_UPLOAD)
+        path = tmp_path / "run" / "logs"
+        train.report({}, checkpoint=path, checkpoint_upload_mode=NO_UPLOAD)
 
     with pytest.raises(WorkerGroupError, match="contains files of the run"):
         fit(function, tmp_path)
 
 
-@pytest.mark.parametrize("place", ["run", "", "run/checkpoint_000000", "run/mine"])
-def test_what_belongs_to_another_run_is_copied_and_stays(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("path", ["run", "", "run/checkpoint_000000", "run/mine"])
+def test_report_of_other_runs_directory_copies_and_keeps_it(tmp_path: Path, path: str) -> None:
     other = tmp_path / "other"
     fit(lambda: save("a"), other)
     write(other / "run" / "mine", notes="n")
     before = content(other)
 
     def function() -> None:
-        train.report({}, checkpoint=other / place, checkpoint_upload_mode=ASYNC, **HANDED_OVER)
+        train.report({}, checkpoint=other / path, checkpoint_upload_mode=ASYNC, **MOVED)
 
     result = fit(function, tmp_path)
-    assert content(result.checkpoint).items() >= content(other / place).items()
+    assert content(result.checkpoint).items() >= content(other / path).items()
     assert content(other) == before
     Checkpoint(other / "run" / "checkpoint_000000").verify()
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
-def test_what_was_handed_over_is_kept_if_the_commit_does_not_come(
+def test_moved_files_without_commit_are_preserved(
     tmp_path: Path, mode: CheckpointUploadMode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own, kept = tmp_path / "own", tmp_path / "run" / ".uncommitted" / "rank_0.checkpoint_000001"
+    source, preserved = (
+        tmp_path / "source",
+        tmp_path / "run" / ".uncommitted" / "rank_0.checkpoint_000001",
+    )
 
     def function() -> None:
         save("a")
         if train.get_context().get_world_rank() == 1:
             collective.barrier()
             raise RuntimeError("on purpose")
-        write(own, model="m")
+        write(source, model="m")
         if mode is SYNC:
             collective.barrier()
-        train.report({}, checkpoint=own, checkpoint_upload_mode=mode, **HANDED_OVER)
+        train.report({}, checkpoint=source, checkpoint_upload_mode=mode, **MOVED)
         collective.barrier()
 
     with pytest.raises(WorkerGroupError, match="on purpose"):
         run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
-    assert content(own if mode is SYNC else kept) == {"model": "m"}
-    assert (str(kept) in caplog.text) is (mode is ASYNC)
+    assert content(source if mode is SYNC else preserved) == {"model": "m"}
+    assert (str(preserved) in caplog.text) is (mode is ASYNC)
     fit(lambda: save("b"), tmp_path)
-    assert not kept.exists()
+    assert not preserved.exists()
 
 
-def test_a_folder_of_the_users_is_not_replaced_by_a_checkpoint(tmp_path: Path) -> None:
-    users = tmp_path / "run" / "checkpoint_000001"
+def test_commit_does_not_replace_user_directory(tmp_path: Path) -> None:
+    user_directory = tmp_path / "run" / "checkpoint_000001"
 
     def function() -> None:
         if train.get_checkpoint() is None:
             save("a")
-            write(users, notes="n")
+            write(user_directory, notes="n")
         save("b")
 
     for _ in range(2):
-        with pytest.raises(ControllerError, match=f"{users} is there and is no checkpoint that Dr"):
+        with pytest.raises(ControllerError, match=f"{user_directory} exists, but Drawbar did not"):
             fit(function, tmp_path)
-    assert content(users) == {"notes": "n"}
-    users.rename(tmp_path / "away")
+    assert content(user_directory) == {"notes": "n"}
+    user_directory.rename(tmp_path / "away")
     assert content(fit(function, tmp_path).checkpoint) == {"model": "b"}
 
 
 @pytest.mark.parametrize(
     "name", [".drawbar.json", ".drawbar-checksums.json", ".drawbar-pending", ".drawbar-x.7.tmp"]
 )
-def test_a_name_that_drawbar_needs_is_refused(tmp_path: Path, name: str) -> None:
+def test_report_of_reserved_file_name_raises(tmp_path: Path, name: str) -> None:
     def function() -> None:
         with train.checkpoint_dir() as path:
             (path / name).write_text("mine")
@@ -317,7 +320,7 @@ def test_a_name_that_drawbar_needs_is_refused(tmp_path: Path, name: str) -> None
         fit(function, tmp_path)
 
 
-def test_other_names_are_the_users(tmp_path: Path) -> None:
+def test_report_accepts_unusual_file_names(tmp_path: Path) -> None:
     names = [
         ".drawbarrc",
         ".drawbar",
@@ -342,28 +345,28 @@ def test_other_names_are_the_users(tmp_path: Path) -> None:
     checkpoint = fit(function, tmp_path).checkpoint
     assert checkpoint is not None
     checkpoint.verify()
-    found = content(checkpoint)
-    assert {name: found[name] for name in names} == {name: name for name in names}
+    files = content(checkpoint)
+    assert {name: files[name] for name in names} == {name: name for name in names}
 
 
-def test_a_name_that_is_no_text_is_told_with_its_path(tmp_path: Path) -> None:
+def test_report_of_non_utf8_file_name_raises_with_path(tmp_path: Path) -> None:
     def function() -> None:
-        own = write(tmp_path / "own")
-        Path(os.fsdecode(os.fsencode(own) + b"/bad\xff")).write_text("x")
-        train.report({}, checkpoint=own)
+        source = write(tmp_path / "source")
+        Path(os.fsdecode(os.fsencode(source) + b"/bad\xff")).write_text("x")
+        train.report({}, checkpoint=source)
 
-    message = r"rank 0: .*/own/bad\\xff', because its name is not UTF-8"
+    message = r"rank 0: .*/source/bad\\xff', because its name is not UTF-8"
     with pytest.raises(WorkerGroupError, match=message):
         fit(function, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\udcff", "n" * 256, "\u00e9" * 128])
-def test_a_name_of_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, name: str) -> None:
+def test_invalid_checkpoint_dir_name_raises(tmp_path: Path, name: str) -> None:
     with pytest.raises(WorkerGroupError, match="ValueError: checkpoint_dir_name="):
         fit(lambda: save("a", checkpoint_dir_name=name), tmp_path)
 
 
-def test_a_copy_that_lies_beside_a_checkpoint_is_the_users(tmp_path: Path) -> None:
+def test_user_copy_of_checkpoint_is_ignored_and_kept(tmp_path: Path) -> None:
     fit(lambda: save("a"), tmp_path)
     run = tmp_path / "run"
     shutil.copytree(run / "checkpoint_000000", run / "best")
@@ -375,12 +378,12 @@ def test_a_copy_that_lies_beside_a_checkpoint_is_the_users(tmp_path: Path) -> No
     assert {path.name for path in run.glob("checkpoint_*")} == {"checkpoint_000002"}
 
 
-def test_a_checkpoint_has_checksums_however_long_its_name_is(tmp_path: Path) -> None:
+def test_checkpoint_with_long_name_has_checksums(tmp_path: Path) -> None:
     fit(lambda: save("a", checkpoint_dir_name="x" * 255), tmp_path)
     assert (tmp_path / "run" / ("x" * 255) / ".drawbar-checksums.json").exists()
 
 
-def test_a_folder_that_was_reported_already_is_said_to_be_gone(tmp_path: Path) -> None:
+def test_report_of_moved_checkpoint_dir_raises(tmp_path: Path) -> None:
     def function() -> None:
         with train.checkpoint_dir() as path:
             train.report({}, checkpoint=path)
@@ -390,92 +393,92 @@ def test_a_folder_that_was_reported_already_is_said_to_be_gone(tmp_path: Path) -
         fit(function, tmp_path)
 
 
-@pytest.mark.parametrize("where", ["", "below"])
+@pytest.mark.parametrize("subdirectory", ["", "below"])
 @pytest.mark.parametrize("is_home", [True, False])
-def test_where_one_is_at_home_is_copied_and_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_home: bool
+def test_report_of_home_or_working_directory_copies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subdirectory: str, is_home: bool
 ) -> None:
-    here = tmp_path / "here"
-    (here / where).mkdir(parents=True)
-    (here / "model").write_text("m")
+    source = tmp_path / "source"
+    (source / subdirectory).mkdir(parents=True)
+    (source / "model").write_text("m")
     if is_home:
-        monkeypatch.setenv("HOME", str(here / where))
+        monkeypatch.setenv("HOME", str(source / subdirectory))
     else:
-        monkeypatch.chdir(here / where)
+        monkeypatch.chdir(source / subdirectory)
 
     def function() -> None:
-        train.report({}, checkpoint=here, checkpoint_upload_mode=ASYNC)
+        train.report({}, checkpoint=source, checkpoint_upload_mode=ASYNC)
 
     assert content(fit(function, tmp_path / "runs").checkpoint) == {"model": "m"}
-    assert (here / "model").read_text() == "m"
+    assert (source / "model").read_text() == "m"
 
 
 @pytest.mark.parametrize("kind", ["local", "links", "object store"])
-def test_ranks_may_hand_over_one_folder(tmp_path: Path, kind: str) -> None:
-    own, far = tmp_path / "own", write(tmp_path / "far", x="x")
+def test_ranks_can_move_one_shared_directory(tmp_path: Path, kind: str) -> None:
+    source, far = tmp_path / "source", write(tmp_path / "far", x="x")
 
     def function() -> None:
         rank = train.get_context().get_world_rank()
         for text in "ab":
             if rank == 0:
-                write(own / "deep", model=text)
+                write(source / "deep", model=text)
                 if kind == "links":
-                    (own / "folder").symlink_to(far)
+                    (source / "directory").symlink_to(far)
             for turn in range(3):
                 collective.barrier()
                 if turn == 2 - rank:
-                    train.report({}, checkpoint=own, checkpoint_upload_mode=ASYNC)
+                    train.report({}, checkpoint=source, checkpoint_upload_mode=ASYNC)
 
     storage_path = f"memory://{uuid.uuid4().hex}" if kind == "object store" else str(tmp_path)
     config = RunConfig(name="run", storage_path=storage_path)
     result = run_in_threads(function, num_workers=3, run_config=config)
-    linked = {"folder/x": "x"} if kind == "links" else {}
+    linked = {"directory/x": "x"} if kind == "links" else {}
     for (checkpoint, _), text in zip(result.best_checkpoints, "ab", strict=True):
         checkpoint.verify()
-        with checkpoint.as_directory() as folder:
-            assert content(folder) == {"deep/model": text, **linked}
-    assert not own.exists()
+        with checkpoint.as_directory() as path:
+            assert content(path) == {"deep/model": text, **linked}
+    assert not source.exists()
     assert content(far) == {"x": "x"}
 
 
-def test_ranks_delete_one_folder_while_one_of_them_fills_it_anew(tmp_path: Path) -> None:
-    own = tmp_path / "own"
+def test_shared_directory_refilled_during_deletion_keeps_new_files(tmp_path: Path) -> None:
+    source = tmp_path / "source"
 
     def function() -> None:
         for turn in range(8):
             if train.get_context().get_world_rank() == 0:
                 for number in range(100):
-                    write(own / f"{number}" / "deep", model=f"{turn}")
+                    write(source / f"{number}" / "deep", model=f"{turn}")
             collective.barrier()
-            train.report({}, checkpoint=own, **HANDED_OVER)
+            train.report({}, checkpoint=source, **MOVED)
 
     config = RunConfig(name="run", storage_path=str(tmp_path))
     result = run_in_threads(function, num_workers=4, run_config=config)
     for turn, (checkpoint, _) in enumerate(result.best_checkpoints):
         assert list(content(checkpoint).values()) == [f"{turn}"] * 100
-    assert not own.exists()
+    assert not source.exists()
 
 
-def test_only_what_was_handed_over_is_deleted(tmp_path: Path) -> None:
-    own = write(tmp_path / "own", model="1", optimizer="1")
-    write(own / "deep", weights="1")
-    (own / "link").symlink_to("deep")
-    seen = FileIdentities.capture(own, list_files(own))
-    shutil.rmtree(own)
-    write(own, model="2")
-    (own / "deep").mkdir()
-    seen.remove_unchanged(was_moved=False)
-    assert content(own) == {"model": "2"}
-    assert (own / "deep").is_dir()
-    FileIdentities.capture(own, list_files(own)).remove_unchanged(was_moved=False)
-    assert not own.exists()
+def test_remove_unchanged_keeps_replaced_files(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", model="1", optimizer="1")
+    write(source / "deep", weights="1")
+    (source / "link").symlink_to("deep")
+    identities = FileIdentities.capture(source, list_files(source))
+    shutil.rmtree(source)
+    write(source, model="2")
+    (source / "deep").mkdir()
+    identities.remove_unchanged(was_moved=False)
+    assert content(source) == {"model": "2"}
+    assert (source / "deep").is_dir()
+    FileIdentities.capture(source, list_files(source)).remove_unchanged(was_moved=False)
+    assert not source.exists()
 
 
-def test_a_folder_that_is_handed_over_keeps_to_who_may_read_the_run(tmp_path: Path) -> None:
+def test_moved_directory_gets_permissions_of_run(tmp_path: Path) -> None:
     def function() -> None:
-        own = tempfile.mkdtemp(dir=tmp_path)
-        write(Path(own), model="m")
-        train.report({}, checkpoint=own, checkpoint_upload_mode=ASYNC)
+        source = tempfile.mkdtemp(dir=tmp_path)
+        write(Path(source), model="m")
+        train.report({}, checkpoint=source, checkpoint_upload_mode=ASYNC)
 
     checkpoint = fit(function, tmp_path).checkpoint
     assert checkpoint is not None
@@ -483,35 +486,33 @@ def test_a_folder_that_is_handed_over_keeps_to_who_may_read_the_run(tmp_path: Pa
 
 
 @pytest.mark.parametrize("links", [False, True])
-def test_what_comes_into_a_folder_while_it_is_handed_over_is_not_deleted(
-    tmp_path: Path, links: bool
-) -> None:
-    own, staging = write(tmp_path / "own", model="m"), StagingArea(tmp_path / ".staging")
+def test_files_added_while_directory_is_moved_are_kept(tmp_path: Path, links: bool) -> None:
+    source, staging = write(tmp_path / "source", model="m"), StagingArea(tmp_path / ".staging")
     staging.path.mkdir()
     if links:
-        (own / "link").symlink_to(write(tmp_path / "far", x="x") / "x")
-    share = AssignedFiles(own, list_files(own), "rank_0", "c", should_move=True)
-    write(own / "deep", late="l")
-    stage = staging.stage_moved(share, attempt=0)
-    assert staging.find_moved(own, "c", attempt=0) == stage
-    assert staging.find_moved(own, "c", attempt=1) is None
+        (source / "link").symlink_to(write(tmp_path / "far", x="x") / "x")
+    assigned = AssignedFiles(source, list_files(source), "rank_0", "c", should_move=True)
+    write(source / "deep", late="l")
+    staging_directory = staging.stage_moved(assigned, attempt=0)
+    assert staging.find_moved(source, "c", attempt=0) == staging_directory
+    assert staging.find_moved(source, "c", attempt=1) is None
     late = {"deep/late": "l"}
-    assert content(stage) == {"model": "m", **({"link": "x"} if links else late)}
-    assert (content(own) if own.exists() else {}) == (late if links else {})
+    assert content(staging_directory) == {"model": "m", **({"link": "x"} if links else late)}
+    assert (content(source) if source.exists() else {}) == (late if links else {})
 
 
-def test_what_comes_into_a_folder_while_it_is_uploaded_is_not_deleted(tmp_path: Path) -> None:
-    own = tmp_path / "own"
+def test_files_added_while_directory_is_uploaded_are_kept(tmp_path: Path) -> None:
+    source = tmp_path / "source"
 
     def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
-        place = shutil.copytree(checkpoint.path, train.get_context().get_storage() / name)
-        write(own / "deep", late="l")
-        return Checkpoint(place)
+        path = shutil.copytree(checkpoint.path, train.get_context().get_storage() / name)
+        write(source / "deep", late="l")
+        return Checkpoint(path)
 
     def function() -> None:
-        write(own, model="m")
-        write(own / "deep", part="p")
-        train.report({}, checkpoint=own, checkpoint_upload_fn=upload, **HANDED_OVER)
+        write(source, model="m")
+        write(source / "deep", part="p")
+        train.report({}, checkpoint=source, checkpoint_upload_fn=upload, **MOVED)
 
     assert content(fit(function, tmp_path).checkpoint) == {"model": "m", "deep/part": "p"}
-    assert content(own) == {"deep/late": "l"}
+    assert content(source) == {"deep/late": "l"}
