@@ -385,6 +385,6 @@ def test_in_a_notebook_one_output_is_updated_and_lines_follow_it() -> None:
 
 
 def test_without_a_live_line_a_terminal_gets_plain_lines() -> None:
-    written = run_on_a_terminal(A_RUN.replace('"/runs/mnist")', '"/runs/mnist", live=False)', 1))
+    written = run_on_a_terminal(A_RUN.replace('"/runs/mnist")', '"/runs/mnist", is_live=False)', 1))
     assert "\x1b" not in written
     assert "running on 2 workers" in written

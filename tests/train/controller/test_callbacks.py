@@ -106,7 +106,7 @@ def test_a_callback_that_fails_is_logged_and_the_run_goes_on(
 
     watcher = Watcher()
     fit(function, tmp_path, [Broken(), watcher])
-    assert caplog.text.count("callback Broken.after_report failed; the run goes on") == 1
+    assert caplog.text.count("Callback Broken.after_report failed. The run continues") == 1
     assert len(watcher.seen) == 3
 
 
@@ -120,14 +120,14 @@ class Stuck(UserCallback):
 def test_a_callback_that_does_not_return_is_named_and_given_up_by_a_stop(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drawbar.train._controller.callbacks.NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("drawbar.train._controller.callbacks.DRAIN_NOTICE_S", 0.1)
     run = DataParallelTrainer(
         lambda: train.report({"a": 1}),
         scaling_config=ScalingConfig(num_workers=0),
         run_config=RunConfig(name="run", storage_path=tmp_path, callbacks=[Stuck()]),
     ).start()
     said = ""
-    while "waiting for callback Stuck.after_report, which has not returned" not in said:
+    while "Waiting for callback Stuck.after_report, which has not returned" not in said:
         said += capfd.readouterr().err
     assert (run.status, run.is_done, run.diagnose()) == ("finished", False, "")
     run.stop(save=False)

@@ -37,8 +37,8 @@ async def pieces_of_two_ranks(folder: Path) -> None:
         CheckpointConfig(),
         metadata={},
         emit=lambda _: None,
-        committed=said.put_nowait,
-        failed=said.put_nowait,
+        on_committed=said.put_nowait,
+        on_failed=said.put_nowait,
     )
 
     async def next_said() -> object:

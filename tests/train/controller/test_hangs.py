@@ -119,7 +119,7 @@ def freeze() -> None:
 @pytest.mark.parametrize(
     ("stop", "told"),
     [
-        (wait_in_c, "it does not answer: it is frozen, or in one long call"),
+        (wait_in_c, "it does not respond: it is frozen, or in one long call"),
         (wait_for_a_child, "in wait_for_a_child, inside "),
         (freeze, "it is stopped (state T): kill -CONT "),
     ],
@@ -142,7 +142,7 @@ def test_a_rank_that_others_wait_for_is_said_to_be_quiet(
     while not (quiet := run.stalled_ranks):
         assert not run.is_done
     assert list(quiet) == [1]
-    assert "rank 1 gives no sign of life for" in quiet[1]
+    assert "rank 1 has shown no activity for" in quiet[1]
     assert "while rank 0 waits in collective #0 (barrier)" in quiet[1]
     assert told in quiet[1]
     assert "no sign of life of rank 1" in repr(run)
@@ -171,7 +171,7 @@ def test_a_rank_that_speaks_again_is_quiet_no_more(
     (tmp_path / "end").touch()
     run.stop(save=False)
     run.wait()
-    assert "all ranks give signs of life again" in capfd.readouterr().err
+    assert "All ranks are active again." in capfd.readouterr().err
 
 
 HERE = Stack(frames=(Frame("/home/me/train.py", 10, "step"),), text="")
@@ -205,7 +205,7 @@ def test_the_smaller_group_is_the_odd_one_out() -> None:
     told = format_difference({0: at(10), 1: at(12), 2: at(10), 3: None})
     assert told.splitlines()[-1] == "  ranks 0, 2 (2): /home/me/train.py:10 in step"
     assert "rank 1: /home/me/train.py:12 in step" in told
-    assert "rank 3: does not answer" in told
+    assert "rank 3: does not respond" in told
 
 
 def test_users_lines_exclude_files_of_drawbar() -> None:

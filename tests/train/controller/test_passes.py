@@ -28,7 +28,8 @@ def test_a_batch_more_is_told_once_and_names_both_ranks() -> None:
     passes = BatchCountCheck(2)
     assert passes.add(0, passed(0, batches=3)) == ""
     told = passes.add(1, passed(1, batches=4))
-    assert "rank 0 got 3 batches of datasets['train'] in epoch 0 and rank 1 4" in told
+    counts = "Rank 0 read 3 batches of datasets['train'] in epoch 0, but rank 1 read 4."
+    assert told.startswith(counts)
     assert 'uneven_rows="keep"' in told
     assert [passes.add(rank, passed(rank, 3 + rank, epoch=1)) for rank in (0, 1)] == ["", ""]
 
@@ -45,9 +46,10 @@ def test_ranks_that_may_differ(options: dict[str, Any]) -> None:
 def test_a_rank_that_gets_nothing_is_told_and_all_that_get_no_row_are_an_error() -> None:
     passes = BatchCountCheck(2)
     told = passes.add(1, passed(1, batches=0, empty="batch", epoch=3))
-    assert told == "rank 1 got no batch of datasets['train'] in epoch 3"
+    assert told == "Rank 1 received no batch of datasets['train'] in epoch 3."
     passes.add(0, passed(0, batches=0, empty="row", epoch=4))
-    with pytest.raises(ValueError, match=r"no rank got a row of datasets\['train'\] in epoch 4"):
+    error = r"no rank received a row of datasets\['train'\] in epoch 4"
+    with pytest.raises(ValueError, match=error):
         passes.add(1, passed(1, batches=0, empty="row", epoch=4))
 
 
@@ -55,8 +57,8 @@ def test_who_is_through_with_an_epoch_that_others_are_in() -> None:
     passes = BatchCountCheck(3)
     assert passes.describe_ranks_ahead() == ""
     passes.add(2, passed(2, batches=9))
-    through = "through with epoch 0 of datasets['train'] are only rank 2 after 9 batches"
-    assert passes.describe_ranks_ahead() == f"\n  {through}"
+    line = "ranks that have finished epoch 0 of datasets['train']: rank 2 (9 batches)"
+    assert passes.describe_ranks_ahead() == f"\n  {line}"
     for rank in (0, 1):
         passes.add(rank, passed(rank, batches=9))
     assert passes.describe_ranks_ahead() == ""

@@ -177,9 +177,12 @@ def test_each_file_comes_from_the_lowest_rank_that_has_it(
         ([named("best", "a"), report(0), named("best", "a", "b")], None),
         (
             [report(0, "deep/a"), report(0, "deep/b"), report(0, "deep")],
-            "'deep' is a folder of rank 0",
+            "the checkpoint has 'deep' as a directory from rank 0",
         ),
-        ([report(0, "a"), report(0), report(0, "a/b/c")], "'a' is a file of rank 0"),
+        (
+            [report(0, "a"), report(0), report(0, "a/b/c")],
+            "the checkpoint has 'a' as a file from rank 0",
+        ),
         (
             [report(0), named("best", "a"), named("last", "b")],
             "rank 1 (report #0 at t.py:0 in f) names the checkpoint 'best', "

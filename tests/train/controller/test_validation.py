@@ -166,7 +166,7 @@ def test_a_metric_that_takes_the_place_of_a_reported_one_is_named_once(
     validation = ValidationConfig(lambda checkpoint: {"number": 7, "square": 49})
     result = fit(save_with({}, {}), tmp_path, validation)
     assert [metrics for _, metrics in result.best_checkpoints] == [{"number": 7, "square": 49}] * 2
-    assert capsys.readouterr().err.count("the validations return 'number', which report()") == 1
+    assert capsys.readouterr().err.count("The validation function returns 'number', which") == 1
 
 
 def test_the_lowest_rank_that_asks_decides(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_why_a_validation_failed_is_kept_and_told(failed: tuple[Result, str]) ->
     assert errors[6].startswith("TypeError: ")
     assert "unexpected keyword argument 'why'" in errors[6]
     for manifest, error in zip(found, errors, strict=True):
-        said = f"the validation of {manifest.name} failed, the training goes on: {error}"
+        said = f"The validation of {manifest.name} failed, training continues: {error}"
         assert (said in console) == bool(error)
 
 
@@ -399,7 +399,7 @@ def test_a_result_that_cannot_be_written_is_told(
         return {"square": 1}
 
     assert fit(save_with({}), tmp_path, ValidationConfig(validate)).return_value == ["VALIDATED"]
-    assert "the validation of checkpoint_000000 is not kept: " in capsys.readouterr().err
+    assert "The validation result of checkpoint_000000 was not saved: " in capsys.readouterr().err
 
 
 # -- the end of a run, and the next one
@@ -439,7 +439,7 @@ def test_a_run_that_fails_ends_what_runs_and_leaves_it_to_the_next(
     with pytest.raises(WorkerGroupError, match="boom"):
         fit(function, tmp_path, ValidationConfig(validate), num_workers=1)
     wait_until_gone([int(*pipe.hear())])
-    assert "the validation of checkpoint_000000 has not ended; it starts" in capsys.readouterr().err
+    assert "The validation of checkpoint_000000 has not finished." in capsys.readouterr().err
     assert_resumes(tmp_path)
 
 
@@ -485,7 +485,7 @@ def test_the_end_of_a_run_waits_and_says_what_for(
     with drivers(interrupted(tmp_path, pipe)) as driver:
         assert driver.stderr is not None
         for line in driver.stderr:
-            if "waiting for validations: checkpoint_000000 (runs)" in line:
+            if "waiting for validations: checkpoint_000000 (running)" in line:
                 break
         driver.send_signal(signal.SIGINT)
         _, err = driver.communicate(timeout=60)
@@ -569,7 +569,7 @@ def test_without_a_validation_config_it_stays_pending(
         driver.kill()
         driver.wait()
     assert fit(lambda: statuses(), tmp_path, None).return_value == [PENDING]
-    assert "stays pending of checkpoint_000000, which is" in capsys.readouterr().err
+    assert "validation of checkpoint_000000 stays pending, because" in capsys.readouterr().err
     assert_resumes(tmp_path)
 
 

@@ -16,7 +16,7 @@ def test_that_rays_control_service_does_not_answer_is_said_and_that_it_does_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stall_detector, "DRAIN_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(stall_detector, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(stall_detector, "GCS_NOTICE_S", 0.05)
     answers, said = threading.Event(), list[str]()
 
     def draining() -> dict[str, int]:
@@ -38,5 +38,5 @@ def test_that_rays_control_service_does_not_answer_is_said_and_that_it_does_agai
         task.cancel()
 
     asyncio.run(watch())
-    assert said[0].startswith("Ray's control service (GCS) does not answer any more")
-    assert said[1] == "Ray's control service answers again"
+    assert said[0].startswith("Ray's control service (GCS) does not respond.")
+    assert said[1] == "Ray's control service (GCS) responds again."

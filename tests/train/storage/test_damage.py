@@ -320,7 +320,7 @@ def test_a_restart_passes_over_a_damaged_checkpoint(
 
     once_more = FailureConfig(max_failures=1)
     assert fit(function, tmp_path, failure_config=once_more).return_value == "a"
-    assert "damaged, so passed over: " in capfd.readouterr().err
+    assert "Skipped damaged checkpoint " in capfd.readouterr().err
     check_run(tmp_path / "run")
 
 
@@ -379,7 +379,7 @@ def test_no_checkpoint_is_named_that_is_not_there_any_more(tmp_path: Path) -> No
             os.rename(tmp_path / "run" / f"checkpoint_00000{name}", tmp_path / f"gone_{name}")
         fail()
 
-    with pytest.raises(WorkerGroupError, match=r"newest committed checkpoint: .*_000000$"):
+    with pytest.raises(WorkerGroupError, match=r"Latest committed checkpoint: .*_000000$"):
         fit(function, tmp_path, {"delete": [1]})
     shutil.rmtree(tmp_path / "run")
     shutil.rmtree(tmp_path / "gone_1")
@@ -458,6 +458,6 @@ def test_a_run_whose_directory_is_made_read_only_says_so(
     told = str(caught.value)
     assert "Operation not permitted" in told
     assert ("rank 0: StorageError" in told) is own
-    assert f"newest committed checkpoint: {run}/checkpoint_000000" in told
+    assert f"Latest committed checkpoint: {run}/checkpoint_000000" in told
     if own:
         assert (tmp_path / "own" / "model").read_text() == "b"

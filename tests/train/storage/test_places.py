@@ -137,7 +137,7 @@ def test_ranks_that_put_one_checkpoint_in_two_places_are_told(tmp_path: Path) ->
             (path / rank).write_text("m")
             train.report({}, checkpoint=path, checkpoint_upload_fn=lambda *_: put(str(place), "m"))
 
-    with pytest.raises(ControllerError, match=r"one place on all ranks.*/rank_0' \(rank 0\)"):
+    with pytest.raises(ControllerError, match=r"same path on all ranks.*/rank_0' \(rank 0\)"):
         run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
 
 

@@ -203,8 +203,8 @@ def test_a_log_that_cannot_be_published_is_told_and_fails_nothing(said: Said) ->
 
 def test_what_another_node_has_of_what_was_handed_over_is_told(hidden: Path, said: Said) -> None:
     stages = re.findall(
-        rf"^rank 1 on node {os.uname().nodename} has handed over files for report 0 that are not "
-        rf"committed; they lie there in {hidden}/kept/(\.staging/handed-over.*)$",
+        rf"^Rank 1 on node {os.uname().nodename} moved files for report 0, which were not "
+        rf"committed\. They are in {hidden}/kept/(\.staging/handed-over.*) on that node\.$",
         said.out,
         re.MULTILINE,
     )
