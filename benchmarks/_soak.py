@@ -57,7 +57,9 @@ def _run_uninterrupted(scenario: Scenario, parts: Sequence[Part]) -> Part | None
     if len({len(part) for part in parts}) > 1:
         return None
     attempt = dataclasses.replace(scenario.attempts[0], checkpoints=(), stop=None)
-    (part,) = run_scenario(dataclasses.replace(scenario, attempts=(attempt,), is_on_ray=False))
+    is_on_ray = scenario.is_on_ray and scenario.num_workers > 0  # see draw_scenario
+    reference = dataclasses.replace(scenario, attempts=(attempt,), is_on_ray=is_on_ray)
+    (part,) = run_scenario(reference)
     return part
 
 

@@ -23,6 +23,7 @@ from benchmarks._soak_scenario import SamplerKind, Scenario
 
 Item = tuple[int, tuple[int, ...]]
 EVAL_BATCH_SIZE = 2
+TIMEOUT_SECONDS = 60
 
 
 class Samples(Dataset[Item]):
@@ -218,12 +219,13 @@ def _make_loader(scenario: Scenario, seed: int, samples: int, **options: Any) ->
     if scenario.has_generator:
         options["generator"] = torch.Generator().manual_seed(seed)
     if scenario.num_workers:
-        options["multiprocessing_context"] = "fork"
+        options |= {"multiprocessing_context": "fork", "timeout": TIMEOUT_SECONDS}
+    collate_fn: Any = list if options.get("batch_size", 1) is not None else _as_batch
     return DataLoader(
         Samples(samples),
         num_workers=scenario.num_workers,
         persistent_workers=scenario.persistent_workers,
-        collate_fn=list if options.get("batch_size", 1) is not None else _as_batch,
+        collate_fn=collate_fn,
         **options,
     )
 

@@ -39,7 +39,6 @@ WEIGHTS: dict[SamplerKind, int] = {
     "batches_of_unsized": 1,
 }
 MAX_ATTEMPTS = 4
-MAX_WORLD_SIZE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +148,9 @@ def draw_scenario(seed: int, number: int, *, is_on_ray: bool = False) -> Scenari
     samples = rng.choice([rng.randint(1, 8), rng.randint(9, 60)])
     has_batches = sampler.startswith("batches") or rng.random() < 0.95
     batch_size = rng.randint(1, 6) if has_batches else None
-    num_workers = rng.choices([0, 1, 2], weights=[18, 1, 1])[0]
+    num_workers = rng.choices([0, 1, 2], weights=[2, 1, 1] if is_on_ray else [18, 1, 1])[0]
+    # A process that is forked while the thread of another rank holds a lock may hang.
+    max_world_size = 3 if is_on_ray else 1 if num_workers else 4
     evaluation = rng.choices([None, "after_epoch", "in_epoch"], weights=[5, 2, 2])[0]
     epochs = rng.randint(2, 4)
     has_steps = sampler == "endless" or rng.random() < 0.15
@@ -175,7 +176,7 @@ def draw_scenario(seed: int, number: int, *, is_on_ray: bool = False) -> Scenari
         epochs=epochs,
         steps=steps,
         is_on_ray=is_on_ray,
-        attempts=tuple(_draw_attempts(rng, epochs * (per_epoch + 2), is_on_ray)),
+        attempts=tuple(_draw_attempts(rng, epochs * (per_epoch + 2), max_world_size)),
     )
 
 
@@ -185,16 +186,17 @@ def _draw_set_epoch(rng: random.Random, sampler: SamplerKind) -> SetEpoch | None
     return rng.choice(("sampler", "batch_sampler")) if sampler.startswith("batches") else "sampler"
 
 
-def _draw_attempts(rng: random.Random, total_batches: int, is_on_ray: bool) -> Iterator[Attempt]:
+def _draw_attempts(
+    rng: random.Random, total_batches: int, max_world_size: int
+) -> Iterator[Attempt]:
     """Draw attempts that read about `total_batches` batches together."""
-    largest = 3 if is_on_ray else MAX_WORLD_SIZE
     changes_world_size = rng.random() < 0.6
-    world_size = rng.randint(1, largest)
-    count = rng.randint(2, 3 if is_on_ray else MAX_ATTEMPTS)
+    world_size = rng.randint(1, max_world_size)
+    count = rng.randint(2, MAX_ATTEMPTS)
     for number in range(count):
         new_fit = number == 0 or rng.random() < 0.4
         if new_fit and changes_world_size:
-            world_size = rng.randint(1, largest)
+            world_size = rng.randint(1, max_world_size)
         stop = None
         if number < count - 1:
             stop = rng.randint(1, max(1, 2 * total_batches // (world_size * count)))

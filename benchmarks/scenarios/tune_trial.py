@@ -29,13 +29,13 @@ def _sweep(library: Library) -> Samples:
     from ray import tune
 
     from drawbar.train import ScalingConfig
-    from drawbar.tune import placement_group_factory
+    from drawbar.tune import as_placement_group_factory
 
     with fresh_cluster() as storage:
         trial: Any = partial(_trial, library=library, storage=storage)
         if library.side == "drawbar":
             trial = tune.with_resources(
-                trial, placement_group_factory(ScalingConfig(num_workers=2))
+                trial, as_placement_group_factory(ScalingConfig(num_workers=2))
             )
         grid = tune.Tuner(
             trial,

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-from drawbar.accelerate import launch, load_state, prepare_accelerator
+from drawbar.accelerate import check_accelerator, launch, load_state
 from drawbar.torch._accelerate_state import reset_accelerate_state
 from drawbar.torch._attempt_cleanup import attempt_cleanup
 from drawbar.train import RunConfig, ScalingConfig, WorkerGroupError
@@ -65,7 +65,7 @@ def fit(function: Any, run_config: RunConfig) -> Any:
 
 def test_one_process_has_its_accelerator_too(run_config: RunConfig) -> None:
     def function() -> tuple[int, str]:
-        accelerator = prepare_accelerator(Accelerator())
+        accelerator = check_accelerator(Accelerator())
         return accelerator.num_processes, accelerator.device.type
 
     expected = "cpu" if not torch.cuda.is_available() else "cuda"
@@ -75,7 +75,7 @@ def test_one_process_has_its_accelerator_too(run_config: RunConfig) -> None:
 def test_a_plugin_that_accelerate_leaves_out_is_told(run_config: RunConfig) -> None:
     def function() -> None:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        prepare_accelerator(Accelerator(cpu=True, fsdp_plugin=plugin))
+        check_accelerator(Accelerator(cpu=True, fsdp_plugin=plugin))
 
     with pytest.raises(WorkerGroupError, match=r"plugin for FSDP and does without.*use_gpu=True"):
         fit(function, run_config)

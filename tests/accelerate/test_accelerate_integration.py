@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 
 from drawbar import train
-from drawbar.accelerate import launch, load_state, prepare_accelerator, report_state
+from drawbar.accelerate import check_accelerator, launch, load_state, report_state
 from drawbar.torch import prepare_data_loader
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, WorkerGroupError
 
@@ -51,7 +51,7 @@ def resumable(digits: Any, die_at: int | None = None) -> dict[str, Any]:
     context.cache.setdefault("pid", os.getpid())
     leaked = dict(PartialState._shared_state)
     torch.manual_seed(0)
-    accelerator = prepare_accelerator(Accelerator())
+    accelerator = check_accelerator(Accelerator())
     loader = prepare_data_loader(digits.loader())
     network = digits.network(dropout=0.1)
     model, optimizer = accelerator.prepare(network, torch.optim.Adam(network.parameters()))
@@ -151,7 +151,7 @@ def test_processes_that_train_alone_are_told(run_config: RunConfig) -> None:
         from accelerate import Accelerator, PartialState
 
         PartialState()  # on CPUs, it takes the process for the only one
-        prepare_accelerator(Accelerator())
+        check_accelerator(Accelerator())
 
     with pytest.raises(WorkerGroupError, match=r"rank 0 of 1, but the worker is rank \d of 2"):
         launch(function, (), TWO_WORKERS, run_config=run_config)

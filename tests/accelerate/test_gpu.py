@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drawbar.accelerate import launch, prepare_accelerator
+from drawbar.accelerate import check_accelerator, launch
 from drawbar.train import RunConfig, ScalingConfig
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -30,7 +30,7 @@ def test_an_accelerator_learns_over_nccl(digits: Any, run_config: RunConfig, sha
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
-        accelerator = prepare_accelerator(Accelerator(fsdp_plugin=plugin))
+        accelerator = check_accelerator(Accelerator(fsdp_plugin=plugin))
         network = digits.network()
         model, optimizer, loader = accelerator.prepare(
             network, torch.optim.Adam(network.parameters()), digits.loader()

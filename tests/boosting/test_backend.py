@@ -73,7 +73,7 @@ def _of_user(*args: Any, **options: Any) -> Any:
 def test_only_code_of_the_user_has_scikit_learn_imported(
     make: Make, options: dict[str, Any], imports: bool
 ) -> None:
-    left_out = make(**options).backend_config.left_out
+    left_out = make(**options).backend_config.skipped_imports
     assert ("sklearn" not in left_out) is imports
     assert ("pandas" in left_out) is (make is _lightgbm and not imports)
 

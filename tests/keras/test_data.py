@@ -300,7 +300,7 @@ def stopped_loop() -> tuple[list[int], Any, bool]:
 
     # The loss falls, so the first epoch's weights are the best ones.
     early = keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
-    save = ReportCheckpointCallback(["epoch_end", "train_end"], callbacks=[early])
+    save = ReportCheckpointCallback(["epoch_end", "train_end"], stateful_callbacks=[early])
     watch = keras.callbacks.LambdaCallback(on_epoch_end=fail)
     begin = load_state(model)
     model.fit(of_arrays(), epochs=4, initial_epoch=begin, verbose=0, callbacks=[early, save, watch])

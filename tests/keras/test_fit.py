@@ -96,7 +96,7 @@ def train_loop(config: dict[str, Path]) -> dict[str, Any]:
         verbose=0,
         callbacks=[
             *(turning(), *others, *written, killer(batches, begin)),
-            ReportCheckpointCallback({"train_batch_end": SAVED_EVERY}, callbacks=others),
+            ReportCheckpointCallback({"train_batch_end": SAVED_EVERY}, stateful_callbacks=others),
         ],
     ).history
     newest = keras.models.load_model(config["folder"] / "newest.keras")

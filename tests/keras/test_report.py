@@ -77,7 +77,7 @@ def test_what_other_callbacks_have_come_to_is_kept(run_config: RunConfig) -> Non
     other = Counting(patience=3)
 
     def function() -> tuple[int, int]:
-        callback = ReportCheckpointCallback(callbacks=[other])
+        callback = ReportCheckpointCallback(stateful_callbacks=[other])
         callback.set_model(Model())
         callback.on_train_begin()
         if get_checkpoint() is None:

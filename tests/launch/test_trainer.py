@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drawbar import train
-from drawbar.launch import ScriptTrainer, exit_code_of
+from drawbar.launch import ScriptTrainer, exit_code_for
 from drawbar.train import ProgramFailedError, WorkerFailure, WorkerGroupError
 from tests.launch.conftest import Launch
 
@@ -61,7 +61,7 @@ def test_modules_are_those_that_python_finds(
 )
 def test_a_worker_that_dies_is_told_like_a_script(kind: str, message: str, code: int) -> None:
     failure = WorkerFailure(rank=1, kind=kind, type_name="worker process died", message=message)  # type: ignore[arg-type]
-    assert exit_code_of(WorkerGroupError("failed", failures=[failure])) == code
+    assert exit_code_for(WorkerGroupError("failed", failures=[failure])) == code
 
 
 def test_the_first_failure_counts() -> None:
@@ -70,8 +70,8 @@ def test_the_first_failure_counts() -> None:
         WorkerFailure(rank=rank, kind="exception", type_name="", message="") for rank in (1, 0)
     ]
     error = WorkerGroupError("failed", {0: later, 1: first}, failures=failures)
-    assert exit_code_of(error) == 3
-    assert exit_code_of(train.ControllerError("the disk is full")) == 1
+    assert exit_code_for(error) == 3
+    assert exit_code_for(train.ControllerError("the disk is full")) == 1
 
 
 def test_a_detached_run_is_found_again(launch: Launch) -> None:

@@ -106,7 +106,7 @@ class TestModelCheckpoint:
             checkpoint = pl.callbacks.ModelCheckpoint(
                 "elsewhere", "{epoch}-{val_loss:.2f}", monitor="val_loss", save_top_k=2
             )
-            return [checkpoint, RayTrainReportCallback(checkpoint=False)]
+            return [checkpoint, RayTrainReportCallback(save_checkpoints=False)]
 
         def after(trainer: Any, module: Any) -> Any:
             callback = trainer.checkpoint_callback

@@ -98,7 +98,7 @@ def test_callbacks_after_fit_have_the_public_attributes_of_plain_lightning(
     import lightning as L
 
     trainer, _ = fitted
-    alone = L.Trainer(
+    alone: Any = L.Trainer(
         accelerator="cpu",
         devices=1,
         default_root_dir=tmp_path,

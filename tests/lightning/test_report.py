@@ -30,7 +30,7 @@ def steps_saved(result: Result) -> list[int]:
         ({"every_n_epochs": 1.5}, "every_n_epochs must be a whole number from 1"),
         ({"every_n_epochs": None}, "are both None"),
         ({"checkpoint_upload_mode": CheckpointUploadMode.NO_UPLOAD}, "SYNC or ASYNC"),
-        ({"checkpoint": False, "validation": True}, "needs checkpoint=True"),
+        ({"save_checkpoints": False, "validation": True}, "needs save_checkpoints=True"),
     ],
 )
 def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> None:

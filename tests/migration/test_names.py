@@ -42,7 +42,7 @@ LEFT_OUT_ARGUMENTS = {
     "PreemptionError(drain_timed_out=)": "the message says it",
 }
 LEFT_OUT_MEMBERS = {
-    "ScalingConfig.as_placement_group_factory": "drawbar.tune.placement_group_factory",
+    "ScalingConfig.as_placement_group_factory": "drawbar.tune.as_placement_group_factory",
     "ScalingConfig.from_placement_group_factory": "of Ray Tune",
     "Result.config": "raises there; the journal has the config",
     "RunConfig.storage_context": "internal there",

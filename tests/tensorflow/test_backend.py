@@ -21,8 +21,8 @@ class TestContract(BackendContract):
 
 
 def test_a_config_checks_itself() -> None:
-    with pytest.raises(TypeError, match="legacy_keras must be a bool, found 'yes'"):
-        TensorflowConfig(legacy_keras="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="use_legacy_keras must be a bool, found 'yes'"):
+        TensorflowConfig(use_legacy_keras="yes")  # type: ignore[arg-type]
 
 
 def test_the_trainer_takes_only_a_tensorflow_config() -> None:

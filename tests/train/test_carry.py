@@ -202,6 +202,6 @@ def test_a_reference_in_a_file_is_lost_only_for_who_unpacks_it() -> None:
             {"plain": serialize([1]), "reference": serialize([ray.put(1)])}
         )
     )
-    assert kept["plain"].unpack() == [1]
+    assert kept["plain"].deserialize() == [1]
     with pytest.raises(MissingReferenceError, match="ObjectRef"):
-        kept["reference"].unpack()
+        kept["reference"].deserialize()

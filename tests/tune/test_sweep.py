@@ -21,7 +21,7 @@ from ray.util import placement_group_table
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig
-from drawbar.tune import TuneReportCallback, placement_group_factory
+from drawbar.tune import TuneReportCallback, as_placement_group_factory
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -193,7 +193,7 @@ def test_a_function_that_calls_fit(tmp_path: Path, left_over: Callable[[], list[
         )
         trainer(run_config=run, steps=2, **config).fit()
 
-    trainable = tune.with_resources(trial, placement_group_factory(PAIR))
+    trainable = tune.with_resources(trial, as_placement_group_factory(PAIR))
     grid = sweep(trainable, tmp_path, {"lr": tune.grid_search([1, 2])})
     assert left_over() == []
     for each in grid:

@@ -20,7 +20,7 @@ from drawbar.train import (
 )
 from drawbar.train._worker_group.placement import find_free_bundles
 from drawbar.train.testing import run_in_threads
-from drawbar.tune import TuneReportCallback, as_trainable, placement_group_factory
+from drawbar.tune import TuneReportCallback, as_placement_group_factory, as_trainable
 from drawbar.tune._result_files import truncate_after
 from drawbar.tune._trainable import TuneCheckpoint
 from drawbar.tune._trial import (
@@ -128,15 +128,15 @@ def test_runs_that_cannot_be_trials(config: RunConfig, message: str) -> None:
 
 def test_what_a_trial_asks_for() -> None:
     scaling = ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 2})
-    asked = placement_group_factory(scaling)
+    asked = as_placement_group_factory(scaling)
     assert (asked.head_bundle_is_empty, asked.bundles) == (True, [{"CPU": 2}] * 2)
     validation = ValidationConfig(fn=lambda checkpoint: {}, ray_remote_kwargs={"num_cpus": 3})
-    asked = placement_group_factory(scaling, validation)
+    asked = as_placement_group_factory(scaling, validation)
     assert asked.bundles == [{"CPU": 2}] * 2 + [{"CPU": 3}] * 2
-    asked = placement_group_factory(ScalingConfig(num_workers=0))
+    asked = as_placement_group_factory(ScalingConfig(num_workers=0))
     assert (asked.head_bundle_is_empty, asked.bundles) == (False, [{"CPU": 1}])
     nothing = ScalingConfig(num_workers=2, resources_per_worker={})
-    assert asked.strategy == placement_group_factory(nothing).strategy == "PACK"
+    assert asked.strategy == as_placement_group_factory(nothing).strategy == "PACK"
 
 
 @pytest.mark.parametrize(

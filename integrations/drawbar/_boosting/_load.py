@@ -77,5 +77,7 @@ def _read(
     if source is not None:
         return read_blocks(name, source(name), columns, store, reading)
     shard: Any = get_dataset_shard(name)  # its annotation is that of Ray Data's iterator
-    tables = shard.arrow_tables()
-    return read_blocks(name, tables, columns, store, reading, in_object_store=shard.in_object_store)
+    tables = shard.iter_arrow_tables()
+    return read_blocks(
+        name, tables, columns, store, reading, in_object_store=shard.is_in_object_store
+    )

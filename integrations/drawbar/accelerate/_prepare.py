@@ -26,7 +26,7 @@ _SHARDING = {
 }
 
 
-def prepare_accelerator(accelerator: Accelerator) -> Accelerator:
+def check_accelerator(accelerator: Accelerator) -> Accelerator:
     """Check that an `Accelerator` is what was asked for, where Accelerate itself says nothing.
 
     `report_state` and `load_state` do so too.
@@ -36,7 +36,7 @@ def prepare_accelerator(accelerator: Accelerator) -> Accelerator:
             world size than the worker; or it was given an FSDP or DeepSpeed plugin and does without
             it, as Accelerate does on CPUs.
     """
-    check_ranks(accelerator.num_processes, accelerator.process_index, "Accelerator")
+    require_matching_ranks(accelerator.num_processes, accelerator.process_index, "Accelerator")
     for variable, kind in _SHARDING.items():
         wanted = os.environ.get(variable, "").lower() == "true"
         if wanted and accelerator.distributed_type != kind:
@@ -50,7 +50,7 @@ def prepare_accelerator(accelerator: Accelerator) -> Accelerator:
     return accelerator
 
 
-def check_ranks(world_size: int, rank: int, name: str) -> None:
+def require_matching_ranks(world_size: int, rank: int, name: str) -> None:
     """Check that a framework has the worker's rank and world size.
 
     Raises:
@@ -80,7 +80,7 @@ def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | N
     Returns:
         The metrics that were reported with the checkpoint; None if the run has no checkpoint yet.
     """
-    prepare_accelerator(accelerator)
+    check_accelerator(accelerator)
     checkpoint = get_agreed_checkpoint()
     if checkpoint is None:
         return None
@@ -90,7 +90,7 @@ def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | N
 
 
 @contextmanager
-def plugins_kept_on_cpus() -> Iterator[None]:
+def allow_sharding_on_cpu() -> Iterator[None]:
     """Have an `Accelerator` that is made inside take its FSDP or DeepSpeed plugin on a CPU worker.
 
     Accelerate takes these plugins where the processes have GPUs. What follows from them works on

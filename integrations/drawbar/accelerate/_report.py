@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from accelerate import Accelerator
 
-from drawbar.accelerate._prepare import prepare_accelerator
+from drawbar.accelerate._prepare import check_accelerator
 from drawbar.train import CheckpointUploadMode, ValidationTaskConfig, checkpoint_dir, report
 
 
@@ -30,7 +30,7 @@ def report_state(
         validation: As for `drawbar.train.report`.
         kwargs: Further arguments of `Accelerator.save_state`.
     """
-    prepare_accelerator(accelerator)
+    check_accelerator(accelerator)
     with checkpoint_dir() as path:
         accelerator.save_state(str(path), **kwargs)
         report(metrics, path, checkpoint_upload_mode=checkpoint_upload_mode, validation=validation)

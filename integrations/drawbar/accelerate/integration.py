@@ -1,8 +1,8 @@
 """For integrations of libraries that stand on Accelerate."""
 
-from drawbar.accelerate._prepare import check_ranks, plugins_kept_on_cpus
+from drawbar.accelerate._prepare import allow_sharding_on_cpu, require_matching_ranks
 from drawbar.train.backend import set_public_module
 
-__all__ = ["check_ranks", "plugins_kept_on_cpus"]
+__all__ = ["allow_sharding_on_cpu", "require_matching_ranks"]
 
 set_public_module(globals())

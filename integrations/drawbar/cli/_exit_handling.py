@@ -95,7 +95,7 @@ class StopSignals:
 
 def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
     """Wait for the end of a run, print why it failed if it did, and return the exit code."""
-    from drawbar.launch import exit_code_of
+    from drawbar.launch import exit_code_for
     from drawbar.train import TrainingFailedError
 
     code = 0
@@ -112,7 +112,7 @@ def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
     except TrainingFailedError as error:
         if message := _describe_failure(error):
             print(message, file=sys.stderr)
-        code = exit_code_of(error)
+        code = exit_code_for(error)
     _silence_broken_stdout()
     return code
 
@@ -147,12 +147,12 @@ def _describe_failure(error: TrainingFailedError) -> str:
 
 def _describe_exit(error: WorkerGroupError) -> str:
     """Name the rank that exited first, unless rank 0 has exited too, whose output is shown."""
-    from drawbar.launch import exit_code_of
+    from drawbar.launch import exit_code_for
 
     if any(failure.rank == 0 and failure.kind == "exit" for failure in error.failures):
         return ""
     first = error.failures[0]
-    code = exit_code_of(error)
+    code = exit_code_for(error)
     return f"drawbar: rank {first.rank} exited with code {code}; its output is in {first.log_path}"
 
 

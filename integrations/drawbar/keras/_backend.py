@@ -40,7 +40,7 @@ def _jax_config() -> BackendConfig:
 def _tensorflow_config() -> BackendConfig:
     from drawbar.tensorflow import TensorflowConfig
 
-    return TensorflowConfig(legacy_keras=False)
+    return TensorflowConfig(use_legacy_keras=False)
 
 
 _DEFAULT_CONFIGS = {"torch": _torch_config, "jax": _jax_config, "tensorflow": _tensorflow_config}

@@ -52,7 +52,7 @@ class ReportCheckpointCallback:
             reported anyhow.
         metrics: Which metrics to report: a name, a list of names, or a dict from the name to report
             to Keras's. Default: all.
-        callbacks: Other callbacks of the same `fit`, such as `EarlyStopping`, whose counters, best
+        stateful_callbacks: Other callbacks of the same `fit`, such as `EarlyStopping`, whose counters, best
             values and best weights go into the checkpoint, and come back when `fit` goes on. List
             this callback after them.
         save_weights: Also save the weights alone, as `model.weights.h5`.
@@ -71,7 +71,7 @@ class ReportCheckpointCallback:
         report_metrics_on: Events = "epoch_end",
         metrics: str | Sequence[str] | Mapping[str, str] | None = None,
         *,
-        callbacks: Sequence[object] = (),
+        stateful_callbacks: Sequence[object] = (),
         save_weights: bool = False,
         checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
         validation: bool | ValidationTaskConfig = False,
@@ -79,7 +79,7 @@ class ReportCheckpointCallback:
         self._checkpoint_on = _parse_events("checkpoint_on", checkpoint_on)
         self._report_on = _parse_events("report_metrics_on", report_metrics_on)
         self._metrics = _parse_metrics(metrics)
-        self._callbacks = list(callbacks)
+        self._callbacks = list(stateful_callbacks)
         self._save_weights = save_weights
         self._options: dict[str, Any] = {
             "checkpoint_upload_mode": checkpoint_upload_mode,

@@ -36,7 +36,7 @@ with open(answer, "w") as file:
 
 
 @dataclass(frozen=True)
-class AccelerateSettings:
+class AccelerateLaunchConfig:
     """What a configuration file of Accelerate's says.
 
     Attributes:
@@ -45,10 +45,10 @@ class AccelerateSettings:
     """
 
     num_processes: int
-    variables: dict[str, str]
+    env: dict[str, str]
 
     @classmethod
-    def of_file(cls, path: str | os.PathLike[str]) -> AccelerateSettings:
+    def from_file(cls, path: str | os.PathLike[str]) -> AccelerateLaunchConfig:
         """Have Accelerate read a file that `accelerate config` has written.
 
         Raises:

@@ -11,7 +11,7 @@ from drawbar.train import ProgramFailedError, TrainingFailedError, WorkerGroupEr
 _KILLED = re.compile(r"killed by (SIG\w+)")
 
 
-def exit_code_of(error: TrainingFailedError) -> int:
+def exit_code_for(error: TrainingFailedError) -> int:
     """Return the exit code of a failed run, as for a shell.
 
     That is the exit code of the script that failed first. If scripts ended by themselves, for

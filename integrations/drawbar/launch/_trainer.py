@@ -55,7 +55,7 @@ class ScriptTrainer(DataParallelTrainer):
         resume_from_checkpoint: As for `DataParallelTrainer`.
 
     `fit()` raises a `WorkerGroupError` when a script has failed; its `worker_failures` are
-    `ProgramFailedError`s with exit codes, and `exit_code_of` returns the exit code of the run.
+    `ProgramFailedError`s with exit codes, and `exit_code_for` returns the exit code of the run.
 
     Raises:
         FileNotFoundError, ModuleNotFoundError: There is no such script or module.

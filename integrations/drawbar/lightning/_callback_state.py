@@ -15,7 +15,7 @@ import torch
 from drawbar.lightning._model_checkpoint import REPLACED_ATTRIBUTES
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Callback
 
 _SCALARS = (
     *(bool, int, float, complex, str, bytes, type(None)),
@@ -69,7 +69,7 @@ class CallbackState:
         vars(callback).update(self.attributes)
 
 
-def collect_callbacks(trainer: Trainer, sent: Sequence[Callback]) -> list[CallbackState]:
+def collect_callbacks(trainer: Any, sent: Sequence[Callback]) -> list[CallbackState]:
     """Collect the state of the callbacks that the driver has sent.
 
     Args:

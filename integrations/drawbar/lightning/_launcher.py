@@ -14,7 +14,7 @@ import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Self, TypedDict, cast
 
 import cloudpickle
 import numpy as np
@@ -147,8 +147,8 @@ def _run_in_worker(
 ) -> TrainerResult:
     """Run the method that was called on the driver's Trainer, and return its outcome."""
     strategy: Any = trainer.strategy
-    callbacks = list(trainer.callbacks)
-    strategy.arrive(trainer)
+    callbacks = list(cast("Any", trainer).callbacks)
+    strategy.attach_to_worker(trainer)
     prepare_trainer(trainer)
     assert trainer.state.fn is not None
     method = getattr(trainer, trainer.state.fn.value)  # fit, validate, test or predict

@@ -35,7 +35,8 @@ def decide_who_saves(trainer: Any, package: Package) -> None:
     model_checkpoint = import_lightning_class("callbacks.ModelCheckpoint", package)
     callbacks = [each for each in trainer.callbacks if isinstance(each, model_checkpoint)]
     reports = any(
-        isinstance(each, RayTrainReportCallback) and each.checkpoint for each in trainer.callbacks
+        isinstance(each, RayTrainReportCallback) and each.save_checkpoints
+        for each in trainer.callbacks
     )
     for callback in callbacks:
         if not reports:

@@ -35,7 +35,7 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
         every_n_train_steps: Report when so many optimizer steps are done. Default: not by steps.
         every_n_epochs: Report at the end of each so-manieth training epoch, after its validation.
             None: not by epochs. A step that is the last of such an epoch is left to its end.
-        checkpoint: Whether reports have a checkpoint. If not, and the Trainer has a
+        save_checkpoints: Whether reports have a checkpoint. If not, and the Trainer has a
             `ModelCheckpoint`, that one decides when to save.
 
     Raises:
@@ -51,7 +51,7 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
         *,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = 1,
-        checkpoint: bool = True,
+        save_checkpoints: bool = True,
     ) -> None:
         checkpoint_upload_mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
         for name, value in (
@@ -67,11 +67,13 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
                 "checkpoint_upload_mode must be CheckpointUploadMode.SYNC or ASYNC, "
                 f"found {checkpoint_upload_mode!r}: the checkpoints are written by this callback"
             )
-        if validation and not checkpoint:
-            raise ValueError("validation= needs checkpoint=True: there is nothing else to validate")
+        if validation and not save_checkpoints:
+            raise ValueError(
+                "validation= needs save_checkpoints=True: there is nothing else to validate"
+            )
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
-        self.checkpoint = checkpoint
+        self.save_checkpoints = save_checkpoints
         self.checkpoint_upload_mode = checkpoint_upload_mode
         self.validation = validation
         self._reported_step = 0
@@ -109,7 +111,7 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
 
     def _report(self, trainer: Trainer) -> None:
         self._reported_step = trainer.global_step
-        if not self.checkpoint:
+        if not self.save_checkpoints:
             train.report(logged_metrics(trainer))
             return
         with shared_checkpoint_dir() as path:

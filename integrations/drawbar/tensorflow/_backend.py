@@ -37,20 +37,20 @@ class TensorflowConfig(BackendConfig):
     """How the workers of a `TensorflowTrainer` are set up.
 
     Args:
-        legacy_keras: Have `tf.keras` be Keras 2, from the package `tf_keras`, whose `model.fit`
+        use_legacy_keras: Have `tf.keras` be Keras 2, from the package `tf_keras`, whose `model.fit`
             works under `MultiWorkerMirroredStrategy`; that of Keras 3 does not. `import keras` is
             Keras 3 either way.
 
     Raises:
-        TypeError: `legacy_keras` is no bool.
+        TypeError: `use_legacy_keras` is no bool.
     """
 
-    legacy_keras: bool = True
+    use_legacy_keras: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.legacy_keras, bool):
+        if not isinstance(self.use_legacy_keras, bool):
             raise TypeError(
-                f"TensorflowConfig.legacy_keras must be a bool, found {self.legacy_keras!r}"
+                f"TensorflowConfig.use_legacy_keras must be a bool, found {self.use_legacy_keras!r}"
             )
 
     @property
@@ -61,7 +61,7 @@ class TensorflowConfig(BackendConfig):
     @property
     def process_setup_hook(self) -> Callable[[], object]:
         """Import TensorFlow, which takes two seconds."""
-        return partial(import_tensorflow, {_LEGACY_KERAS: str(int(self.legacy_keras))})
+        return partial(import_tensorflow, {_LEGACY_KERAS: str(int(self.use_legacy_keras))})
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check that TensorFlow is installed, and `tf_keras` if it is asked for.
@@ -70,7 +70,7 @@ class TensorflowConfig(BackendConfig):
             ModuleNotFoundError: It is not.
         """
         require_package("tensorflow", extra="tensorflow")
-        if self.legacy_keras:
+        if self.use_legacy_keras:
             require_package("tf_keras", extra="tensorflow")
 
     def train_func_context(self) -> AbstractContextManager[None]:

@@ -258,7 +258,7 @@ def is_inside_epoch(state: Any) -> bool:
     """Return whether data would be read twice if this state were lost."""
     if not isinstance(state, dict):
         return state is not None
-    return state.get("consumed", 1) != 0
+    return bool(state.get("consumed", 1) != 0)
 
 
 def get_location(frame: FrameType | None) -> str:

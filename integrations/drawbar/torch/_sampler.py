@@ -142,7 +142,7 @@ class EpochSampler(Sampler[T_co]):
         self.next_position = EpochPosition(seed=begin.seed, epoch=begin.epoch + 1)
         self._requested_epoch = None
         for sampler in (getattr(self.source, "sampler", None), self.source):
-            if hasattr(sampler, "set_epoch"):
+            if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(begin.epoch)
         if get_length(self.source) is None:
             return self._iterate_stream(begin)

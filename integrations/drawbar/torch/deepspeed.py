@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from drawbar.train.backend import set_public_module
 
-__all__ = ["reduce_by_gloo"]
+__all__ = ["disable_deepspeed_shm"]
 
 
-def reduce_by_gloo() -> None:
+def disable_deepspeed_shm() -> None:
     """Keep DeepSpeed from compiling an all-reduce of its own, which does what gloo does.
 
     It would do so as it meets a process group on CPUs for the first time. That takes a compiler and

@@ -16,8 +16,8 @@ try:
 except ImportError as error:
     raise make_import_error("transformers", extra="transformers") from error
 
-from drawbar.accelerate.integration import check_ranks, plugins_kept_on_cpus
-from drawbar.torch.deepspeed import reduce_by_gloo
+from drawbar.accelerate.integration import allow_sharding_on_cpu, require_matching_ranks
+from drawbar.torch.deepspeed import disable_deepspeed_shm
 from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_context
 from drawbar.transformers._data import (
     EpochFromStepsCallback,
@@ -78,10 +78,10 @@ def prepare_trainer(trainer: T) -> T:
     args = trainer.args
     if (args.fsdp or args.deepspeed) and not _uses_sharding(trainer):
         if args.deepspeed:
-            reduce_by_gloo()
-        with plugins_kept_on_cpus():
+            disable_deepspeed_shm()
+        with allow_sharding_on_cpu():
             trainer.create_accelerator_and_postprocess()
-    check_ranks(args.world_size, args.process_index, "Trainer")
+    require_matching_ranks(args.world_size, args.process_index, "Trainer")
     if args.save_total_limit is not None:
         warnings.warn(
             f"save_total_limit={args.save_total_limit} deletes nothing here, since the checkpoints "

@@ -2,9 +2,9 @@
 
 from drawbar.train.backend import set_public_module
 from drawbar.tune._report_callback import TuneReportCallback
-from drawbar.tune._resources import placement_group_factory
+from drawbar.tune._resources import as_placement_group_factory
 from drawbar.tune._trainable import as_trainable
 
-__all__ = ["TuneReportCallback", "as_trainable", "placement_group_factory"]
+__all__ = ["TuneReportCallback", "as_placement_group_factory", "as_trainable"]
 
 set_public_module(globals())

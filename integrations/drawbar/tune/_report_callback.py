@@ -26,7 +26,7 @@ class TuneReportCallback(UserCallback):
             )
             trainer.fit()
 
-        tune.Tuner(tune.with_resources(trial, placement_group_factory(scaling)), ...).fit()
+        tune.Tuner(tune.with_resources(trial, as_placement_group_factory(scaling)), ...).fit()
 
     Each round of reports is one of Tune's, with rank 0's metrics; the path of its committed
     checkpoint is in `checkpoint_path`. The training does not wait for Tune.

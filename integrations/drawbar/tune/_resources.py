@@ -9,7 +9,7 @@ from drawbar.train import ScalingConfig, ValidationConfig
 _EMPTY_BUNDLE = {"CPU": 0.001}  # Ray has no empty bundles
 
 
-def placement_group_factory(
+def as_placement_group_factory(
     scaling_config: ScalingConfig, validation_config: ValidationConfig | None = None
 ) -> PlacementGroupFactory:
     """Give the resources of a trial whose function calls `fit()`, for `ray.tune.with_resources`.

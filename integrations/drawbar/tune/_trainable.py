@@ -27,7 +27,7 @@ from drawbar.train import (
 )
 from drawbar.train.backend import DriverContext, set_tune_trial
 from drawbar.tune._report_callback import tune_metrics
-from drawbar.tune._resources import placement_group_factory
+from drawbar.tune._resources import as_placement_group_factory
 from drawbar.tune._result_files import patch_result_restore
 from drawbar.tune._trial import (
     apply_parameters,
@@ -81,7 +81,7 @@ def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
         def default_resource_request(cls, config: dict[str, object]) -> tune.PlacementGroupFactory:
             validate_param_space(kind, config)
             wanted = merge_parameters(scaling, config.get("scaling_config", scaling))
-            return placement_group_factory(wanted, validation)
+            return as_placement_group_factory(wanted, validation)
 
     patch_result_restore()
     driver = DriverContext.capture(config.forward_env)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
-SHUFFLE = {"local_shuffle_buffer_size": 8, "local_shuffle_seed": 3}
+SHUFFLE: dict[str, Any] = {"local_shuffle_buffer_size": 8, "local_shuffle_seed": 3}
 
 
 def rest(

@@ -227,7 +227,8 @@ def test_report_accepts_directory_with_reused_inode_of_internal_directory(tmp_pa
     def function() -> None:
         internal = tmp_path / "run" / "stacks"
         internal.mkdir()
-        save("a")  # looks up the internal directories
+        # The first report of a user's directory looks up the internal directories.
+        train.report({}, checkpoint=write(tmp_path / "first", model="a"))
         internal.rename(mine)  # which keeps the inode, on any filesystem
         write(mine, model="b")
         train.report({}, checkpoint=mine)

@@ -215,9 +215,12 @@ def test_a_block_that_fails_after_its_report_does_not_harm_the_checkpoint(tmp_pa
         ({"metrics": {}, "checkpoint": 5}, "TypeError: Checkpoint takes the path"),
         (
             {"metrics": {}, "checkpoint": "/none"},
-            "FileNotFoundError: report() was given the checkp",
+            "FileNotFoundError: report() received Checkpoint(",
         ),
-        ({"metrics": {}, "checkpoint": __file__}, "FileNotFoundError: report() was given the chec"),
+        (
+            {"metrics": {}, "checkpoint": __file__},
+            "FileNotFoundError: report() received Checkpoint(",
+        ),
         (
             {"metrics": {}, "checkpoint": "/none", "checkpoint_upload_mode": "async"},
             "TypeError: checkpoint_upload_mode must be a CheckpointUploadMode, found 'async'",

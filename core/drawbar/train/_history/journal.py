@@ -121,7 +121,7 @@ def _decode(line: bytes, place: object) -> JournaledEvent | None:
         Exception: One of `UNREADABLE`: the line is damaged.
     """
     try:
-        event = _decoder.decode(line)
+        event: JournaledEvent = _decoder.decode(line)
     except DECODE_ERRORS:
         header = _header_decoder.decode(line)
         _check_format(header.format_version, place)

@@ -156,7 +156,8 @@ class Result:
     def data_ledger(self) -> DataLedger:
         """Which rows of the trainer's datasets were read in each epoch, over all restarts.
 
-        Such as `all(not each.repeated and not each.left_out for each in result.data_ledger)`.
+        For example, no epoch lost or repeated rows if `not epoch.repeated_rows` and
+        `not epoch.unread_rows` hold for each epoch in `result.data_ledger`.
         """
         return DataLedger.from_events(self._events())
 

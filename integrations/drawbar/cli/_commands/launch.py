@@ -159,10 +159,10 @@ def launch(
 def _read_accelerate_config(path: str) -> tuple[int, dict[str, str]]:
     """Give the number of processes and the variables that a file of Accelerate's stands for."""
     with command_errors():
-        from drawbar.launch import AccelerateSettings
+        from drawbar.launch import AccelerateLaunchConfig
 
-        settings = AccelerateSettings.of_file(path)
-    return settings.num_processes, settings.variables
+        settings = AccelerateLaunchConfig.from_file(path)
+    return settings.num_processes, settings.env
 
 
 def _parse_env(given: Sequence[str]) -> dict[str, str]:

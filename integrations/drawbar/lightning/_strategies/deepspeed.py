@@ -13,7 +13,7 @@ from drawbar.lightning._package import import_lightning_class
 from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
 from drawbar.lightning._strategies.universal_checkpoint import open_for_world_size
 from drawbar.torch import get_device, on_attempt_end
-from drawbar.torch.deepspeed import reduce_by_gloo
+from drawbar.torch.deepspeed import disable_deepspeed_shm
 from drawbar.train.backend import require_package
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
                 f"worker's GPU is {device}; give each worker one whole GPU"
             )
         if device.type == "cpu":
-            reduce_by_gloo()
+            disable_deepspeed_shm()
         on_attempt_end(_reset_deepspeed_state)
         # What DeepSpeedStrategy adds to this is to refuse CPUs.
         import_lightning_class("strategies.DDPStrategy", self.package).setup_environment(self)
