@@ -58,11 +58,11 @@ class LineSplitter:
         if _CURSOR_UP in text:
             self._is_nested = True
             text = text.replace(_CURSOR_UP, "\r")
-        *ends, rest = text.split("\n")
+        *ends, remainder = text.split("\n")
         for end in ends:
             self._append(end)
             self._end_line()
-        self._append(rest)
+        self._append(remainder)
         if self._is_redrawn:
             self._send_transient(last_state(self._parts[0]))
 

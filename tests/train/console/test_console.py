@@ -82,18 +82,18 @@ def test_plain_display_prints_events_as_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "shown"),
+    ("level", "expected"),
     [
         (logging.WARNING, ["hello", "[rank 1]", "waiting", "WorkerDied"]),
         (logging.ERROR, ["[rank 1]", "WorkerDied"]),
     ],
 )
-def test_console_level_hides_less_severe_events(level: int, shown: list[str]) -> None:
+def test_console_level_hides_less_severe_events(level: int, expected: list[str]) -> None:
     console, file = make_plain_console(level)
     show_everything(console)
     console.close()
     everything = ["running", "loss", "committed", "hello", "[rank 1]", "waiting", "WorkerDied"]
-    assert [word for word in everything if word in file.getvalue()] == shown
+    assert [word for word in everything if word in file.getvalue()] == expected
 
 
 def test_plain_display_of_many_reports_prints_first_and_last() -> None:

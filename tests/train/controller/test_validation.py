@@ -101,8 +101,8 @@ def wait_forever() -> NoReturn:
 
 def manifests(storage_path: Path) -> list[train.Manifest]:
     best_checkpoints = Result.from_path(storage_path / "run").best_checkpoints
-    found = [checkpoint.manifest for checkpoint, _ in best_checkpoints]
-    return [manifest for manifest in found if manifest is not None]
+    optional = [checkpoint.manifest for checkpoint, _ in best_checkpoints]
+    return [manifest for manifest in optional if manifest is not None]
 
 
 class Gate:
@@ -299,7 +299,7 @@ def test_hang_timeout_ignores_rank_waiting_for_validation(tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def failed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, str]:
     """Result and console output of a run whose validations fail in all possible ways."""
-    folder = tmp_path_factory.mktemp("failed")
+    directory = tmp_path_factory.mktemp("failed")
 
     def validate(checkpoint: Checkpoint, mode: str) -> Any:
         match mode:
@@ -309,11 +309,11 @@ def failed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple
                 sys.exit(3)
             case "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "dies once" if not (folder / "died").exists():
-                (folder / "died").touch()
+            case "dies once" if not (directory / "died").exists():
+                (directory / "died").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             case "never ends":
-                (folder / "pid").write_text(str(os.getpid()))
+                (directory / "pid").write_text(str(os.getpid()))
                 wait_forever()
             case "returns a list":
                 return [1]
@@ -329,9 +329,9 @@ def failed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple
         return statuses()
 
     config = ValidationConfig(validate, ray_remote_kwargs={"max_retries": 1}, max_concurrent=7)
-    with pytest.MonkeyPatch.context() as patch, open(folder / "console", "w+") as console:
+    with pytest.MonkeyPatch.context() as patch, open(directory / "console", "w+") as console:
         patch.setattr(sys, "stderr", console)
-        result = fit(function, folder, config, 1)
+        result = fit(function, directory, config, 1)
         console.seek(0)
         return result, console.read()
 
