@@ -197,30 +197,30 @@ class _RateLimit:
     """Limit the number of lines in each period of `_PLAIN_LINE_PERIOD_S` seconds.
 
     Attributes:
-        num_held: Number of latest lines that were not let through.
+        num_suppressed: Number of lines that were suppressed since the last `pop_suppressed()`.
     """
 
     def __init__(self, lines_per_period: int = 1) -> None:
         self._limit = lines_per_period
-        self._left = lines_per_period
-        self._period_ends = 0.0
-        self.num_held = 0
+        self._num_remaining = lines_per_period
+        self._period_end = 0.0
+        self.num_suppressed = 0
 
     def should_show(self) -> bool:
         """Count one more line. Return whether it may be printed."""
         now = time.monotonic()
-        if now >= self._period_ends:
-            self._period_ends, self._left = now + _PLAIN_LINE_PERIOD_S, self._limit
-        if self._left == 0:
-            self.num_held += 1
+        if now >= self._period_end:
+            self._period_end, self._num_remaining = now + _PLAIN_LINE_PERIOD_S, self._limit
+        if self._num_remaining == 0:
+            self.num_suppressed += 1
             return False
-        self._left -= 1
+        self._num_remaining -= 1
         return True
 
-    def release(self) -> int:
-        """Return the number of held lines, and hold none."""
-        num_held, self.num_held = self.num_held, 0
-        return num_held
+    def pop_suppressed(self) -> int:
+        """Return the number of suppressed lines and reset it."""
+        num_suppressed, self.num_suppressed = self.num_suppressed, 0
+        return num_suppressed
 
 
 class PlainDisplay:
@@ -275,24 +275,24 @@ class PlainDisplay:
     def on_report(self) -> None:
         """Print the latest report at most every 10 s."""
         if self._metrics.should_show():
-            self._metrics.release()
+            self._metrics.pop_suppressed()
             self.print_line(self._status.format_last_report())
 
     def on_commit(self) -> None:
         """Print the latest commit, up to `MAX_COMMIT_LINES` in 10 s."""
         if self._commits.should_show():
-            self._write_commit(num_omitted=self._commits.release())
+            self._write_commit(num_omitted=self._commits.pop_suppressed())
 
     def _write_commit(self, num_omitted: int) -> None:
         omitted = f"; {num_omitted} commits before it are not shown" if num_omitted else ""
         self.print_line(f"committed {self._status.last_checkpoint}{omitted}")
 
     def close(self) -> None:
-        """Print the latest metrics and the latest commit if they were held."""
-        if self._metrics.release():
+        """Print the latest metrics and the latest commit if they were suppressed."""
+        if self._metrics.pop_suppressed():
             self.print_line(self._status.format_last_report())
-        if num_held := self._commits.release():
-            self._write_commit(num_omitted=num_held - 1)
+        if num_suppressed := self._commits.pop_suppressed():
+            self._write_commit(num_omitted=num_suppressed - 1)
 
 
 def _make_cursor_hook() -> RenderHook:
