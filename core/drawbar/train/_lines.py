@@ -35,8 +35,8 @@ class LineSplitter:
         self._parts: list[str] = []  # of the unfinished line
         self._is_redrawn = False  # the unfinished line
         self._is_nested = False  # progress bars
-        self._held = ""
-        self._sent_at = 0.0
+        self._held_line = ""
+        self._last_sent = 0.0
 
     def feed(self, text: str) -> None:
         """Add printed text and send the lines that it completes."""
@@ -49,7 +49,7 @@ class LineSplitter:
     def finish(self) -> None:
         """Send the unfinished line, if there is one."""
         with self._lock:
-            self._send_held()
+            self._send_held_line()
             self._is_redrawn = False
             if last_state("".join(self._parts)):
                 self._end_line()
@@ -58,11 +58,11 @@ class LineSplitter:
         if _CURSOR_UP in text:
             self._is_nested = True
             text = text.replace(_CURSOR_UP, "\r")
-        *ends, rest = text.split("\n")
+        *ends, remainder = text.split("\n")
         for end in ends:
             self._append(end)
             self._end_line()
-        self._append(rest)
+        self._append(remainder)
         if self._is_redrawn:
             self._send_transient(last_state(self._parts[0]))
 
@@ -82,21 +82,21 @@ class LineSplitter:
         is_redrawn = self._is_redrawn
         self._parts, self._is_redrawn = [], False
         if is_redrawn and self._is_nested:
-            self._held = line
+            self._held_line = line
             self._send_transient(line)
             return
-        self._send_held()
+        self._send_held_line()
         self._send(Printed(text=line, stream=self._stream))
 
-    def _send_held(self) -> None:
-        if self._held:
-            self._send(Printed(text=self._held, stream=self._stream))
-            self._held = ""
+    def _send_held_line(self) -> None:
+        if self._held_line:
+            self._send(Printed(text=self._held_line, stream=self._stream))
+            self._held_line = ""
 
     def _send_transient(self, state: str) -> None:
         now = time.monotonic()
-        if state and now - self._sent_at >= _REDRAW_SECONDS:
-            self._sent_at = now
+        if state and now - self._last_sent >= _REDRAW_SECONDS:
+            self._last_sent = now
             self._send(Printed(text=state, stream=self._stream, transient=True))
 
 

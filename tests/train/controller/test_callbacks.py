@@ -1,4 +1,4 @@
-"""Observers of a run: what they see, and that they only watch."""
+"""User callbacks: their arguments, order, and errors."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from drawbar.train import (
 )
 
 
-def fit(function: Any, folder: Path, callbacks: list[UserCallback]) -> None:
+def fit(function: Any, storage_path: Path, callbacks: list[UserCallback]) -> None:
     DataParallelTrainer(
         function,
         scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name="run", storage_path=folder, callbacks=callbacks),
+        run_config=RunConfig(name="run", storage_path=storage_path, callbacks=callbacks),
     ).fit()
 
 
 class Watcher(UserCallback):
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.calls: list[Any] = []
 
     def after_report(
         self, run_context: RunContext, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None
     ) -> None:
-        self.seen.append((run_context.name, metrics, checkpoint and Path(checkpoint).name))
+        self.calls.append((run_context.name, metrics, checkpoint and Path(checkpoint).name))
 
     def after_exception(
         self, run_context: RunContext, worker_exceptions: dict[int, Exception]
     ) -> None:
-        self.seen.append(worker_exceptions)
+        self.calls.append(worker_exceptions)
 
 
 def test_callbacks_see_reports_and_exceptions_in_order(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_callbacks_see_reports_and_exceptions_in_order(tmp_path: Path) -> None:
     watcher = Watcher()
     with pytest.raises(WorkerGroupError):
         fit(function, tmp_path, [watcher])
-    *reports, exceptions = watcher.seen
+    *reports, exceptions = watcher.calls
     assert reports == [
         ("run", [{"a": 1}], None),
         ("run", [{"b": 2}], "checkpoint_000001"),
@@ -66,38 +66,38 @@ class Broken(UserCallback):
         raise ValueError("in the callback")
 
 
-unpickled_by: list[str] = []
+unpickling_threads: list[str] = []
 
 
-class Recorded(ValueError):
-    """Says which thread unpickles it."""
+class UnpicklingRecorder(ValueError):
+    """Exception that records the thread in which it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _recorded, (str(self),)
+        return _unpickle, (str(self),)
 
 
-def _recorded(text: str) -> Recorded:
-    unpickled_by.append(threading.current_thread().name)
-    return Recorded(text)
+def _unpickle(text: str) -> UnpicklingRecorder:
+    unpickling_threads.append(threading.current_thread().name)
+    return UnpicklingRecorder(text)
 
 
-def test_what_users_raise_is_unpickled_by_who_asks_for_it_and_never_by_the_controller(
+def test_worker_exceptions_are_unpickled_outside_the_controller(
     tmp_path: Path,
 ) -> None:
     def function() -> None:
-        raise Recorded("boom")
+        raise UnpicklingRecorder("boom")
 
-    unpickled_by.clear()
+    unpickling_threads.clear()
     with pytest.raises(WorkerGroupError) as raised:
         fit(function, tmp_path, [Watcher()])
-    (by_the_callback,) = unpickled_by
-    assert by_the_callback.startswith("drawbar-callbacks")
+    (callback_thread,) = unpickling_threads
+    assert callback_thread.startswith("drawbar-callbacks")
     assert str(raised.value.worker_failures[0]) == "boom"
     assert raised.value.worker_failures is raised.value.worker_failures
-    assert unpickled_by[1:] == [threading.current_thread().name]
+    assert unpickling_threads[1:] == [threading.current_thread().name]
 
 
-def test_a_callback_that_fails_is_logged_and_the_run_goes_on(
+def test_callback_that_raises_is_logged_once_and_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def function() -> None:
@@ -106,8 +106,8 @@ def test_a_callback_that_fails_is_logged_and_the_run_goes_on(
 
     watcher = Watcher()
     fit(function, tmp_path, [Broken(), watcher])
-    assert caplog.text.count("callback Broken.after_report failed; the run goes on") == 1
-    assert len(watcher.seen) == 3
+    assert caplog.text.count("Callback Broken.after_report failed. The run continues") == 1
+    assert len(watcher.calls) == 3
 
 
 class Stuck(UserCallback):
@@ -117,18 +117,18 @@ class Stuck(UserCallback):
         threading.Event().wait()
 
 
-def test_a_callback_that_does_not_return_is_named_and_given_up_by_a_stop(
+def test_callback_that_never_returns_is_named_and_skipped_by_stop(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drawbar.train._controller.callbacks.NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("drawbar.train._controller.callbacks.DRAIN_NOTICE_S", 0.1)
     run = DataParallelTrainer(
         lambda: train.report({"a": 1}),
         scaling_config=ScalingConfig(num_workers=0),
         run_config=RunConfig(name="run", storage_path=tmp_path, callbacks=[Stuck()]),
     ).start()
-    said = ""
-    while "waiting for callback Stuck.after_report, which has not returned" not in said:
-        said += capfd.readouterr().err
+    output = ""
+    while "Waiting for callback Stuck.after_report, which has not returned" not in output:
+        output += capfd.readouterr().err
     assert (run.status, run.is_done, run.diagnose()) == ("finished", False, "")
     run.stop(save=False)
     assert run.wait().metrics == {"a": 1}

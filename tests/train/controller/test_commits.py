@@ -1,4 +1,4 @@
-"""Pieces of files that travel from nodes of their own: a slow disk holds nothing else up."""
+"""Chunks from nodes with node-local storage: a slow disk blocks only its own rank."""
 
 from __future__ import annotations
 
@@ -15,57 +15,58 @@ from drawbar.train._storage import upkeep
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.run_directory import RunDirectory
 
-PATIENCE_S = 20
+TIMEOUT_S = 20
 FILES = (FileEntry("fast", 1), FileEntry("slow", 1))
 
 
-def offered(rank: int) -> Reported:
-    offer = Offer(directory=f"/of/rank/{rank}", files=FILES, staged=False, name="checkpoint_000000")
+def make_report(rank: int) -> Reported:
+    offer = Offer(directory=f"/rank/{rank}", files=FILES, staged=False, name="checkpoint_000000")
     return Reported(index=0, metrics={}, time=0.0, where="", offer=offer)
 
 
-def sent(number: int, path: str, data: bytes) -> FileSent:
+def make_chunk(number: int, path: str, data: bytes) -> FileSent:
     return FileSent(number=number, name="checkpoint_000000", path=path, offset=0, data=data)
 
 
-async def pieces_of_two_ranks(folder: Path) -> None:
-    directory = RunDirectory(folder)
+async def send_chunks_of_two_ranks(path: Path) -> None:
+    directory = RunDirectory(path)
     upkeep.create_directories(directory)
-    said: asyncio.Queue[object] = asyncio.Queue()
+    replies: asyncio.Queue[object] = asyncio.Queue()
     commits = CheckpointCommitter(
         directory,
         CheckpointConfig(),
         metadata={},
         emit=lambda _: None,
-        committed=said.put_nowait,
-        failed=said.put_nowait,
+        on_committed=replies.put_nowait,
+        on_failed=replies.put_nowait,
     )
 
-    async def next_said() -> object:
-        return await asyncio.wait_for(said.get(), PATIENCE_S)
+    async def receive_reply() -> object:
+        return await asyncio.wait_for(replies.get(), TIMEOUT_S)
 
-    def order(rank: int, order: Order) -> None:
-        assert isinstance(order, Persist)
+    def send_command(rank: int, command: Order) -> None:
+        assert isinstance(command, Persist)
 
-    complete = ReportRound(0, {0: offered(0), 1: offered(1)}, {0: FILES, 1: FILES})
-    commits.start(complete, run_id="r", attempt=0, world_size=2, send_command=order)
-    commits.on_chunk(0, sent(0, "fast", b"f"), said.put_nowait)
-    assert await next_said() == FileTaken(number=0)
-    (stage,) = directory.staging.path.glob("rank_0-*")
-    os.mkfifo(stage / "slow")  # opening it waits for a reader, as for a disk
-    commits.on_chunk(0, sent(1, "slow", b"s"), said.put_nowait)
-    commits.on_chunk(1, sent(2, "fast", b"f"), said.put_nowait)
-    assert await next_said() == FileTaken(number=2)
-    reader = await asyncio.to_thread(open, stage / "slow", "rb")
+    report_round = ReportRound(0, {0: make_report(0), 1: make_report(1)}, {0: FILES, 1: FILES})
+    commits.start(report_round, run_id="r", attempt=0, world_size=2, send_command=send_command)
+    commits.on_chunk(0, make_chunk(0, "fast", b"f"), replies.put_nowait)
+    assert await receive_reply() == FileTaken(number=0)
+    (staging_directory,) = directory.staging.path.glob("rank_0-*")
+    slow_file = staging_directory / "slow"
+    os.mkfifo(slow_file)  # opening it blocks until it is read, as on a slow disk
+    commits.on_chunk(0, make_chunk(1, "slow", b"s"), replies.put_nowait)
+    commits.on_chunk(1, make_chunk(2, "fast", b"f"), replies.put_nowait)
+    assert await receive_reply() == FileTaken(number=2)
+    reader = await asyncio.to_thread(open, slow_file, "rb")
     with reader:
-        assert await next_said() == FileTaken(number=1)
+        assert await receive_reply() == FileTaken(number=1)
         assert await asyncio.to_thread(reader.read) == b"s"
-    (stage / "slow").unlink()
-    (stage / "slow").mkdir()
-    commits.on_chunk(0, sent(3, "slow", b"s"), said.put_nowait)
-    assert isinstance(await next_said(), IsADirectoryError)
+    slow_file.unlink()
+    slow_file.mkdir()
+    commits.on_chunk(0, make_chunk(3, "slow", b"s"), replies.put_nowait)
+    assert isinstance(await receive_reply(), IsADirectoryError)
     await commits.close()
 
 
-def test_while_a_slow_disk_writes_for_one_rank_others_are_answered(tmp_path: Path) -> None:
-    asyncio.run(pieces_of_two_ranks(tmp_path))
+def test_chunks_of_other_ranks_are_acknowledged_during_slow_write(tmp_path: Path) -> None:
+    asyncio.run(send_chunks_of_two_ranks(tmp_path))

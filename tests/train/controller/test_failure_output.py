@@ -1,4 +1,4 @@
-"""Output of a failed run: one account of the failure, at the user's line."""
+"""Output of a failed run: each failure is printed once, with the user's line."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def test_missing_checkpoint_prints_its_message_once(run_script: RunScript) -> No
     assert ": the same FileNotFoundError (" in done.stderr
 
 
-def test_failure_is_in_the_exception_only_and_ray_prints_no_death(run_script: RunScript) -> None:
+def test_failure_of_last_attempt_is_printed_only_by_the_exception(run_script: RunScript) -> None:
     done = run_script("die", 2)
     before, _, exception = done.stderr.partition("Traceback (most recent call last):\n  File")
-    assert before.count("killed by SIGKILL") == 1  # of the attempt that is followed by another one
+    assert before.count("killed by SIGKILL") == 1  # failure of the first attempt
     assert "restarting: attempt 1 (max_failures: 0 of 1 left)" in before
     assert "boom" not in before
     assert "ValueError: boom" in exception
     assert "(raylet)" not in done.stdout + done.stderr
 
 
-def test_preflight_error_starts_at_the_users_line(run_script: RunScript) -> None:
+def test_preflight_error_starts_at_the_user_line(run_script: RunScript) -> None:
     done = run_script("captures_a_lock", 0)
     lines = done.stderr.splitlines()
     files = [line for line in lines if line.startswith("  File ")]

@@ -1,4 +1,4 @@
-"""What a user sees when workers fail, diverge, die or can never start: on real processes."""
+"""Failures of workers in real processes: error messages, restarts, and clean-up."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def fit(
 
 
 class TwoArguments(Exception):
-    """Pickles, and does not unpickle."""
+    """Exception that can be pickled but not unpickled."""
 
     def __init__(self, a: str, b: str) -> None:
         super().__init__(a)
 
 
-def test_the_users_error_is_told_with_rank_file_and_line(run_config: RunConfig) -> None:
+def test_worker_error_message_contains_rank_file_and_line(run_config: RunConfig) -> None:
     def function() -> None:
         if train.get_context().get_world_rank() == 1:
             raise TwoArguments("boom", "x")
@@ -69,7 +69,7 @@ def test_the_users_error_is_told_with_rank_file_and_line(run_config: RunConfig) 
 
 
 @pytest.mark.alone  # measures tenths of a second
-def test_an_exception_does_not_wait_for_ranks_that_cannot_stop(
+def test_exception_with_unstoppable_peer_is_raised_immediately(
     run_config: RunConfig, tmp_path: Path
 ) -> None:
     def function() -> None:
@@ -84,23 +84,23 @@ def test_an_exception_does_not_wait_for_ranks_that_cannot_stop(
 
 
 @pytest.mark.alone  # measures tenths of a second
-def test_exit_handlers_run_and_no_process_outlives_fit(
+def test_exit_handlers_run_before_fit_returns_and_processes_end(
     run_config: RunConfig, tmp_path: Path, wait_until_gone: Callable[..., None]
 ) -> None:
     def function() -> int:
         def finish() -> None:
             time.sleep(0.3)
-            (tmp_path / f"left_{os.getpid()}").touch()
+            (tmp_path / f"exited_{os.getpid()}").touch()
 
         atexit.register(finish)
         return os.getpid()
 
     pids = fit(function, run_config).return_values
-    assert all((tmp_path / f"left_{pid}").exists() for pid in pids)
+    assert all((tmp_path / f"exited_{pid}").exists() for pid in pids)
     wait_until_gone(pids, seconds=0.5)
 
 
-def test_an_exit_handler_that_never_ends_is_cut_off(
+def test_exit_handler_that_never_ends_is_killed(
     run_config: RunConfig, wait_until_gone: Callable[..., None]
 ) -> None:
     def function() -> int:
@@ -110,7 +110,7 @@ def test_an_exit_handler_that_never_ends_is_cut_off(
     wait_until_gone(fit(function, run_config).return_values, seconds=0.5)
 
 
-def test_an_exception_that_unpickles_is_given_as_it_is(run_config: RunConfig) -> None:
+def test_worker_failures_keep_picklable_exception_type(run_config: RunConfig) -> None:
     def function() -> None:
         raise KeyError("missing")
 
@@ -119,7 +119,7 @@ def test_an_exception_that_unpickles_is_given_as_it_is(run_config: RunConfig) ->
     assert isinstance(raised.value.worker_failures[0], KeyError)
 
 
-def test_the_first_error_in_time_is_told_first_and_once(run_config: RunConfig) -> None:
+def test_error_message_starts_with_earliest_failure_once(run_config: RunConfig) -> None:
     def function() -> None:
         rank = train.get_context().get_world_rank()
         if rank == 2:
@@ -127,7 +127,7 @@ def test_the_first_error_in_time_is_told_first_and_once(run_config: RunConfig) -
         try:
             collective.barrier()
         except BaseException:
-            raise ConnectionResetError("a peer is gone") from None
+            raise ConnectionResetError("lost a peer") from None
 
     with pytest.raises(WorkerGroupError) as raised:
         fit(function, run_config, num_workers=4)
@@ -137,7 +137,7 @@ def test_the_first_error_in_time_is_told_first_and_once(run_config: RunConfig) -
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("die", "cause"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), "SIGTERM"),
@@ -145,40 +145,40 @@ def test_the_first_error_in_time_is_told_first_and_once(run_config: RunConfig) -
         (lambda: os._exit(137), "code 137"),
     ],
 )
-def test_a_dead_process_is_explained(run_config: RunConfig, end: Any, told: str) -> None:
+def test_worker_death_names_the_cause(run_config: RunConfig, die: Any, cause: str) -> None:
     def function() -> None:
         if train.get_context().get_world_rank() == 1:
-            end()
+            die()
         collective.barrier()
 
     with pytest.raises(WorkerGroupError) as raised:
         fit(function, run_config)
     assert "rank 1: worker process died" in str(raised.value)
-    assert told in str(raised.value)
-    if told == "SIGSEGV":
+    assert cause in str(raised.value)
+    if cause == "SIGSEGV":
         _, crashed, *others = raised.value.failures[0].message.split("\n\n")
         assert crashed.startswith("Current thread")
         assert "string_at" in crashed
         assert others
 
 
-def test_a_rank_that_returns_without_its_report_is_named(run_config: RunConfig) -> None:
+def test_divergence_of_rank_returning_without_report_is_named(run_config: RunConfig) -> None:
     def function() -> None:
         if train.get_context().get_world_rank() == 0:
             with train.checkpoint_dir() as path:
                 (path / "model").write_text("m")
                 train.report({}, checkpoint=path)
 
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(DivergenceError) as raised:
         fit(function, run_config)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start_time < 60
     line = function.__code__.co_firstlineno + 4
     assert "rank 1 finished after 0 reports" in str(raised.value)
     assert f"rank 0 waits for report #0 with a checkpoint at {__file__}:{line}" in str(raised.value)
 
 
-def test_a_barrier_against_a_broadcast_is_named(run_config: RunConfig) -> None:
+def test_divergence_of_barrier_and_broadcast_is_named(run_config: RunConfig) -> None:
     def function() -> None:
         if train.get_context().get_world_rank() == 0:
             collective.barrier()
@@ -191,7 +191,7 @@ def test_a_barrier_against_a_broadcast_is_named(run_config: RunConfig) -> None:
     assert "(broadcast_from_rank_zero)" in str(raised.value)
 
 
-def test_names_that_differ_between_ranks_are_told_with_both_lines(run_config: RunConfig) -> None:
+def test_divergence_of_checkpoint_names_contains_both_lines(run_config: RunConfig) -> None:
     def function() -> None:
         with train.checkpoint_dir() as path:
             (path / "model").write_text("m")
@@ -200,23 +200,25 @@ def test_names_that_differ_between_ranks_are_told_with_both_lines(run_config: Ru
 
     with pytest.raises(DivergenceError) as raised:
         fit(function, run_config, max_failures=5)
-    where = f"(report #0 at {__file__}:{function.__code__.co_firstlineno + 4} in function)"
-    told = f"rank 0 {where} names the checkpoint 'by_0', rank 1 {where} names it 'by_1'"
-    assert told in str(raised.value)
+    location = f"(report #0 at {__file__}:{function.__code__.co_firstlineno + 4} in function)"
+    reason = f"rank 0 {location} names the checkpoint 'by_0', rank 1 {location} names it 'by_1'"
+    assert reason in str(raised.value)
 
 
-def test_a_log_that_cannot_be_written_fails_the_run(run_config: RunConfig, tmp_path: Path) -> None:
+def test_worker_log_that_cannot_be_written_fails_the_run(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
     (tmp_path / "run" / "logs" / "rank_0.log").mkdir(parents=True)
     with pytest.raises(WorkerGroupError, match=r"IsADirectoryError: .*/run/logs/rank_0\.log"):
         fit(lambda: None, run_config, num_workers=1)
 
 
-def test_a_worker_that_cannot_take_an_order_fails(run_config: RunConfig) -> None:
+def test_worker_that_cannot_handle_a_command_is_restarted(run_config: RunConfig) -> None:
     def function() -> int:
         context = train.get_context()
         if (context.get_attempt(), context.get_world_rank()) == (0, 1):
             train.report({})
-            del current_session("test")._offers  # which it needs to hear of the commit
+            del current_session("test")._offers  # the command after a commit needs it
             while True:
                 threading.Event().wait(0.01)
         with train.checkpoint_dir() as path:
@@ -227,7 +229,7 @@ def test_a_worker_that_cannot_take_an_order_fails(run_config: RunConfig) -> None
     assert fit(function, run_config, max_failures=1).return_values == [1, 1]
 
 
-def test_metrics_alone_need_no_other_rank(run_config: RunConfig) -> None:
+def test_reports_without_checkpoints_do_not_wait_for_other_ranks(run_config: RunConfig) -> None:
     def function() -> None:
         if train.get_context().get_world_rank() == 1:
             for step in range(100):
@@ -238,7 +240,7 @@ def test_metrics_alone_need_no_other_rank(run_config: RunConfig) -> None:
     assert len(result.metrics_dataframe) == 100
 
 
-def test_a_restart_goes_on_from_the_newest_checkpoint(run_config: RunConfig) -> None:
+def test_restart_after_sigkill_resumes_from_latest_checkpoint(run_config: RunConfig) -> None:
     def function() -> int:
         checkpoint = train.get_checkpoint()
         first = int((Path(checkpoint) / "step").read_text()) + 1 if checkpoint else 0
@@ -263,45 +265,47 @@ def test_a_restart_goes_on_from_the_newest_checkpoint(run_config: RunConfig) -> 
     ]
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_survivors_keep_their_process_and_cache(run_config: RunConfig, keep: bool) -> None:
+@pytest.mark.parametrize("reuse", [True, False])
+def test_restart_keeps_process_and_cache_of_survivors(run_config: RunConfig, reuse: bool) -> None:
     def function() -> tuple[bool, int]:
         context = train.get_context()
-        known = "loaded" in context.cache
+        is_cached = "loaded" in context.cache
         context.cache["loaded"] = True
         collective.barrier()
         if context.get_attempt() == 0 and context.get_world_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         collective.barrier()
-        return known, context.get_attempt()
+        return is_cached, context.get_attempt()
 
-    result = fit(function, run_config, num_workers=3, max_failures=1, reuse_workers=keep)
-    assert result.return_values == [(keep, 1), (False, 1), (keep, 1)]
+    result = fit(function, run_config, num_workers=3, max_failures=1, reuse_workers=reuse)
+    assert result.return_values == [(reuse, 1), (False, 1), (reuse, 1)]
 
 
-def test_a_survivor_that_does_not_stop_is_replaced(run_config: RunConfig, tmp_path: Path) -> None:
+def test_restart_replaces_survivor_that_does_not_stop(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
     in_c = tmp_path / "in_c"
 
     def function() -> bool:
         context = train.get_context()
-        known = "loaded" in context.cache
+        is_cached = "loaded" in context.cache
         context.cache["loaded"] = True
         collective.barrier()
         if context.get_attempt() == 0:
             if context.get_world_rank() == 0:
-                # One long C call: an interrupt never arrives. The shell ends with its parent.
+                # An interrupt never arrives in one long C call. The shell ends with its parent.
                 ctypes.CDLL(None).system(
                     f"touch {in_c}; while kill -0 $PPID; do sleep 0.1; done".encode()
                 )
             while not in_c.exists():
                 pass
             raise ValueError("once")
-        return known
+        return is_cached
 
     assert fit(function, run_config, max_failures=1).return_values == [False, True]
 
 
-def test_the_budget_is_kept(run_config: RunConfig, tmp_path: Path) -> None:
+def test_max_failures_limits_the_number_of_attempts(run_config: RunConfig, tmp_path: Path) -> None:
     def function() -> None:
         (tmp_path / f"attempt_{train.get_context().get_attempt()}").touch()
         raise ValueError("always")
@@ -312,7 +316,7 @@ def test_the_budget_is_kept(run_config: RunConfig, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "told"),
+    ("scaling", "message"),
     [
         (ScalingConfig(resources_per_worker={"CPU": 50}), "largest node"),
         (ScalingConfig(num_workers=9), "8"),
@@ -320,24 +324,24 @@ def test_the_budget_is_kept(run_config: RunConfig, tmp_path: Path) -> None:
         (ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD"), "STRICT_SPREAD"),
     ],
 )
-def test_an_impossible_request_fails_at_once(
-    run_config: RunConfig, scaling: ScalingConfig, told: str
+def test_fit_with_unavailable_resources_raises_immediately(
+    run_config: RunConfig, scaling: ScalingConfig, message: str
 ) -> None:
-    began = time.monotonic()
-    with pytest.raises(InsufficientResourcesError, match=told):
+    start_time = time.monotonic()
+    with pytest.raises(InsufficientResourcesError, match=message):
         DataParallelTrainer(lambda: None, scaling_config=scaling, run_config=run_config).fit()
-    assert time.monotonic() - began < 20  # it does not wait for resources, which would be for ever
+    assert time.monotonic() - start_time < 20  # waiting for the resources would take forever
 
 
-def living_placement_groups() -> set[str]:
+def list_placement_groups() -> set[str]:
     table = placement_group_table()
     return {name for name, group in table.items() if group["state"] != "REMOVED"}
 
 
-def test_nothing_is_left_of_a_run(run_config: RunConfig) -> None:
-    before = living_placement_groups()
+def test_fit_leaves_no_processes_or_placement_groups(run_config: RunConfig) -> None:
+    before = list_placement_groups()
     result = fit(os.getpid, run_config, num_workers=3)
     workers = [psutil.Process(pid) for pid in result.return_values if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(workers, timeout=5)
     assert not alive
-    assert living_placement_groups() <= before
+    assert list_placement_groups() <= before

@@ -1,4 +1,4 @@
-"""Rounds, shares, collectives, and every proof that ranks can never meet. No Ray, no files."""
+"""AttemptProgress: rounds, assigned files, collectives, and divergence. No Ray, no files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drawbar.train._storage.contents import FileEntry
 
 
 def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> Reported:
-    """With files it has a checkpoint; "" is one without any file."""
+    """Return a report. It has a checkpoint if there are files; "" makes one without any file."""
     entries = tuple(FileEntry(name, len(name)) for name in files if name)
     offer = Offer(directory="/d", files=entries, staged=False, name="c") if files else None
     return Reported(
@@ -34,29 +34,29 @@ def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> 
 
 
 def named(name: str, *files: str) -> Reported:
-    """A report with a checkpoint of this name."""
-    plain = report(0, *files)
-    assert plain.offer is not None
-    return replace(plain, offer=replace(plain.offer, name=name))
+    """Return a report with a checkpoint of this name."""
+    unnamed = report(0, *files)
+    assert unnamed.offer is not None
+    return replace(unnamed, offer=replace(unnamed.offer, name=name))
 
 
 def save(index: int) -> Reported:
-    """A report that waits for its checkpoint."""
+    """Return a report that waits for its checkpoint."""
     return report(index, "model", waits=True)
 
 
 def call(sequence: int = 0, kind: CollectiveKind = "barrier") -> CollectiveCalled:
-    where = f"t.py:9{sequence}"
+    location = f"t.py:9{sequence}"
     return CollectiveCalled(
-        sequence=sequence, number=sequence, kind=kind, payload=None, where=where
+        sequence=sequence, number=sequence, kind=kind, payload=None, where=location
     )
 
 
-def shares(complete: ReportRound) -> dict[int, list[str]]:
+def assigned_paths(complete: ReportRound) -> dict[int, list[str]]:
     return {rank: [file.path for file in files] for rank, files in complete.assigned_files.items()}
 
 
-def asks(*, timed: bool = False) -> CheckpointsAsked:
+def request_list(*, timed: bool = False) -> CheckpointsAsked:
     until = CheckpointConsistencyMode.COMMITTED
     return CheckpointsAsked(number=0, until=until, timed=timed, where="t.py:7")
 
@@ -64,7 +64,7 @@ def asks(*, timed: bool = False) -> CheckpointsAsked:
 # -- the list of checkpoints
 
 
-def test_the_list_waits_for_the_reports_of_all_that_go_on() -> None:
+def test_missing_reports_counts_only_running_ranks() -> None:
     progress = AttemptProgress(world_size=2, first_index=4)
     progress.on_report(1, report(4))
     assert progress.has_missing_reports(5)
@@ -75,10 +75,10 @@ def test_the_list_waits_for_the_reports_of_all_that_go_on() -> None:
     assert not progress.has_missing_reports(6)
 
 
-def test_a_list_that_can_never_come_is_proved() -> None:
+def test_divergence_of_checkpoint_list_request_is_detected() -> None:
     progress = AttemptProgress(world_size=2, first_index=0)
     progress.on_report(1, report(0))
-    progress.on_checkpoints_requested(1, asks())
+    progress.on_checkpoints_requested(1, request_list())
     assert progress.find_divergence() is None
     progress.on_collective(0, call())
     assert (progress.find_divergence() or "").splitlines()[0] == (
@@ -89,10 +89,10 @@ def test_a_list_that_can_never_come_is_proved() -> None:
     assert progress.find_divergence() is None
 
 
-def test_one_that_is_waited_for_so_long_only_is_none() -> None:
+def test_divergence_ignores_checkpoint_list_request_with_timeout() -> None:
     progress = AttemptProgress(world_size=2, first_index=0)
     progress.on_report(1, report(0))
-    progress.on_checkpoints_requested(1, asks(timed=True))
+    progress.on_checkpoints_requested(1, request_list(timed=True))
     progress.on_collective(0, call())
     assert progress.find_divergence() is None
 
@@ -100,17 +100,17 @@ def test_one_that_is_waited_for_so_long_only_is_none() -> None:
 # -- rounds
 
 
-def test_a_round_is_complete_when_the_last_rank_has_reported_it() -> None:
+def test_round_completes_with_the_report_of_the_last_rank() -> None:
     progress = AttemptProgress(world_size=3, first_index=0)
     assert progress.on_report(0, report(0, "a")) == []
     assert progress.on_report(2, report(0)) == []
     (complete,) = progress.on_report(1, report(0, "b"))
     assert complete.index == 0
-    assert shares(complete) == {0: ["a"], 1: ["b"]}
+    assert assigned_paths(complete) == {0: ["a"], 1: ["b"]}
     assert sorted(complete.offers) == [0, 1]
 
 
-def test_a_rank_that_is_behind_completes_several_rounds_in_order() -> None:
+def test_round_of_slow_rank_completes_several_rounds_in_order() -> None:
     progress = AttemptProgress(world_size=2, first_index=0)
     for index in range(3):
         assert progress.on_report(0, report(index, "a")) == []
@@ -118,7 +118,7 @@ def test_a_rank_that_is_behind_completes_several_rounds_in_order() -> None:
     assert completed == [0, 1, 2]
 
 
-def test_a_rank_that_is_ahead_has_its_files_wait_for_the_others() -> None:
+def test_round_of_fast_rank_waits_for_the_other_ranks() -> None:
     progress = AttemptProgress(world_size=2, first_index=0)
     assert progress.on_report(0, report(0)) == []
     assert progress.on_report(0, report(1, "a")) == []
@@ -126,7 +126,7 @@ def test_a_rank_that_is_ahead_has_its_files_wait_for_the_others() -> None:
     assert [complete.index for complete in progress.on_report(1, report(1))] == [1]
 
 
-def test_reports_are_numbered_from_the_first_index() -> None:
+def test_round_index_starts_at_first_index() -> None:
     progress = AttemptProgress(world_size=1, first_index=7)
     assert [complete.index for complete in progress.on_report(0, report(7, "a"))] == [7]
     assert progress.ranks[0].reports == 8
@@ -139,19 +139,20 @@ def test_rounds_without_files_are_not_kept() -> None:
     assert progress.on_report(1, report(0)) == []
 
 
-def test_observers_get_every_round_with_every_ranks_metrics() -> None:
+def test_round_without_files_is_returned_if_all_rounds_are_kept() -> None:
     progress = AttemptProgress(world_size=2, first_index=0, should_keep_all_rounds=True)
     progress.on_report(1, report(0, metrics=1))
     (complete,) = progress.on_report(0, report(0, metrics=2))
-    assert {rank: each.metrics["m"] for rank, each in complete.reports.items()} == {0: 2, 1: 1}
+    metrics = {rank: report.metrics["m"] for rank, report in complete.reports.items()}
+    assert metrics == {0: 2, 1: 1}
     assert (complete.offers, complete.assigned_files) == ({}, {})
 
 
-# -- shares
+# -- assigned files
 
 
 @pytest.mark.parametrize(
-    ("offered", "given"),
+    ("offered", "assigned"),
     [
         ({0: ["a", "b"], 1: ["c"]}, {0: ["a", "b"], 1: ["c"]}),
         ({0: ["same"], 1: ["same"], 2: ["same"]}, {0: ["same"], 1: [], 2: []}),
@@ -161,14 +162,14 @@ def test_observers_get_every_round_with_every_ranks_metrics() -> None:
         ({0: [""]}, {0: []}),
     ],
 )
-def test_each_file_comes_from_the_lowest_rank_that_has_it(
-    offered: dict[int, list[str]], given: dict[int, list[str]]
+def test_assigned_files_come_from_the_lowest_rank(
+    offered: dict[int, list[str]], assigned: dict[int, list[str]]
 ) -> None:
     progress = AttemptProgress(world_size=3, first_index=0)
     completed: list[ReportRound] = []
     for rank in (2, 1, 0):
         completed += progress.on_report(rank, report(0, *offered.get(rank, [])))
-    assert [shares(complete) for complete in completed] == [given]
+    assert [assigned_paths(complete) for complete in completed] == [assigned]
 
 
 @pytest.mark.parametrize(
@@ -177,9 +178,12 @@ def test_each_file_comes_from_the_lowest_rank_that_has_it(
         ([named("best", "a"), report(0), named("best", "a", "b")], None),
         (
             [report(0, "deep/a"), report(0, "deep/b"), report(0, "deep")],
-            "'deep' is a folder of rank 0",
+            "the checkpoint has 'deep' as a directory from rank 0",
         ),
-        ([report(0, "a"), report(0), report(0, "a/b/c")], "'a' is a file of rank 0"),
+        (
+            [report(0, "a"), report(0), report(0, "a/b/c")],
+            "the checkpoint has 'a' as a file from rank 0",
+        ),
         (
             [report(0), named("best", "a"), named("last", "b")],
             "rank 1 (report #0 at t.py:0 in f) names the checkpoint 'best', "
@@ -187,47 +191,49 @@ def test_each_file_comes_from_the_lowest_rank_that_has_it(
         ),
     ],
 )
-def test_offers_that_do_not_fit_are_told_apart(
+def test_find_conflict_describes_incompatible_offers(
     reports: list[Reported], conflict: str | None
 ) -> None:
     progress = AttemptProgress(world_size=len(reports), first_index=0)
     (complete,) = [
-        one for rank, each in enumerate(reports) for one in progress.on_report(rank, each)
+        report_round
+        for rank, reported in enumerate(reports)
+        for report_round in progress.on_report(rank, reported)
     ]
-    told = complete.find_conflict()
-    assert told is None if conflict is None else conflict in str(told)
+    actual_conflict = complete.find_conflict()
+    assert actual_conflict is None if conflict is None else conflict in str(actual_conflict)
 
 
 # -- collectives
 
 
-def test_a_collective_is_complete_when_every_rank_is_in_it() -> None:
+def test_collective_completes_with_the_call_of_the_last_rank() -> None:
     progress = AttemptProgress(world_size=3, first_index=0)
     assert progress.on_collective(1, call()) is None
     assert progress.on_collective(0, call()) is None
     calls = progress.on_collective(2, call())
     assert calls is not None
     assert sorted(calls) == [0, 1, 2]
-    assert all(each.awaited_collective is None for each in progress.ranks.values())
+    assert all(rank.awaited_collective is None for rank in progress.ranks.values())
     assert progress.on_collective(0, call(1)) is None
 
 
-def test_all_ranks_have_finished_when_the_last_one_has() -> None:
+def test_on_finished_returns_true_for_the_last_rank() -> None:
     progress = AttemptProgress(world_size=2, first_index=0)
     assert not progress.on_finished(1)
     assert progress.on_finished(0)
     assert progress.find_divergence() is None
 
 
-# -- divergence: what can be proved
+# -- divergence: waits that can never end
 
 
-def finished_rank_in_a_barrier(progress: AttemptProgress) -> None:
+def finished_rank_then_barrier(progress: AttemptProgress) -> None:
     progress.on_finished(1)
     progress.on_collective(0, call())
 
 
-def barrier_then_the_other_finishes(progress: AttemptProgress) -> None:
+def barrier_then_other_rank_finishes(progress: AttemptProgress) -> None:
     progress.on_collective(0, call())
     progress.on_finished(1)
 
@@ -239,7 +245,7 @@ def checkpoint_that_a_finished_rank_never_reports(progress: AttemptProgress) -> 
     progress.on_report(0, save(1))
 
 
-def pending_checkpoint_of_a_rank_that_runs_on(progress: AttemptProgress) -> None:
+def finished_rank_without_report_for_pending_checkpoint(progress: AttemptProgress) -> None:
     progress.on_report(0, report(0, "a"))
     progress.on_report(0, report(1))
     progress.on_finished(1)
@@ -269,23 +275,23 @@ def checkpoint_against_barrier_after_one_of_each(progress: AttemptProgress) -> N
     progress.on_collective(1, call(1))
 
 
-def own_barrier_against_own_pending_checkpoint(progress: AttemptProgress) -> None:
-    """Rank 1 waits in a barrier with a checkpoint pending; rank 0 has finished without both."""
+def finished_rank_against_barrier_and_pending_checkpoint(progress: AttemptProgress) -> None:
+    """Let rank 1 wait in a barrier with a pending checkpoint, and rank 0 finish without both."""
     progress.on_report(1, report(0, "a"))
     progress.on_collective(1, call())
     progress.on_finished(0)
 
 
 @pytest.mark.parametrize(
-    ("happens", "reason"),
+    ("apply", "reason"),
     [
         (
-            finished_rank_in_a_barrier,
+            finished_rank_then_barrier,
             "rank 1 finished after 0 reports and 0 collectives; "
             "rank 0 waits in collective #0 (barrier) at t.py:90",
         ),
         (
-            barrier_then_the_other_finishes,
+            barrier_then_other_rank_finishes,
             "rank 1 finished after 0 reports and 0 collectives; "
             "rank 0 waits in collective #0 (barrier) at t.py:90",
         ),
@@ -295,7 +301,7 @@ def own_barrier_against_own_pending_checkpoint(progress: AttemptProgress) -> Non
             "rank 0 waits for report #1 with a checkpoint at t.py:1 in f",
         ),
         (
-            pending_checkpoint_of_a_rank_that_runs_on,
+            finished_rank_without_report_for_pending_checkpoint,
             "rank 1 finished after 0 reports and 0 collectives; "
             "rank 0 has a checkpoint pending in report #0 from t.py:0 in f",
         ),
@@ -320,24 +326,24 @@ def own_barrier_against_own_pending_checkpoint(progress: AttemptProgress) -> Non
             "rank 1 waits in collective #1 (barrier) at t.py:91",
         ),
         (
-            own_barrier_against_own_pending_checkpoint,
+            finished_rank_against_barrier_and_pending_checkpoint,
             "rank 0 finished after 0 reports and 0 collectives; "
             "rank 1 waits in collective #0 (barrier) at t.py:90",
         ),
     ],
 )
-def test_a_wait_that_can_never_end_is_told(
-    happens: Callable[[AttemptProgress], None], reason: str
+def test_divergence_with_endless_wait_is_described(
+    apply: Callable[[AttemptProgress], None], reason: str
 ) -> None:
     progress = AttemptProgress(world_size=2, first_index=0)
-    happens(progress)
-    found = progress.find_divergence()
-    assert found is not None
-    assert found.splitlines()[0] == reason
-    assert found.splitlines()[1].startswith("All ranks must ")
+    apply(progress)
+    divergence = progress.find_divergence()
+    assert divergence is not None
+    assert divergence.splitlines()[0] == reason
+    assert divergence.splitlines()[1].startswith("All ranks must ")
 
 
-def test_any_two_of_many_ranks_are_enough_for_a_proof() -> None:
+def test_divergence_of_two_among_many_ranks_is_detected() -> None:
     progress = AttemptProgress(world_size=5, first_index=0)
     progress.on_collective(3, call())
     assert progress.find_divergence() is None
@@ -348,60 +354,60 @@ def test_any_two_of_many_ranks_are_enough_for_a_proof() -> None:
     assert "rank 3 waits in collective #0" in reason
 
 
-# -- divergence: what looks like it
+# -- divergence: waits that may end
 
 
-def nothing_at_all(progress: AttemptProgress) -> None: ...
+def no_calls(progress: AttemptProgress) -> None: ...
 
 
-def one_waits_and_the_other_still_runs(progress: AttemptProgress) -> None:
+def barrier_against_running_rank(progress: AttemptProgress) -> None:
     progress.on_collective(0, call())
     progress.on_report(1, report(0))
     progress.on_report(1, report(1))
 
 
-def one_saves_and_the_other_still_runs(progress: AttemptProgress) -> None:
+def checkpoint_against_running_rank(progress: AttemptProgress) -> None:
     progress.on_report(0, save(0))
 
 
-def the_other_one_finishes_after_the_last_barrier(progress: AttemptProgress) -> None:
+def rank_finishes_after_last_barrier(progress: AttemptProgress) -> None:
     progress.on_collective(0, call())
     progress.on_collective(1, call())
     progress.on_finished(1)
     progress.on_report(0, report(0))
 
 
-def a_finished_rank_with_its_checkpoint_being_committed(progress: AttemptProgress) -> None:
+def finished_rank_during_commit(progress: AttemptProgress) -> None:
     progress.on_report(0, save(0))
     progress.on_report(1, report(0))
     progress.on_finished(1)
 
 
-def a_barrier_while_the_others_checkpoint_is_being_committed(progress: AttemptProgress) -> None:
+def barrier_during_commit_of_other_rank(progress: AttemptProgress) -> None:
     progress.on_report(0, save(0))
     progress.on_report(1, report(0))
     progress.on_collective(1, call())
 
 
-def a_finished_rank_that_reported_more_than_the_other(progress: AttemptProgress) -> None:
+def finished_rank_with_more_reports(progress: AttemptProgress) -> None:
     for index in range(5):
         progress.on_report(1, report(index))
     progress.on_finished(1)
     progress.on_report(0, save(0))
 
 
-def unequal_numbers_of_metrics(progress: AttemptProgress) -> None:
+def finished_rank_with_fewer_reports_of_metrics(progress: AttemptProgress) -> None:
     for index in range(5):
         progress.on_report(1, report(index))
     progress.on_finished(0)
 
 
-def a_barrier_with_an_own_checkpoint_pending(progress: AttemptProgress) -> None:
+def barrier_of_rank_with_pending_checkpoint(progress: AttemptProgress) -> None:
     progress.on_report(0, report(0, "a"))
     progress.on_collective(0, call())
 
 
-def both_save_in_turn(progress: AttemptProgress) -> None:
+def second_checkpoint_of_one_rank(progress: AttemptProgress) -> None:
     progress.on_report(0, save(0))
     progress.on_report(1, save(0))
     progress.on_committed(0)
@@ -409,35 +415,35 @@ def both_save_in_turn(progress: AttemptProgress) -> None:
 
 
 @pytest.mark.parametrize(
-    "happens",
+    "apply",
     [
-        nothing_at_all,
-        one_waits_and_the_other_still_runs,
-        one_saves_and_the_other_still_runs,
-        the_other_one_finishes_after_the_last_barrier,
-        a_finished_rank_with_its_checkpoint_being_committed,
-        a_barrier_while_the_others_checkpoint_is_being_committed,
-        a_finished_rank_that_reported_more_than_the_other,
-        unequal_numbers_of_metrics,
-        a_barrier_with_an_own_checkpoint_pending,
-        both_save_in_turn,
+        no_calls,
+        barrier_against_running_rank,
+        checkpoint_against_running_rank,
+        rank_finishes_after_last_barrier,
+        finished_rank_during_commit,
+        barrier_during_commit_of_other_rank,
+        finished_rank_with_more_reports,
+        finished_rank_with_fewer_reports_of_metrics,
+        barrier_of_rank_with_pending_checkpoint,
+        second_checkpoint_of_one_rank,
     ],
 )
-def test_a_wait_that_may_end_is_no_divergence(happens: Callable[[AttemptProgress], None]) -> None:
+def test_divergence_ignores_waits_that_may_end(apply: Callable[[AttemptProgress], None]) -> None:
     progress = AttemptProgress(world_size=2, first_index=0)
-    happens(progress)
+    apply(progress)
     assert progress.find_divergence() is None
 
 
-# -- words
+# -- descriptions
 
 
-def test_where_a_rank_stands_in_words() -> None:
+def test_rank_progress_describe_names_the_blocking_call() -> None:
     progress = AttemptProgress(world_size=4, first_index=0)
     progress.on_collective(0, call())
     progress.on_report(1, save(0))
     progress.on_finished(2)
-    assert [each.describe() for each in progress.ranks.values()] == [
+    assert [rank.describe() for rank in progress.ranks.values()] == [
         "waits in collective #0 (barrier) at t.py:90",
         "waits for report #0 with a checkpoint at t.py:0 in f",
         "finished after 0 reports and 0 collectives",

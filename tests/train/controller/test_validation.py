@@ -1,4 +1,4 @@
-"""Checkpoints are validated beside the training, and what comes of it is theirs, whatever dies."""
+"""Validation of checkpoints: metrics, scheduling, failures, and resume."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PENDING = "PENDING_VALIDATION"
 
 def fit(
     function: Callable[[], Any],
-    folder: Path,
+    storage_path: Path,
     validation_config: ValidationConfig | None,
     num_workers: int = 0,
     **run_config: Any,
@@ -59,7 +59,7 @@ def fit(
     return DataParallelTrainer(
         function,
         scaling_config=ScalingConfig(num_workers=num_workers),
-        run_config=RunConfig(name="run", storage_path=folder, **run_config),
+        run_config=RunConfig(name="run", storage_path=storage_path, **run_config),
         validation_config=validation_config,
     ).fit()
 
@@ -71,18 +71,19 @@ def save(number: int, validation: Any = True, **options: Any) -> None:
 
 
 def save_with(*fn_kwargs: dict[str, Any]) -> Callable[[], list[str]]:
-    """Make a function that saves once for each of these, and gives what came of them."""
+    """Return a function that saves once with each of these arguments and returns the statuses."""
 
     def function() -> list[str]:
-        for number, each in enumerate(fn_kwargs):
-            save(number, ValidationTaskConfig(each))
+        for number, kwargs in enumerate(fn_kwargs):
+            save(number, ValidationTaskConfig(kwargs))
         return statuses()
 
     return function
 
 
 def statuses(*arguments: Any) -> list[str]:
-    return [each.status.name for each in train.get_all_reported_checkpoints(*arguments)]
+    checkpoints = train.get_all_reported_checkpoints(*arguments)
+    return [checkpoint.status.name for checkpoint in checkpoints]
 
 
 def number_in(checkpoint: Checkpoint) -> int:
@@ -93,18 +94,19 @@ def squared(checkpoint: Checkpoint, plus: float = 0) -> dict[str, Any]:
     return {"square": number_in(checkpoint) ** 2 + plus}
 
 
-def wait_for_ever() -> NoReturn:
+def wait_forever() -> NoReturn:
     while True:
         threading.Event().wait(0.01)
 
 
-def manifests(folder: Path) -> list[train.Manifest]:
-    found = [each.manifest for each, _ in Result.from_path(folder / "run").best_checkpoints]
-    return [each for each in found if each is not None]
+def manifests(storage_path: Path) -> list[train.Manifest]:
+    best_checkpoints = Result.from_path(storage_path / "run").best_checkpoints
+    optional = [checkpoint.manifest for checkpoint, _ in best_checkpoints]
+    return [manifest for manifest in optional if manifest is not None]
 
 
 class Gate:
-    """Holds up whoever waits for it, in any process, until another one opens it."""
+    """Block any process that waits for it until another process opens it."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
@@ -114,18 +116,18 @@ class Gate:
         self._path.read_text()
 
     def open(self) -> None:
-        self._path.write_text("")  # when somebody waits
+        self._path.write_text("")  # blocks until a process waits
 
 
-# -- what it is called with, and where its metrics go
+# -- arguments and metrics
 
 
-def test_the_metrics_of_a_validation_are_added_to_those_of_its_checkpoint(tmp_path: Path) -> None:
+def test_validation_metrics_are_added_to_checkpoint_metrics(tmp_path: Path) -> None:
     def function() -> list[Any]:
         save(2, validation=False)
         save(3)
         save(4, ValidationTaskConfig({"plus": math.pi}))
-        return [each[1:] for each in train.get_all_reported_checkpoints()]
+        return [checkpoint[1:] for checkpoint in train.get_all_reported_checkpoints()]
 
     config = ValidationConfig(squared, ValidationTaskConfig({"plus": 1}, timeout_s=60))
     result = fit(function, tmp_path, config)
@@ -136,21 +138,20 @@ def test_the_metrics_of_a_validation_are_added_to_those_of_its_checkpoint(tmp_pa
         (metrics[1], status.VALIDATED),
         (metrics[2], status.VALIDATED),
     ]
-    for found in (result, Result.from_path(tmp_path / "run")):
-        assert [each for _, each in found.best_checkpoints] == metrics
-        assert found.metrics == metrics[-1]
-        assert list(found.metrics_dataframe["square"].dropna()) == [10, 16 + math.pi]
+    for loaded in (result, Result.from_path(tmp_path / "run")):
+        assert [checkpoint_metrics for _, checkpoint_metrics in loaded.best_checkpoints] == metrics
+        assert loaded.metrics == metrics[-1]
+        assert list(loaded.metrics_dataframe["square"].dropna()) == [10, 16 + math.pi]
     events = replay(tmp_path / "run" / "journal.jsonl")
     validated = [event for event in events if isinstance(event, CheckpointValidated)]
     assert sorted(event.index for event in validated) == [1, 2]
-    assert [each.validation and each.validation.timeout_s for each in manifests(tmp_path)] == [
-        *(None, 60, 60)
-    ]
+    validations = [manifest.validation for manifest in manifests(tmp_path)]
+    assert [validation and validation.timeout_s for validation in validations] == [None, 60, 60]
     assert result.checkpoint is not None
     result.checkpoint.verify()
 
 
-def test_a_metric_that_is_infinite_or_none_at_all_survives(tmp_path: Path) -> None:
+def test_validation_metrics_keep_nan_and_infinity(tmp_path: Path) -> None:
     metrics = {"a": {"nan": float("nan"), "b": [float("-inf")]}}
     fit(lambda: save(1), tmp_path, ValidationConfig(lambda checkpoint: metrics))
     (manifest,) = manifests(tmp_path)
@@ -160,16 +161,16 @@ def test_a_metric_that_is_infinite_or_none_at_all_survives(tmp_path: Path) -> No
     assert manifest.validation.metrics["a"]["b"] == [float("-inf")]
 
 
-def test_a_metric_that_takes_the_place_of_a_reported_one_is_named_once(
+def test_validation_metric_that_replaces_a_reported_one_warns_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     validation = ValidationConfig(lambda checkpoint: {"number": 7, "square": 49})
     result = fit(save_with({}, {}), tmp_path, validation)
     assert [metrics for _, metrics in result.best_checkpoints] == [{"number": 7, "square": 49}] * 2
-    assert capsys.readouterr().err.count("the validations return 'number', which report()") == 1
+    assert capsys.readouterr().err.count("The validation function returns 'number', which") == 1
 
 
-def test_the_lowest_rank_that_asks_decides(tmp_path: Path) -> None:
+def test_validation_requests_of_several_ranks_use_the_lowest_rank(tmp_path: Path) -> None:
     def function() -> list[str]:
         rank = train.get_context().get_world_rank()
         save(rank, ValidationTaskConfig({"plus": rank}) if rank else False)
@@ -183,14 +184,14 @@ def test_the_lowest_rank_that_asks_decides(tmp_path: Path) -> None:
     assert result.best_checkpoints[0][1]["square"] == 1
 
 
-def test_a_record_that_was_copied_with_a_directory_is_refused(tmp_path: Path) -> None:
+def test_report_with_copied_validation_record_raises(tmp_path: Path) -> None:
     def function() -> None:
         save(3)
         train.get_all_reported_checkpoints()
-        newest = train.get_checkpoint()
-        assert newest is not None
-        copy = Path(newest).with_name("copy")
-        shutil.copytree(newest, copy, ignore=shutil.ignore_patterns(".drawbar.json"))
+        latest = train.get_checkpoint()
+        assert latest is not None
+        copy = Path(latest).with_name("copy")
+        shutil.copytree(latest, copy, ignore=shutil.ignore_patterns(".drawbar.json"))
         (copy / "number").write_text("4")
         mode = CheckpointUploadMode.NO_UPLOAD
         train.report({}, copy, checkpoint_upload_mode=mode, validation=True)
@@ -199,26 +200,27 @@ def test_a_record_that_was_copied_with_a_directory_is_refused(tmp_path: Path) ->
         fit(function, tmp_path, ValidationConfig(squared))
 
 
-def test_the_best_is_known_by_its_validation_alone(tmp_path: Path) -> None:
+def test_retention_ranks_by_validation_metric(tmp_path: Path) -> None:
     config = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="square")
 
     def function() -> list[str]:
         for number in (1, 3, 2):
             save(number)
             train.get_all_reported_checkpoints()
-        return [Path(each.checkpoint).name for each in train.get_all_reported_checkpoints()]
+        checkpoints = train.get_all_reported_checkpoints()
+        return [Path(checkpoint.checkpoint).name for checkpoint in checkpoints]
 
     result = fit(function, tmp_path, ValidationConfig(squared), checkpoint_config=config)
     assert result.return_value == ["checkpoint_000001", "checkpoint_000002"]
     assert result.best_checkpoints[-1][1] == {"number": 3, "square": 9}
 
 
-# -- beside the training
+# -- concurrency with training
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_validations_run_beside_the_training_two_at_a_time(tmp_path: Path, pipe: Pipe) -> None:
-    """In processes of their own; none of their checkpoints is deleted meanwhile."""
+def test_validations_run_during_training_two_at_a_time(tmp_path: Path, pipe: Pipe) -> None:
+    """They run in separate processes, and their checkpoints are not deleted meanwhile."""
     gates = [Gate(tmp_path / f"gate_{number}") for number in range(4)]
 
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -234,26 +236,27 @@ def test_validations_run_beside_the_training_two_at_a_time(tmp_path: Path, pipe:
         before = statuses(COMMITTED)
         train.collective.barrier()
         if train.get_context().get_world_rank() == 0:
-            for number in (1, 0, 2, 3):  # the first has not ended when the second runs
+            for number in (1, 0, 2, 3):  # the second one runs before the first one has ended
                 gates[number].open()
         return before, statuses(), os.getpid()
 
     config = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="accuracy")
     result = fit(function, tmp_path, ValidationConfig(validate), 2, checkpoint_config=config)
     assert [value[:2] for value in result.return_values] == [
-        ([PENDING] * 4, ["VALIDATED"] * 2)  # the best and the newest
+        ([PENDING] * 4, ["VALIDATED"] * 2)  # the best and the latest
     ] * 2
     assert [metrics["number"] for _, metrics in result.best_checkpoints] == [3, 1]
     pids = {metrics["pid"] for _, metrics in result.best_checkpoints}
     assert not pids & {os.getpid(), *(value[2] for value in result.return_values)}
-    said = [pipe.hear() for _ in range(8)]
+    messages = [pipe.hear() for _ in range(8)]
     running = [
-        sum((word == "begins") - (word == "ends") for word, _ in said[: i + 1]) for i in range(8)
+        sum((word == "begins") - (word == "ends") for word, _ in messages[: i + 1])
+        for i in range(8)
     ]
     assert max(running) == 2
 
 
-def test_the_oldest_is_validated_first(tmp_path: Path, pipe: Pipe) -> None:
+def test_validations_start_in_report_order(tmp_path: Path, pipe: Pipe) -> None:
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
         pipe.say(number_in(checkpoint))
         return {}
@@ -262,7 +265,7 @@ def test_the_oldest_is_validated_first(tmp_path: Path, pipe: Pipe) -> None:
     assert [pipe.hear() for _ in range(5)] == [list(number) for number in "01234"]
 
 
-def test_who_does_not_wait_for_a_validation_is_told_that_it_is_pending(tmp_path: Path) -> None:
+def test_checkpoint_list_without_waiting_shows_pending_validation(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
 
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -271,17 +274,17 @@ def test_who_does_not_wait_for_a_validation_is_told_that_it_is_pending(tmp_path:
 
     def function() -> list[list[str]]:
         save(1, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
-        found = [statuses(COMMITTED), statuses(CheckpointConsistencyMode.VALIDATED, 0.01)]
+        before = [statuses(COMMITTED), statuses(CheckpointConsistencyMode.VALIDATED, 0.01)]
         gate.open()
-        return [*found, statuses()]
+        return [*before, statuses()]
 
     result = fit(function, tmp_path, ValidationConfig(validate))
     assert result.return_value == [[PENDING], [PENDING], ["VALIDATED"]]
 
 
-def test_a_rank_that_waits_for_a_long_validation_does_not_hang(tmp_path: Path) -> None:
+def test_hang_timeout_ignores_rank_waiting_for_validation(tmp_path: Path) -> None:
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        threading.Event().wait(1.5)  # longer than ranks may stand still
+        threading.Event().wait(1.5)  # longer than the hang timeout
         return {}
 
     failures = FailureConfig(hang_timeout=1)
@@ -295,70 +298,70 @@ def test_a_rank_that_waits_for_a_long_validation_does_not_hang(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def failed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, str]:
-    """A run whose validations fail in every way; gives what stood on the driver's console too."""
-    folder = tmp_path_factory.mktemp("failed")
+    """Result and console output of a run whose validations fail in all possible ways."""
+    directory = tmp_path_factory.mktemp("failed")
 
-    def validate(checkpoint: Checkpoint, how: str) -> Any:
-        match how:
+    def validate(checkpoint: Checkpoint, mode: str) -> Any:
+        match mode:
             case "raises":
-                raise ValueError("no such label")
+                raise ValueError("unknown label")
             case "exits":
                 sys.exit(3)
             case "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "dies once" if not (folder / "died").exists():
-                (folder / "died").touch()
+            case "dies once" if not (directory / "died").exists():
+                (directory / "died").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             case "never ends":
-                (folder / "pid").write_text(str(os.getpid()))
-                wait_for_ever()
-            case "gives a list":
+                (directory / "pid").write_text(str(os.getpid()))
+                wait_forever()
+            case "returns a list":
                 return [1]
         return {"right": True}
 
-    ways = ["raises", "exits", "dies", "dies once", "never ends", "gives a list", "wrong argument"]
-    kwargs = [{"how": each} for each in ways[:-1]] + [{"why": 1}]
+    modes = ["raises", "exits", "dies", "dies once", "never ends", "returns a list"]
+    all_kwargs: list[dict[str, Any]] = [*({"mode": mode} for mode in modes), {"unknown": 1}]
 
     def function() -> list[str]:
-        for number, each in enumerate(kwargs):
-            timeout = 1 if each == {"how": "never ends"} else None
-            save(number, ValidationTaskConfig(each, timeout))
+        for number, kwargs in enumerate(all_kwargs):
+            timeout = 1 if kwargs == {"mode": "never ends"} else None
+            save(number, ValidationTaskConfig(kwargs, timeout))
         return statuses()
 
     config = ValidationConfig(validate, ray_remote_kwargs={"max_retries": 1}, max_concurrent=7)
-    with pytest.MonkeyPatch.context() as patch, open(folder / "console", "w+") as console:
+    with pytest.MonkeyPatch.context() as patch, open(directory / "console", "w+") as console:
         patch.setattr(sys, "stderr", console)
-        result = fit(function, folder, config, 1)
+        result = fit(function, directory, config, 1)
         console.seek(0)
         return result, console.read()
 
 
-def test_a_validation_that_fails_does_not_fail_the_run(failed: tuple[Result, str]) -> None:
-    lost = "VALIDATION_FAILED"
+def test_failed_validations_do_not_fail_the_run(failed: tuple[Result, str]) -> None:
+    error = "VALIDATION_FAILED"
     assert failed[0].return_value == [
-        *(lost, lost, lost, "VALIDATED", "VALIDATION_TIMEOUT", lost, lost)
+        *(error, error, error, "VALIDATED", "VALIDATION_TIMEOUT", error, error)
     ]
 
 
-def test_why_a_validation_failed_is_kept_and_told(failed: tuple[Result, str]) -> None:
+def test_validation_error_is_saved_and_printed(failed: tuple[Result, str]) -> None:
     result, console = failed
-    found = manifests(Path(result.path).parent)
-    errors = [each.validation.error for each in found if each.validation]
-    assert errors[0].startswith(f"ValueError: no such label ({__file__}:")
+    saved = manifests(Path(result.path).parent)
+    errors = [manifest.validation.error for manifest in saved if manifest.validation]
+    assert errors[0].startswith(f"ValueError: unknown label ({__file__}:")
     assert errors[1].startswith(f"SystemExit: 3 ({__file__}:")
     assert errors[2].startswith("the process of its task died, 2 times: by SIGKILL")
     assert errors[4] == "it took longer than timeout_s=1"
-    told = f"TypeError: the validation function must return a dict, found [1] ({__file__}:"
-    assert errors[5].startswith(told)
+    message = f"TypeError: the validation function must return a dict, found [1] ({__file__}:"
+    assert errors[5].startswith(message)
     assert errors[5].endswith(", validate)")
     assert errors[6].startswith("TypeError: ")
-    assert "unexpected keyword argument 'why'" in errors[6]
-    for manifest, error in zip(found, errors, strict=True):
-        said = f"the validation of {manifest.name} failed, the training goes on: {error}"
-        assert (said in console) == bool(error)
+    assert "unexpected keyword argument 'unknown'" in errors[6]
+    for manifest, error in zip(saved, errors, strict=True):
+        line = f"The validation of {manifest.name} failed, training continues: {error}"
+        assert (line in console) == bool(error)
 
 
-def test_a_validation_whose_time_is_over_is_ended(
+def test_validation_timeout_kills_the_process(
     failed: tuple[Result, str], wait_until_gone: Callable[..., None]
 ) -> None:
     wait_until_gone([int(Path(failed[0].path).with_name("pid").read_text())])
@@ -366,7 +369,7 @@ def test_a_validation_whose_time_is_over_is_ended(
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("retries", "status"), [(1, "VALIDATED"), (0, "VALIDATION_FAILED")])
-def test_an_exception_is_tried_again_if_ray_is_told_so(
+def test_validation_exception_is_retried_with_retry_exceptions(
     tmp_path: Path, retries: int, status: str
 ) -> None:
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -383,42 +386,46 @@ def test_an_exception_is_tried_again_if_ray_is_told_so(
     assert manifest.validation.error == ("" if retries else "OSError: the disk is asleep")
 
 
-def test_a_thread_is_given_up_when_its_time_is_over(tmp_path: Path) -> None:
+def test_validation_thread_after_timeout_is_abandoned(tmp_path: Path) -> None:
     def validate(checkpoint: Checkpoint) -> NoReturn:
-        wait_for_ever()
+        wait_forever()
 
     config = ValidationConfig(validate, ValidationTaskConfig(timeout_s=0.1))
     assert fit(save_with({}), tmp_path, config).return_value == ["VALIDATION_TIMEOUT"]
 
 
-def test_a_result_that_cannot_be_written_is_told(
+def test_validation_result_with_missing_directory_prints_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        Path(checkpoint).rename(tmp_path / "gone")  # at once: its checksums are just being written
+        # Immediately, while its checksums are being written.
+        Path(checkpoint).rename(tmp_path / "moved")
         return {"square": 1}
 
     assert fit(save_with({}), tmp_path, ValidationConfig(validate)).return_value == ["VALIDATED"]
-    assert "the validation of checkpoint_000000 is not kept: " in capsys.readouterr().err
+    assert "The validation result of checkpoint_000000 was not saved: " in capsys.readouterr().err
 
 
 # -- the end of a run, and the next one
 
 
-def kept(folder: Path) -> list[tuple[str, int | None]]:
-    return [(each.status.name, each.metrics.get("square")) for each in manifests(folder)]
+def statuses_and_squares(storage_path: Path) -> list[tuple[str, int | None]]:
+    return [
+        (manifest.status.name, manifest.metrics.get("square"))
+        for manifest in manifests(storage_path)
+    ]
 
 
-def assert_resumes(folder: Path) -> None:
-    """The validation was left pending; the resumed run starts it, and the function does nothing."""
-    assert kept(folder) == [(PENDING, None)]
-    result = fit(lambda: None, folder, ValidationConfig(squared))
-    assert kept(folder) == [("VALIDATED", 9)]
+def assert_resumes(storage_path: Path) -> None:
+    """Check that the validation is pending, and that a run without reports resumes it."""
+    assert statuses_and_squares(storage_path) == [(PENDING, None)]
+    result = fit(lambda: None, storage_path, ValidationConfig(squared))
+    assert statuses_and_squares(storage_path) == [("VALIDATED", 9)]
     assert result.metrics == {"number": 3, "square": 9}
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_that_fails_ends_what_runs_and_leaves_it_to_the_next(
+def test_validation_of_failed_run_is_cancelled_and_rerun_on_resume(
     tmp_path: Path,
     pipe: Pipe,
     wait_until_gone: Callable[..., None],
@@ -429,7 +436,7 @@ def test_a_run_that_fails_ends_what_runs_and_leaves_it_to_the_next(
     def validate(checkpoint: Checkpoint) -> NoReturn:
         pipe.say(os.getpid())
         gate.open()
-        wait_for_ever()
+        wait_forever()
 
     def function() -> None:
         save(3)
@@ -439,11 +446,11 @@ def test_a_run_that_fails_ends_what_runs_and_leaves_it_to_the_next(
     with pytest.raises(WorkerGroupError, match="boom"):
         fit(function, tmp_path, ValidationConfig(validate), num_workers=1)
     wait_until_gone([int(*pipe.hear())])
-    assert "the validation of checkpoint_000000 has not ended; it starts" in capsys.readouterr().err
+    assert "The validation of checkpoint_000000 has not finished." in capsys.readouterr().err
     assert_resumes(tmp_path)
 
 
-def test_a_restart_of_the_workers_does_not_touch_it(tmp_path: Path) -> None:
+def test_validation_continues_during_worker_restart(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
 
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -454,38 +461,40 @@ def test_a_restart_of_the_workers_does_not_touch_it(tmp_path: Path) -> None:
         if train.get_context().get_attempt() == 0:
             save(3)
             raise ValueError("boom")
-        found = statuses(COMMITTED)
+        before = statuses(COMMITTED)
         gate.open()
-        return [*found, *statuses()]
+        return [*before, *statuses()]
 
     failures = FailureConfig(max_failures=1)
     result = fit(function, tmp_path, ValidationConfig(validate), failure_config=failures)
     assert result.return_value == [PENDING, "VALIDATED"]
 
 
-def interrupted(folder: Path, pipe: Pipe, num_workers: int = 0) -> Callable[[], None]:
-    """Make a main program that waits for a validation when its function has returned."""
+def make_waiting_program(
+    storage_path: Path, pipe: Pipe, num_workers: int = 0
+) -> Callable[[], None]:
+    """Return a program that waits for a validation after its training function has returned."""
 
     def validate(checkpoint: Checkpoint) -> NoReturn:
         pipe.say(os.getpid())
-        wait_for_ever()
+        wait_forever()
 
     def main() -> None:
         try:
-            fit(lambda: save(3), folder, ValidationConfig(validate), num_workers)
+            fit(lambda: save(3), storage_path, ValidationConfig(validate), num_workers)
         except UserAbort:
             sys.exit(3)
 
     return main
 
 
-def test_the_end_of_a_run_waits_and_says_what_for(
+def test_run_end_waits_for_validation_and_prints_its_status(
     tmp_path: Path, drivers: Drivers, pipe: Pipe
 ) -> None:
-    with drivers(interrupted(tmp_path, pipe)) as driver:
+    with drivers(make_waiting_program(tmp_path, pipe)) as driver:
         assert driver.stderr is not None
         for line in driver.stderr:
-            if "waiting for validations: checkpoint_000000 (runs)" in line:
+            if "waiting for validations: checkpoint_000000 (running)" in line:
                 break
         driver.send_signal(signal.SIGINT)
         _, err = driver.communicate(timeout=60)
@@ -494,17 +503,19 @@ def test_the_end_of_a_run_waits_and_says_what_for(
     assert_resumes(tmp_path)
 
 
-def start(function: Callable[[], Any], validate: Any, folder: Path, num_workers: int) -> RunHandle:
+def start(
+    function: Callable[[], Any], validate: Any, storage_path: Path, num_workers: int
+) -> RunHandle:
     return DataParallelTrainer(
         function,
         scaling_config=ScalingConfig(num_workers=num_workers),
-        run_config=RunConfig(name="run", storage_path=folder),
+        run_config=RunConfig(name="run", storage_path=storage_path),
         validation_config=ValidationConfig(validate),
     ).start()
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_stop_ends_a_run_that_waits_for_validations_alone(
+def test_stop_while_waiting_for_validations_ends_the_run(
     tmp_path: Path, pipe: Pipe, wait_until_gone: Callable[..., None]
 ) -> None:
     def function() -> None:
@@ -512,17 +523,17 @@ def test_a_stop_ends_a_run_that_waits_for_validations_alone(
         pipe.say(os.getpid())
 
     def validate(checkpoint: Checkpoint) -> NoReturn:
-        wait_for_ever()
+        wait_forever()
 
     run = start(function, validate, tmp_path, num_workers=1)
-    wait_until_gone([int(*pipe.hear())], seconds=60)  # which makes room for the validation
+    wait_until_gone([int(*pipe.hear())], seconds=60)  # the validation gets its resources
     run.stop()
     run.wait(timeout=60)
     assert run.status == "stopped"
     assert_resumes(tmp_path)
 
 
-def test_a_stop_ends_a_run_whose_function_returns_without_another_checkpoint(
+def test_stop_with_function_returning_without_checkpoint_ends_the_run(
     tmp_path: Path, pipe: Pipe
 ) -> None:
     gate = Gate(tmp_path / "gate")
@@ -533,7 +544,7 @@ def test_a_stop_ends_a_run_whose_function_returns_without_another_checkpoint(
 
     def validate(checkpoint: Checkpoint) -> NoReturn:
         pipe.say("validates")
-        wait_for_ever()
+        wait_forever()
 
     run = start(function, validate, tmp_path, num_workers=0)
     pipe.hear()
@@ -546,14 +557,14 @@ def test_a_stop_ends_a_run_whose_function_returns_without_another_checkpoint(
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_killed_driver_leaves_it_to_the_next(
+def test_validation_of_killed_driver_is_rerun_on_resume(
     tmp_path: Path,
     drivers: Drivers,
     pipe: Pipe,
     wait_until_gone: Callable[..., None],
     num_workers: int,
 ) -> None:
-    with drivers(interrupted(tmp_path, pipe, num_workers)) as driver:
+    with drivers(make_waiting_program(tmp_path, pipe, num_workers)) as driver:
         pid = int(*pipe.hear())
         driver.kill()
         driver.wait()
@@ -561,19 +572,19 @@ def test_a_killed_driver_leaves_it_to_the_next(
     assert_resumes(tmp_path)
 
 
-def test_without_a_validation_config_it_stays_pending(
+def test_resume_without_validation_config_keeps_validation_pending(
     tmp_path: Path, drivers: Drivers, pipe: Pipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with drivers(interrupted(tmp_path, pipe)) as driver:
+    with drivers(make_waiting_program(tmp_path, pipe)) as driver:
         pipe.hear()
         driver.kill()
         driver.wait()
     assert fit(lambda: statuses(), tmp_path, None).return_value == [PENDING]
-    assert "stays pending of checkpoint_000000, which is" in capsys.readouterr().err
+    assert "validation of checkpoint_000000 stays pending, because" in capsys.readouterr().err
     assert_resumes(tmp_path)
 
 
-# -- what is refused
+# -- invalid arguments
 
 
 def no_argument() -> dict[str, Any]:
@@ -639,13 +650,13 @@ async def coroutine(checkpoint: Checkpoint) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_wrong_setting_is_told_where_it_is_made(make: Callable[[], Any], error: str) -> None:
+def test_validation_config_with_invalid_setting_raises(make: Callable[[], Any], error: str) -> None:
     with pytest.raises((TypeError, ValueError)) as raised:
         make()
     assert error in str(raised.value)
 
 
-def test_arguments_come_back_as_json_has_them() -> None:
+def test_validation_fn_kwargs_are_converted_to_json_types() -> None:
     assert ValidationTaskConfig({"size": (2, 3)}).fn_kwargs == {"size": [2, 3]}
     assert ValidationTaskConfig().fn_kwargs == {}
 
@@ -660,10 +671,10 @@ def test_arguments_come_back_as_json_has_them() -> None:
         (ValidationTaskConfig({"c": 4}, timeout_s=5), ({"a": 1, "b": 2, "c": 4}, 5)),
     ],
 )
-def test_what_a_report_asks_for(validation: Any, expected: Any) -> None:
+def test_resolve_validation_merges_arguments_with_defaults(validation: Any, expected: Any) -> None:
     defaults = Validation(fn_kwargs={"a": 1, "b": 2}, timeout_s=60)
-    found = resolve_validation(validation, defaults, has_checkpoint=True)
-    assert (found and (found.fn_kwargs, found.timeout_s)) == expected
+    resolved = resolve_validation(validation, defaults, has_checkpoint=True)
+    assert (resolved and (resolved.fn_kwargs, resolved.timeout_s)) == expected
 
 
 @pytest.mark.parametrize(
@@ -686,7 +697,7 @@ def test_what_a_report_asks_for(validation: Any, expected: Any) -> None:
         ),
     ],
 )
-def test_a_wrong_report_is_told_at_the_users_line(
+def test_report_with_invalid_validation_names_the_user_line(
     tmp_path: Path, arguments: dict[str, Any], config: ValidationConfig | None, error: str
 ) -> None:
     def function() -> None:
@@ -698,12 +709,12 @@ def test_a_wrong_report_is_told_at_the_users_line(
     assert f"{__file__}:" in raised.value.failures[0].location
 
 
-def test_a_mode_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_list_with_invalid_consistency_mode_raises(tmp_path: Path) -> None:
     with pytest.raises(WorkerGroupError, match="consistency_mode must be a CheckpointConsistency"):
         fit(lambda: statuses("VALIDATED"), tmp_path, None)
 
 
-def test_a_function_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
+def test_validation_function_that_cannot_be_serialized_raises(tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -715,7 +726,7 @@ def test_a_function_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_resources_that_no_node_has_are_refused(tmp_path: Path) -> None:
+def test_validation_with_unavailable_resources_raises(tmp_path: Path) -> None:
     config = ValidationConfig(squared, ray_remote_kwargs={"num_gpus": 99, "resources": {"X": 1}})
     with pytest.raises(
         InsufficientResourcesError, match="one validation needs GPU=99, X=1, and no"
@@ -724,7 +735,7 @@ def test_resources_that_no_node_has_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_restored_trainer_validates(tmp_path: Path) -> None:
+def test_restored_trainer_runs_validations(tmp_path: Path) -> None:
     fit(lambda: save(3), tmp_path, ValidationConfig(squared))
     trainer = DataParallelTrainer.restore(tmp_path / "run", train_loop_per_worker=save_with({}))
     assert trainer.fit().return_value == ["VALIDATED", "VALIDATED"]

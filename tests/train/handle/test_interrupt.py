@@ -214,7 +214,7 @@ def test_checksums_that_take_long_are_said_and_left_out_by_ctrl_c(
 
     with drivers(program) as driver:
         assert driver.stderr is not None
-        while "the training is over, but not all checksums" not in driver.stderr.readline():
+        while "Training has ended. Waiting for checksums" not in driver.stderr.readline():
             assert driver.poll() is None
         driver.send_signal(signal.SIGINT)
         out, err = driver.communicate(timeout=60)

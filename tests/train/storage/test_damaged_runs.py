@@ -320,7 +320,7 @@ def test_restart_skips_damaged_checkpoint(
 
     once_more = FailureConfig(max_failures=1)
     assert fit(function, tmp_path, failure_config=once_more).return_value == "a"
-    assert "damaged, so passed over: " in capfd.readouterr().err
+    assert "Skipped damaged checkpoint " in capfd.readouterr().err
     check_run(tmp_path / "run")
 
 
@@ -379,7 +379,7 @@ def test_error_of_failed_run_names_only_existing_checkpoint(tmp_path: Path) -> N
             os.rename(tmp_path / "run" / f"checkpoint_00000{name}", tmp_path / f"gone_{name}")
         fail()
 
-    with pytest.raises(WorkerGroupError, match=r"newest committed checkpoint: .*_000000$"):
+    with pytest.raises(WorkerGroupError, match=r"Latest committed checkpoint: .*_000000$"):
         fit(function, tmp_path, {"delete": [1]})
     shutil.rmtree(tmp_path / "run")
     shutil.rmtree(tmp_path / "gone_1")
@@ -463,6 +463,6 @@ def test_run_whose_directory_becomes_read_only_fails_with_its_path(
     message = str(raised.value)
     assert "Operation not permitted" in message
     assert ("rank 0: StorageError" in message) is is_external
-    assert f"newest committed checkpoint: {run}/checkpoint_000000" in message
+    assert f"Latest committed checkpoint: {run}/checkpoint_000000" in message
     if is_external:
         assert (tmp_path / "external" / "model").read_text() == "b"

@@ -143,7 +143,7 @@ def test_upload_fns_with_different_paths_raise(tmp_path: Path) -> None:
                 checkpoint_upload_fn=lambda *_: write_checkpoint(str(checkpoint_path), "m"),
             )
 
-    with pytest.raises(ControllerError, match=r"one place on all ranks.*/rank_0' \(rank 0\)"):
+    with pytest.raises(ControllerError, match=r"same path on all ranks.*/rank_0' \(rank 0\)"):
         run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
 
 

@@ -1,1 +1,1 @@
-"""What a run shows to whoever watches it; never steers, never raises."""
+"""Show the progress of a run in a terminal, notebook, or log file."""

@@ -1,9 +1,9 @@
-"""What a run shows in the driver. It only watches: it neither waits nor raises.
+"""`Console`: watcher that selects the events of a run to show.
 
-On a terminal the run is one live line, which the user's own lines pass above; in a notebook it is a
-card, which they follow. Elsewhere (a log file, CI) it prints plain lines: every restart, commits up
-to `views.MAX_COMMIT_LINES` in 10 s, metrics and redrawn progress bars at most every 10 s. Each form
-is a `View`; `Console` decides which events it shows.
+A terminal has one live line below the lines that the user prints. A notebook has a card above them.
+Elsewhere (a log file, CI) the console prints plain lines: every restart, up to
+`displays.MAX_COMMIT_LINES` commits in 10 s, and metrics and redrawn progress bars at most every
+10 s. Each of these forms is a `Display`.
 """
 
 from __future__ import annotations
@@ -50,23 +50,24 @@ logger = logging.getLogger(__name__)
 
 
 class Console:
-    """Shows one run. Thread safe; cheap, and none of its methods raises.
+    """Console of one run. Thread-safe. Its methods neither block nor raise.
 
     Args:
-        level: A `logging` level. INFO shows everything; WARNING the output of rank 0, the errors of
-            the others, notices and failures; ERROR failures and errors only.
-        run_path: The run directory.
-        file: Write everything here. Default: the user's stdout lines go to `sys.stdout`, all else
-            to `sys.stderr`, as they are at that moment.
-        live: Whether a terminal or notebook gets a live line. False where the function runs in this
-            very process: a prompt of `pdb` or `input()` would be redrawn away.
+        level: A `logging` level. INFO shows everything; WARNING shows the output of rank 0, errors
+            of the other ranks, notices, and failures; ERROR shows only failures and errors.
+        run_path: Run directory.
+        file: Receives all output. Default: the user's stdout lines are written to `sys.stdout`, and
+            everything else to `sys.stderr`.
+        is_live: Whether a terminal or notebook gets a live display. Use False if the training
+            function runs in this process: the live line would overwrite the prompts of `pdb` and
+            `input()`.
     """
 
     def __init__(
         self, level: int, run_path: str, *, file: TextIO | None = None, is_live: bool = True
     ) -> None:
         self._level = level
-        self._budget = ""  # that is left for failures
+        self._budget = ""  # remaining failure budget
         self._line_status = DisplayStatus(run_path)
         self._lock = threading.RLock()
         self._outputs = OutputStreams(file)
@@ -76,7 +77,7 @@ class Console:
             self._display = self._make_live_display(file) or self._plain_display
 
     def _make_live_display(self, file: TextIO | None) -> Display | None:
-        """Give the view that is redrawn, or None where nothing can be."""
+        """Return a display that is redrawn; None if the output supports none."""
         try:
             terminal = self._outputs.get_stream("stderr").isatty()
             if terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
@@ -84,18 +85,19 @@ class Console:
             if file is None and _is_in_notebook():
                 return NotebookDisplay(self._outputs, self._line_status)
         except Exception:
-            logger.debug("no live view", exc_info=True)
+            logger.debug("live display failed to start", exc_info=True)
         return None
 
     def on_event(self, event: Event) -> None:
-        """Show an event, if it is worth it."""
+        """Show an event if the level and the kind of output require it."""
         try:
             self._show(event)
-        except Exception:  # a closed stdout does not end the run
+        except Exception:  # a closed stdout must not end the run
             logger.debug("%s could not be shown", type(event).__name__, exc_info=True)
 
     def _show(self, event: Event) -> None:
-        if isinstance(event, ReportReceived):  # thousands per second, of which few are shown
+        # Without the lock: there may be thousands of reports per second, of which few are shown.
+        if isinstance(event, ReportReceived):
             if event.rank == 0 and self._level <= logging.INFO:
                 self._line_status.last_report = (event.index, event.metrics)
                 self._display.on_report()
@@ -114,9 +116,10 @@ class Console:
                         self._show_failure(event.failures[0])
                 case PreemptionAnnounced():
                     ranks = ", ".join(map(str, event.info.preempted_ranks))
-                    self._print(logging.WARNING, f"the nodes of ranks {ranks} are to be taken away")
+                    text = f"The nodes of ranks {ranks} are about to be removed."
+                    self._print(logging.WARNING, text)
                 case AttemptEnded() if event.cause == "resize":
-                    text = "there is room for more workers: the group grows"
+                    text = "Resources for more workers are available. Restarting with more workers."
                     self._print(logging.WARNING, text)
                 case CheckpointCommitted():
                     size = format_size(event.nbytes)
@@ -135,32 +138,32 @@ class Console:
 
     def _show_state(self, event: Event) -> None:
         """Show the state of the run if the event changes it."""
-        first = not self._line_status.phase
+        is_first = not self._line_status.phase
         match event:
             case AttemptStarted():
                 # Attempts before the first one that is shown were started by an earlier driver.
-                name = ("resuming" if first else "restarting") if event.attempt else "starting"
+                phase = ("resuming" if is_first else "restarting") if event.attempt else "starting"
                 detail = self._describe_start(event)
             case WorkersStarted():
-                name, detail = "running", ""
+                phase, detail = "running", ""
                 self._line_status.num_workers = len(event.workers)
             case ValidationsPending():
-                name, detail = "waiting for validations", event.description
+                phase, detail = "waiting for validations", event.description
             case RunEnded():
-                name, detail = event.outcome, ""
+                phase, detail = event.outcome, ""
             case ControllerFailed():
-                name, detail = "failed", ""
+                phase, detail = "failed", ""
             case _:
                 return
-        self._line_status.phase, self._line_status.detail = name, detail
+        self._line_status.phase, self._line_status.detail = phase, detail
         if self._level <= logging.INFO:
-            if first and self._line_status.path:
+            if is_first and self._line_status.path:
                 self._display.print_line(f"run directory {self._line_status.path}")
             self._display.on_state_change()
 
-    def _show_failure(self, cause: WorkerFailure) -> None:
-        # The script's own output shows why it exited.
-        text = cause.headline() if cause.kind == "exit" else cause.describe()
+    def _show_failure(self, failure: WorkerFailure) -> None:
+        # If a program has exited, its output already shows the reason.
+        text = failure.headline() if failure.kind == "exit" else failure.describe()
         self._print(logging.CRITICAL, text)
 
     def _describe_start(self, event: AttemptStarted) -> str:
@@ -172,18 +175,19 @@ class Console:
 
     def _show_validation(self, event: CheckpointValidated) -> None:
         if event.status is ReportedCheckpointStatus.VALIDATED:
-            shown = format_metrics(event.metrics)
-            self._print(logging.INFO, f"validated {event.name} in {event.seconds:.1f} s: {shown}")
+            metrics = format_metrics(event.metrics)
+            self._print(logging.INFO, f"validated {event.name} in {event.seconds:.1f} s: {metrics}")
         else:
             self._print(
                 logging.WARNING,
-                f"the validation of {event.name} failed, the training goes on: {event.error}",
+                f"The validation of {event.name} failed, training continues: {event.error}",
             )
 
     def _show_line(self, rank: int, line: Printed) -> None:
-        """Show a line of the training function as it is; those of rank 3 begin with `[rank 3]`."""
+        """Show a line of the training function, with a prefix such as `[rank 3]` unless rank 0."""
+        # Up to level WARNING, show all lines of rank 0. Above it, show only errors that it logs.
         if rank == 0 and line.record != (self._level > logging.WARNING):
-            return  # of rank 0 either all that it prints is shown, or the errors that it logs
+            return
         text = line.text if rank == 0 else f"[rank {rank}] {line.text}"
         self._line_status.redrawn_line = text if line.transient else ""
         if line.transient:
@@ -196,15 +200,15 @@ class Console:
             self._display.print_line(text)
 
     def close(self) -> None:
-        """Show what was held back and end the live line. What comes later makes plain lines."""
+        """Print suppressed lines and end the live line. Later events are printed as plain lines."""
         try:
             with self._lock:
                 self._line_status.redrawn_line = ""
-                view, self._display = self._display, self._plain_display
-                view.close()
+                display, self._display = self._display, self._plain_display
+                display.close()
                 self._outputs.close()
         except Exception:
-            logger.debug("what was held back could not be shown", exc_info=True)
+            logger.debug("the console failed to close", exc_info=True)
 
 
 def _is_in_notebook() -> bool:

@@ -1,6 +1,7 @@
-"""How a run looks: one live line on a terminal, plain lines elsewhere. `notebook` has a third.
+"""Show a run as one live terminal line or as plain lines.
 
-A view shows what `Console` found worth showing; the `Status` holds what the live line is made of.
+`Console` selects the events that a display shows. `DisplayStatus` holds the content of the live
+line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from drawbar.train._messages import Printed
 if TYPE_CHECKING:
     from rich.console import RenderHook
 
-# Few enough lines for the log of a week, but often enough to see that the run makes progress.
+# The log of a week stays readable, and progress is still visible.
 _PLAIN_LINE_PERIOD_S = 10.0
 MAX_COMMIT_LINES = 20
 """Commits in `_PLAIN_LINE_PERIOD_S` seconds that get a line each where there is no live line."""
@@ -30,7 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 class DisplayStatus:
-    """What is known of the run; the views read it, from other threads too."""
+    """Status of a run for the displays, which also read it from other threads.
+
+    Attributes:
+        path: Run directory.
+        phase: State of the run, such as "running".
+        detail: Details of the phase.
+        num_workers: Number of workers; 0 before they have started.
+        last_report: Index and metrics of the latest report of rank 0.
+        last_checkpoint: Description of the latest checkpoint.
+        checkpoints: Metrics of each committed checkpoint, by name.
+        redrawn_line: Line that the user's code is redrawing, such as a progress bar.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -44,23 +56,26 @@ class DisplayStatus:
         self._start_time = time.monotonic()
 
     def format_elapsed(self) -> str:
+        """Return the time since the start, such as "01:23"."""
         minutes, seconds = divmod(int(time.monotonic() - self._start_time), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"
 
     def format_activity(self) -> str:
+        """Return the phase with its details."""
         workers = f" on {self.num_workers} worker{'s' * (self.num_workers != 1)}"
-        shown = self.phase + (workers if self.phase == "running" and self.num_workers else "")
-        return f"{shown}: {self.detail}" if self.detail else shown
+        text = self.phase + (workers if self.phase == "running" and self.num_workers else "")
+        return f"{text}: {self.detail}" if self.detail else text
 
     def format_last_report(self) -> str:
+        """Return the latest report of rank 0, "" if there is none."""
         if self.last_report is None:
             return ""
         index, metrics = self.last_report
         return f"report {index}: {format_metrics(metrics)}"
 
     def format_line(self) -> str:
-        """Everything there is, the most telling first, since the end may not fit the screen."""
+        """Return the live line, its most important parts first, since its end may be cut off."""
         parts = [
             self.format_activity(),
             self.redrawn_line,
@@ -71,8 +86,9 @@ class DisplayStatus:
 
 
 def format_metrics(metrics: Mapping[str, object]) -> str:
-    shown = [f"{key} {short}" for key, value in metrics.items() if (short := _format_value(value))]
-    return ", ".join(shown[:_MAX_METRICS])
+    """Return the first numbers and strings of reported metrics, such as "loss 0.1, epoch 2"."""
+    parts = [f"{key} {text}" for key, value in metrics.items() if (text := _format_value(value))]
+    return ", ".join(parts[:_MAX_METRICS])
 
 
 def _format_value(value: object) -> str:
@@ -85,10 +101,14 @@ def _format_value(value: object) -> str:
 
 
 class OutputStreams:
-    """Where lines go. `sys.stdout` and `sys.stderr` are looked up each time: tests replace them.
+    """Write to stdout and stderr, or to one file.
 
-    A thread of its own writes to them: where nobody reads, such as `python train.py | less`, a
-    write waits, and the run must not.
+    `sys.stdout` and `sys.stderr` are looked up for each write, because tests replace them. A
+    dedicated thread writes to them, so that a pipe that is not read (`python train.py | less`)
+    never blocks the run.
+
+    Args:
+        file: Receives everything synchronously. Default: stdout and stderr.
     """
 
     def __init__(self, file: TextIO | None) -> None:
@@ -96,19 +116,20 @@ class OutputStreams:
         self._lock = threading.Lock()
         self._lines: queue.SimpleQueue[tuple[TextIO, str | bytes] | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
-        # A file of the caller's own is written at once, so that it has what was shown when it is
-        # read.
+        # The caller of a custom file expects its content to be complete at any time.
         self._is_synchronous = file is not None
 
     def get_stream(self, name: StreamName) -> TextIO:
+        """Return the stream of this name."""
         stream: TextIO = self._file or getattr(sys, name)
         return stream
 
     def write_line(self, name: StreamName, text: str) -> None:
+        """Write a line of text."""
         self.write(name, text + "\n")
 
     def write(self, name: StreamName, data: str | bytes) -> None:
-        """Write text, or bytes as they are."""
+        """Write text, or bytes without decoding them."""
         stream = self.get_stream(name)
         with self._lock:
             if not self._is_synchronous:
@@ -126,10 +147,10 @@ class OutputStreams:
             try:
                 _write(*line)
             except Exception:
-                logger.debug("a line could not be shown", exc_info=True)
+                logger.debug("a line could not be written", exc_info=True)
 
     def close(self) -> None:
-        """Wait until every line is written, as who writes later does himself."""
+        """Wait until every line is written. Later writes are synchronous."""
         with self._lock:
             self._is_synchronous = True
             self._lines.put(None)
@@ -140,7 +161,7 @@ class OutputStreams:
 def _write(stream: TextIO, data: str | bytes) -> None:
     if isinstance(data, str):
         stream.write(data)
-    elif (buffer := getattr(stream, "buffer", None)) is None:  # a notebook's, or a StringIO
+    elif (buffer := getattr(stream, "buffer", None)) is None:  # a notebook stream, or a StringIO
         stream.write(data.decode(errors="backslashreplace"))
     else:
         stream.flush()
@@ -149,10 +170,10 @@ def _write(stream: TextIO, data: str | bytes) -> None:
 
 
 class Display(Protocol):
-    """How a run looks. The `Status` it was made with has changed before a method tells it so.
+    """Output of a run. Its `DisplayStatus` is updated before a method is called.
 
-    `line` (Drawbar's own) and `user_line` show what stays; the others show what is outdated soon,
-    or leave it: there may be thousands of reports per second.
+    `print_line` (for lines of Drawbar), `print_user_line`, and `write_user_bytes` must show
+    everything. The other methods may skip updates: there may be thousands of reports per second.
     """
 
     def print_line(self, text: str) -> None: ...
@@ -176,34 +197,39 @@ class _RateLimit:
     """Limit the number of lines in each period of `_PLAIN_LINE_PERIOD_S` seconds.
 
     Attributes:
-        num_held: Number of latest lines that were not let through.
+        num_suppressed: Number of lines that were suppressed since the last `pop_suppressed()`.
     """
 
     def __init__(self, lines_per_period: int = 1) -> None:
         self._limit = lines_per_period
-        self._left = lines_per_period
-        self._period_ends = 0.0
-        self.num_held = 0
+        self._num_remaining = lines_per_period
+        self._period_end = 0.0
+        self.num_suppressed = 0
 
     def should_show(self) -> bool:
         """Count one more line. Return whether it may be printed."""
         now = time.monotonic()
-        if now >= self._period_ends:
-            self._period_ends, self._left = now + _PLAIN_LINE_PERIOD_S, self._limit
-        if self._left == 0:
-            self.num_held += 1
+        if now >= self._period_end:
+            self._period_end, self._num_remaining = now + _PLAIN_LINE_PERIOD_S, self._limit
+        if self._num_remaining == 0:
+            self.num_suppressed += 1
             return False
-        self._left -= 1
+        self._num_remaining -= 1
         return True
 
-    def release(self) -> int:
-        """Return the number of held lines, and hold none."""
-        num_held, self.num_held = self.num_held, 0
-        return num_held
+    def pop_suppressed(self) -> int:
+        """Return the number of suppressed lines and reset it."""
+        num_suppressed, self.num_suppressed = self.num_suppressed, 0
+        return num_suppressed
 
 
 class PlainDisplay:
-    """Plain lines, for log files and CI."""
+    """Plain lines, for log files and CI.
+
+    Args:
+        streams: Output streams.
+        status: Status to show.
+    """
 
     def __init__(self, streams: OutputStreams, status: DisplayStatus) -> None:
         self._streams = streams
@@ -215,6 +241,7 @@ class PlainDisplay:
         self._has_open_line = False  # bytes on stderr that did not end in a newline
 
     def print_line(self, text: str) -> None:
+        """Print a line of Drawbar to stderr."""
         start = "\n" if self._has_open_line else ""
         self._has_open_line = False
         self._streams.write_line(
@@ -222,67 +249,73 @@ class PlainDisplay:
         )
 
     def print_user_line(self, text: str, stream: StreamName) -> None:
+        """Print a line of the training function."""
         self._streams.write_line(stream, text)
 
     def write_user_bytes(self, data: bytes, stream: StreamName) -> None:
+        """Write output of a program unchanged."""
         self._streams.write(stream, data)
         if stream == "stderr":
             self._has_open_line = not data.endswith(b"\n")
 
     def on_redraw(self, text: str, stream: StreamName) -> None:
+        """Print a state of a redrawn line at most every 10 s."""
         if self._redraws.should_show():
             self._streams.write_line(stream, text)
 
     def on_state_change(self) -> None:
-        shown = self._status.format_activity()
-        if shown != self._shown_state:
+        """Print the state if it has changed."""
+        state = self._status.format_activity()
+        if state != self._shown_state:
             if self._status.phase in ("restarting", "finished", "failed", "stopped"):
                 self.close()
-            self._shown_state = shown
-            self.print_line(shown)
+            self._shown_state = state
+            self.print_line(state)
 
     def on_report(self) -> None:
+        """Print the latest report at most every 10 s."""
         if self._metrics.should_show():
-            self._metrics.release()
+            self._metrics.pop_suppressed()
             self.print_line(self._status.format_last_report())
 
     def on_commit(self) -> None:
+        """Print the latest commit, up to `MAX_COMMIT_LINES` in 10 s."""
         if self._commits.should_show():
-            self._write_commit(num_omitted=self._commits.release())
+            self._write_commit(num_omitted=self._commits.pop_suppressed())
 
     def _write_commit(self, num_omitted: int) -> None:
         omitted = f"; {num_omitted} commits before it are not shown" if num_omitted else ""
         self.print_line(f"committed {self._status.last_checkpoint}{omitted}")
 
     def close(self) -> None:
-        """Print the latest metrics and the latest commit if they were held."""
-        if self._metrics.release():
+        """Print the latest metrics and the latest commit if they were suppressed."""
+        if self._metrics.pop_suppressed():
             self.print_line(self._status.format_last_report())
-        if num_held := self._commits.release():
-            self._write_commit(num_omitted=num_held - 1)
+        if num_suppressed := self._commits.pop_suppressed():
+            self._write_commit(num_omitted=num_suppressed - 1)
 
 
 def _make_cursor_hook() -> RenderHook:
-    """Give what leaves the cursor at the live line's beginning, and erases from there.
+    """Return a hook that leaves the cursor at the start of the live line and erases from there.
 
-    rich leaves it at the end. A terminal that is made narrower breaks the line, and rich would
-    erase the last piece alone. How many there are cannot be told from here, since some terminals
-    cut the line off instead; but all of them keep the cursor at the character that it stands on.
-    What is below is erased from the second column on, since tmux keeps what is erased from the
-    first of the screen: it takes that for `clear`.
+    rich leaves the cursor at the end of the line. A terminal that becomes narrower wraps the line,
+    and rich would erase only its last part. The number of parts is unknown, because some terminals
+    truncate the line instead, but all of them keep the cursor at its character. The lines below are
+    erased from the second column on: tmux interprets erasing from the first column of the screen as
+    `clear`, and saves the content to its history.
     """
     from rich.console import ConsoleRenderable, RenderHook
     from rich.control import Control
     from rich.segment import ControlType, Segment, Segments
 
-    to_the_beginning = Control(ControlType.CARRIAGE_RETURN)
+    carriage_return = Control(ControlType.CARRIAGE_RETURN)
     erase = Segment("\r\x1b[2K\x1b[C\x1b[J\r", None, [(ControlType.CARRIAGE_RETURN,)])
 
     class _CursorHook(RenderHook):
         def process_renderables(
             self, renderables: list[ConsoleRenderable]
         ) -> list[ConsoleRenderable]:
-            return [Segments([erase]), *renderables, to_the_beginning]
+            return [Segments([erase]), *renderables, carriage_return]
 
     return _CursorHook()
 
@@ -290,7 +323,12 @@ def _make_cursor_hook() -> RenderHook:
 class TerminalDisplay:
     """One live line at the bottom of the terminal, redrawn by rich four times per second.
 
-    A stream that does not lead to the terminal (`python train.py > out.txt`) is left alone.
+    Output to a stream that is not a terminal (`python train.py > out.txt`) is not changed.
+
+    Args:
+        streams: Output streams.
+        status: Status to show.
+        file: Terminal of the live line. Default: stderr.
     """
 
     def __init__(self, streams: OutputStreams, status: DisplayStatus, file: TextIO | None) -> None:
@@ -319,15 +357,18 @@ class TerminalDisplay:
         self._live.console.push_render_hook(_make_cursor_hook())
 
     def print_line(self, text: str) -> None:
+        """Print a line of Drawbar above the live line."""
         self._print_above(f"[drawbar {self._status.format_elapsed()}] {text}")
 
     def print_user_line(self, text: str, stream: StreamName) -> None:
+        """Print a line of the training function above the live line."""
         if self._streams.get_stream(stream).isatty():
             self._print_above(text)
         else:
             self._streams.write_line(stream, text)
 
     def write_user_bytes(self, data: bytes, stream: StreamName) -> None:
+        """Print complete lines of a program's output above the live line."""
         if self._streams.get_stream(stream).isatty():
             self._splitters[stream].feed(self._decoders[stream].decode(data))
         else:
@@ -342,17 +383,19 @@ class TerminalDisplay:
         self._live.console.out(text, highlight=False)
 
     def on_redraw(self, text: str, stream: StreamName) -> None:
-        pass  # until the next redraw
+        """Do nothing: rich redraws the live line periodically."""
 
     def on_state_change(self) -> None:
-        pass  # until the next redraw
+        """Do nothing: rich redraws the live line periodically."""
 
     on_report = on_commit = on_state_change
 
     def close(self) -> None:
+        """Print unfinished lines and replace the live line with a last plain one."""
         for splitter in self._splitters.values():
             splitter.finish()
         self._live.refresh()
-        self._live.console.pop_render_hook()  # ours: `stop()` takes the last away, to be rich's own
+        # Remove our hook first, because `stop()` removes the last hook and expects it to be rich's.
+        self._live.console.pop_render_hook()
         self._live.stop()
         self._streams.write_line("stderr", self._status.format_line())

@@ -1,6 +1,6 @@
-"""How a run looks in a notebook while it goes: state, metrics, curves and checkpoints in one place.
+"""Show a run as a card in a notebook that is updated in place.
 
-Made with IPython's display handle: rich would need ipywidgets, and turn each line into HTML.
+The card uses IPython's display handle. rich would need ipywidgets and convert each line to HTML.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ _DRAW_PERIOD_S = 0.5
 
 
 class NotebookDisplay(PlainDisplay):
-    """A card in the cell's output that is updated in place, and plain lines below it."""
+    """Card with state, metrics, curves, and checkpoints in the cell's output, above plain lines.
+
+    Args:
+        streams: Output streams.
+        status: Status to show.
+    """
 
     def __init__(self, streams: OutputStreams, status: DisplayStatus) -> None:
         from IPython import display
@@ -47,15 +52,18 @@ class NotebookDisplay(PlainDisplay):
         return {"text/plain": status.format_line(), "text/html": card.render()}
 
     def on_state_change(self) -> None:
+        """Draw the card."""
         self._last_drawn = time.monotonic()
         self._handle.update(self._render(), raw=True)
 
     def on_report(self) -> None:
+        """Add the report to the curves and draw the card if it is due."""
         if self._status.last_report is not None:
             self._curves.add(*self._status.last_report)
         self._draw_if_due()
 
     def on_redraw(self, text: str, stream: StreamName) -> None:
+        """Draw the card if it is due."""
         self._draw_if_due()
 
     def _draw_if_due(self) -> None:
@@ -66,14 +74,18 @@ class NotebookDisplay(PlainDisplay):
 
 
 class CurveBuffer:
-    """What rank 0 has reported, thinned as it grows: it is drawn on few pixels, again and again."""
+    """Metrics of rank 0 as curves. Old points are thinned out, so that their number is bounded.
+
+    Attributes:
+        points: Value by report index, by metric name.
+    """
 
     def __init__(self) -> None:
         self.points: dict[str, dict[int, float]] = {}
         self._stride = 1
 
     def add(self, index: int, metrics: Mapping[str, object]) -> None:
-        """Take the numbers of report `index`."""
+        """Add the numbers of report `index`."""
         if index % self._stride:
             return
         for name, value in iter_numbers(metrics):
@@ -81,5 +93,5 @@ class CurveBuffer:
         if max(map(len, self.points.values()), default=0) > 2 * MAX_CURVE_POINTS:
             self._stride *= 2
             for points in self.points.values():
-                for each in [index for index in points if index % self._stride]:
-                    del points[each]
+                for surplus_index in [index for index in points if index % self._stride]:
+                    del points[surplus_index]

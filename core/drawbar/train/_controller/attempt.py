@@ -1,8 +1,8 @@
-"""One attempt: what each thing that a rank says means.
+"""State of one attempt and the handling of its messages.
 
-An attempt begins when every process is up and has its ranks, and is over when every function has
-returned or one has failed. The worker group calls `hear` on the event loop, and the controller
-awaits `over`.
+An attempt starts when every worker process has started and has a rank. It ends when the training
+function has returned on every rank or has failed on one. The worker group calls `on_messages` on
+the event loop, and the controller awaits `wait`.
 """
 
 from __future__ import annotations
@@ -64,16 +64,20 @@ from drawbar.train._storage.manifest import Manifest
 
 
 class Attempt:
-    """The state of one attempt.
+    """State of one attempt.
 
     Args:
         number: Number of the attempt in its run.
-        first_index: Number of the first report.
-        workers: Where each rank's process is, in rank order.
-        order: Gives one rank an order.
-        emit: Tells events.
-        should_emit_rounds: Whether complete rounds of metrics are told too.
-        diagnose: Finds out where all ranks stand and tells the one that asked.
+        run_id: ID of the run.
+        first_index: Index of the first report.
+        workers: Process of each rank, in rank order.
+        send_command: Sends a command to one rank.
+        emit: Callback that publishes events.
+        should_emit_rounds: Whether to emit `RoundCompleted` events.
+        commits: Commits the checkpoints of complete rounds.
+        validations: Validations of committed checkpoints.
+        on_diagnosis_request: Collects the stacks of all ranks and replies to the rank that requests
+            them.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Attempt:
         run_id: str,
         first_index: int,
         workers: Sequence[WorkerInfo],
-        order: Callable[[int, Order], None],
+        send_command: Callable[[int, Order], None],
         emit: Emit,
         should_emit_rounds: bool,
         commits: CheckpointCommitter,
@@ -95,26 +99,29 @@ class Attempt:
         self.finished: dict[int, Finished] = {}
         self.requests = Wishes()
         self._run_id = run_id
-        self._order = order
+        self._send_command = send_command
         self._emit = emit
-        self._tells_rounds = should_emit_rounds
+        self._should_emit_rounds = should_emit_rounds
         self._commits = commits
-        self._diagnose = on_diagnosis_request
+        self._on_diagnosis_request = on_diagnosis_request
         self._progress = AttemptProgress(
             len(workers), first_index, should_keep_all_rounds=should_emit_rounds
         )
-        self.checkpoint_queries = CheckpointQueries(self._progress, commits, validations, order)
+        self.checkpoint_queries = CheckpointQueries(
+            self._progress, commits, validations, send_command
+        )
         self._round_metrics: dict[int, list[dict[str, object]]] = {}
-        # The patience of `over` counts from here on: the start before it has had its own time.
+        # The timeout of `wait` starts here and does not include the start of the workers.
         self._last_activity = dict.fromkeys(range(len(workers)), time.monotonic())
-        self._last_locations: dict[int, str] = {}  # of each rank's last report or collective
+        # By rank: line of the last report or collective.
+        self._last_locations: dict[int, str] = {}
         self.batch_counts = BatchCountCheck(len(workers))
         self._ended = asyncio.Event()
         self._error: Exception | None = None
-        self._failure_times: dict[int, float] = {}  # by rank: when its function did
+        self._failure_times: dict[int, float] = {}  # by rank: when its function raised
 
     def on_messages(self, rank: int, messages: Sequence[Message]) -> None:
-        """Take what a rank says, in its order. Never raises: `over` does."""
+        """Handle messages from a rank in order. Errors are raised by `wait()`."""
         for message in messages:
             if self._ended.is_set():
                 self._handle_late_message(rank, message)
@@ -125,14 +132,18 @@ class Attempt:
                 self.fail(error)
 
     def fail(self, error: Exception) -> bool:
-        """End the attempt, and gather what ranks say of failures from now on.
+        """End the attempt. Messages about failures are added to the error from now on.
+
+        Args:
+            error: Exception that `wait()` raises.
 
         Returns:
-            False if it was over before.
+            False if the attempt had already ended.
         """
         if self._ended.is_set():
             return False
-        # Who had raised by then counts for the cause, though it has not told how.
+        # Ranks that have raised by now may be the root cause, although their errors have not
+        # arrived yet.
         if isinstance(error, AttemptFailure):
             error.failure_times = self._failure_times
             error.returned = set(self.finished)
@@ -141,8 +152,8 @@ class Attempt:
         return True
 
     def close(self) -> None:
-        """Hear nothing any more."""
-        # Without an error, nothing is gathered for its cause either.
+        """Ignore all further messages."""
+        # Without an error, late messages are not added to it either.
         self._error = None
         self._ended.set()
 
@@ -150,23 +161,23 @@ class Attempt:
         """Wait until every function has returned.
 
         Returns:
-            False as soon as no rank has said anything for `patience` seconds, unless one stands
-            still until validations have ended, which may take as long as they are given.
+            False if no rank has sent a message for `timeout` seconds. A rank that waits for
+            validations suspends the timeout: validations have their own.
 
         Raises:
-            AttemptFailure: A rank failed or died, or the ranks can never meet.
+            AttemptFailure: A rank failed or died, or the ranks have diverged.
             OSError: The journal cannot be written.
         """
         while not self._ended.is_set():
-            left = None
+            remaining = None
             if timeout is not None:
-                left = max(self._last_activity.values()) + timeout - time.monotonic()
-                if left <= 0 and not self.checkpoint_queries.is_waiting_for_validation:
+                remaining = max(self._last_activity.values()) + timeout - time.monotonic()
+                if remaining <= 0 and not self.checkpoint_queries.is_waiting_for_validation:
                     return False
-                # Somebody waits for a validation: look again when as much time has gone.
-                left = left if left > 0 else timeout
+                # A rank is waiting for a validation: check again after another timeout.
+                remaining = remaining if remaining > 0 else timeout
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(remaining):
                     await self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -175,8 +186,8 @@ class Attempt:
     def _handle_late_message(self, rank: int, message: Message) -> None:
         match message:
             # Printed before the attempt ended, or while the function cleans up. Lines on stderr are
-            # omitted: most are libraries' messages about lost peers, and the log has them. The
-            # output of a script is complete instead, as under torchrun.
+            # omitted: most are libraries' messages about lost peers, and the log contains them. The
+            # output of a script is shown completely instead, as under torchrun.
             case Printed(stream="stdout") | Wrote():
                 self._emit_output(rank, message)
             case _ if isinstance(self._error, AttemptFailure):
@@ -189,12 +200,12 @@ class Attempt:
             self._emit(BytesWritten(message.data, message.stream))
 
     def _handle_message(self, rank: int, message: Message) -> None:
-        """Take one message.
+        """Handle one message.
 
         Raises:
-            AttemptFailure: As `over`.
+            AttemptFailure: As for `wait`.
         """
-        # By the clock of this process: those of the nodes may differ.
+        # Use the clock of this process: the clocks of the nodes may differ.
         self._last_activity[rank] = time.monotonic()
         match message:
             case Reported():
@@ -202,16 +213,16 @@ class Attempt:
             case Printed() | Wrote():
                 self._emit_output(rank, message)
             case SignOfLife():
-                pass  # its time is all that it says
+                pass  # only updates the time of the last activity
             case WaitsForCheckpoint():
                 self._progress.on_waiting_for_checkpoint(rank, message.index)
                 self._check_divergence()
             case Persisted():
                 self._commits.on_persisted(rank, message)
             case FileSent():
-                self._commits.on_chunk(rank, message, partial(self._order, rank))
+                self._commits.on_chunk(rank, message, partial(self._send_command, rank))
             case FileAsked():
-                self._commits.transfers.read_chunk(message, partial(self._order, rank))
+                self._commits.transfers.read_chunk(message, partial(self._send_command, rank))
             case CollectiveCalled():
                 self._on_collective(rank, message)
             case CheckpointsAsked():
@@ -222,15 +233,14 @@ class Attempt:
             case PassEnded():
                 self._on_epoch_ended(rank, message)
             case DiagnosisAsked():
-                self._diagnose(rank, message)
+                self._on_diagnosis_request(rank, message)
             case FunctionRaised():
                 self._failure_times[rank] = message.time
             case FunctionStarted():
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case Finished():
                 self.finished[rank] = message
-                # A return value that does not pickle fails nothing: the training itself has gone
-                # well.
+                # A return value that cannot be pickled is not a failure: training has succeeded.
                 if message.value_error:
                     self._emit(Notice(f"rank {rank}: {message.value_error}"))
                 self._progress.on_finished(rank)
@@ -247,53 +257,61 @@ class Attempt:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the function has returned on every rank."""
+        """True if the training function has returned on every rank."""
         return len(self.finished) == len(self.workers)
 
     def on_draining_nodes(self, draining: Mapping[str, int]) -> PreemptionInfo | None:
-        """Take note of nodes that go; gives what is new about this attempt's workers."""
+        """Request a checkpoint if nodes of this attempt are being drained.
+
+        Args:
+            draining: Draining nodes: id to deadline in ms since the epoch, 0 if unknown.
+
+        Returns:
+            Affected ranks; None if there are none or they have not changed.
+        """
         ranks: dict[str, list[int]] = {}
         for rank, worker in enumerate(self.workers):
             if worker.node_id in draining:
                 ranks.setdefault(worker.node_id, []).append(rank)
-        # 0 is no deadline.
         deadlines = [draining[node] for node in ranks if draining[node]]
         info = PreemptionInfo(min(deadlines, default=None), ranks)
-        # The same nodes are found again every two seconds, and are said once.
+        # The nodes are queried every two seconds, but announced once.
         if not ranks or info == self.requests.preemption:
             return None
         self.requests = Wishes(checkpoint=True, preemption=info)
         return info
 
     def request_checkpoint(self) -> None:
-        """Have `should_checkpoint()` say yes."""
+        """Make `should_checkpoint()` return True on all ranks."""
         self.requests = replace(self.requests, checkpoint=True)
 
     def get_activity(self) -> dict[int, RankActivity]:
-        """Give the last sign of life of each rank that has not finished."""
+        """Return the last activity of each rank that has not finished."""
         now = time.monotonic()
         return {
-            rank: self._progress.get_activity(rank, now - heard, self._last_locations.get(rank, ""))
-            for rank, heard in self._last_activity.items()
+            rank: self._progress.get_activity(
+                rank, now - active_at, self._last_locations.get(rank, "")
+            )
+            for rank, active_at in self._last_activity.items()
             if rank not in self.finished
         }
 
     def get_final_notices(self) -> list[str]:
-        """List what ranks have to say of an attempt that went well, each thing once."""
-        said = (remark for _, value in sorted(self.finished.items()) for remark in value.remarks)
-        return list(dict.fromkeys(said))
+        """Return the distinct notices that ranks sent when their functions returned."""
+        notices = (notice for _, value in sorted(self.finished.items()) for notice in value.remarks)
+        return list(dict.fromkeys(notices))
 
     def count_reports(self, rank: int) -> int:
-        """How often a rank has reported in this attempt."""
+        """Return the number of reports of a rank in this attempt."""
         return self._progress.ranks[rank].reports - self._progress.first_index
 
     def on_committed(self, manifest: Manifest, command: Order) -> None:
-        """Take note of a commit and tell every rank."""
+        """Record a commit and notify every rank."""
         self._progress.on_committed(manifest.index)
         for rank in range(len(self.workers)):
-            # A rank that has returned would drop it, and on Ray an order costs a call.
+            # A rank that has returned would ignore the command, which is a remote call on Ray.
             if rank not in self.finished:
-                self._order(rank, command)
+                self._send_command(rank, command)
         self.checkpoint_queries.reply_to_ready()
         metrics = self._round_metrics.pop(manifest.index, None)
         if metrics is not None:
@@ -311,8 +329,7 @@ class Attempt:
             )
         )
         self._last_locations[rank] = report.where
-        # Only what is handed over and not waited for can be lost to the user without their
-        # noticing.
+        # Only files that are moved by a report that does not block can get lost unnoticed.
         if report.offer is not None and report.offer.handed_over and not report.waits:
             self._commits.moved_files.add(
                 report.index,
@@ -323,10 +340,9 @@ class Attempt:
         for complete in self._progress.on_report(rank, report):
             if conflict := complete.find_conflict():
                 raise AttemptFailure("divergence", [describe_divergence(conflict)])
-            if self._tells_rounds:
-                # Kept until the commit, so that a callback is never given a checkpoint that is not
-                # there.
-                metrics = [complete.reports[each].metrics for each in sorted(complete.reports)]
+            if self._should_emit_rounds:
+                # Emit after the commit, so that callbacks only receive committed checkpoints.
+                metrics = [report.metrics for _, report in sorted(complete.reports.items())]
                 if complete.offers:
                     self._round_metrics[complete.index] = metrics
                 else:
@@ -336,7 +352,7 @@ class Attempt:
                 run_id=self._run_id,
                 attempt=self.number,
                 world_size=len(self.workers),
-                send_command=self._order,
+                send_command=self._send_command,
             )
         self.checkpoint_queries.reply_to_ready()
         if report.offer is not None:
@@ -358,15 +374,15 @@ class Attempt:
         if calls is None:
             self._check_divergence()
             return
-        # Passed on as they are: only ranks unpack what users made.
-        payloads = tuple(calls[each].payload for each in sorted(calls))
+        # Forward the payloads without deserializing them: only ranks deserialize user objects.
+        payloads = tuple(payload_call.payload for _, payload_call in sorted(calls.items()))
         if call.kind == "wishes":
             payloads = (serialize(self.requests),)
-        # Only rank 0 has packed anything; the others would be sent a list of None.
+        # Only rank 0 sends a payload; the payloads of the other ranks are None.
         if call.kind == "broadcast_from_rank_zero":
             payloads = payloads[:1]
-        for each in calls:
-            self._order(each, CollectiveDone(sequence=call.sequence, payloads=payloads))
+        for receiver in calls:
+            self._send_command(receiver, CollectiveDone(sequence=call.sequence, payloads=payloads))
 
     def _check_divergence(self) -> None:
         reason = self._progress.find_divergence()

@@ -1,4 +1,4 @@
-"""How an attempt failed: what one rank has told ends it, and what others tell is gathered."""
+"""Collect the failures of an attempt and wait for their root cause."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._messages import Failed, Finished, FunctionRaised, Gone, Message
 
 PEER_DEATH_WAIT_S = 2.0
-"""How long a rank's death is waited for, once a peer says that its connection has broken."""
+"""Time to wait for the death of a rank after a peer has reported a lost connection."""
 
 EXIT_SECONDS = 2.0
 """Time that rank 0 has to end by itself after another rank has exited, before it is stopped."""
 
-# As gloo, NCCL, PyTorch's store, gRPC (JAX, TensorFlow) and the sockets of the system say it.
+# Messages of gloo, NCCL, PyTorch's store, gRPC (JAX, TensorFlow), and sockets.
 _CONNECTION_LOST = re.compile(
     r"closed by (the )?(remote )?peer|reset by peer|broken pipe|socket closed|remote process exited"
     r"|connection (was likely closed|refused)|\bUNAVAILABLE\b",
@@ -27,16 +27,16 @@ _CONNECTION_LOST = re.compile(
 
 @dataclass
 class AttemptFailure(Exception):
-    """The attempt is over before its end.
+    """Failure that ended an attempt.
 
     Attributes:
-        end: How it ended.
+        cause: Kind of failure.
         failures: Failures of the ranks.
-        gone: Processes that died, by rank.
-        cause: Exception in the driver; None if workers failed.
-        raised: When functions raised, by rank.
+        deaths: Processes that died, by rank.
+        exception: Exception in the driver; None if workers failed.
+        failure_times: Times at which training functions raised, by rank.
+        started: Start time of the attempt if its workers did not start, otherwise 0.
         returned: Ranks whose function has returned.
-        started: When the attempt began, if its workers did not start; else 0.
     """
 
     cause: AttemptEndCause
@@ -51,7 +51,7 @@ class AttemptFailure(Exception):
         self._changed = asyncio.Event()
 
     def on_message(self, rank: int, message: Message) -> None:
-        """Take what a rank says after the first has told."""
+        """Add a message that arrives after the first failure."""
         match message:
             case Failed():
                 self.failures.append(message.failure)
@@ -60,26 +60,29 @@ class AttemptFailure(Exception):
             case Finished():
                 self.returned.add(rank)
             case Gone():
-                # Not described yet: its exit report may take two seconds, and this runs on the
+                # Describe it later: its exit report may take two seconds, and this runs on the
                 # event loop.
                 self.deaths[rank] = message
         self._changed.set()
 
-    async def wait_for_root_cause(self, patience: float) -> None:
-        """Wait until those have told how they failed whose functions had raised first.
+    async def wait_for_root_cause(self, timeout: float) -> None:
+        """Wait for the failures of the ranks that raised first.
 
-        What a rank tells may have come of another's failure, which is still on its way: peers fail
-        in a collective while the one to blame lets go of them, and it tells only then. Of a process
-        that was killed Ray tells, and its peers feel it sooner.
+        The first failure to arrive may be a consequence of another one. When a rank raises, its
+        peers fail in a collective while it still cleans up, and its own failure is sent after that.
+        When a process is killed, its peers notice it before Ray reports it.
+
+        Args:
+            timeout: Maximum time in seconds for each of both cases.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(patience, PEER_DEATH_WAIT_S)):
+            async with asyncio.timeout(min(timeout, PEER_DEATH_WAIT_S)):
                 while self._is_missing_peer_death():
                     self._changed.clear()
                     await self._changed.wait()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience):
-                # Not longer: a rank that hangs in its clean-up may never tell.
+            # A rank that hangs in its clean-up may never send its failure.
+            async with asyncio.timeout(timeout):
                 while self._has_earlier_failure():
                     self._changed.clear()
                     await self._changed.wait()
@@ -101,13 +104,15 @@ class AttemptFailure(Exception):
         return bool(self.failures) and exits and not self.deaths and 0 not in self.returned
 
     def _is_missing_peer_death(self) -> bool:
-        """Whether all that is known comes of a peer that is gone, and none is said to be."""
-        blamed = all(_CONNECTION_LOST.search(failure.message) for failure in self.failures)
-        return bool(self.failures) and blamed and not self.deaths
+        """Return whether all failures are lost connections, but no death is reported."""
+        are_lost_connections = all(
+            _CONNECTION_LOST.search(failure.message) for failure in self.failures
+        )
+        return bool(self.failures) and are_lost_connections and not self.deaths
 
     def _has_earlier_failure(self) -> bool:
-        """Whether a rank has raised before all that have told, and has not told yet."""
-        told = {failure.rank: failure.time for failure in self.failures}
-        first = min(told.values(), default=0.0)
-        known = told.keys() | self.deaths.keys()
+        """Return whether a rank raised before all known failures and has not sent its own yet."""
+        known_times = {failure.rank: failure.time for failure in self.failures}
+        first = min(known_times.values(), default=0.0)
+        known = known_times.keys() | self.deaths.keys()
         return any(at < first and rank not in known for rank, at in self.failure_times.items())

@@ -1,4 +1,4 @@
-"""The backend's part in an attempt: its hooks, called where they may block."""
+"""Run the backend's hooks outside the controller's event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from drawbar.train._worker_group.worker_group import WorkerGroup
 
 
 class BackendHooks:
-    """Has the workers of a group meet, and part, as their backend wants it."""
+    """Hooks of a backend for the workers of a group.
+
+    Args:
+        config: Backend configuration.
+        group: Workers.
+        emit: Callback that publishes events.
+    """
 
     def __init__(self, config: BackendConfig, group: WorkerGroup, emit: Emit) -> None:
         self._config = config
@@ -20,16 +26,17 @@ class BackendHooks:
 
     @property
     def can_reuse_processes(self) -> bool:
-        """Whether a process can meet others once more after a failure."""
+        """True if the backend can be set up again in the same process after a failure."""
         return self._backend.can_reuse_processes
 
     async def run_start_hooks(self) -> None:
-        """Have the workers meet.
+        """Run `on_start` and `on_training_start`.
 
         Raises:
-            Exception: Whatever keeps them from it.
+            Exception: A hook failed.
         """
-        # A hook waits for what it has workers do, and the loop has to hear what they say meanwhile.
+        # Use a thread: a hook blocks on calls to workers, whose messages the event loop must handle
+        # meanwhile.
         await run_in_daemon_thread(self._set_up)
 
     def _set_up(self) -> None:
@@ -37,7 +44,7 @@ class BackendHooks:
         self._backend.on_training_start(self._group, self._config)
 
     async def run_shutdown_hook(self) -> None:
-        """Have them part; what goes wrong is told, since the attempt is over anyway."""
+        """Run `on_shutdown`. An error only causes a notice, since the attempt has ended."""
         await run_in_daemon_thread(self._shut_down)
 
     def _shut_down(self) -> None:

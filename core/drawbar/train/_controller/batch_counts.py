@@ -1,4 +1,4 @@
-"""Passes over datasets in which the ranks differ, where none of the rows' numbers tells before."""
+"""Check that all ranks read the same number of batches per epoch."""
 
 from __future__ import annotations
 
@@ -9,87 +9,91 @@ from drawbar.train._messages import PassEnded
 
 @dataclass
 class _EpochCounts:
-    """The newest epoch of a dataset that a rank is through with: by rank, its pass."""
+    """Shard epochs of the latest epoch of a dataset, by rank."""
 
     number: int
     ended: dict[int, PassEnded] = field(default_factory=dict)
 
 
 class BatchCountCheck:
-    """What the ranks of an attempt have read of their datasets, as far as that sets them apart.
+    """Compare the number of batches that the ranks of an attempt read per epoch.
 
-    A rank that gets a batch more than another one waits in it for ever, where batches are steps
-    that all ranks take together.
+    If all ranks synchronize at every batch, a rank that reads one batch more than another waits
+    forever.
 
     Args:
-        ranks: How many ranks there are.
+        world_size: Number of ranks.
     """
 
     def __init__(self, world_size: int) -> None:
-        self._ranks = world_size
+        self._world_size = world_size
         self._latest_epochs: dict[str, _EpochCounts] = {}
         self._warned: set[tuple[str, str]] = set()
 
-    def add(self, rank: int, passed: PassEnded) -> str:
-        """Take a pass that is over; gives what the user should know, once per dataset.
+    def add(self, rank: int, shard_epoch: PassEnded) -> str:
+        """Add an epoch that a rank has finished.
+
+        Returns:
+            Warning for the user, once per dataset; "" if there is none.
 
         Raises:
-            ValueError: None of the ranks has got a row.
+            ValueError: No rank received a row.
         """
-        if not passed.ended:
+        if not shard_epoch.ended:
             return ""
-        epoch = self._latest_epochs.get(passed.dataset)
-        if epoch is None or epoch.number < passed.epoch:
-            epoch = self._latest_epochs[passed.dataset] = _EpochCounts(passed.epoch)
-        if epoch.number > passed.epoch:
+        epoch = self._latest_epochs.get(shard_epoch.dataset)
+        if epoch is None or epoch.number < shard_epoch.epoch:
+            epoch = self._latest_epochs[shard_epoch.dataset] = _EpochCounts(shard_epoch.epoch)
+        if epoch.number > shard_epoch.epoch:
             return ""
-        epoch.ended[rank] = passed
-        rowless = [each for each in epoch.ended.values() if each.empty == "row"]
-        if len(rowless) == self._ranks:
-            raise ValueError(f"no rank got a row of {_format_dataset_epoch(passed)}")
-        if passed.empty:
-            text = f"rank {rank} got no {passed.empty} of {_format_dataset_epoch(passed)}"
-            return self._format_once("empty", passed, text)
-        return self._check_counts(rank, passed, epoch)
+        epoch.ended[rank] = shard_epoch
+        num_without_rows = sum(ended.empty == "row" for ended in epoch.ended.values())
+        if num_without_rows == self._world_size:
+            raise ValueError(f"no rank received a row of {_format_dataset_epoch(shard_epoch)}")
+        if shard_epoch.empty:
+            dataset_epoch = _format_dataset_epoch(shard_epoch)
+            text = f"Rank {rank} received no {shard_epoch.empty} of {dataset_epoch}."
+            return self._format_once("empty", shard_epoch, text)
+        return self._check_counts(rank, shard_epoch, epoch)
 
-    def _check_counts(self, rank: int, passed: PassEnded, epoch: _EpochCounts) -> str:
-        if passed.parts == 1 or passed.uneven_rows == "keep" or not passed.batches:
+    def _check_counts(self, rank: int, shard_epoch: PassEnded, epoch: _EpochCounts) -> str:
+        if shard_epoch.parts == 1 or shard_epoch.uneven_rows == "keep" or not shard_epoch.batches:
             return ""
-        for other, each in sorted(epoch.ended.items()):
-            if each.batches and each.batches != passed.batches:
+        for other_rank, other in sorted(epoch.ended.items()):
+            if other.batches and other.batches != shard_epoch.batches:
                 return self._format_once(
                     "unequal",
-                    passed,
-                    f"rank {other} got {each.batches} batches of {_format_dataset_epoch(passed)} "
-                    f"and rank {rank} "
-                    f"{passed.batches}: workers that wait for each other at each batch hang then. "
-                    "Set a batch_size, the same on all, and give them equally many rows; "
-                    'DataConfig(uneven_rows="keep") says that they may differ',
+                    shard_epoch,
+                    f"Rank {other_rank} read {other.batches} batches of "
+                    f"{_format_dataset_epoch(shard_epoch)}, but rank {rank} read "
+                    f"{shard_epoch.batches}. Ranks that synchronize at every batch hang then: set "
+                    "the same batch_size on all ranks and give them equally many rows, or set "
+                    'DataConfig(uneven_rows="keep") if they may differ.',
                 )
         return ""
 
-    def _format_once(self, kind: str, passed: PassEnded, text: str) -> str:
-        if (kind, passed.dataset) in self._warned:
+    def _format_once(self, kind: str, shard_epoch: PassEnded, text: str) -> str:
+        if (kind, shard_epoch.dataset) in self._warned:
             return ""
-        self._warned.add((kind, passed.dataset))
+        self._warned.add((kind, shard_epoch.dataset))
         return text
 
     def describe_ranks_ahead(self) -> str:
-        """Say which ranks are through with an epoch that others are in: why those may hang."""
+        """Return a line for each epoch that only some ranks have finished; the others may hang."""
         lines = []
         for name, epoch in self._latest_epochs.items():
-            one = next(iter(epoch.ended.values()))
-            if one.parts > 1 and len(epoch.ended) < self._ranks:
-                through = [
-                    f"rank {rank} after {each.batches} batches"
-                    for rank, each in sorted(epoch.ended.items())
+            num_shards = next(iter(epoch.ended.values())).parts
+            if num_shards > 1 and len(epoch.ended) < self._world_size:
+                ranks = [
+                    f"rank {rank} ({ended.batches} batches)"
+                    for rank, ended in sorted(epoch.ended.items())
                 ]
                 lines.append(
-                    f"\n  through with epoch {epoch.number} of datasets[{name!r}] are only "
-                    + ", ".join(through)
+                    f"\n  ranks that have finished epoch {epoch.number} of datasets[{name!r}]: "
+                    + ", ".join(ranks)
                 )
         return "".join(lines)
 
 
-def _format_dataset_epoch(passed: PassEnded) -> str:
-    return f"datasets[{passed.dataset!r}] in epoch {passed.epoch}"
+def _format_dataset_epoch(shard_epoch: PassEnded) -> str:
+    return f"datasets[{shard_epoch.dataset!r}] in epoch {shard_epoch.epoch}"

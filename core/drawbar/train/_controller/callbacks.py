@@ -1,4 +1,4 @@
-"""Observers of a run. They only watch: what one raises is logged, and the run goes on."""
+"""Run user callbacks in order on one thread."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ from drawbar.train._history.events import (
 from drawbar.train._threads import DaemonThreadPool
 
 DRAIN_NOTICE_S = 5.0
-"""So long the end of a run waits for callbacks without a word."""
+"""Time that the end of a run waits for callbacks before it emits a notice."""
 
 _logger = logging.getLogger("drawbar.train")
 
 
 class CallbackRunner:
-    """Calls the user's callbacks in order, on one thread."""
+    """Run the user's callbacks in order on one thread. Their exceptions are only logged.
+
+    Args:
+        callbacks: Callbacks of the run.
+        context: Description of the run that callbacks receive.
+    """
 
     def __init__(self, callbacks: Sequence[UserCallback], context: RunContext) -> None:
         self._callbacks = callbacks
@@ -37,17 +42,17 @@ class CallbackRunner:
         self._drained = threading.Event()
 
     def on_event(self, event: Event) -> None:
-        """Tell every callback what it is for. Exceptions are unpickled on their thread."""
-        for each in self._callbacks:
+        """Submit the calls for an event. Exceptions of workers are unpickled on the thread."""
+        for callback in self._callbacks:
             match event:
                 case RoundCompleted():
-                    # In a thread: user code that uploads or sends mail must not hold the event
-                    # loop, and with it every rank's commits.
-                    self._submit(each.after_report, event.metrics, event.checkpoint)
+                    # Use a thread: user code that uploads or sends mail must not block the event
+                    # loop, which commits the checkpoints of all ranks.
+                    self._submit(callback.after_report, event.metrics, event.checkpoint)
                 case WorkersFailed() if event.cause != "resize":
-                    self._thread.submit(self._call_after_exception, each, event.failures)
+                    self._thread.submit(self._call_after_exception, callback, event.failures)
                 case PreemptionAnnounced():
-                    self._submit(each.on_preemption, event.info)
+                    self._submit(callback.on_preemption, event.info)
                 case _:
                     pass
 
@@ -64,31 +69,40 @@ class CallbackRunner:
         try:
             method(self._context, *args)
         except Exception as error:
-            name, what = method.__qualname__, repr(error)
-            if (
-                name,
-                what,
-            ) in self._logged_errors:  # at every report, say: one traceback tells it all
+            key = method.__qualname__, repr(error)
+            # Log each error once: it may be raised at every report.
+            if key in self._logged_errors:
                 return
-            self._logged_errors.add((name, what))
-            _logger.exception("callback %s failed; the run goes on, and this is said once", name)
+            self._logged_errors.add(key)
+            _logger.exception(
+                "Callback %s failed. The run continues, and this error is logged only once.", key[0]
+            )
 
     def drain(self, emit: Emit) -> None:
-        """Wait until every call has been made, or `give_up`; tell what is waited for."""
+        """Wait until every submitted call has returned, or until `stop_waiting()`.
+
+        Args:
+            emit: Receives a notice if this takes longer than `DRAIN_NOTICE_S`.
+        """
         if not self._callbacks:
             return
         last = self._thread.submit(self._drained.set)
-        wait([last], DRAIN_NOTICE_S)  # whoever gives up: what is about to return is not lost
+        # Wait this long even after `stop_waiting()`, so that calls that are about to return finish.
+        wait([last], DRAIN_NOTICE_S)
         if not last.done():
-            waited_for = f"waiting for callback {self._current_callback}, which has not returned"
-            emit(Notice(f"{waited_for}; stop() or Ctrl-C gives up on it"))
+            emit(
+                Notice(
+                    f"Waiting for callback {self._current_callback}, which has not returned. Call "
+                    "stop() or press Ctrl-C to stop waiting."
+                )
+            )
             self._drained.wait()
         self.close()
 
     def close(self) -> None:
-        """Make no call any more."""
+        """Cancel all calls that have not started."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def stop_waiting(self) -> None:
-        """Have `finish` wait no longer than it does without a word."""
+        """Make `drain()` return without waiting beyond `DRAIN_NOTICE_S`."""
         self._drained.set()

@@ -1,4 +1,4 @@
-"""What ranks want to know of the run's checkpoints, until it can be answered."""
+"""Reply to ranks that request the list of committed checkpoints."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from drawbar.train._orders import CheckpointsAnswer, Order
 
 @dataclass(frozen=True)
 class _Query:
-    """A rank wants to know the checkpoints, once those before report `before` are so far."""
+    """Request for the checkpoints of the reports before `next_report`."""
 
     consistency_mode: CheckpointConsistencyMode | None
     next_report: int
 
 
 class CheckpointQueries:
-    """The questions of an attempt's ranks. Each is answered when all that it asks for is there.
+    """Open requests of an attempt's ranks for the list of checkpoints.
+
+    A request is answered when the checkpoints that it covers are committed, or validated.
 
     Args:
-        progress: How often each rank has reported.
-        commits: Has the checkpoints.
-        validations: Those that have not ended.
-        order: Gives one rank an order.
+        progress: Number of reports of each rank.
+        commits: Commits of the run, with the registry of checkpoints.
+        validations: Validations that have not finished.
+        send_command: Sends a command to one rank.
     """
 
     def __init__(
@@ -35,49 +37,49 @@ class CheckpointQueries:
         progress: AttemptProgress,
         commits: CheckpointCommitter,
         validations: ValidationScheduler,
-        order: Callable[[int, Order], None],
+        send_command: Callable[[int, Order], None],
     ) -> None:
         self._progress = progress
         self._commits = commits
         self._validations = validations
-        self._order = order
-        self._queries: dict[tuple[int, int], _Query] = {}  # by rank and number
+        self._send_command = send_command
+        self._queries: dict[tuple[int, int], _Query] = {}  # by rank and request number
 
-    def add(self, rank: int, asked: CheckpointsAsked) -> None:
-        """Take a question. One under the same number takes the place of the first."""
-        # It counts the reports made so far, since the rank stands still until it has the answer.
-        before = self._progress.ranks[rank].reports
-        self._queries[rank, asked.number] = _Query(asked.until, before)
-        self._progress.on_checkpoints_requested(rank, asked)
+    def add(self, rank: int, request: CheckpointsAsked) -> None:
+        """Add a request. It replaces an earlier request of the same number."""
+        # The number of reports cannot change, since the rank is blocked until it gets the reply.
+        next_report = self._progress.ranks[rank].reports
+        self._queries[rank, request.number] = _Query(request.until, next_report)
+        self._progress.on_checkpoints_requested(rank, request)
         self.reply_to_ready()
 
     def reply_to_ready(self) -> None:
-        """Tell the ranks whose questions can be answered by now."""
-        for (rank, number), question in list(self._queries.items()):
-            if self._is_ready(question):
+        """Reply to the requests whose checkpoints are ready."""
+        for (rank, number), query in list(self._queries.items()):
+            if self._is_ready(query):
                 del self._queries[rank, number]
                 self._progress.on_checkpoints_reply(rank)
-                self._order(
+                self._send_command(
                     rank,
                     CheckpointsAnswer(
                         number=number, checkpoints=self._commits.registry.list_entries()
                     ),
                 )
 
-    def _is_ready(self, question: _Query) -> bool:
-        before = question.next_report
-        if question.consistency_mode is None:
+    def _is_ready(self, query: _Query) -> bool:
+        before = query.next_report
+        if query.consistency_mode is None:
             return True
         if self._progress.has_missing_reports(before) or self._commits.has_uncommitted(before):
             return False
-        validated = question.consistency_mode is CheckpointConsistencyMode.VALIDATED
-        return not (validated and self._validations.has_pending(before))
+        must_be_validated = query.consistency_mode is CheckpointConsistencyMode.VALIDATED
+        return not (must_be_validated and self._validations.has_pending(before))
 
     @property
     def is_waiting_for_validation(self) -> bool:
-        """Whether a rank stands still until validations have ended."""
+        """True if a rank is blocked until validations have finished."""
         return any(
-            question.consistency_mode is CheckpointConsistencyMode.VALIDATED
-            and self._validations.has_pending(question.next_report)
-            for question in self._queries.values()
+            query.consistency_mode is CheckpointConsistencyMode.VALIDATED
+            and self._validations.has_pending(query.next_report)
+            for query in self._queries.values()
         )

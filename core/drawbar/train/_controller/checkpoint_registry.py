@@ -1,4 +1,4 @@
-"""The committed checkpoints of a run that are still there: which is the newest, which go."""
+"""Track the committed checkpoints of a run and apply the retention policy."""
 
 from __future__ import annotations
 
@@ -24,106 +24,116 @@ from drawbar.train._threads import run_in_daemon_thread
 
 
 class CheckpointRegistry:
-    """Those that were committed and not deleted, over all attempts. For the event loop.
+    """Committed checkpoints that have not been deleted, across all attempts of a run.
+
+    Must be used on the event loop.
 
     Args:
-        directory: Where the run lies.
-        config: Retention and durability.
-        emit: Tells events.
-        later: Deletes what goes.
+        directory: Run directory.
+        config: Retention policy and durability.
+        emit: Callback that publishes events.
+        background: Runs file deletions outside the event loop.
 
     Attributes:
-        all: Their manifests, oldest first.
+        manifests: Manifests of the checkpoints, oldest first.
     """
 
     def __init__(
-        self, directory: RunDirectory, config: CheckpointConfig, emit: Emit, later: BackgroundTasks
+        self,
+        directory: RunDirectory,
+        config: CheckpointConfig,
+        emit: Emit,
+        background: BackgroundTasks,
     ) -> None:
         self._directory = directory
         self._checkpoints = directory.checkpoints
         self._config = config
         self._emit = emit
-        self._background = later
+        self._background = background
         self._has_warned_unranked = False
         self.manifests = self._checkpoints.list_intact()
 
     @property
     def latest(self) -> Manifest | None:
-        """The newest checkpoint, which a restart goes on from."""
+        """Latest committed checkpoint, from which a restart resumes."""
         return self.manifests[-1] if self.manifests else None
 
     def get_checkpoint(self, manifest: Manifest) -> Checkpoint:
-        """Give the checkpoint of a manifest."""
+        """Return the checkpoint of a manifest."""
         return self._checkpoints.get_checkpoint(manifest.name)
 
     def list_entries(self) -> tuple[tuple[str, Metrics, ReportedCheckpointStatus], ...]:
-        """List them, oldest first, as (name, metrics, status)."""
-        return tuple((each.name, each.metrics, each.status) for each in self.manifests)
+        """Return name, metrics, and status of each checkpoint, oldest first."""
+        return tuple(
+            (manifest.name, manifest.metrics, manifest.status) for manifest in self.manifests
+        )
 
     def describe_recoverable(self) -> str:
-        """Say in one line which checkpoint a failed run has; it may have been deleted."""
+        """Return one line that names the checkpoint from which a failed run can be resumed."""
         is_local = self._directory.filesystem is None
         for manifest in reversed(self.manifests):
             if not is_local or self._checkpoints.is_intact(manifest.name):
-                return f"newest committed checkpoint: {self.get_checkpoint(manifest).path}"
+                return f"Latest committed checkpoint: {self.get_checkpoint(manifest).path}"
         if self.manifests:
-            place = self._checkpoints.path(self.manifests[-1].name)
-            return f"no committed checkpoint is there any more in full; the newest was {place}"
-        return "no checkpoint was committed"
+            path = self._checkpoints.path(self.manifests[-1].name)
+            return f"No complete checkpoint is left. The latest one was {path}."
+        return "No checkpoint was committed."
 
     async def drop_damaged(self) -> None:
-        """Let go of the newest ones as long as they are damaged, and say so."""
+        """Remove damaged checkpoints from the end of the list and move them to quarantine."""
         self.manifests, damage = await run_in_daemon_thread(
             resume_point.split_damaged, self._checkpoints, self.manifests
         )
-        for name, what in damage.items():
+        for name, reason in damage.items():
             self._emit(CheckpointDeleted(time=time.time(), name=name))
-            self._emit(Notice(f"damaged, so passed over: {what}"))
+            self._emit(Notice(f"Skipped damaged checkpoint {name}: {reason}"))
             await run_in_daemon_thread(resume_point.quarantine, self._checkpoints, name)
 
     async def add_validation(self, manifest: Manifest, validation: Validation) -> None:
-        """Add what came of a checkpoint's validation to it, and rank all of them anew.
+        """Attach a validation result to a checkpoint and apply the retention policy again.
 
         Raises:
-            OSError: It cannot be written down; the checkpoint has it as long as this run goes on.
+            OSError: The result could not be written. It is used for ranking until the run ends,
+                but is lost after that.
         """
         validated = manifest.with_validation(validation)
-        # In memory before it is on disk: retention ranks by it, whether or not it can be written.
+        # Update memory first: retention must use the new score even if the write fails.
         self.manifests[self.manifests.index(manifest)] = validated
         try:
             self._emit(CheckpointValidated.from_manifest(manifest, validation))
-            keep = partial(
+            write_validation = partial(
                 self._checkpoints.write_validation, validated, durable=self._config.durable
             )
-            await run_in_daemon_thread(keep)
+            await run_in_daemon_thread(write_validation)
         finally:
             self.apply_retention()
         self._background.submit(self._directory.run_files.upload_journal)
 
     def apply_retention(self) -> None:
-        """Delete those that the config does not keep."""
+        """Delete the checkpoints that the retention policy does not keep."""
         unranked = ranking.describe_missing_scores(self.manifests, self._config)
         if unranked is not None and not self._has_warned_unranked:
             self._has_warned_unranked = True
-            self._emit(Notice(f"{unranked} Until a checkpoint has that score, none is deleted"))
+            self._emit(Notice(f"{unranked} No checkpoint is deleted until one has this score."))
         for manifest in ranking.select_surplus(self.manifests, self._config):
             self._delete(manifest)
 
     def discard(self, name: str) -> None:
-        """Delete one before retention would, unless a restart or a validation needs it."""
+        """Delete a checkpoint now, unless a restart or a pending validation needs it."""
         pending = ReportedCheckpointStatus.PENDING_VALIDATION
         for manifest in self.manifests[:-1]:
             if manifest.name == name and manifest.status is not pending:
                 self._delete(manifest)
 
     def _delete(self, manifest: Manifest) -> None:
-        # In this order a kill leaves a checkpoint too many, never a journal that promises one.
+        # Emit before deleting files. A crash in between leaves an extra directory, but never a
+        # journal entry for a checkpoint that no longer exists.
         self.manifests.remove(manifest)
         self._emit(CheckpointDeleted(time=time.time(), name=manifest.name))
         self._background.submit(self._delete_files, manifest.name)
 
     def _delete_files(self, name: str) -> None:
-        """Delete a checkpoint, unless it has this name from the user, who wants to keep it."""
-        found = read_manifest(self._checkpoints.path(name))
-        if found is None or found.name == name:
+        """Delete a checkpoint, unless the user has copied another one to its path."""
+        manifest = read_manifest(self._checkpoints.path(name))
+        if manifest is None or manifest.name == name:
             self._checkpoints.delete(name)

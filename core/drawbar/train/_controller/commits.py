@@ -1,8 +1,8 @@
-"""From a complete round of reports to a committed checkpoint.
+"""Commit the checkpoint of a complete round.
 
-Ranks whose files are not staged yet are told which to persist; when the last one has, the
-checkpoint is committed, journaled, retention is applied, and every rank is told. Commits happen one
-at a time, in order, off the event loop.
+Ranks whose files are not staged yet receive a command to persist them. When all files are staged,
+the checkpoint is committed and journaled, every rank is notified, and retention is applied. Commits
+run one at a time, in order, outside the event loop.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from drawbar.train._threads import run_in_daemon_thread
 
 
 class CheckpointCommitter:
-    """Commits the checkpoints of a run, over all its attempts.
+    """Commit the checkpoints of a run, across all its attempts.
 
     Args:
-        directory: Where the run lies.
-        config: Retention and durability.
-        metadata: The trainer's metadata, put into each checkpoint.
-        emit: Tells events.
-        committed: Called on the event loop for each commit, after the journal has it.
-        failed: Called on the event loop when a commit fails, such as on a full disk.
+        directory: Run directory.
+        config: Retention policy and durability.
+        metadata: The trainer's metadata, which is saved in each checkpoint.
+        emit: Callback that publishes events.
+        on_committed: Called on the event loop after each commit has been journaled.
+        on_failed: Called on the event loop when a commit fails, for example because the disk is
+            full.
     """
 
     def __init__(
@@ -59,29 +60,29 @@ class CheckpointCommitter:
         config: CheckpointConfig,
         metadata: dict[str, object],
         emit: Emit,
-        committed: Callable[[Manifest], None],
-        failed: Callable[[Exception], None],
+        on_committed: Callable[[Manifest], None],
+        on_failed: Callable[[Exception], None],
     ) -> None:
         self._directory = directory
         self._checkpoints = directory.checkpoints
         self._staging = directory.staging
         self._config = config
-        # Written once: each commit would do it on the event loop again.
+        # Encode once, not on the event loop in every commit.
         self._metadata = json.dumps(metadata).encode() if metadata else None
         self._emit = emit
-        self._on_commit = committed
-        self._on_failure = failed
+        self._on_committed = on_committed
+        self._on_failed = on_failed
         self._pending: dict[int, PendingCheckpoint] = {}
         self._ready: asyncio.Queue[PendingCheckpoint] = asyncio.Queue()
         self._committing: set[int] = set()
-        self.transfers = FileTransfers(directory, failed)
+        self.transfers = FileTransfers(directory, on_failed)
         self.moved_files = MovedFiles()
         self._background = BackgroundTasks()
         self.registry = CheckpointRegistry(directory, config, emit, self._background)
         self._task: asyncio.Task[None] | None = None
 
     def describe_remaining_files(self) -> str:
-        """Say which checkpoint a failed run has, and where what was handed over for another is."""
+        """Describe the latest checkpoint and the moved files that were not committed."""
         return "\n".join((self.registry.describe_recoverable(), *self.moved_files.remaining))
 
     def start(
@@ -93,22 +94,30 @@ class CheckpointCommitter:
         world_size: int,
         send_command: Callable[[int, Order], None],
     ) -> None:
-        """Make a checkpoint of what the ranks offered in this round."""
+        """Start to commit the files that ranks offer in this round, if there are any.
+
+        Args:
+            report_round: Complete round of reports.
+            run_id: ID of the run.
+            attempt: Number of the attempt.
+            world_size: Number of ranks.
+            send_command: Sends a command to one rank.
+        """
         offers = report_round.offers
         if not offers:
             return
-        # Ranks may report different metrics; the checkpoint has those of the lowest with files.
+        # Ranks may report different metrics. Use the metrics of the lowest rank that has files.
         report = report_round.reports[min(offers)]
         name = offers[min(offers)].name
-        # Found out here rather than by the rename: on an object store the ranks would already be
-        # writing their files into the committed checkpoint.
-        if any(each.name == name for each in self.registry.manifests):
-            self._on_failure(make_already_committed_error(self._checkpoints.path(name)))
+        # Check before any upload: on an object store, the ranks would write their files into the
+        # committed checkpoint before the rename fails.
+        if any(manifest.name == name for manifest in self.registry.manifests):
+            self._on_failed(make_already_committed_error(self._checkpoints.path(name)))
             return
         validations = [report_round.reports[rank].validation for rank in offers]
 
-        def manifest(parts: list[StagedFiles]) -> Manifest:
-            described = Manifest(
+        def make_manifest(staged_files: list[StagedFiles]) -> Manifest:
+            manifest = Manifest(
                 name=name,
                 index=report_round.index,
                 attempt=attempt,
@@ -117,52 +126,58 @@ class CheckpointCommitter:
                 time=time.time(),
                 metrics=report.metrics,
                 data_positions=report.positions,
-                validation=next((each for each in validations if each is not None), None),
+                validation=next((value for value in validations if value is not None), None),
             )
-            return described.with_files(file for part in parts for file in part.files)
+            return manifest.with_files(file for part in staged_files for file in part.files)
 
         in_place = any(offer.in_place for offer in offers.values())
-        pending = PendingCheckpoint(report_round.index, manifest, time.monotonic(), name, in_place)
+        pending = PendingCheckpoint(
+            report_round.index, make_manifest, time.monotonic(), name, in_place
+        )
         for rank, offer in offers.items():
-            share = report_round.assigned_files[rank]
+            assigned_files = report_round.assigned_files[rank]
             if offer.staged:
-                pending.staged_files[rank] = StagedFiles(Path(offer.directory), share)
-            # What an upload function puts there nobody knows, and ranks may meet in it; so each
-            # of them is asked, also one all of whose files lower ranks give.
-            elif share or offer.in_place:
-                pending.awaited_files[rank] = share
-                send_command(rank, Persist(index=report_round.index, files=share, name=name))
+                pending.staged_files[rank] = StagedFiles(Path(offer.directory), assigned_files)
+            # A checkpoint that is stored by a user's upload function involves all ranks, even those
+            # without assigned files: the function may write other files or call a collective.
+            elif assigned_files or offer.in_place:
+                pending.awaited_files[rank] = assigned_files
+                send_command(
+                    rank, Persist(index=report_round.index, files=assigned_files, name=name)
+                )
         self._pending[report_round.index] = pending
-        # From the complete round on, not from the last `Persisted`: whoever asks for all
-        # checkpoints waits for this one too.
+        # Add the checkpoint when its round is complete, not when its last file is persisted:
+        # requests for the list of checkpoints wait for it too.
         self._committing.add(report_round.index)
         self._commit_if_ready(report_round.index)
 
     def on_persisted(self, rank: int, message: Persisted) -> None:
-        """Take note that a rank has staged its share."""
+        """Record that a rank has staged its assigned files."""
         pending = self._pending.get(message.index)
-        # Otherwise it is of an attempt that was dropped, and names may have been given anew.
+        # Ignore messages of earlier attempts. Their checkpoints were dropped, and the names may
+        # have been used again.
         if pending is not None and rank in pending.awaited_files:
-            share = pending.awaited_files.pop(rank)
-            travelled = self.transfers.pop_staging_directory(pending.name, rank)
-            directory = Path(message.directory) if message.directory else travelled
-            pending.staged_files[rank] = StagedFiles(directory, share, message.checksums)
+            assigned_files = pending.awaited_files.pop(rank)
+            transferred = self.transfers.pop_staging_directory(pending.name, rank)
+            directory = Path(message.directory) if message.directory else transferred
+            pending.staged_files[rank] = StagedFiles(directory, assigned_files, message.checksums)
             if message.name:
                 pending.uploaded_names[rank] = message.name
             self._commit_if_ready(message.index)
 
     def on_chunk(self, rank: int, chunk: FileSent, reply: Callable[[Order], None]) -> None:
-        """Take a piece of a share that travels here from a node of its own, then say so."""
-        # The rank waits for an answer in any case: it sends the next piece only then.
-        if any(each.name == chunk.name for each in self._pending.values()):
+        """Write a chunk that a rank with node-local storage sends, and acknowledge it."""
+        # Always reply: the rank sends the next chunk only after the reply.
+        if any(pending.name == chunk.name for pending in self._pending.values()):
             self.transfers.write_chunk(rank, chunk, reply)
-        else:  # of a checkpoint that was dropped
+        else:  # the checkpoint was dropped
             reply(FileTaken(number=chunk.number))
 
     def _commit_if_ready(self, index: int) -> None:
         if self._pending[index].awaited_files:
             return
-        # One at a time and in this order, though disks could do more: `newest` must never go back.
+        # Commit one at a time and in order, although disks could do more: the latest checkpoint
+        # must never be an older one than before.
         self._ready.put_nowait(self._pending.pop(index))
         if self._task is None:
             self._task = asyncio.create_task(self._commit_loop())
@@ -172,73 +187,73 @@ class CheckpointCommitter:
             pending = await self._ready.get()
             try:
                 await self._commit(pending)
-            except Exception as error:  # whatever it is, the controller must hear of it
-                self._on_failure(error)
+            except Exception as error:  # any error must reach the controller
+                self._on_failed(error)
             finally:
                 self._committing.discard(pending.index)
                 self._ready.task_done()
 
     async def _commit(self, pending: PendingCheckpoint) -> None:
-        parts = [pending.staged_files[rank] for rank in sorted(pending.staged_files)]
-        manifest = pending.make_manifest(parts)
+        staged_files = [pending.staged_files[rank] for rank in sorted(pending.staged_files)]
+        manifest = pending.make_manifest(staged_files)
         draft = CheckpointDraft(
             manifest=msgspec.structs.replace(manifest, name=pending.resolve_name()),
-            staged_files=parts,
+            staged_files=staged_files,
             durable=self._config.durable,
             metadata=self._metadata,
             is_in_place=pending.in_place,
         )
         manifest = await run_in_daemon_thread(self._checkpoints.commit, draft)
         seconds = time.monotonic() - pending.start_time
-        # The journal first: nothing may go on from a checkpoint that it does not know.
+        # Journal the commit first: nothing may resume from a checkpoint that is not journaled.
         self._emit(CheckpointCommitted.of(manifest, seconds=seconds))
         fault_points.maybe_stop_at("commit.journaled")
         self.registry.manifests.append(manifest)
-        # Before the ranks hear of it: the answers for which they wait depend on what is committing.
+        # Update before notifying the ranks: replies to their requests depend on it.
         self._committing.discard(manifest.index)
         self.moved_files.on_committed(manifest.index)
-        self._on_commit(manifest)
+        self._on_committed(manifest)
         self.registry.apply_retention()
-        # Out of the way by a rename: by the time of the deletion more may have been set aside.
-        given_up = self._staging.move_to_trash(self._staging.preserved_path)
-        self._background.submit(self._finalize, manifest.name, given_up)
+        # Rename the directory now: more files may have been preserved before it is deleted.
+        trash = self._staging.move_to_trash(self._staging.preserved_path)
+        self._background.submit(self._finalize, manifest.name, trash)
 
     def _finalize(self, name: str, trash: Path) -> None:
-        """Do what no checkpoint depends on in one go: each change of threads holds training up."""
+        """Write checksums, delete preserved files, and upload the journal."""
+        # One task instead of three, since each switch between threads delays the training.
         run_and_log_errors(self._checkpoints.write_checksums, name)
         remove_tree(trash)
         self._directory.run_files.upload_journal()
 
     def has_uncommitted(self, before: int) -> bool:
-        """Whether a checkpoint of a complete round before this one is not committed yet."""
+        """Return whether a complete round before this index has an uncommitted checkpoint."""
         return any(index < before for index in self._committing)
 
     def make_committed_command(self, manifest: Manifest) -> Committed:
-        """Give the order that tells a rank of this commit."""
+        """Return the command that notifies a rank of this commit."""
         return Committed(index=manifest.index, name=manifest.name)
 
     async def finish_attempt(self) -> None:
-        """Finish the commits that every rank has persisted, drop the rest: the attempt is over."""
-        # Else whoever asks for all checkpoints waits for these without end.
+        """Finish the commits whose files are all persisted, and drop the others."""
+        # Otherwise requests for the list of checkpoints would wait for them forever.
         self._committing.difference_update(self._pending)
         self._pending.clear()
-        # Their pieces are written into the stages that are removed below.
+        # Wait for their chunks, which are written to the staging directories removed below.
         await self.transfers.finish()
-        # Not dropped, though the attempt is over: all ranks have persisted, and a restart from
-        # there saves the most.
+        # All ranks have persisted these files, so a restart can resume from them.
         await self._ready.join()
         await run_in_daemon_thread(self.moved_files.warn_of_remaining)
-        # Before the stages are removed: these files are nowhere else.
+        # Preserve moved files before the staging directories are removed: there is no other copy.
         await run_in_daemon_thread(upkeep.preserve_uncommitted, self._directory)
-        for stage in self._staging.list_directories():
-            self._background.submit(remove_tree, stage)
+        for directory in self._staging.list_directories():
+            self._background.submit(remove_tree, directory)
 
     def stop_waiting(self) -> None:
-        """Have `close` wait no longer for what no checkpoint depends on."""
+        """Make `close()` return without waiting for checksums and deletions."""
         self._background.stop_waiting()
 
     async def close(self) -> None:
-        """Finish everything, checksums and deletions too."""
+        """Finish all commits, checksums, and deletions."""
         await self.finish_attempt()
         await self._background.close(self._emit)
         if self._task is not None:

@@ -1,9 +1,9 @@
-"""The loop: await what happens, decide, act.
+"""Supervise a run: start attempts, handle their end, and decide on restarts.
 
-`Controller.run` starts the workers, follows one attempt after another, and ends when the function
-has returned on every rank or no attempt is left. It is a plain class: a `Host` runs it on an event
-loop in a thread, of the driver or of an actor. A wait ends by an event that a worker, the storage
-or the user causes. Only two tasks look now and then: `NodeWatcher` and `StallDetector`.
+`Controller.run` starts the workers and waits for one attempt after another. It ends when the
+training function has returned on every rank, or when the failure budget is used. `ControllerThread`
+runs it on the event loop of a thread, in the driver or in an actor. Everything is driven by events
+of workers, storage, and user; only `NodeWatcher` and `StallDetector` poll.
 """
 
 from __future__ import annotations
@@ -32,22 +32,30 @@ from drawbar.train._worker_group.ranks import assign_ranks, sort_by_rank
 from drawbar.train._worker_group.validators import Validator
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
-STOP_GRACE_SECONDS = 5.0  # the user's own clean-up; a second Ctrl-C cuts it short
+STOP_GRACE_SECONDS = 5.0  # for clean-up in the training function; a second Ctrl-C cuts it short
 
 
 class Controller:
-    """Follows one run from its first process to its end. Make it on the event loop that runs it."""
+    """Supervise one run. Must be created on the event loop that runs it.
+
+    Args:
+        run: Open run.
+        planner: Plans the workers of each attempt.
+        group: Workers.
+        validator: Runs validations; None if the trainer has no `validation_config`.
+        emit: Callback that publishes events.
+    """
 
     def __init__(
         self,
         run: OpenRun,
-        plan: AssignmentPlanner,
+        planner: AssignmentPlanner,
         group: WorkerGroup,
         validator: Validator | None,
         emit: Emit,
     ) -> None:
         self._run = run
-        self._plan = plan
+        self._planner = planner
         self._group = group
         self._emit = emit
         self._diagnosis = DiagnosisWriter(group, run.directory, emit)
@@ -60,63 +68,66 @@ class Controller:
         self._commits = CheckpointCommitter(
             run.directory,
             run.spec.run_config.checkpoint_config,
-            plan.metadata,
+            planner.metadata,
             emit=emit,
-            committed=self._on_committed,
-            failed=self._on_commit_failed,
+            on_committed=self._on_committed,
+            on_failed=self._on_commit_failed,
         )
         self._validations = ValidationScheduler(
             validator, self._commits.registry, emit, self._on_validated
         )
-        patience = run.spec.run_config.failure_config.stall_warning_after
-        assert not isinstance(patience, int | float)  # FailureConfig makes it a timedelta
-        self._stall_detector = StallDetector(patience, lambda: self._attempt, group, emit)
-        self._node_watcher = NodeWatcher(plan.get_draining_nodes, lambda: self._attempt, emit)
+        threshold = run.spec.run_config.failure_config.stall_warning_after
+        assert not isinstance(threshold, int | float)  # FailureConfig makes it a timedelta
+        self._stall_detector = StallDetector(threshold, lambda: self._attempt, group, emit)
+        self._node_watcher = NodeWatcher(planner.get_draining_nodes, lambda: self._attempt, emit)
         self._recovery = Recovery(run, group, self._backend, self._commits, emit)
 
     def stop(self) -> None:
-        """Ask for an orderly end, from any thread: functions are interrupted, commits finished."""
+        """Request a graceful stop: interrupt the functions and finish the commits. Thread-safe."""
         self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
         if self._task is None:
             return
-        if self._task.done():  # nothing trains any more
+        if self._task.done():  # training has ended, and only background tasks are left
             self._commits.stop_waiting()
         self._task.cancel()
 
     def stop_after_checkpoint(self) -> None:
-        """Ask the function for a checkpoint, and end the run when one is committed. Any thread.
+        """Request a checkpoint, and stop the run when it is committed. Thread-safe.
 
-        If no function is running, the run ends now.
+        If no function is running, the run stops now.
         """
         self._loop.call_soon_threadsafe(self._request_checkpoint)
 
     def _request_checkpoint(self) -> None:
         self._should_stop_at_commit = True
-        # Nobody would answer: no function runs, or only validations and what follows the run.
-        is_over = self._task is not None and self._task.done()
+        has_ended = self._task is not None and self._task.done()
         attempt = self._attempt
-        if is_over or attempt is None or (attempt.is_finished and self._validations):
+        is_only_validating = (
+            attempt is not None and attempt.is_finished and self._validations.has_running()
+        )
+        # In these cases no function is running that could report a checkpoint.
+        if has_ended or attempt is None or is_only_validating:
             self._cancel()
         else:
             attempt.request_checkpoint()
 
     def write_diagnosis(self) -> Future[str]:
-        """Write where every rank stands to the run's directory, and say so. From any thread."""
+        """Write the stacks of all ranks to the run directory and emit a notice. Thread-safe."""
         return asyncio.run_coroutine_threadsafe(self._diagnosis.emit(), self._loop)
 
     def kill(self) -> None:
-        """End every process at once. From any thread."""
+        """Kill every worker process immediately. Thread-safe."""
         self._loop.call_soon_threadsafe(self._group.kill)
 
     async def run(self) -> ControllerOutcome:
-        """Follow the run to its end. Always leaves no process behind."""
+        """Supervise the run to its end. All worker processes have ended when this returns."""
         self._task = asyncio.create_task(self._run_attempts())
-        # Beside the attempts, not inside one: a node may be lost while the next attempt is
-        # starting.
-        watches = [
-            asyncio.create_task(each.run()) for each in (self._node_watcher, self._stall_detector)
+        # These tasks span all attempts: a node may be lost while an attempt is starting.
+        watchers = [
+            asyncio.create_task(watcher.run())
+            for watcher in (self._node_watcher, self._stall_detector)
         ]
         self._validations.resume_pending()
         try:
@@ -125,8 +136,8 @@ class Controller:
             outcome = ControllerOutcome()
             if self._attempt is not None:
                 self._attempt.close()
-            # Interrupted, not killed: the function cleans up, and what it has reported is committed
-            # below.
+            # Interrupt instead of kill, so that the function can clean up. Its last reports are
+            # committed below.
             await self._group.end_attempt(
                 grace=STOP_GRACE_SECONDS,
                 should_keep=True,
@@ -135,10 +146,10 @@ class Controller:
             )
             self._emit_run_ended("stopped")
         finally:
-            for watch in watches:
-                watch.cancel()
-            # Validations end first, since the commits write down what comes of them, and processes
-            # last, since a commit may still await what one of them has to persist.
+            for task in watchers:
+                task.cancel()
+            # Validations end first, because their results are saved by background tasks of the
+            # commits. Processes end last, because a commit may still need files from them.
             await self._validations.cancel()
             await self._commits.close()
             await self._group.stop()
@@ -149,32 +160,32 @@ class Controller:
             try:
                 attempt = await self._start_attempt()
                 await self._wait_for_attempt(attempt)
-            except AttemptFailure as failed:
+            except AttemptFailure as failure:
                 decision = await self._recovery.handle_failure(
-                    self._attempt_number, self._attempt, failed
+                    self._attempt_number, self._attempt, failure
                 )
                 if isinstance(decision, GiveUp):
-                    error = self._recovery.make_error(failed, decision)
+                    error = self._recovery.make_error(failure, decision)
                     self._emit_run_ended("failed", error.error_message)
                     return ControllerOutcome(error=error)
                 self._attempt_number += 1
-                if self._should_stop_at_commit:  # the attempt that was to save first is over
-                    raise asyncio.CancelledError from failed
+                if self._should_stop_at_commit:  # the attempt failed before it saved a checkpoint
+                    raise asyncio.CancelledError from failure
                 if decision.delay:
-                    self._emit(Notice(describe_delay(failed, decision)))
+                    self._emit(Notice(describe_delay(failure, decision)))
                     await asyncio.sleep(decision.delay)  # stop() cancels it
             else:
                 await self._wait_for_validations()
-                for remark in attempt.get_final_notices():
-                    self._emit(Notice(remark))
+                for notice in attempt.get_final_notices():
+                    self._emit(Notice(notice))
                 self._emit_run_ended("finished")
                 return ControllerOutcome(finished=attempt.finished)
 
     async def _wait_for_validations(self) -> None:
-        if self._validations:
+        if self._validations.has_running():
             if self._should_stop_at_commit:  # the function has returned without another checkpoint
                 raise asyncio.CancelledError
-            await self._group.stop()  # they may want what the workers hold
+            await self._group.stop()  # validations may need the resources of the workers
             await self._validations.wait_for_all()
 
     def _emit_run_ended(self, status: str, error: str = "") -> None:
@@ -183,87 +194,92 @@ class Controller:
     # -- one attempt
 
     async def _start_attempt(self) -> Attempt:
-        # A commit or a stop() that comes before the next attempt runs belongs to none.
+        # A commit or a stop() before the next attempt runs does not belong to any attempt.
         self._attempt = None
-        if self._attempt_number != self._run.next_attempt:  # whoever opened the run has looked
+        if self._attempt_number != self._run.next_attempt:  # `open_run` verified the checkpoints
             await self._commits.registry.drop_damaged()
         start = self._make_attempt_started()
-        # Told before anything starts: an attempt whose start kills the driver has its number too,
-        # or the next driver would give that number, and its staged files, to another one.
+        # Emit before anything starts. If the start kills the driver, the next driver must not use
+        # the same attempt number, because it would also use the staged files of this attempt.
         self._emit(start)
         try:
             workers = await self._group.start(self._emit_waiting_notice)
             ranks = assign_ranks(workers)
-            # Before the hooks, which speak of workers by rank.
+            # Set before the hooks, which address workers by rank.
             self._group.set_ranks(ranks)
             await self._backend.run_start_hooks()
-            # It may compute datasets for minutes; neither stop() nor the program's end waits.
+            # Computing datasets may take minutes. In a daemon thread, it delays neither stop() nor
+            # the exit of the program.
             assignments = await run_in_daemon_thread(
-                self._plan.make_assignments, start, workers, ranks
+                self._planner.make_assignments, start, workers, ranks
             )
         except Exception as error:
-            end = classify_startup_error(error)
-            raise AttemptFailure(end, exception=error, started=start.time) from error
-        for text in self._plan.notices:
+            cause = classify_startup_error(error)
+            raise AttemptFailure(cause, exception=error, started=start.time) from error
+        for text in self._planner.notices:
             self._emit(Notice(text))
         attempt = self._attempt = Attempt(
             number=self._attempt_number,
             run_id=self._run.run_id,
             first_index=start.first_report_index,
             workers=sort_by_rank(workers, ranks),
-            order=self._group.send_command,
+            send_command=self._group.send_command,
             emit=self._emit,
             should_emit_rounds=bool(self._run.spec.run_config.callbacks),
             commits=self._commits,
             validations=self._validations,
             on_diagnosis_request=self._diagnosis.reply,
         )
-        # Told before the function can say anything, so that in the journal no report comes before
-        # the workers that made it.
-        places = list(zip(workers, ranks, strict=True))
-        self._emit(WorkersStarted(time=time.time(), attempt=self._attempt_number, workers=places))
+        # Emit before the functions start, so that the journal has the workers before their reports.
+        self._emit(
+            WorkersStarted(
+                time=time.time(),
+                attempt=self._attempt_number,
+                workers=list(zip(workers, ranks, strict=True)),
+            )
+        )
         self._group.run(assignments, attempt.on_messages)
         return attempt
 
     def _make_attempt_started(self) -> AttemptStarted:
-        newest = self._commits.registry.latest
+        latest = self._commits.registry.latest
         initial_checkpoint = self._run.spec.resume_from_checkpoint
         checkpoint = initial_checkpoint.path if initial_checkpoint else None
-        if newest is not None:
-            outside = is_external(newest.name)
+        if latest is not None:
             checkpoint = (
-                newest.name if outside else self._commits.registry.get_checkpoint(newest).path
+                latest.name
+                if is_external(latest.name)
+                else self._commits.registry.get_checkpoint(latest).path
             )
         return AttemptStarted(
             time=time.time(),
             attempt=self._attempt_number,
-            first_report_index=newest.index + 1 if newest else 0,
+            first_report_index=latest.index + 1 if latest else 0,
             resume_checkpoint=checkpoint,
         )
 
-    def _emit_waiting_notice(self, up: int, placed: bool) -> None:
-        self._emit(Notice(self._plan.describe_wait(up, placed)))
+    def _emit_waiting_notice(self, num_ready: int, is_placed: bool) -> None:
+        self._emit(Notice(self._planner.describe_wait(num_ready, is_placed)))
 
     async def _wait_for_attempt(self, attempt: Attempt) -> None:
-        timeout = self._run.spec.run_config.failure_config.hang_timeout
-        assert not isinstance(timeout, int | float)  # FailureConfig makes it a timedelta
-        patience = timeout.total_seconds() if timeout is not None else None
-        if not await attempt.wait(patience):
-            assert patience is not None  # nobody is impatient without
-            folder, difference = await self._diagnosis.write(f"hang_{attempt.number}")
+        hang_timeout = self._run.spec.run_config.failure_config.hang_timeout
+        assert not isinstance(hang_timeout, int | float)  # FailureConfig makes it a timedelta
+        timeout = hang_timeout.total_seconds() if hang_timeout is not None else None
+        if not await attempt.wait(timeout):
+            assert timeout is not None  # otherwise `wait` never returns False
+            directory, difference = await self._diagnosis.write(f"hang_{attempt.number}")
             hang = describe_hang(
-                patience, difference + attempt.batch_counts.describe_ranks_ahead(), folder
+                timeout, difference + attempt.batch_counts.describe_ranks_ahead(), directory
             )
-            # Asking for the stacks took seconds in which it may have ended by itself: then this
-            # does nothing, and what comes next is how it really ended.
+            # Collecting the stacks took seconds, in which the attempt may have ended. Then `fail`
+            # has no effect, and `wait` returns or raises how it ended.
             attempt.fail(AttemptFailure("hang", [hang]))
             await attempt.wait(None)
         await self._commits.finish_attempt()
         await self._backend.run_shutdown_hook()
 
     def _on_committed(self, manifest: Manifest) -> None:
-        # Before the look at the attempt: what a failed one had persisted is committed when it is
-        # over.
+        # Schedule first: checkpoints of a failed attempt are committed while there is no attempt.
         self._validations.schedule(manifest)
         attempt = self._attempt
         if attempt is None:
@@ -272,16 +288,16 @@ class Controller:
         if self._should_stop_at_commit:
             self.stop()
         elif attempt.requests.preemption is not None:
-            attempt.fail(AttemptFailure("preemption"))  # it is to go on elsewhere
-        # The cheapest moment for a restart with more workers: nothing is done twice.
+            attempt.fail(AttemptFailure("preemption"))  # restart on other nodes
+        # Right after a commit, a restart with more workers loses no progress.
         elif self._group.num_idle_workers:
             attempt.fail(AttemptFailure("resize"))
 
     def _on_commit_failed(self, error: Exception) -> None:
-        failed = AttemptFailure("storage", exception=error)
-        # Where no attempt is left that could fail of it, it is at least said.
-        if self._attempt is None or not self._attempt.fail(failed):
-            self._emit(Notice(f"a checkpoint is not committed: {error}"))
+        failure = AttemptFailure("storage", exception=error)
+        # Emit a notice if there is no running attempt that could fail with this error.
+        if self._attempt is None or not self._attempt.fail(failure):
+            self._emit(Notice(f"A checkpoint was not committed: {error}"))
 
     def _on_validated(self) -> None:
         if self._attempt is not None:

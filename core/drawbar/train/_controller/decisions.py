@@ -1,4 +1,4 @@
-"""What to do next: pure decisions from values to a value. No Ray, no files, no clock."""
+"""Restart decisions and failure budgets. Pure functions: no Ray, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MAX_STARTUP_DELAY_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class UsedBudget:
-    """How much of each budget is used up."""
+    """Number of failures that count toward each budget."""
 
     failures: int = 0
     preemptions: int = 0
     startups: int = 0
 
     def add(self, cause: AttemptEndCause) -> UsedBudget:
-        """Count one more attempt that ended so. A resize costs nothing."""
+        """Return the budget after one more attempt that ended with this cause."""
         match cause:
             case "worker" | "hang":
                 return replace(self, failures=self.failures + 1)
@@ -38,7 +38,7 @@ class Restart:
     """Start another attempt from the latest committed checkpoint.
 
     Attributes:
-        spent: Used budgets, including this failure.
+        used: Used budgets, including this failure.
         budget: Remaining part of the budget that this failure counts in, "" if it counts in none.
         delay: Seconds to wait before the start.
     """
@@ -50,7 +50,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The run has failed; `reason` says which budget is spent, or why none applies."""
+    """Decision not to restart. `reason` names the used budget, or why no budget applies."""
 
     reason: str
 
@@ -61,33 +61,37 @@ def decide_after_failure(
     """Decide whether another attempt follows a failed one.
 
     Permanent failures are not retried: configuration errors, diverged ranks, and a storage that
-    rejects a checkpoint.
+    rejects a checkpoint. A resize uses no budget.
+
+    Args:
+        cause: How the attempt ended.
+        used: Budgets used by earlier attempts.
+        config: Limits of the budgets.
     """
     match cause:
         case "worker" | "hang":
-            spent, name, limit = used.failures, "max_failures", config.max_failures
+            count, name, limit = used.failures, "max_failures", config.max_failures
         case "preemption":
-            spent, name = used.preemptions, "max_preemption_failures"
+            count, name = used.preemptions, "max_preemption_failures"
             limit = config.max_preemption_failures
         case "startup":
-            spent, name, limit = used.startups, "max_startup_failures", config.max_startup_failures
+            count, name, limit = used.startups, "max_startup_failures", config.max_startup_failures
         case "resize":
             return Restart(used)
         case "configuration" | "divergence" | "storage":
             return GiveUp("it would fail again in the same way")
     # -1 is no limit.
-    if limit < 0 or spent < limit:
-        left = "no limit" if limit < 0 else f"{limit - spent - 1} of {limit} left"
-        return Restart(used.add(cause), f"{name}: {left}")
+    if limit < 0 or count < limit:
+        remaining = "no limit" if limit < 0 else f"{limit - count - 1} of {limit} left"
+        return Restart(used.add(cause), f"{name}: {remaining}")
     return GiveUp(f"FailureConfig.{name}={limit} is used up")
 
 
 def startup_delay(failed_starts: int) -> float:
     """Return the seconds to wait before the next start, after so many failed starts in a row.
 
-    The delay doubles with each failed start, up to `MAX_STARTUP_DELAY_SECONDS`. What makes a start
-    fail, such as a storage or a registry that does not respond, often takes longer to recover than
-    the processes take to start.
+    The delay doubles with each failed start, up to `MAX_STARTUP_DELAY_SECONDS`. A storage or a
+    registry that does not respond often takes longer to recover than the processes take to start.
     """
     if not failed_starts:
         return 0.0
@@ -95,9 +99,9 @@ def startup_delay(failed_starts: int) -> float:
     return min(STARTUP_DELAY_SECONDS * 2.0**doublings, MAX_STARTUP_DELAY_SECONDS)
 
 
-def count_used_budget(ends: Iterable[AttemptEndCause]) -> UsedBudget:
-    """Count the budgets used by attempts that ended so, for a run that goes on in a new driver."""
-    spent = UsedBudget()
-    for end in ends:
-        spent = spent.add(end)
-    return spent
+def count_used_budget(causes: Iterable[AttemptEndCause]) -> UsedBudget:
+    """Return the budgets used by earlier attempts of a run that resumes in a new driver."""
+    used = UsedBudget()
+    for cause in causes:
+        used = used.add(cause)
+    return used

@@ -1,4 +1,4 @@
-"""Where the ranks of a running job stand, and the difference that names the odd rank out."""
+"""Collect the stacks of all ranks and find the ranks that differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from drawbar.train._worker_group.worker_group import WorkerGroup
 
 
 class DiagnosisWriter:
-    """Writes where every rank stands to the run's directory. Its methods run on the event loop."""
+    """Write the stacks of all ranks to the run directory. Must be used on the event loop.
+
+    Args:
+        group: Workers.
+        directory: Run directory.
+        emit: Callback that publishes events.
+    """
 
     def __init__(self, group: WorkerGroup, directory: RunDirectory, emit: Emit) -> None:
         self._group = group
@@ -27,50 +33,57 @@ class DiagnosisWriter:
         self._reply_tasks: set[asyncio.Task[None]] = set()
 
     async def write(self, name: str) -> tuple[Path, str]:
-        """Ask every rank for its stacks; gives the folder with them, and how the ranks differ."""
-        folder = self._directory.local_path / "stacks" / name
+        """Collect the stacks of all ranks and write them to a directory.
+
+        Args:
+            name: Name of the directory.
+
+        Returns:
+            The directory, and a description of how the ranks differ.
+        """
+        directory = self._directory.local_path / "stacks" / name
         stacks = await self._group.collect_stacks()
-        # In a thread: a storage that does not answer may be why the ranks hang.
-        return folder, await run_in_daemon_thread(write_stacks, folder, stacks)
+        # Use a thread: the ranks may hang because the storage does not respond.
+        return directory, await run_in_daemon_thread(write_stacks, directory, stacks)
 
     async def emit(self) -> str:
-        """Say how the ranks differ, and give it."""
-        folder, difference = await self.write(f"diagnosis_{int(time.time() * 1000)}")
-        self._emit(Notice(f"where the ranks stand ({folder}):\n{difference}"))
+        """Write the stacks, and emit and return a description of how the ranks differ."""
+        directory, difference = await self.write(f"diagnosis_{int(time.time() * 1000)}")
+        self._emit(Notice(f"Location of each rank (stacks in {directory}):\n{difference}"))
         return difference
 
     def reply(self, rank: int, request: DiagnosisAsked) -> None:
-        """Tell the rank that has asked, without waiting."""
-        task = asyncio.create_task(self._answer(rank, request))
-        # asyncio itself holds a task only weakly, and it could be gone before it has answered.
+        """Start a task that collects the stacks and sends a reply to a rank."""
+        task = asyncio.create_task(self._reply(rank, request))
+        # asyncio keeps only a weak reference to a task, so it could be deleted before it ends.
         self._reply_tasks.add(task)
         task.add_done_callback(self._reply_tasks.discard)
 
-    async def _answer(self, rank: int, asked: DiagnosisAsked) -> None:
+    async def _reply(self, rank: int, request: DiagnosisAsked) -> None:
         text = await self.emit()
-        self._group.send_command(rank, Diagnosis(number=asked.number, text=text))
+        self._group.send_command(rank, Diagnosis(number=request.number, text=text))
 
 
 def format_difference(stacks: Mapping[int, Stack | None]) -> str:
-    """Say which ranks stand where, the smallest group first: it holds the odd ranks out."""
+    """Return one line for each location with its ranks, the smallest group of ranks first."""
     groups = _group_by_location(stacks)
-    odd = find_minority_ranks(stacks)
+    minority = find_minority_ranks(stacks)
     lines = []
-    for place, ranks in groups:
-        mark = "   <- the odd one out" if ranks == odd else ""
-        lines.append(f"  {_format_ranks(ranks)}: {place}{mark}")
+    for location, ranks in groups:
+        mark = "   <- differs from the others" if ranks == minority else ""
+        lines.append(f"  {_format_ranks(ranks)}: {location}{mark}")
     return "\n".join(lines)
 
 
 def find_minority_ranks(stacks: Mapping[int, Stack | None]) -> list[int]:
-    """Give the ranks of the smallest group that stands in one place, if just one is smallest."""
+    """Return the ranks of the smallest group at one location; empty if two groups are smallest."""
     sizes = [len(ranks) for _, ranks in _group_by_location(stacks)]
-    is_odd = len(sizes) > 1 and sizes[0] < sizes[1]
-    return _group_by_location(stacks)[0][1] if is_odd else []
+    has_minority = len(sizes) > 1 and sizes[0] < sizes[1]
+    return _group_by_location(stacks)[0][1] if has_minority else []
 
 
 def find_outlier_ranks(stacks: Mapping[int, Stack | None]) -> list[int]:
-    """Give the odd ranks out; all of them where they differ and none is odd."""
+    """Return the minority; all ranks if they differ and there is no minority."""
     return find_minority_ranks(stacks) or (
         list(stacks) if len(_group_by_location(stacks)) > 1 else []
     )
@@ -79,8 +92,8 @@ def find_outlier_ranks(stacks: Mapping[int, Stack | None]) -> list[int]:
 def _group_by_location(stacks: Mapping[int, Stack | None]) -> list[tuple[str, list[int]]]:
     groups: dict[str, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
-        silent = "does not answer: one long call that holds the interpreter, or a dead process"
-        groups.setdefault(stack.location if stack else silent, []).append(rank)
+        no_reply = "does not respond: in one long call that holds the interpreter lock, or dead"
+        groups.setdefault(stack.location if stack else no_reply, []).append(rank)
     return sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
 
 
@@ -91,11 +104,11 @@ def _format_ranks(ranks: list[int]) -> str:
     return f"ranks {shown} ({len(ranks)})"
 
 
-def write_stacks(folder: Path, stacks: Mapping[int, Stack | None]) -> str:
-    """Write every rank's stacks and their difference below `folder`; gives the difference."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_stacks(directory: Path, stacks: Mapping[int, Stack | None]) -> str:
+    """Write each rank's stacks and their difference to a directory, and return the difference."""
+    directory.mkdir(parents=True, exist_ok=True)
     summary = format_difference(stacks)
     for rank, stack in stacks.items():
-        (folder / f"rank_{rank}.txt").write_text(stack.text if stack else "no answer\n")
-    (folder / "difference.txt").write_text(summary + "\n")
+        (directory / f"rank_{rank}.txt").write_text(stack.text if stack else "no reply\n")
+    (directory / "difference.txt").write_text(summary + "\n")
     return summary

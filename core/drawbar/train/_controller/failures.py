@@ -1,4 +1,4 @@
-"""From a death, a hang or a divergence to a `WorkerFailure`; from these to the error of `fit()`."""
+"""Build WorkerFailure records and the error that fit() raises."""
 
 from __future__ import annotations
 
@@ -40,15 +40,24 @@ EXIT_REPORT_SECONDS = 2.0
 async def describe_death(
     rank: int, death: Gone, worker: WorkerInfo, directory: RunDirectory, reports: int
 ) -> WorkerFailure:
-    """Describe a process that died: what killed it, as far as this system tells, and when."""
+    """Describe a worker process that died, with its cause of death as far as it is known.
+
+    Args:
+        rank: Rank of the worker.
+        death: Message that reports the death.
+        worker: Host, node, and process of the worker.
+        directory: Run directory, with the exit report and the log.
+        reports: Number of reports of the rank in this attempt.
+    """
     report = await wait_for_exit_report(
         directory.get_exit_report_path(worker.hostname, worker.pid), EXIT_REPORT_SECONDS
     )
     log = directory.get_log_path(rank)
-    # faulthandler writes to the descriptor of stderr, and that is the log.
+    # faulthandler writes the stack of a crash to stderr, which is redirected to the log.
     cause = describe_exit(report, death.detail, _read_tail(log))
     if death.preempted:
-        cause = f"its node {worker.node_id[:8]} ({worker.node_ip}) is gone or going; {cause}"
+        node = f"{worker.node_id[:8]} ({worker.node_ip})"
+        cause = f"its node {node} was lost or is being removed; {cause}"
     return WorkerFailure(
         rank=rank,
         kind="died",
@@ -57,8 +66,8 @@ async def describe_death(
         hostname=worker.hostname,
         node_id=worker.node_id,
         pid=worker.pid,
-        # The sentinel's time is that of the death; Ray tells of it when the connection has ended,
-        # which may be after the failures that it caused.
+        # The sentinel records the time of the death. Ray reports it when the connection has ended,
+        # which may be after the failures that the death caused.
         time=report.time if report is not None else death.time,
         num_reports=reports,
         log_path=str(log),
@@ -81,29 +90,30 @@ async def describe_startup_death(
     if not isinstance(error, RayActorError | OutOfMemoryError):
         return None
     text = str(error)
-    found = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
-    pid = int(found[1]) if found else 0
+    pid_match = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
+    pid = int(pid_match[1]) if pid_match else 0
     report = None
     if pid:
-        folder = directory.get_exit_report_path("", pid).parent
-        report = await wait_for_report_of_pid(folder, pid, since, EXIT_REPORT_SECONDS)
-    node = re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
-    in_init = getattr(error, "actor_init_failed", False)
+        reports_directory = directory.get_exit_report_path("", pid).parent
+        report = await wait_for_report_of_pid(reports_directory, pid, since, EXIT_REPORT_SECONDS)
+    ip_match = re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
+    is_init_error = getattr(error, "actor_init_failed", False)
     return WorkerFailure(
         rank=-1,
         kind="startup",
         type_name="a worker process died while it started",
         message=startup_verdict(report, text),
-        traceback=text if in_init else "",
-        hostname=node[1] if node else "",
+        traceback=text if is_init_error else "",
+        hostname=ip_match[1] if ip_match else "",
         pid=pid,
         time=report.time if report is not None else time.time(),
     )
 
 
-def describe_delay(failed: AttemptFailure, restart: Restart) -> str:
+def describe_delay(failure: AttemptFailure, restart: Restart) -> str:
     """Return the console line about the wait before the workers are started again."""
-    cause = "" if failed.failures else f" ({type(failed.exception).__name__}: {failed.exception})"
+    error = failure.exception
+    cause = "" if failure.failures else f" ({type(error).__name__}: {error})"
     return (
         f"The workers did not start{cause}. Starting them again in {restart.delay:g} s "
         f"(startup failure {restart.used.startups})"
@@ -111,48 +121,57 @@ def describe_delay(failed: AttemptFailure, restart: Restart) -> str:
 
 
 def describe_divergence(reason: str) -> WorkerFailure:
-    """Describe ranks that can never meet."""
+    """Describe ranks that wait for calls that other ranks will never make."""
     return WorkerFailure(
         rank=-1, kind="divergence", type_name="ranks diverged", message=reason, time=time.time()
     )
 
 
-def describe_hang(seconds: float, difference: str, folder: Path) -> WorkerFailure:
-    """Describe ranks that have not said anything for so long."""
+def describe_hang(seconds: float, difference: str, directory: Path) -> WorkerFailure:
+    """Describe an attempt in which no rank has sent a message for some time.
+
+    Args:
+        seconds: The timeout.
+        difference: Description of how the ranks differ.
+        directory: Directory with the stacks of all ranks.
+    """
     return WorkerFailure(
         rank=-1,
         kind="hang",
         type_name="no progress",
-        message=f"no rank made progress for {seconds:g} s\n{difference}\nstacks: {folder}",
+        message=f"no rank made progress for {seconds:g} s\n{difference}\nstacks: {directory}",
         time=time.time(),
     )
 
 
 def describe_interruption(rank: int) -> WorkerFailure:
-    """Describe a rank that ended as if the controller had interrupted it, which it had not."""
+    """Describe a rank whose function raised the interrupt exception without being interrupted."""
     return WorkerFailure(
         rank=rank,
         kind="exception",
         type_name="AttemptInterrupted",
-        message="the training function ended by an interrupt that was not the controller's",
+        message="the training function was interrupted, but not by the controller",
         time=time.time(),
     )
 
 
 def classify_startup_error(error: Exception) -> AttemptEndCause:
-    """Tell a start that may work next time from one that cannot."""
-    # Ray has no other sign for it than these words.
+    """Return whether a failed start counts as preemption, configuration error, or startup failure.
+
+    Configuration errors are not retried.
+    """
+    # Ray reports the loss of a node only in the text of the error.
     if isinstance(error, RayActorError) and "its node has died" in str(error):
         return "preemption"
-    # What these complain of is there at the next start too.
-    hopeless = (
+    # The next start would fail with these errors too.
+    permanent_errors = (
         RuntimeEnvSetupError,
         ValueError,
         TypeError,
         ImportError,
         InsufficientResourcesError,
     )
-    return "configuration" if isinstance(error, hopeless) else "startup"
+    return "configuration" if isinstance(error, permanent_errors) else "startup"
 
 
 def make_training_failed_error(
@@ -167,36 +186,36 @@ def make_training_failed_error(
     """Return the error that `fit()` raises: the root cause, then the headlines of the others.
 
     Args:
-        end: Kind of the failure that ended the run.
+        cause: Kind of the failure that ended the run.
         failures: Failures of the workers, the root cause first.
-        cause: Failure outside the workers.
+        exception: Failure outside the workers.
         reason: Why the run does not restart.
         path: Run directory.
-        loads: Latest checkpoint that loads.
+        recoverable: Description of the latest checkpoint and of files that were not committed.
     """
-    footer = f"\n\nThe run ends: {reason}.\nrun directory: {path}\n{recoverable}"
+    footer = f"\n\nThe run ends: {reason}.\nRun directory: {path}\n{recoverable}"
     if isinstance(exception, InsufficientResourcesError):
         return InsufficientResourcesError(f"{exception}{footer}", path=path)
     if not failures or failures[0].kind == "startup":
-        what = failures[0].describe() if failures else f"{type(exception).__name__}: {exception}"
-        message = f"the run failed in its {_FAILED_PART_BY_CAUSE[cause]}: {what}{footer}"
+        error = failures[0].describe() if failures else f"{type(exception).__name__}: {exception}"
+        message = f"the run failed in its {_FAILED_PART_BY_CAUSE[cause]}: {error}{footer}"
         return ControllerError(message, exception, path=path)
     message = failures[0].describe()
     if len(failures) > 1:
         others = "\n".join(f"  {_in_one_line(failure, failures[0])}" for failure in failures[1:])
-        message += f"\n\nafter it also failed:\n{others}"
+        message += f"\n\nOther failures after it:\n{others}"
     if cause == "preemption":
         return PreemptionError(message + footer, path=path)
     kinds: dict[str, type[WorkerGroupError]] = {"divergence": DivergenceError, "hang": HangError}
-    kind = kinds.get(cause, WorkerGroupError)
-    return kind(message + footer, failures=failures, path=path)
+    error_class = kinds.get(cause, WorkerGroupError)
+    return error_class(message + footer, failures=failures, path=path)
 
 
 def _in_one_line(failure: WorkerFailure, first: WorkerFailure) -> str:
     if (failure.type_name, failure.message) != (first.type_name, first.message):
         return failure.headline()
-    where = f" ({failure.location})" if failure.location else ""
-    return f"rank {failure.rank}: the same {failure.type_name}{where}"
+    location = f" ({failure.location})" if failure.location else ""
+    return f"rank {failure.rank}: the same {failure.type_name}{location}"
 
 
 _FAILED_PART_BY_CAUSE = {

@@ -1,4 +1,4 @@
-"""A checkpoint between its last report and its commit."""
+"""Checkpoint between its last report and its commit."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from drawbar.train._storage.staging import StagedFiles
 
 @dataclass
 class PendingCheckpoint:
-    """A checkpoint that ranks still persist.
+    """Checkpoint whose files are being persisted.
 
     Attributes:
-        index: Number of its reports.
-        manifest: Gives what it consists of, once all parts are there.
-        began: When its last report came, on the monotonic clock.
-        name: Its name.
-        in_place: It is committed where it lies.
-        places: Its name by where a function of the user's has put it, by rank.
-        parts: What ranks have persisted.
-        awaited: What the others are to persist.
+        index: Index of its reports.
+        make_manifest: Returns its manifest when all files are staged.
+        start_time: Time of its last report on the monotonic clock.
+        name: Name of the checkpoint.
+        in_place: Whether its files are committed where they are.
+        uploaded_names: Name that the user's upload function returned, by rank.
+        staged_files: Files that have been persisted, by rank.
+        awaited_files: Files that are not persisted yet, by rank.
     """
 
     index: int
@@ -35,17 +35,17 @@ class PendingCheckpoint:
     awaited_files: dict[int, tuple[FileEntry, ...]] = field(default_factory=dict)
 
     def resolve_name(self) -> str:
-        """Give the checkpoint's name by where it lies.
+        """Return the name of the uploaded checkpoint, or its own name if it was not uploaded.
 
         Raises:
-            ValueError: The ranks do not agree on that.
+            ValueError: The upload function returned different names on the ranks.
         """
         if len(set(self.uploaded_names.values())) > 1:
-            found = ", ".join(
+            names = ", ".join(
                 f"{name!r} (rank {rank})" for rank, name in self.uploaded_names.items()
             )
             raise ValueError(
-                "checkpoint_upload_fn must return one place on all ranks, for all of them write "
-                f"into one checkpoint; found {found}"
+                "checkpoint_upload_fn must return the same path on all ranks, because they write "
+                f"to one checkpoint; found {names}"
             )
         return next(iter(self.uploaded_names.values()), self.name)

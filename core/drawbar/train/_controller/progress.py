@@ -1,9 +1,9 @@
-"""Where every rank of an attempt stands: pure bookkeeping, no Ray, no files, no clock.
+"""Track the progress of each rank in an attempt. Pure state: no Ray, no I/O, no clock.
 
-The k-th report of each rank belongs together: a round. A round is complete when every rank has
-reported it; if some rank offered files, a checkpoint is made of them. Since the controller knows
-for each rank how often it reported, what it waits in and whether it has finished, some waits can be
-proved never to end: `divergence`.
+The k-th reports of all ranks form a round. A round is complete when every rank has reported it; if
+any rank offered files, they become a checkpoint. The number of reports, the blocking call, and the
+end of each rank are known here, which is sufficient to prove that some waits can never end
+(`find_divergence`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from drawbar.train._storage.contents import FileEntry
 
 @dataclass(frozen=True)
 class ReportRound:
-    """The `index`-th report of every rank, complete. `shares`: which files each rank is to give."""
+    """Complete round of reports.
+
+    Attributes:
+        index: Report index.
+        reports: Reports by rank.
+        assigned_files: Files that each rank must upload, for the ranks with an offer.
+    """
 
     index: int
     reports: Mapping[int, Reported]
@@ -26,7 +32,7 @@ class ReportRound:
 
     @property
     def offers(self) -> dict[int, Offer]:
-        """The ranks' offers, by rank."""
+        """Checkpoint offers by rank."""
         return {
             rank: report.offer
             for rank, report in sorted(self.reports.items())
@@ -34,12 +40,12 @@ class ReportRound:
         }
 
     def find_conflict(self) -> str | None:
-        """Say why the offers do not make one checkpoint, or return None."""
+        """Return why the offers cannot form one checkpoint; None if they can."""
         offers = self.offers
         if len(offers) < 2:
             return None
         lowest = min(offers)
-        found: dict[str, tuple[str, int]] = {}  # of each path: whether a file or folder, and whose
+        first_kinds: dict[str, tuple[str, int]] = {}  # by path: kind of entry, and its rank
         for rank, offer in offers.items():
             if offer.name != offers[lowest].name:
                 return (
@@ -47,11 +53,12 @@ class ReportRound:
                     f"{self._format_rank(rank)} names it {offer.name!r}"
                 )
             for path, kind in _iter_paths(offer):
-                before, whose = found.setdefault(path, (kind, rank))
-                if kind != before:
+                first_kind, first_rank = first_kinds.setdefault(path, (kind, rank))
+                if kind != first_kind:
                     return (
-                        f"in the checkpoint {path!r} is a {before} of {self._format_rank(whose)} "
-                        f"and a {kind} of {self._format_rank(rank)}"
+                        f"the checkpoint has {path!r} as a {first_kind} from "
+                        f"{self._format_rank(first_rank)} and as a {kind} from "
+                        f"{self._format_rank(rank)}"
                     )
         return None
 
@@ -61,10 +68,13 @@ class ReportRound:
 
 @dataclass(frozen=True)
 class RankActivity:
-    """The last sign of life of one rank that has not finished.
+    """Last activity of a rank that has not finished.
 
-    `silent` is in seconds. `waits`: where it waits inside Drawbar, "" if it does not; `waiters`:
-    who waits for it there. `last`: the line of its last report or collective.
+    Attributes:
+        idle_seconds: Time since its last message.
+        waiting_in: Description of the Drawbar call that blocks the rank, "" if there is none.
+        waiters: Ranks that wait for this rank in Drawbar calls.
+        last_location: Line of its last report or collective.
     """
 
     idle_seconds: float
@@ -82,6 +92,10 @@ class RankProgress:
         collectives: Number of collective calls, including those that Drawbar makes.
         users_collectives: Number of collective calls of the user's code.
         last: Line of the last report or collective call of the user's code, "" if there is none.
+        awaited_report: Report whose checkpoint the rank waits for.
+        awaited_collective: Collective that the rank waits in.
+        awaited_checkpoints: Request for the list of checkpoints that the rank waits for.
+        is_finished: Whether the rank's function has returned.
     """
 
     reports: int
@@ -94,7 +108,7 @@ class RankProgress:
     is_finished: bool = False
 
     def describe(self) -> str:
-        """Describe in words where the rank is."""
+        """Describe the call that the rank is in."""
         if self.awaited_collective is not None:
             call = self.awaited_collective
             which = "internal collective" if call.number is None else f"collective #{call.number}"
@@ -115,7 +129,16 @@ class RankProgress:
 
 @dataclass
 class AttemptProgress:
-    """Where every rank stands. Feed it what ranks say, in the order of each rank."""
+    """Progress of all ranks. Each rank's messages must be passed in order.
+
+    Args:
+        world_size: Number of ranks.
+        first_index: Index of the first report.
+        should_keep_all_rounds: Whether `on_report` also returns rounds without files.
+
+    Attributes:
+        ranks: Progress by rank.
+    """
 
     world_size: int
     first_index: int
@@ -128,53 +151,55 @@ class AttemptProgress:
         self._calls: dict[int, CollectiveCalled] = {}
 
     def on_report(self, rank: int, report: Reported) -> list[ReportRound]:
-        """Take a report. Returns the rounds that it completes.
+        """Record a report. Return the rounds that it completes.
 
-        A round nobody offered files in is returned only with `should_keep_all_rounds`: otherwise
-        its
-        reports are not kept, so that one rank may report for ever while others never do.
+        Rounds without files are returned only with `should_keep_all_rounds`. Otherwise their
+        reports are not kept, so that memory is bounded if only one rank reports.
         """
-        # By its number rather than by counting: reports are numbered over the whole run.
+        # Use the index instead of counting: reports are numbered across all attempts of a run.
         self.ranks[rank].reports = report.index + 1
         self.ranks[rank].last = report.where
         if report.waits:
             self.ranks[rank].awaited_report = report
         if report.offer is not None or self.should_keep_all_rounds:
             self._rounds.setdefault(report.index, {})[rank] = report
-        # The common case, a report of metrics alone, does not look at the other ranks.
+        # Fast path for a report without files.
         if not self._rounds:
             return []
-        complete = min(each.reports for each in self.ranks.values())
-        return [self._pop_round(index) for index in sorted(self._rounds) if index < complete]
+        num_complete = min(progress.reports for progress in self.ranks.values())
+        return [self._pop_round(index) for index in sorted(self._rounds) if index < num_complete]
 
     def _pop_round(self, index: int) -> ReportRound:
         reports = self._rounds.pop(index)
         return ReportRound(index, reports, _assign_files(reports))
 
     def on_waiting_for_checkpoint(self, rank: int, index: int) -> None:
-        """Take note that a rank waits for a checkpoint that it reported earlier."""
+        """Record that a rank waits for a checkpoint that it reported earlier."""
         report = self._rounds.get(index, {}).get(rank)
         if report is not None:
             self.ranks[rank].awaited_report = report
 
-    def on_checkpoints_requested(self, rank: int, question: CheckpointsAsked) -> None:
-        """Take note that a rank waits until all have reported as often as it has."""
-        waits = question.until is not None and not question.timed
-        self.ranks[rank].awaited_checkpoints = question if waits else None
+    def on_checkpoints_requested(self, rank: int, request: CheckpointsAsked) -> None:
+        """Record that a rank waits until all ranks have reported as often as it has."""
+        is_blocking = request.until is not None and not request.timed
+        self.ranks[rank].awaited_checkpoints = request if is_blocking else None
 
     def on_checkpoints_reply(self, rank: int) -> None:
-        """Take note that it does so no more."""
+        """Record that a rank has received the list of checkpoints."""
         self.ranks[rank].awaited_checkpoints = None
 
     def has_missing_reports(self, before: int) -> bool:
-        """Whether a rank that goes on has still to make a report before this one."""
-        return any(not each.is_finished and each.reports < before for each in self.ranks.values())
+        """Return whether a running rank has yet to make a report before this index."""
+        return any(
+            not progress.is_finished and progress.reports < before
+            for progress in self.ranks.values()
+        )
 
     def on_committed(self, index: int) -> None:
-        """Take note that checkpoint `index` is committed, so nobody waits for it any more."""
-        for each in self.ranks.values():
-            if each.awaited_report is not None and each.awaited_report.index == index:
-                each.awaited_report = None
+        """Record the commit of checkpoint `index`, which unblocks the ranks that wait for it."""
+        for progress in self.ranks.values():
+            if progress.awaited_report is not None and progress.awaited_report.index == index:
+                progress.awaited_report = None
 
     def on_collective(
         self, rank: int, call: CollectiveCalled
@@ -187,20 +212,20 @@ class AttemptProgress:
             self.ranks[rank].last = call.where
         self._calls[rank] = call
         same = [(c.sequence, c.kind) == (call.sequence, call.kind) for c in self._calls.values()]
-        # Calls that differ stay here: they are the proof of a divergence.
+        # Keep calls that differ, since they prove a divergence.
         if len(same) < self.world_size or not all(same):
             return None
-        # All at once, before anybody is told: else the first to go on would prove a divergence from
-        # those that have not heard yet.
-        for each in self.ranks.values():
-            each.awaited_collective = None
+        # Unblock all ranks before any result is sent. Otherwise the next call of the first rank
+        # would look like a divergence from ranks that have not received the result.
+        for progress in self.ranks.values():
+            progress.awaited_collective = None
         calls, self._calls = self._calls, {}
         return calls
 
     def on_finished(self, rank: int) -> bool:
-        """Take note that a rank's function returned. Returns whether all have."""
+        """Record that a rank's function has returned. Return whether all have."""
         self.ranks[rank].is_finished = True
-        return all(each.is_finished for each in self.ranks.values())
+        return all(progress.is_finished for progress in self.ranks.values())
 
     def find_divergence(self) -> str | None:
         """Return why some rank waits forever, and the remedy on a second line; None if none does.
@@ -240,20 +265,20 @@ class AttemptProgress:
         )
 
     def find_waiters(self, rank: int) -> tuple[int, ...]:
-        """Give the ranks that stand still until this one does something."""
+        """Return the ranks that are blocked until this rank acts."""
         return tuple(
             waiter
             for waiter in self.ranks
             if waiter != rank and self._is_blocked(waiter) and self._depends_on(waiter, rank)
         )
 
-    def get_activity(self, rank: int, silent: float, last: str) -> RankActivity:
-        """Give the last sign of life of a rank that has not finished."""
-        waits = self.ranks[rank].describe() if self._is_blocked(rank) else ""
-        return RankActivity(silent, waits, self.find_waiters(rank), last)
+    def get_activity(self, rank: int, idle_seconds: float, last_location: str) -> RankActivity:
+        """Return the last activity of a rank that has not finished."""
+        waiting_in = self.ranks[rank].describe() if self._is_blocked(rank) else ""
+        return RankActivity(idle_seconds, waiting_in, self.find_waiters(rank), last_location)
 
     def _list_waiting_ranks(self) -> list[int]:
-        # A rank whose checkpoint is in flight goes on, but what it waits for at its end is known.
+        # A rank with a checkpoint in flight is not blocked yet, but will wait for it at its end.
         offering = {rank for reports in self._rounds.values() for rank in reports}
         return [rank for rank in self.ranks if self._is_blocked(rank) or rank in offering]
 
@@ -261,33 +286,33 @@ class AttemptProgress:
         a, b = self.ranks[waiter], self.ranks[other]
         if waiter == other:
             return None
-        # The surest proof: who has returned will not come any more.
+        # Check this first, because it is the clearest case: a finished rank never calls again.
         if self._depends_on(waiter, other) and b.is_finished:
             return f"rank {other} {b.describe()}; rank {waiter} {self._describe_wait(waiter)}"
         if a.awaited_collective is not None and b.awaited_collective is not None:
-            mine, theirs = a.awaited_collective, b.awaited_collective
-            if (mine.sequence, mine.kind) != (theirs.sequence, theirs.kind):
+            call_a, call_b = a.awaited_collective, b.awaited_collective
+            if (call_a.sequence, call_a.kind) != (call_b.sequence, call_b.kind):
                 return f"rank {waiter} {a.describe()}; rank {other} {b.describe()}"
-        both_stand = self._is_blocked(waiter) and self._is_blocked(other)
-        if both_stand and self._depends_on(waiter, other) and self._depends_on(other, waiter):
+        are_blocked = self._is_blocked(waiter) and self._is_blocked(other)
+        if are_blocked and self._depends_on(waiter, other) and self._depends_on(other, waiter):
             return f"rank {waiter} {a.describe()}; rank {other} {b.describe()}"
         return None
 
     def _is_blocked(self, rank: int) -> bool:
-        each = self.ranks[rank]
-        waits = (each.awaited_report, each.awaited_collective, each.awaited_checkpoints)
+        progress = self.ranks[rank]
+        waits = (progress.awaited_report, progress.awaited_collective, progress.awaited_checkpoints)
         return any(wait is not None for wait in waits)
 
     def _depends_on(self, waiter: int, other: int) -> bool:
-        """Whether what `waiter` waits for needs something that `other` has not done yet."""
+        """Return whether `waiter` is blocked until `other` makes a call."""
         call = self.ranks[waiter].awaited_collective
         if call is not None:
             return self.ranks[other].collectives <= call.sequence
-        there, reports = self.ranks[other], self.ranks[waiter].reports
+        other_progress, reports = self.ranks[other], self.ranks[waiter].reports
         if (
             self.ranks[waiter].awaited_checkpoints
-            and not there.is_finished
-            and there.reports < reports
+            and not other_progress.is_finished
+            and other_progress.reports < reports
         ):
             return True
         oldest = self._find_oldest_offer(waiter)
@@ -304,7 +329,7 @@ class AttemptProgress:
         if self._is_blocked(rank):
             return self.ranks[rank].describe()
         offer = self._find_oldest_offer(rank)
-        assert offer is not None  # only called for a rank that needs something
+        assert offer is not None  # only called for a rank that depends on another one
         return f"has a checkpoint pending in report #{offer.index} from {offer.where}"
 
 
@@ -315,20 +340,22 @@ def _name_of(call: CollectiveCalled) -> str:
 
 
 def _iter_paths(offer: Offer) -> Iterator[tuple[str, str]]:
-    """Give every file of an offer and every folder that they lie in."""
+    """Iterate over the files of an offer and the directories that contain them."""
     for file in offer.files:
         yield file.path, "file"
-        for folder in PurePosixPath(file.path).parents[:-1]:
-            yield str(folder), "folder"
+        for directory in PurePosixPath(file.path).parents[:-1]:
+            yield str(directory), "directory"
 
 
 def _assign_files(reports: Mapping[int, Reported]) -> dict[int, tuple[FileEntry, ...]]:
-    """Give each file to the lowest rank that offers it."""
-    taken: set[str] = set()
-    shares: dict[int, tuple[FileEntry, ...]] = {}
+    """Assign each file to the lowest rank that offers it."""
+    assigned_paths: set[str] = set()
+    assigned_files: dict[int, tuple[FileEntry, ...]] = {}
     for rank in sorted(reports):
         offer = reports[rank].offer
         if offer is not None:
-            shares[rank] = tuple(file for file in offer.files if file.path not in taken)
-            taken.update(file.path for file in offer.files)
-    return shares
+            assigned_files[rank] = tuple(
+                file for file in offer.files if file.path not in assigned_paths
+            )
+            assigned_paths.update(file.path for file in offer.files)
+    return assigned_files

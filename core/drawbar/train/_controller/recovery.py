@@ -1,4 +1,4 @@
-"""After a failed attempt: everything brought to a stop, what happened found out, what follows."""
+"""Stop a failed attempt, determine the root cause, and decide on a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,15 @@ ROOT_CAUSE_WAIT_S = 5.0
 
 
 class Recovery:
-    """Ends failed attempts of a run, and decides whether another one follows."""
+    """Handle the failed attempts of a run.
+
+    Args:
+        run: Open run.
+        group: Workers.
+        backend: Hooks of the backend.
+        commits: Commits of the run, which are finished after a failure.
+        emit: Callback that publishes events.
+    """
 
     def __init__(
         self,
@@ -49,16 +57,22 @@ class Recovery:
     async def handle_failure(
         self, number: int, attempt: Attempt | None, failure: AttemptFailure
     ) -> Restart | GiveUp:
-        """End attempt `number`, and decide. `attempt` is None if it has not come to run."""
-        # Before anybody is stopped: who is killed in its clean-up tells nothing any more.
+        """Stop the workers, describe the failures, and decide whether the run restarts.
+
+        Args:
+            number: Number of the attempt.
+            attempt: Failed attempt; None if its workers did not start.
+            failure: Failure that ended it.
+        """
+        # Wait before stopping workers: a rank that is killed during clean-up sends no failure.
         await failure.wait_for_root_cause(ROOT_CAUSE_WAIT_S)
         if isinstance(self._decide(failure.cause), GiveUp):
             await failure.wait_for_rank_zero_exit()
-        # First of all: as long as peers of a dead rank run, they wait for it, and every second of
-        # that is a second of no training.
+        # Stop the workers before anything else, because every second until then is lost: the peers
+        # of a dead rank only wait for it.
         await self._stop_workers(failure, should_relocate=_should_relocate(attempt))
         if attempt is not None:
-            # Only now: until every process had stopped, ranks told what had become of them.
+            # Ranks send failures until their process has stopped, so close the attempt only now.
             attempt.close()
             await self._describe_deaths(attempt, failure)
         elif failure.exception is not None and (
@@ -67,12 +81,11 @@ class Recovery:
             )
         ):
             failure.failures.append(death)
-        # Only now all are known. By time, since what peers raise after a death comes through the
-        # same streams, in any order.
+        # All failures are known now. Sort them by time: they arrive in any order.
         failure.failures = sort_root_cause_first(failure.failures)
-        # What all ranks had persisted becomes a checkpoint yet, which a restart goes on from.
+        # Commit the checkpoints that all ranks have persisted. A restart resumes from them.
         await self._commits.finish_attempt()
-        # Otherwise nothing was set up that could be shut down.
+        # After these causes the backend was not set up.
         if failure.cause not in ("startup", "configuration"):
             await self._backend.run_shutdown_hook()
         if _should_relocate(attempt):
@@ -86,60 +99,67 @@ class Recovery:
             self._used = decision.used
         return decision
 
-    def _decide(self, end: AttemptEndCause) -> Restart | GiveUp:
-        return decide_after_failure(end, self._used, self._run.spec.run_config.failure_config)
+    def _decide(self, cause: AttemptEndCause) -> Restart | GiveUp:
+        return decide_after_failure(cause, self._used, self._run.spec.run_config.failure_config)
 
-    async def _stop_workers(self, failed: AttemptFailure, *, should_relocate: bool) -> None:
-        """Bring every process to a stop; the attempt gathers what other ranks have to say."""
-        ends: Sequence[AttemptEndCause] = [failed.cause]
-        if should_relocate or any(gone.preempted for gone in failed.deaths.values()):
-            ends = [failed.cause, "preemption"]  # what ranks raise may come of the loss of a node
-        # Decided for all that it may turn out to be: deaths are looked into later, and a process
-        # that a restart needs could not be had back.
-        restart = any(isinstance(self._decide(end), Restart) for end in ends)
-        keep = (
+    async def _stop_workers(self, failure: AttemptFailure, *, should_relocate: bool) -> None:
+        """Stop every process. Meanwhile the attempt collects the failures of other ranks."""
+        possible_causes: Sequence[AttemptEndCause] = [failure.cause]
+        if should_relocate or any(death.preempted for death in failure.deaths.values()):
+            # The exceptions of ranks may be consequences of a lost node.
+            possible_causes = [failure.cause, "preemption"]
+        # Keep the processes if any possible cause leads to a restart. The deaths are described
+        # later, and a stopped process cannot be reused.
+        is_restart_possible = any(
+            isinstance(self._decide(cause), Restart) for cause in possible_causes
+        )
+        should_keep = (
             self._run.spec.run_config.failure_config.reuse_workers
             and self._backend.can_reuse_processes
         )
         await self._group.end_attempt(
-            # A second is worth it where the process is kept; without a restart nobody waits for
-            # long for who will be killed anyway.
-            grace=RESTART_GRACE_SECONDS if restart and keep else FAIL_GRACE_SECONDS,
-            should_keep=keep,
-            # After a failed start, the next one creates the processes: it waits first.
-            should_replace=restart and failed.cause != "startup",
+            # A longer wait is worthwhile only if the process is reused. Otherwise it is killed
+            # anyway.
+            grace=(
+                RESTART_GRACE_SECONDS if is_restart_possible and should_keep else FAIL_GRACE_SECONDS
+            ),
+            should_keep=should_keep,
+            # After a failed start, the next attempt creates the processes, after a delay.
+            should_replace=is_restart_possible and failure.cause != "startup",
         )
 
-    async def _describe_deaths(self, attempt: Attempt, failed: AttemptFailure) -> None:
-        if failed.cause == "worker" and any(gone.preempted for gone in failed.deaths.values()):
-            failed.cause = "preemption"
-        for rank, gone in failed.deaths.items():
+    async def _describe_deaths(self, attempt: Attempt, failure: AttemptFailure) -> None:
+        if failure.cause == "worker" and any(death.preempted for death in failure.deaths.values()):
+            failure.cause = "preemption"
+        for rank, death in failure.deaths.items():
             worker, reports = attempt.workers[rank], attempt.count_reports(rank)
-            failed.failures.append(
-                await describe_death(rank, gone, worker, self._run.directory, reports)
+            failure.failures.append(
+                await describe_death(rank, death, worker, self._run.directory, reports)
             )
 
     def _emit_failure(
-        self, number: int, failed: AttemptFailure, decision: Restart | GiveUp
+        self, number: int, failure: AttemptFailure, decision: Restart | GiveUp
     ) -> None:
-        headlines = [failure.headline() for failure in failed.failures]
-        if failed.exception is not None and not any(f.kind == "startup" for f in failed.failures):
-            headlines.append(f"{type(failed.exception).__name__}: {failed.exception}")
+        headlines = [worker_failure.headline() for worker_failure in failure.failures]
+        if failure.exception is not None and not any(
+            worker_failure.kind == "startup" for worker_failure in failure.failures
+        ):
+            headlines.append(f"{type(failure.exception).__name__}: {failure.exception}")
         self._emit(
             AttemptEnded(
-                time=time.time(), attempt=number, cause=failed.cause, failure_headlines=headlines
+                time=time.time(), attempt=number, cause=failure.cause, failure_headlines=headlines
             )
         )
-        is_last = isinstance(decision, GiveUp)
+        is_final = isinstance(decision, GiveUp)
         budget = "" if isinstance(decision, GiveUp) else decision.budget
-        self._emit(WorkersFailed(failed.cause, failed.failures, is_final=is_last, budget=budget))
+        self._emit(WorkersFailed(failure.cause, failure.failures, is_final=is_final, budget=budget))
 
-    def make_error(self, failed: AttemptFailure, decision: GiveUp) -> TrainingFailedError:
-        """Give the error of a run that gives up."""
+    def make_error(self, failure: AttemptFailure, decision: GiveUp) -> TrainingFailedError:
+        """Return the error of a run that does not restart."""
         return make_training_failed_error(
-            failed.cause,
-            failed.failures,
-            failed.exception,
+            failure.cause,
+            failure.failures,
+            failure.exception,
             reason=decision.reason,
             path=self._run.directory.uri,
             recoverable=self._commits.describe_remaining_files(),
@@ -147,5 +167,5 @@ class Recovery:
 
 
 def _should_relocate(attempt: Attempt | None) -> bool:
-    """Whether nodes of the attempt are about to go, which the next one is to leave."""
+    """Return whether the next attempt must leave nodes that are being drained."""
     return attempt is not None and attempt.requests.preemption is not None

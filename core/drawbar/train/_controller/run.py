@@ -1,4 +1,4 @@
-"""A run as it is wanted, held, planned and ended: what the controller gets and gives back."""
+"""Specification, open state, and outcome of a run."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from drawbar.train._worker_group.validators import ValidationTask
 
 
 class AssignmentPlanner(Protocol):
-    """What the trainer contributes to each attempt."""
+    """Plan the workers of each attempt."""
 
     @property
     def metadata(self) -> dict[str, object]:
-        """What every worker and every checkpoint has of the trainer's metadata."""
+        """Metadata of the trainer for workers and checkpoints."""
         ...
 
     def make_assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
     ) -> list[Assignment]:
-        """Say what each slot is to do; datasets are sharded anew."""
+        """Shard the datasets and return the assignment of each worker, in the order of workers."""
         ...
 
     @property
@@ -44,12 +44,12 @@ class AssignmentPlanner(Protocol):
         """Console lines about the datasets of the most recent assignments."""
         ...
 
-    def describe_wait(self, up: int, placed: bool) -> str:
-        """Say in one line what the workers that have not started are waiting for."""
+    def describe_wait(self, num_ready: int, is_placed: bool) -> str:
+        """Describe in one line the resources that workers are waiting for before they start."""
         ...
 
     def get_draining_nodes(self) -> dict[str, int]:
-        """Give the nodes that are about to go: id to deadline (ms since the epoch, 0 unknown)."""
+        """Return the draining nodes: id to deadline in ms since the epoch, 0 if unknown."""
         ...
 
 
@@ -58,14 +58,18 @@ class RunSpec:
     """Everything that a trainer passes to the process that hosts the run.
 
     Attributes:
-        payload: Serialized `Payload`: the training function and its config. Only workers
-            deserialize it.
+        train_loop: Serialized training function and its config. Only workers deserialize it.
         function: Identity of the training function.
-        worker: Settings of each worker.
-        trainer: Content of `trainer.pkl`, which `restore()` needs.
-        settings: Settings that a resumed run compares with its last start, by key.
-        run_config: Always has a name.
-        validation: None if the trainer has no `validation_config`.
+        worker_spec: Settings of each worker.
+        trainer_state: Content of `trainer.pkl`, which `restore()` needs.
+        config_record: Settings that a resumed run compares with its last start, by key.
+        scaling_config: Number and resources of the workers.
+        run_config: Settings of the run. Always has a name.
+        backend_config: Backend that sets up the workers.
+        dataset_config: How datasets are sharded.
+        datasets: Datasets by name.
+        resume_from_checkpoint: Checkpoint from which a new run starts.
+        validation_task: None if the trainer has no `validation_config`.
     """
 
     train_loop: Serialized
@@ -84,11 +88,11 @@ class RunSpec:
     @property
     def name(self) -> str:
         """Name of the run."""
-        assert self.run_config.name is not None  # the trainer has given it one
+        assert self.run_config.name is not None  # the trainer has set it
         return self.run_config.name
 
     def release(self) -> None:
-        """Hold no longer what the user's functions refer to: the run is over."""
+        """Release the objects that the user's functions refer to. Call this after the run."""
         self.train_loop.release()
         if self.validation_task is not None:
             self.validation_task.function.release()
@@ -96,17 +100,17 @@ class RunSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRun:
-    """A run that this process holds, ready for its next attempt.
+    """Run that this process has locked, ready for its next attempt.
 
     Attributes:
-        spec: What the trainer wants.
-        run_id: The same over restarts and resumes.
-        directory: Where it lies.
-        journal: Open, so that no other process writes to it.
-        snapshot: How it stands.
+        spec: Specification of the run.
+        run_id: ID of the run, which restarts and resumes keep.
+        directory: Run directory.
+        journal: Open journal. Its lock keeps other processes from writing to the run.
+        state: Current state of the run.
         next_attempt: Number of the next attempt.
-        spent: What earlier attempts have taken of the run's budget of failures.
-        warning: For the user; may be empty.
+        used_budget: Failure budgets that earlier attempts have used.
+        warning: Warning for the user; may be empty.
     """
 
     spec: RunSpec
@@ -120,7 +124,7 @@ class OpenRun:
 
     @property
     def context(self) -> RunContext:
-        """The run as callbacks see it."""
+        """Description of the run for callbacks."""
         return RunContext(
             name=self.spec.name,
             run_id=self.run_id,
@@ -132,7 +136,12 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class ControllerOutcome:
-    """How the run ended: each rank's return value, or the error; neither if the user stopped it."""
+    """Return values or error of a run; neither if the user stopped it.
+
+    Attributes:
+        finished: Last message of each rank, with its return value.
+        error: Error that `fit()` raises.
+    """
 
     finished: dict[int, Finished] = field(default_factory=dict)
     error: TrainingFailedError | None = None
@@ -143,42 +152,56 @@ SerializedT = TypeVar("SerializedT", Serialized, bytes)
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """A run that is over. It has a result unless it failed."""
+    """Outcome of a run that has ended.
+
+    Attributes:
+        outcome: Return values or error.
+        snapshot: Final state of the run.
+        result: None if the run failed.
+    """
 
     outcome: ControllerOutcome
     snapshot: RunState
     result: Result | None
 
     def get_result(self) -> Result:
-        """Give the result with the return values, or raise why the run failed."""
+        """Return the result with the return values.
+
+        Raises:
+            TrainingFailedError: The run failed.
+        """
         if self.outcome.error is not None:
             raise self.outcome.error
         assert self.result is not None  # it has not failed
         values = self.outcome.finished
-        # Here and not before: the classes need not exist in the process that hosts the run.
+        # Deserialize only here: the process of the controller may not be able to import the
+        # classes.
         self.result.return_values = [
             _load_return_value(rank, values[rank]) for rank in sorted(values)
         ]
         return self.result
 
     def serialize(self, serializer: Callable[[object], SerializedT]) -> SerializedT:
-        """Pack it for a process or a file; of what users made, only what their workers packed."""
+        """Serialize the outcome for another process or a file.
+
+        Return values stay as the workers serialized them.
+        """
         try:
-            packed = serializer(self)
-        except Exception:  # an error whose cause does not pickle
+            serialized = serializer(self)
+        except Exception:  # an error whose cause cannot be pickled
             error = self.outcome.error
-            plain = TrainingFailedError(str(error), path=getattr(error, "path", ""))
-            packed = serializer(replace(self, outcome=ControllerOutcome(error=plain)))
-        return packed
+            plain_error = TrainingFailedError(str(error), path=getattr(error, "path", ""))
+            serialized = serializer(replace(self, outcome=ControllerOutcome(error=plain_error)))
+        return serialized
 
 
 def _load_return_value(rank: int, finished: Finished) -> object:
-    """Give a rank's return value; one that cannot be had is told, and does not fail the run."""
+    """Return a rank's return value, or None with a warning if it cannot be deserialized."""
     if finished.value is None:
-        return None  # the console has said why
+        return None  # the function returned None, or the console has shown why there is no value
     try:
         return finished.value.deserialize()
     except Exception as error:
-        why = f"it does not unpickle here: {error!r}"
-        warnings.warn(f"the return value of rank {rank} is lost: {why}", stacklevel=5)
+        message = f"the return value of rank {rank} is lost, because it cannot be deserialized here"
+        warnings.warn(f"{message}: {error!r}", stacklevel=5)
         return None

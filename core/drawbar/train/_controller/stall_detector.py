@@ -1,10 +1,11 @@
-"""What is looked at now and then, since no event tells of it: nodes that go, quiet ranks.
+"""Detect stalled ranks, and watch for nodes that Ray is about to remove.
 
-Quiet ranks give no sign of life while others wait for them. A sign of life is any message of a
-rank. Of who waits inside Drawbar (a collective, a checkpoint) it is known for whom. Of who waits
-inside a library, say in an all-reduce, nothing is; so when all ranks are silent they are looked at
-twice, and only what has not moved counts: one that does not answer, or the odd one out. A long
-epoch in which all ranks compute is therefore not said.
+Both are polled, because no event reports them. A rank is stalled if it sends no message while other
+ranks wait for it. If a rank waits in Drawbar (a collective, a checkpoint), the ranks that it waits
+for are known. If it waits in a library, for example in an all-reduce, they are not. So when all
+ranks are idle, their stacks are collected twice. Of the ranks whose stacks have not changed, only
+those that do not respond or differ from the others are stalled. A long epoch in which all ranks
+compute therefore does not trigger a warning.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ Stacks = Mapping[int, Stack | None]
 
 DRAIN_CHECK_SECONDS = 2.0
 GCS_NOTICE_S = 10.0
-"""How long Ray's control service may take to answer before that is said."""
+"""Time that Ray's control service may take to reply before a notice is emitted."""
 
 _GCS_UNRESPONSIVE = (
-    "Ray's control service (GCS) does not answer any more. The training goes on for now; if the "
-    "service is gone, Ray ends this process a minute later, and after that "
-    'RunConfig(resume="auto") goes on from the newest checkpoint'
+    "Ray's control service (GCS) does not respond. Training continues for now. If the service is "
+    "dead, Ray ends this process after a minute; then run the script again with "
+    'RunConfig(resume="auto") to resume from the latest checkpoint.'
 )
 
-_CHECKS_PER_THRESHOLD = 6  # how often, in the time after which a silent rank is said
-_NO_REPLY = "it does not answer: it is frozen, or in one long call that holds the interpreter"
+_CHECKS_PER_THRESHOLD = 6  # checks in the time after which an idle rank is reported
+_NO_REPLY = "it does not respond: it is frozen, or in one long call that holds the interpreter lock"
 
 
 class NodeWatcher:
-    """Looks now and then whether nodes of the attempt are about to go, and tells it.
+    """Poll Ray for draining nodes and announce the ones that the current attempt uses.
 
     Args:
-        draining: Gives such nodes, by id, as `Plan.draining` does.
-        current: Gives the attempt, None while there is none.
-        emit: Tells events.
+        get_draining_nodes: Returns the draining nodes, as `AssignmentPlanner.get_draining_nodes`.
+        get_attempt: Returns the current attempt; None while there is none.
+        emit: Callback that publishes events.
     """
 
     def __init__(
@@ -55,43 +56,48 @@ class NodeWatcher:
         get_attempt: Callable[[], Attempt | None],
         emit: Emit,
     ) -> None:
-        self._draining = get_draining_nodes
-        self._current = get_attempt
+        self._get_draining_nodes = get_draining_nodes
+        self._get_attempt = get_attempt
         self._emit = emit
 
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
-            get_draining_nodes = await self._query_draining_nodes()
-            attempt = self._current()
-            info = attempt.on_draining_nodes(get_draining_nodes) if attempt is not None else None
+            draining_nodes = await self._query_draining_nodes()
+            attempt = self._get_attempt()
+            info = attempt.on_draining_nodes(draining_nodes) if attempt is not None else None
             if info is not None:
                 self._emit(PreemptionAnnounced(info))
 
     async def _query_draining_nodes(self) -> dict[str, int]:
-        """Ask Ray's control service, which does not answer while a head node is restarted."""
-        asked = asyncio.ensure_future(run_in_daemon_thread(self._draining))
+        """Query Ray's control service, which does not respond while a head node is restarting."""
+        query = asyncio.ensure_future(run_in_daemon_thread(self._get_draining_nodes))
         try:
-            if not (await asyncio.wait([asked], timeout=GCS_NOTICE_S))[0]:
+            if not (await asyncio.wait([query], timeout=GCS_NOTICE_S))[0]:
                 self._emit(Notice(_GCS_UNRESPONSIVE))
-                await asyncio.wait([asked])
-                self._emit(Notice("Ray's control service answers again"))
-            return await asked
+                await asyncio.wait([query])
+                self._emit(Notice("Ray's control service (GCS) responds again."))
+            return await query
         finally:
-            asked.cancel()
+            query.cancel()
 
 
 @dataclass(frozen=True)
 class StalledRank:
-    """What is said of a quiet rank; said again when it begins to answer, or ceases to."""
+    """Stalled rank. It is reported again if `is_responding` changes.
+
+    Attributes:
+        is_responding: Whether the rank's stack could be read.
+        text: Description for the user.
+    """
 
     is_responding: bool
     text: str = field(compare=False)
 
 
 def should_inspect(activity: Mapping[int, RankActivity], threshold: float) -> bool:
-    """Whether to look where the ranks stand."""
+    """Return whether the stacks of the ranks must be inspected."""
     return bool(_find_blocking_ranks(activity, threshold)) or _is_every_rank_idle(
         activity, threshold
     )
@@ -100,35 +106,47 @@ def should_inspect(activity: Mapping[int, RankActivity], threshold: float) -> bo
 def find_stalled_ranks(
     activity: Mapping[int, RankActivity], threshold: float, before: Stacks, now: Stacks
 ) -> dict[int, StalledRank]:
-    """Give the ranks that others wait for, as two looks and the last signs of life tell."""
-    found = _find_blocking_ranks(activity, threshold)
-    if not found and _is_every_rank_idle(activity, threshold):
-        still = {
+    """Return the ranks that other ranks wait for.
+
+    Args:
+        activity: Last activity of each rank.
+        threshold: Seconds without activity after which a rank counts as idle.
+        before: Stacks of all ranks.
+        now: Stacks of all ranks, collected some seconds later.
+    """
+    stalled = _find_blocking_ranks(activity, threshold)
+    if not stalled and _is_every_rank_idle(activity, threshold):
+        unchanged = {
             rank: now[rank] for rank in activity if _is_unchanged(before.get(rank), now.get(rank))
         }
-        mute = [rank for rank, stack in still.items() if _get_frames(stack) is None]
-        moving = len(still) < len(activity)
-        # Who gives no answer is surely stuck. Of those that do and stand still, none is blamed
-        # while others move: it may just be slower.
-        found = mute if mute or moving else find_outlier_ranks(still)
+        unresponsive = [rank for rank, stack in unchanged.items() if _get_frames(stack) is None]
+        is_any_moving = len(unchanged) < len(activity)
+        # Unresponsive ranks are certainly stuck. An unchanged rank that responds is not reported
+        # while other ranks move, since it may just be slower.
+        stalled = unresponsive if unresponsive or is_any_moving else find_outlier_ranks(unchanged)
     return {
-        rank: _describe_stall(rank, activity, now.get(rank)) for rank in found if len(activity) > 1
+        rank: _describe_stall(rank, activity, now.get(rank))
+        for rank in stalled
+        if len(activity) > 1
     }
 
 
 def _find_blocking_ranks(activity: Mapping[int, RankActivity], threshold: float) -> list[int]:
-    """Give the silent ranks for which silent ones wait inside Drawbar."""
+    """Return the idle ranks that other idle ranks wait for in Drawbar calls."""
     return [
         rank
-        for rank, sign in activity.items()
-        if not sign.waiting_in
-        and sign.idle_seconds >= threshold
-        and any(activity[waiter].idle_seconds >= threshold for waiter in sign.waiters)
+        for rank, rank_activity in activity.items()
+        if not rank_activity.waiting_in
+        and rank_activity.idle_seconds >= threshold
+        and any(activity[waiter].idle_seconds >= threshold for waiter in rank_activity.waiters)
     ]
 
 
 def _is_every_rank_idle(activity: Mapping[int, RankActivity], threshold: float) -> bool:
-    return all(sign.idle_seconds >= threshold and not sign.waiting_in for sign in activity.values())
+    return all(
+        rank_activity.idle_seconds >= threshold and not rank_activity.waiting_in
+        for rank_activity in activity.values()
+    )
 
 
 def _is_unchanged(before: Stack | None, now: Stack | None) -> bool:
@@ -136,39 +154,43 @@ def _is_unchanged(before: Stack | None, now: Stack | None) -> bool:
 
 
 def _get_frames(stack: Stack | None) -> tuple[Frame, ...] | None:
-    """Give the lines where a rank stands; None if it does not answer."""
+    """Return the frames of a rank; None if it does not respond."""
     return None if stack is None or stack.stopped_reason else stack.frames
 
 
 def _describe_stall(
     rank: int, activity: Mapping[int, RankActivity], stack: Stack | None
 ) -> StalledRank:
-    sign = activity[rank]
-    others = [
-        f"rank {each} {activity[each].waiting_in}"
-        for each in sign.waiters
-        if activity[each].waiting_in
+    rank_activity = activity[rank]
+    waits = [
+        f"rank {waiter} {activity[waiter].waiting_in}"
+        for waiter in rank_activity.waiters
+        if activity[waiter].waiting_in
     ]
-    while_others = f" while {others[0]}" if others else ""
-    known = f"; it was last heard of at {sign.last_location}" if sign.last_location else ""
+    while_waiting = f" while {waits[0]}" if waits else ""
+    last_location = rank_activity.last_location
+    last_call = f"; its last report or collective was at {last_location}" if last_location else ""
     if stack is None:
-        place = _NO_REPLY + known
+        state = _NO_REPLY + last_call
     else:
-        place = (
-            f"it is {stack.stopped_reason}{known}"
+        state = (
+            f"it is {stack.stopped_reason}{last_call}"
             if stack.stopped_reason
-            else f"it stands at {stack.location}"
+            else f"it is at {stack.location}"
         )
-    text = f"rank {rank} gives no sign of life for {sign.idle_seconds:.0f} s{while_others}: {place}"
+    seconds = f"{rank_activity.idle_seconds:.0f} s"
+    text = f"rank {rank} has shown no activity for {seconds}{while_waiting}: {state}"
     return StalledRank(_get_frames(stack) is not None, text)
 
 
 class StallDetector:
-    """Looks now and then whether ranks are quiet, and says so.
+    """Poll the activity of the ranks and report stalled ones.
 
     Args:
-        patience: How long a rank may be silent; None does not watch.
-        current: Gives the attempt, None while there is none.
+        threshold: Time without activity after which a rank is inspected; None disables the checks.
+        get_attempt: Returns the current attempt; None while there is none.
+        group: Workers, whose stacks are collected.
+        emit: Callback that publishes events.
     """
 
     def __init__(
@@ -178,55 +200,55 @@ class StallDetector:
         group: WorkerGroup,
         emit: Emit,
     ) -> None:
-        self._patience = threshold.total_seconds() if threshold is not None else None
-        self._current = get_attempt
+        self._threshold = threshold.total_seconds() if threshold is not None else None
+        self._get_attempt = get_attempt
         self._group = group
         self._emit = emit
-        self._describe_stall: dict[int, StalledRank] = {}
-        self._next_inspection = (
-            0.0  # the silence of all that is looked into: long ones ever less often
-        )
+        self._stalled_ranks: dict[int, StalledRank] = {}
+        # Idle time of all ranks at which their stacks are collected next. It doubles each time.
+        self._next_inspection = 0.0
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        while self._patience is not None:
-            await asyncio.sleep(self._patience / _CHECKS_PER_THRESHOLD)
-            attempt = self._current()
+        while self._threshold is not None:
+            await asyncio.sleep(self._threshold / _CHECKS_PER_THRESHOLD)
+            attempt = self._get_attempt()
             activity = attempt.get_activity() if attempt is not None else {}
-            shortest = min((sign.idle_seconds for sign in activity.values()), default=0.0)
-            if attempt is None or not should_inspect(activity, self._patience):
+            idle_times = [rank_activity.idle_seconds for rank_activity in activity.values()]
+            shortest = min(idle_times, default=0.0)
+            if attempt is None or not should_inspect(activity, self._threshold):
                 self._update(attempt, {})
                 self._next_inspection = 0.0
-            elif shortest < self._patience or shortest >= self._next_inspection:
-                # Looking costs each rank a moment, and nothing new is to be expected of a long
-                # silence.
+            elif shortest < self._threshold or shortest >= self._next_inspection:
+                # Collecting stacks interrupts each rank briefly, and rarely shows anything new
+                # while no rank is active.
                 self._next_inspection = 2 * shortest
-                await self._inspect(attempt, self._patience)
+                await self._inspect(attempt, self._threshold)
 
     async def _inspect(self, attempt: Attempt, threshold: float) -> None:
         before = await self._group.collect_stacks()
         await asyncio.sleep(threshold / _CHECKS_PER_THRESHOLD)
         now = await self._group.collect_stacks()
-        # Looking takes seconds, in which the attempt may have ended.
-        if attempt is self._current():
+        # The attempt may have ended meanwhile, since an inspection takes seconds.
+        if attempt is self._get_attempt():
             self._update(
                 attempt, find_stalled_ranks(attempt.get_activity(), threshold, before, now)
             )
 
-    def _update(self, attempt: Attempt | None, quiet: dict[int, StalledRank]) -> None:
-        if quiet == self._describe_stall:
+    def _update(self, attempt: Attempt | None, stalled_ranks: dict[int, StalledRank]) -> None:
+        if stalled_ranks == self._stalled_ranks:
             return
-        self._describe_stall = quiet
+        self._stalled_ranks = stalled_ranks
         if attempt is None or attempt.is_finished:
             return
-        told = {rank: each.text for rank, each in quiet.items()}
-        self._emit(RanksStalled(time=time.time(), attempt=attempt.number, descriptions=told))
-        for rank, text in told.items():
+        texts = {rank: stalled.text for rank, stalled in stalled_ranks.items()}
+        self._emit(RanksStalled(time=time.time(), attempt=attempt.number, descriptions=texts))
+        for rank, text in texts.items():
             worker = attempt.workers[rank]
-            further = (
-                "To look further: RunHandle.diagnose(), kill -USR1 of the driver, or "
-                f"py-spy dump --pid {worker.pid} on {worker.hostname}"
+            remedy = (
+                "For stacks of all ranks, call RunHandle.diagnose() or run kill -USR1 on the "
+                f"driver; for this rank, run py-spy dump --pid {worker.pid} on {worker.hostname}."
             )
-            self._emit(Notice(f"{text}. {further}"))
-        if not told:
-            self._emit(Notice("all ranks give signs of life again"))
+            self._emit(Notice(f"{text}. {remedy}"))
+        if not texts:
+            self._emit(Notice("All ranks are active again."))

@@ -1,4 +1,4 @@
-"""Pieces of files, under way between here and the nodes that do not share the run's directory."""
+"""Transfer file chunks to and from nodes with node-local storage."""
 
 from __future__ import annotations
 
@@ -16,65 +16,66 @@ from drawbar.train._threads import run_in_daemon_thread
 
 
 class FileTransfers:
-    """Writes what ranks of such nodes send, and reads what they ask for. Made on the event loop.
+    """Write chunks that ranks send and read chunks that they request.
 
-    A rank sends the next piece when it has heard of the last one, so they are written in order.
+    Must be used on the event loop. A rank sends the next chunk after the reply to the last one, so
+    its chunks are written in order.
 
     Args:
-        directory: Where the run lies.
-        failed: Called on the event loop when the disk refuses a piece.
+        directory: Run directory.
+        on_failed: Called on the event loop when a chunk cannot be read or written.
     """
 
-    def __init__(self, directory: RunDirectory, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, directory: RunDirectory, on_failed: Callable[[Exception], None]) -> None:
         self._directory = directory
-        self._failed = failed
+        self._on_failed = on_failed
         self._staging_directories: dict[tuple[str, int], Path] = {}  # by checkpoint and rank
         self._running: set[asyncio.Task[None]] = set()
 
-    def write_chunk(self, rank: int, sent: FileSent, answer: Callable[[Order], None]) -> None:
-        """Write a piece of a rank's share of a checkpoint, then say so."""
+    def write_chunk(self, rank: int, chunk: FileSent, reply: Callable[[Order], None]) -> None:
+        """Write a chunk of a rank's assigned files and acknowledge it."""
 
         def write() -> FileTaken:
-            if (sent.name, rank) not in self._staging_directories:
-                self._staging_directories[sent.name, rank] = self._directory.staging.make_directory(
-                    f"rank_{rank}"
+            if (chunk.name, rank) not in self._staging_directories:
+                self._staging_directories[chunk.name, rank] = (
+                    self._directory.staging.make_directory(f"rank_{rank}")
                 )
             write_chunk(
-                self._staging_directories[sent.name, rank] / sent.path, sent.offset, sent.data
+                self._staging_directories[chunk.name, rank] / chunk.path, chunk.offset, chunk.data
             )
-            return FileTaken(number=sent.number)
+            return FileTaken(number=chunk.number)
 
-        self._run_in_thread(write, answer)
+        self._run_in_thread(write, reply)
 
-    def read_chunk(self, asked: FileAsked, answer: Callable[[Order], None]) -> None:
-        """Give a piece of a committed checkpoint."""
+    def read_chunk(self, request: FileAsked, reply: Callable[[Order], None]) -> None:
+        """Read a chunk of a committed checkpoint and send it."""
 
         def read() -> FileReply:
-            piece = read_chunk(self._directory, asked.name, asked.path, asked.offset)
-            return msgspec.structs.replace(piece, number=asked.number)
+            chunk = read_chunk(self._directory, request.name, request.path, request.offset)
+            return msgspec.structs.replace(chunk, number=request.number)
 
-        self._run_in_thread(read, answer)
+        self._run_in_thread(read, reply)
 
-    def _run_in_thread(self, work: Callable[[], Order], answer: Callable[[Order], None]) -> None:
-        """Have a thread do what the disk may hold up, and answer with what it gives."""
+    def _run_in_thread(self, work: Callable[[], Order], reply: Callable[[Order], None]) -> None:
+        """Run blocking I/O in a thread and send its result."""
 
-        async def answered() -> None:
+        async def run_and_reply() -> None:
             try:
-                answer(await run_in_daemon_thread(work))
+                reply(await run_in_daemon_thread(work))
             except OSError as error:
-                self._failed(error)
+                self._on_failed(error)
 
-        task = asyncio.create_task(answered())
-        # asyncio holds a task only weakly.
+        task = asyncio.create_task(run_and_reply())
+        # asyncio keeps only a weak reference to a task.
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
     def pop_staging_directory(self, name: str, rank: int) -> Path | None:
-        """Give the folder of a share that is here in full; None if no piece of it came."""
+        """Remove and return the directory of a rank's transferred files; None if there is none."""
         return self._staging_directories.pop((name, rank), None)
 
     async def finish(self) -> None:
-        """Wait until none is being written; what has come of shares that never end is dropped."""
+        """Wait for the running transfers, and drop incomplete files."""
         if self._running:
             await asyncio.wait(self._running)
         self._staging_directories.clear()

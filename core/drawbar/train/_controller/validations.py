@@ -1,9 +1,10 @@
-"""Running the validations of a run: beside the training, a bounded number at a time.
+"""Schedule the validations of committed checkpoints.
 
-Each is a Ray task; with `num_workers=0`, and in the worlds of `testing`, a thread of this process.
-They belong to the run and not to an attempt: a restart of the workers does not touch them. A run
-that finishes waits for them. One that fails or is stopped ends what still runs; the manifests say
-that it is pending, so the resumed run starts it again.
+A bounded number of validations runs concurrently with training. Each is a Ray task, or a thread of
+this process with `num_workers=0` and in `testing.run_in_threads`. Validations belong to the run and
+not to an attempt, so a restart of the workers does not affect them. A run that finishes waits for
+them. A run that fails or is stopped cancels them; their manifests still mark them as pending, so
+that they are rerun on resume.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _SHOWN = 3
 
 
 class ValidationScheduler:
-    """The validations of a run that have not ended. Make it on the event loop.
+    """Validations of a run that have not finished. Must be created on the event loop.
 
     Args:
-        validator: Runs them; None if the trainer has no `validation_config`.
-        kept: Has the checkpoints, and keeps what comes of their validations.
-        emit: Tells events.
-        ended: Called on the event loop after each one that has ended.
+        validator: Runs validations; None if the trainer has no `validation_config`.
+        registry: Checkpoints, to which the results are added.
+        emit: Callback that publishes events.
+        on_ended: Called on the event loop after each validation.
     """
 
     def __init__(
@@ -40,68 +41,68 @@ class ValidationScheduler:
         validator: Validator | None,
         registry: CheckpointRegistry,
         emit: Emit,
-        ended: Callable[[], None],
+        on_ended: Callable[[], None],
     ) -> None:
         self._validator = validator
-        self._kept = registry
+        self._registry = registry
         self._emit = emit
-        self._on_end = ended
+        self._on_ended = on_ended
         self._semaphore = asyncio.Semaphore(validator.max_concurrent if validator else 1)
         self._running: dict[int, _RunningValidation] = {}
         self._is_waiting = False
         self._warned_metrics: set[str] = set()
 
     def resume_pending(self) -> None:
-        """Begin what an earlier driver of this run has left."""
-        left = [manifest for manifest in self._kept.manifests if _is_pending(manifest)]
-        if left and self._validator is None:
-            names = _join_names([each.name for each in left])
+        """Start the validations that an earlier driver of this run did not finish."""
+        pending = [manifest for manifest in self._registry.manifests if _is_pending(manifest)]
+        if pending and self._validator is None:
+            names = _join_names([manifest.name for manifest in pending])
             self._emit(
                 Notice(
-                    "this trainer has no validation_config; the validation stays pending of "
-                    f"{names}, which is not deleted"
+                    f"The validation of {names} stays pending, because this trainer has no "
+                    "validation_config. Checkpoints with a pending validation are not deleted."
                 )
             )
-        for manifest in left:
+        for manifest in pending:
             self.schedule(manifest)
 
     def schedule(self, manifest: Manifest) -> None:
-        """Validate a checkpoint when its turn comes, if that was asked for."""
+        """Schedule the validation of a checkpoint if it has a pending one."""
         if self._validator is not None and _is_pending(manifest):
             task = asyncio.create_task(self._validate(self._validator, manifest))
             self._running[manifest.index] = _RunningValidation(manifest.name, task)
 
     def has_pending(self, before: int) -> bool:
-        """Whether a checkpoint of a report before this one is still to be validated."""
+        """Return whether a checkpoint of a report before this index is not validated yet."""
         return any(index < before for index in self._running)
 
     def has_running(self) -> bool:
+        """Return whether any validation has not finished."""
         return bool(self._running)
 
     async def wait_for_all(self) -> None:
-        """Wait for all of them, and say for which."""
+        """Wait for all validations, and emit their status."""
         self._is_waiting = True
         while self._running:
             self._emit_status()
-            tasks = [each.task for each in self._running.values()]
+            tasks = [running.task for running in self._running.values()]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
     async def cancel(self) -> None:
-        """End those that still run."""
+        """Cancel the running validations, and wait for those that already have a result."""
         self._is_waiting = False
-        in_flight = list(self._running.values())
-        left = [each for each in in_flight if not each.has_result]
-        # Those whose outcome is there already are let be, and waited for below.
-        for each in left:
-            each.task.cancel()
-        if in_flight:
-            await asyncio.wait([each.task for each in in_flight])
-        if left:
-            names = _join_names([each.name for each in left])
+        all_running = list(self._running.values())
+        unfinished = [running for running in all_running if not running.has_result]
+        for running in unfinished:
+            running.task.cancel()
+        if all_running:
+            await asyncio.wait([running.task for running in all_running])
+        if unfinished:
+            names = _join_names([running.name for running in unfinished])
             self._emit(
                 Notice(
-                    f"the validation of {names} has not ended; it starts again when the run is "
-                    "resumed"
+                    f"The validation of {names} has not finished. It restarts when the run is "
+                    "resumed."
                 )
             )
 
@@ -109,61 +110,67 @@ class ValidationScheduler:
         try:
             async with self._semaphore:
                 validation = await self._run_validation(validator, manifest)
-            # From here on its outcome exists: whoever closes now waits for it to be kept and does
-            # not cancel it.
+            # From here on, `cancel()` waits until the result is saved.
             self._running[manifest.index].has_result = True
             await self._store_result(manifest, validation)
         finally:
             del self._running[manifest.index]
-        self._on_end()
+        self._on_ended()
 
     async def _run_validation(self, validator: Validator, manifest: Manifest) -> Validation:
-        began = time.monotonic()
-        asked = manifest.validation
-        assert asked is not None  # only such checkpoints are validated
-        waits = ", ".join(f"{name}={n:g}" for name, n in validator.resources.items())
-        self._set_status(manifest, f"waits for {waits}" if waits else "starts")
-        checkpoint = self._kept.get_checkpoint(manifest)
-        started = partial(self._set_status, manifest, "runs")
+        start_time = time.monotonic()
+        pending = manifest.validation
+        assert pending is not None  # only checkpoints with a validation are scheduled
+        resources = ", ".join(f"{name}={n:g}" for name, n in validator.resources.items())
+        self._set_status(manifest, f"waiting for {resources}" if resources else "starting")
+        checkpoint = self._registry.get_checkpoint(manifest)
+        on_started = partial(self._set_status, manifest, "running")
         try:
-            validation = await validator.run(checkpoint, asked, started)
-        except Exception as error:  # whatever it is, the training goes on
-            validation = asked.with_failure(f"{type(error).__name__}: {error}")
-        return msgspec.structs.replace(validation, seconds=time.monotonic() - began)
+            validation = await validator.run(checkpoint, pending, on_started)
+        except Exception as error:  # a failed validation never ends the training
+            validation = pending.with_failure(f"{type(error).__name__}: {error}")
+        return msgspec.structs.replace(validation, seconds=time.monotonic() - start_time)
 
     async def _store_result(self, manifest: Manifest, validation: Validation) -> None:
         self._warn_of_replaced_metrics(manifest.metrics.keys() & validation.metrics.keys())
         try:
-            await self._kept.add_validation(manifest, validation)
+            await self._registry.add_validation(manifest, validation)
         except Exception as error:
-            self._emit(Notice(f"the validation of {manifest.name} is not kept: {error}"))
+            self._emit(Notice(f"The validation result of {manifest.name} was not saved: {error}"))
 
     def _warn_of_replaced_metrics(self, names: set[str]) -> None:
-        """Say once of each name that what was reported by it does not stand any more."""
-        new = sorted(names - self._warned_metrics)
-        self._warned_metrics.update(new)
-        if new:
+        """Emit a notice for each name of a reported metric that a validation replaces, once."""
+        new_names = sorted(names - self._warned_metrics)
+        self._warned_metrics.update(new_names)
+        if new_names:
             self._emit(
                 Notice(
-                    f"the validations return {', '.join(map(repr, new))}, which report() gave too: "
-                    "the validation's takes its place in the checkpoint and in the result; return "
-                    "it by another name to have both"
+                    f"The validation function returns {', '.join(map(repr, new_names))}, which "
+                    "replaces the metric of the same name that report() received. Rename one of "
+                    "them to keep both."
                 )
             )
 
-    def _set_status(self, manifest: Manifest, where: str) -> None:
-        self._running[manifest.index].status = where
+    def _set_status(self, manifest: Manifest, status: str) -> None:
+        self._running[manifest.index].status = status
         self._emit_status()
 
     def _emit_status(self) -> None:
         if self._is_waiting:
-            each = [f"{each.name} ({each.status})" for each in self._running.values()]
-            self._emit(ValidationsPending(_join_names(each)))
+            statuses = [f"{running.name} ({running.status})" for running in self._running.values()]
+            self._emit(ValidationsPending(_join_names(statuses)))
 
 
 @dataclass
 class _RunningValidation:
-    """One validation, and where it stands in words. `has_ended`: it is about to be kept."""
+    """Validation that has not finished.
+
+    Attributes:
+        name: Name of the checkpoint.
+        task: Task that runs it.
+        status: Status for the user.
+        has_result: Whether it has a result, which is being saved.
+    """
 
     name: str
     task: asyncio.Task[None]

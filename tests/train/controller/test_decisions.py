@@ -1,4 +1,4 @@
-"""What follows a failure, and what a run directory means for a new run: by table."""
+"""Restart decisions, failure budgets, and resume decisions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NONE, UNFINISHED, FINISHED, DAMAGED = RunDirectoryState
 
 
 @pytest.mark.parametrize(
-    ("end", "budget", "counter"),
+    ("cause", "budget", "counter"),
     [
         ("worker", "max_failures", "failures"),
         ("hang", "max_failures", "failures"),
@@ -36,51 +36,51 @@ NONE, UNFINISHED, FINISHED, DAMAGED = RunDirectoryState
     ],
 )
 @pytest.mark.parametrize("limit", [0, 1, 3])
-def test_a_budget_allows_as_many_restarts_as_it_says(
-    end: AttemptEndCause, budget: str, counter: str, limit: int
+def test_after_failure_restarts_until_budget_is_used(
+    cause: AttemptEndCause, budget: str, counter: str, limit: int
 ) -> None:
     config = FailureConfig(**{budget: limit})  # type: ignore[arg-type]  # the key varies
-    spent = UsedBudget()
+    used = UsedBudget()
     for number in range(limit):
-        decision = decide_after_failure(end, spent, config)
+        decision = decide_after_failure(cause, used, config)
         assert decision == Restart(UsedBudget(**{counter: number + 1}))
         assert isinstance(decision, Restart)
-        spent = decision.used
-    assert decide_after_failure(end, spent, config) == GiveUp(
+        used = decision.used
+    assert decide_after_failure(cause, used, config) == GiveUp(
         f"FailureConfig.{budget}={limit} is used up"
     )
 
 
-@pytest.mark.parametrize("end", ["worker", "hang", "preemption", "startup"])
-def test_minus_one_is_without_limit(end: AttemptEndCause) -> None:
+@pytest.mark.parametrize("cause", ["worker", "hang", "preemption", "startup"])
+def test_after_failure_with_limit_minus_one_always_restarts(cause: AttemptEndCause) -> None:
     config = FailureConfig(max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1)
-    spent = UsedBudget(failures=10**6, preemptions=10**6, startups=10**6)
-    assert decide_after_failure(end, spent, config) == Restart(spent.add(end))
+    used = UsedBudget(failures=10**6, preemptions=10**6, startups=10**6)
+    assert decide_after_failure(cause, used, config) == Restart(used.add(cause))
 
 
-@pytest.mark.parametrize("end", ["configuration", "divergence", "storage"])
-def test_what_would_fail_again_is_not_tried_again(end: AttemptEndCause) -> None:
+@pytest.mark.parametrize("cause", ["configuration", "divergence", "storage"])
+def test_after_failure_gives_up_on_permanent_errors(cause: AttemptEndCause) -> None:
     config = FailureConfig(max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1)
-    assert decide_after_failure(end, UsedBudget(), config) == GiveUp(
+    assert decide_after_failure(cause, UsedBudget(), config) == GiveUp(
         "it would fail again in the same way"
     )
 
 
-def test_a_resize_costs_nothing() -> None:
+def test_resize_does_not_use_a_failure_budget() -> None:
     none_left = FailureConfig(max_failures=0, max_preemption_failures=0, max_startup_failures=0)
     assert decide_after_failure("resize", UsedBudget(), none_left) == Restart(UsedBudget())
 
 
-def test_each_budget_is_counted_apart() -> None:
-    spent = UsedBudget(failures=0, preemptions=5, startups=5)
-    assert isinstance(decide_after_failure("worker", spent, FailureConfig(max_failures=1)), Restart)
-    assert spent.add("worker") == UsedBudget(failures=1, preemptions=5, startups=5)
+def test_failure_budgets_are_independent() -> None:
+    used = UsedBudget(failures=0, preemptions=5, startups=5)
+    assert isinstance(decide_after_failure("worker", used, FailureConfig(max_failures=1)), Restart)
+    assert used.add("worker") == UsedBudget(failures=1, preemptions=5, startups=5)
 
 
-def test_budgets_are_counted_over_drivers() -> None:
-    ends: list[AttemptEndCause] = ["worker", "hang", "preemption", "startup", "resize", "storage"]
+def test_count_used_budget_sums_attempts_of_earlier_drivers() -> None:
+    causes: list[AttemptEndCause] = ["worker", "hang", "preemption", "startup", "resize", "storage"]
     assert count_used_budget([]) == UsedBudget()
-    assert count_used_budget(ends) == UsedBudget(failures=2, preemptions=1, startups=1)
+    assert count_used_budget(causes) == UsedBudget(failures=2, preemptions=1, startups=1)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ AUTO_FROM_START = "training continues from the beginning, since it has no checkp
 
 
 @pytest.mark.parametrize(
-    ("state", "newest", "resume", "fresh", "warning"),
+    ("state", "latest", "resume", "fresh", "warning"),
     [
         (NONE, None, "auto", True, ""),
         (NONE, None, "never", True, ""),
@@ -112,16 +112,16 @@ AUTO_FROM_START = "training continues from the beginning, since it has no checkp
     ],
 )
 def test_resume_plan_warns_about_finished_and_damaged_runs(
-    state: RunDirectoryState, newest: str | None, resume: Any, fresh: bool, warning: str
+    state: RunDirectoryState, latest: str | None, resume: Any, fresh: bool, warning: str
 ) -> None:
-    plan = decide_resume(state, resume, path="/runs/a", latest=newest)
+    plan = decide_resume(state, resume, path="/runs/a", latest=latest)
     assert plan.is_new_run is fresh
     assert warning in plan.warning
     assert bool(plan.warning) is bool(warning)
 
 
 @pytest.mark.parametrize(
-    ("state", "newest", "resume", "message"),
+    ("state", "latest", "resume", "message"),
     [
         (NONE, None, "must", 'there is no run at /runs/a; .* set resume="auto" to start one'),
         (UNFINISHED, "c", "never", "/runs/a holds an unfinished run; choose another name"),
@@ -136,10 +136,10 @@ def test_resume_plan_warns_about_finished_and_damaged_runs(
     ],
 )
 def test_resume_plan_with_conflicting_directory_names_the_remedy(
-    state: RunDirectoryState, newest: str | None, resume: Any, message: str
+    state: RunDirectoryState, latest: str | None, resume: Any, message: str
 ) -> None:
     with pytest.raises(ResumeError, match=f'RunConfig.resume="{resume}", but .*{message}'):
-        decide_resume(state, resume, path="/runs/a", latest=newest)
+        decide_resume(state, resume, path="/runs/a", latest=latest)
 
 
 @pytest.mark.parametrize("state", [FINISHED, DAMAGED])
@@ -153,7 +153,7 @@ def test_resume_plan_with_conflicting_functions_needs_must(state: RunDirectorySt
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "found"),
+    ("before", "now", "changes"),
     [
         ({}, {}, []),
         ({"a": 1}, {"a": 1}, []),
@@ -163,5 +163,5 @@ def test_resume_plan_with_conflicting_functions_needs_must(state: RunDirectorySt
         ({"a": {"b": 1}}, {"a": 5}, ["a: {'b': 1} -> 5"]),
     ],
 )
-def test_what_changed_between_two_configurations(before: Any, now: Any, found: list[str]) -> None:
-    assert list_config_changes(before, now) == found
+def test_list_config_changes_names_changed_keys(before: Any, now: Any, changes: list[str]) -> None:
+    assert list_config_changes(before, now) == changes

@@ -1,4 +1,4 @@
-"""A run that stands still says who stands where, on any backend, and on demand."""
+"""Hang detection, stalled ranks, and diagnosis."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from drawbar.train._worker.user_frames import find_user_frames
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.alone,  # ranks that wait for a core for a second or two would count as standing
+    pytest.mark.alone,  # ranks that wait for a core for a second or two would count as stalled
 ]
 
 
@@ -47,7 +47,7 @@ def trainer(function: object, config: RunConfig, **failure: object) -> DataParal
     )
 
 
-def test_a_hang_names_the_odd_rank_out(run_config: RunConfig, tmp_path: Path) -> None:
+def test_hang_report_names_outlier_rank(run_config: RunConfig, tmp_path: Path) -> None:
     def function() -> None:
         if train.get_context().get_world_rank() == 1:
             threading.Event().wait()
@@ -63,7 +63,7 @@ def test_a_hang_names_the_odd_rank_out(run_config: RunConfig, tmp_path: Path) ->
     assert stacks == ["difference.txt", "rank_0.txt", "rank_1.txt"]
 
 
-def test_a_hang_counts_as_a_failure_and_is_tried_again(run_config: RunConfig) -> None:
+def test_hang_uses_max_failures_and_restarts(run_config: RunConfig) -> None:
     def function() -> int:
         attempt = train.get_context().get_attempt()
         if attempt == 0:
@@ -74,13 +74,15 @@ def test_a_hang_counts_as_a_failure_and_is_tried_again(run_config: RunConfig) ->
     assert result.return_values == [1, 1]
 
 
-def test_a_rank_can_ask_where_all_stand(run_config: RunConfig, tmp_path: Path) -> None:
+def test_context_diagnose_returns_location_of_each_rank(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
     def function() -> str:
-        said = ""
+        difference = ""
         if train.get_context().get_world_rank() == 0:
-            said = train.get_context().diagnose()
+            difference = train.get_context().diagnose()
         collective.barrier()
-        return said
+        return difference
 
     result = trainer(function, run_config).fit()
     assert "rank 0: " in result.return_values[0]
@@ -88,7 +90,7 @@ def test_a_rank_can_ask_where_all_stand(run_config: RunConfig, tmp_path: Path) -
     assert len(list((tmp_path / "run" / "stacks").glob("diagnosis_*/rank_*.txt"))) == 2
 
 
-def test_a_signal_to_the_driver_writes_the_same(run_config: RunConfig, tmp_path: Path) -> None:
+def test_sigusr1_to_driver_writes_stacks(run_config: RunConfig, tmp_path: Path) -> None:
     driver = os.getpid()
 
     def function() -> None:
@@ -98,16 +100,16 @@ def test_a_signal_to_the_driver_writes_the_same(run_config: RunConfig, tmp_path:
         while not any(collective.all_gather(list(stacks.glob("diagnosis_*/difference.txt")))):
             pass
 
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a sweep of Ray Tune leaves a handler there
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # Ray Tune leaves a handler behind
     trainer(function, run_config).fit()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 def wait_in_c() -> None:
-    ctypes.PyDLL(None).sleep(60)  # holds the interpreter
+    ctypes.PyDLL(None).sleep(60)  # holds the interpreter lock
 
 
-def wait_for_a_child() -> None:
+def wait_for_child() -> None:
     subprocess.run(["sleep", "60"], check=False)
 
 
@@ -116,19 +118,19 @@ def freeze() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "told"),
+    ("stop", "state"),
     [
-        (wait_in_c, "it does not answer: it is frozen, or in one long call"),
-        (wait_for_a_child, "in wait_for_a_child, inside "),
+        (wait_in_c, "it does not respond: it is frozen, or in one long call"),
+        (wait_for_child, "in wait_for_child, inside "),
         (freeze, "it is stopped (state T): kill -CONT "),
     ],
 )
-def test_a_rank_that_others_wait_for_is_said_to_be_quiet(
+def test_stalled_rank_that_others_wait_for_is_reported_once(
     run_config: RunConfig,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     stop: Callable[[], None],
-    told: str,
+    state: str,
 ) -> None:
     def function() -> None:
         train.report({"step": 0})
@@ -138,24 +140,24 @@ def test_a_rank_that_others_wait_for_is_said_to_be_quiet(
         collective.barrier()
 
     run = trainer(function, run_config, stall_warning_after=1).start()
-    while not (quiet := run.stalled_ranks):
+    while not (stalled := run.stalled_ranks):
         assert not run.is_done
-    assert list(quiet) == [1]
-    assert "rank 1 gives no sign of life for" in quiet[1]
-    assert "while rank 0 waits in collective #0 (barrier)" in quiet[1]
-    assert told in quiet[1]
+    assert list(stalled) == [1]
+    assert "rank 1 has shown no activity for" in stalled[1]
+    assert "while rank 0 waits in collective #0 (barrier)" in stalled[1]
+    assert state in stalled[1]
     assert "no sign of life of rank 1" in repr(run)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     with pytest.raises(WorkerGroupError):
         run.wait()
-    assert capfd.readouterr().err.count(quiet[1]) == 1
+    assert capfd.readouterr().err.count(stalled[1]) == 1
 
 
-def test_a_rank_that_speaks_again_is_quiet_no_more(
+def test_stalled_rank_that_continues_is_cleared(
     run_config: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def function() -> None:
-        while train.get_context().get_world_rank() == 1 and not (tmp_path / "go_on").exists():
+        while train.get_context().get_world_rank() == 1 and not (tmp_path / "continue").exists():
             threading.Event().wait(0.01)
         collective.barrier()
         while not (tmp_path / "end").exists():
@@ -164,13 +166,13 @@ def test_a_rank_that_speaks_again_is_quiet_no_more(
     run = trainer(function, run_config, stall_warning_after=1).start()
     while not run.stalled_ranks:
         assert not run.is_done
-    (tmp_path / "go_on").touch()
+    (tmp_path / "continue").touch()
     while run.stalled_ranks:
         assert not run.is_done
     (tmp_path / "end").touch()
     run.stop(save=False)
     run.wait()
-    assert "all ranks give signs of life again" in capfd.readouterr().err
+    assert "All ranks are active again." in capfd.readouterr().err
 
 
 HERE = Stack(frames=(Frame("/home/me/train.py", 10, "step"),), text="")
@@ -179,7 +181,7 @@ STOPPED = Stack(text="", stopped_reason="stopped (state T): kill -CONT 7 on node
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "found"),
+    ("before", "now", "stalled"),
     [
         ({0: HERE, 1: HERE}, {0: HERE, 1: HERE}, []),  # both compute, or both wait
         ({0: HERE, 1: HERE}, {0: HERE, 1: THERE}, []),  # one moves
@@ -189,29 +191,30 @@ STOPPED = Stack(text="", stopped_reason="stopped (state T): kill -CONT 7 on node
         ({0: HERE, 1: THERE}, {0: HERE, 1: THERE}, [0, 1]),
     ],
 )
-def test_when_all_are_silent_those_that_do_not_move_and_stand_apart_are_quiet(
-    before: Stacks, now: Stacks, found: list[int]
+def test_find_stalled_ranks_with_idle_ranks_returns_unchanged_outliers(
+    before: Stacks, now: Stacks, stalled: list[int]
 ) -> None:
-    assert list(find_stalled_ranks(dict.fromkeys(now, RankActivity(31)), 30, before, now)) == found
-    talking = {**dict.fromkeys(now, RankActivity(31)), 0: RankActivity(1)}
-    assert find_stalled_ranks(talking, 30, before, now) == {}
+    all_idle = dict.fromkeys(now, RankActivity(31))
+    assert list(find_stalled_ranks(all_idle, 30, before, now)) == stalled
+    one_active = {**all_idle, 0: RankActivity(1)}
+    assert find_stalled_ranks(one_active, 30, before, now) == {}
 
 
-def test_the_smaller_group_is_the_odd_one_out() -> None:
+def test_format_difference_puts_smallest_group_first() -> None:
     def at(line: int) -> Stack:
         return Stack(frames=(Frame("/home/me/train.py", line, "step"),), text="")
 
-    told = format_difference({0: at(10), 1: at(12), 2: at(10), 3: None})
-    assert told.splitlines()[-1] == "  ranks 0, 2 (2): /home/me/train.py:10 in step"
-    assert "rank 1: /home/me/train.py:12 in step" in told
-    assert "rank 3: does not answer" in told
+    difference = format_difference({0: at(10), 1: at(12), 2: at(10), 3: None})
+    assert difference.splitlines()[-1] == "  ranks 0, 2 (2): /home/me/train.py:10 in step"
+    assert "rank 1: /home/me/train.py:12 in step" in difference
+    assert "rank 3: does not respond" in difference
 
 
-def test_users_lines_exclude_files_of_drawbar() -> None:
-    # Found and not imported: workers import this module too.
+def test_find_user_frames_excludes_files_of_drawbar() -> None:
+    # Find the modules without importing them: workers import this module too.
     specs = [importlib.util.find_spec(f"drawbar.{name}") for name in ("train", "torch")]
-    own = [spec.origin for spec in specs if spec is not None and spec.origin]
-    assert len(own) == 2
-    libraries = [*own, threading.__file__, "<frozen os>"]
+    drawbar_files = [spec.origin for spec in specs if spec is not None and spec.origin]
+    assert len(drawbar_files) == 2
+    libraries = [*drawbar_files, threading.__file__, "<frozen os>"]
     assert find_user_frames([*libraries, "/home/me/train.py", *libraries]) == [len(libraries)]
     assert find_user_frames(libraries) == []

@@ -1,4 +1,4 @@
-"""Real kills at each step of a checkpoint commit: what is committed loads, all else is unseen."""
+"""Checkpoint commits with real kills at each step: only committed checkpoints remain."""
 
 from __future__ import annotations
 
@@ -36,47 +36,48 @@ COMMIT_POINTS = [point for point in FAULT_POINTS if point.startswith("commit.")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 
-def nothing() -> None: ...
+def do_nothing() -> None: ...
 
 
-def saving(
-    folder: Path,
-    before: Callable[[], None] = nothing,
-    after: Callable[[], None] = nothing,
-    **how: Any,
+def make_train_func(
+    directory: Path,
+    before: Callable[[], None] = do_nothing,
+    after: Callable[[], None] = do_nothing,
+    **report_options: Any,
 ) -> Callable[[], list[str]]:
-    """Make a function that saves three files per rank and step and gives what it found staged.
+    """Return a function that saves three files per rank and step.
 
-    `before` and `after` are called around the report of the fatal step, in the first attempt only.
+    It returns the files that it finds in the staging directory at its start. `before` and `after`
+    are called around the report of the fatal step, in the first attempt only.
     """
 
     def function() -> list[str]:
         context = train.get_context()
-        leftovers = os.listdir(context.get_storage() / ".staging")
+        staged_files = os.listdir(context.get_storage() / ".staging")
         collective.barrier()
         rank = context.get_world_rank()
-        mine = folder / f"rank_{rank}"
+        rank_directory = directory / f"rank_{rank}"
         for step in range(next_step(), STEPS):
-            mine.mkdir(exist_ok=True)
+            rank_directory.mkdir(exist_ok=True)
             for name in ("model", "optimizer", "sampler"):
-                (mine / f"{name}_{rank}").write_text(str(step) * 1000)
-            fatal = step == FATAL_STEP and context.get_attempt() == 0
-            if fatal:
+                (rank_directory / f"{name}_{rank}").write_text(str(step) * 1000)
+            is_fatal = step == FATAL_STEP and context.get_attempt() == 0
+            if is_fatal:
                 before()
-            train.report({"step": step}, checkpoint=mine, **how)
-            if fatal:
+            train.report({"step": step}, checkpoint=rank_directory, **report_options)
+            if is_fatal:
                 after()
-        return leftovers
+        return staged_files
 
     return function
 
 
 def next_step() -> int:
     checkpoint = train.get_checkpoint()
-    return step_of(checkpoint) + 1 if checkpoint else 0
+    return read_step(checkpoint) + 1 if checkpoint else 0
 
 
-def step_of(checkpoint: train.Checkpoint) -> int:
+def read_step(checkpoint: train.Checkpoint) -> int:
     return int((Path(checkpoint) / "model_0").read_text()[0])
 
 
@@ -89,11 +90,11 @@ def fit(function: Callable[[], Any], config: RunConfig, num_workers: int) -> Res
     return DataParallelTrainer(function, scaling_config=scaling, run_config=config).fit()
 
 
-def assert_intact(run: Path, newest: int) -> None:
-    """Steps up to `newest` are there, whole, and nothing else looks like a checkpoint."""
+def assert_intact(run: Path, latest_step: int) -> None:
+    """Check that the checkpoints up to this step are intact, and that there are no others."""
     result = Result.from_path(run)
     checkpoints = [checkpoint for checkpoint, _ in result.best_checkpoints]
-    assert [step_of(checkpoint) for checkpoint in checkpoints] == list(range(newest + 1))
+    assert [read_step(checkpoint) for checkpoint in checkpoints] == list(range(latest_step + 1))
     assert result.checkpoint == checkpoints[-1]
     assert sorted(run.glob("checkpoint_*")) == [Path(checkpoint) for checkpoint in checkpoints]
     for checkpoint in checkpoints:
@@ -101,9 +102,9 @@ def assert_intact(run: Path, newest: int) -> None:
 
 
 def assert_resumed(result: Result, num_workers: int) -> None:
-    """The second run swept the leftovers, made the missing steps, and the journal is whole."""
+    """Check that the second run removed staged files and made the missing steps."""
     assert result.return_values == [[]] * max(num_workers, 1)
-    assert_intact(Path(result.path), newest=STEPS - 1)
+    assert_intact(Path(result.path), latest_step=STEPS - 1)
     check_run(result.path)
     assert sum(attempt.num_checkpoints for attempt in result.timeline.attempts) == STEPS
     frame = result.metrics_dataframe
@@ -112,7 +113,7 @@ def assert_resumed(result: Result, num_workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("point", "how"),
+    ("point", "report_options"),
     [
         ("persist.start", {}),
         ("persist.half", {}),
@@ -120,93 +121,98 @@ def assert_resumed(result: Result, num_workers: int) -> None:
     ],
 )
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_killed_while_it_persists(
-    run_config: RunConfig, tmp_path: Path, point: str, how: dict[str, Any]
+def test_worker_killed_during_persist_loses_only_that_checkpoint(
+    run_config: RunConfig, tmp_path: Path, point: str, report_options: dict[str, Any]
 ) -> None:
+    kill = on_rank_1(lambda: kill_at(point))
     with pytest.raises(WorkerGroupError, match="SIGKILL"):
-        fit(saving(tmp_path, before=on_rank_1(lambda: kill_at(point)), **how), run_config, 2)
+        fit(make_train_func(tmp_path, before=kill, **report_options), run_config, 2)
     assert not (tmp_path / "run" / ".staging").exists()
-    assert_intact(tmp_path / "run", newest=FATAL_STEP - 1)
-    assert_resumed(fit(saving(tmp_path), run_config, 2), num_workers=2)
+    assert_intact(tmp_path / "run", latest_step=FATAL_STEP - 1)
+    assert_resumed(fit(make_train_func(tmp_path), run_config, 2), num_workers=2)
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_killed_after_its_report_is_acknowledged(
+def test_worker_killed_after_report_keeps_its_checkpoint(
     run_config: RunConfig, tmp_path: Path
 ) -> None:
     die = on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(WorkerGroupError, match="SIGKILL"):
-        fit(saving(tmp_path, after=die), run_config, 2)
-    newest = step_of(Result.from_path(tmp_path / "run").checkpoint or pytest.fail("no checkpoint"))
-    assert newest >= FATAL_STEP  # rank 0 may have gone on
-    assert_intact(tmp_path / "run", newest)
-    assert_resumed(fit(saving(tmp_path), run_config, 2), num_workers=2)
+        fit(make_train_func(tmp_path, after=die), run_config, 2)
+    latest_step = read_step(
+        Result.from_path(tmp_path / "run").checkpoint or pytest.fail("no checkpoint")
+    )
+    assert latest_step >= FATAL_STEP  # rank 0 may have continued
+    assert_intact(tmp_path / "run", latest_step)
+    assert_resumed(fit(make_train_func(tmp_path), run_config, 2), num_workers=2)
 
 
 @pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC])
 @pytest.mark.parametrize("point", COMMIT_POINTS)
-def test_a_driver_killed_while_it_commits(
+def test_driver_killed_during_commit_leaves_intact_checkpoints(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers, point: str, mode: CheckpointUploadMode
 ) -> None:
-    how: dict[str, Any] = {"checkpoint_upload_mode": mode}
-    how["delete_local_checkpoint_after_upload"] = False
+    report_options: dict[str, Any] = {"checkpoint_upload_mode": mode}
+    report_options["delete_local_checkpoint_after_upload"] = False
 
     def main() -> None:
         kill_at(point, occurrence=FATAL_STEP + 1)
-        fit(saving(tmp_path, **how), run_config, 0)
+        fit(make_train_func(tmp_path, **report_options), run_config, 0)
 
     with drivers(main) as driver:
         assert driver.wait() == -signal.SIGKILL, driver.communicate()
-    done = COMMIT_POINTS.index(point) >= COMMIT_POINTS.index("commit.renamed")
-    assert_intact(tmp_path / "run", newest=FATAL_STEP if done else FATAL_STEP - 1)
-    assert_resumed(fit(saving(tmp_path), run_config, 0), num_workers=0)
+    is_committed = COMMIT_POINTS.index(point) >= COMMIT_POINTS.index("commit.renamed")
+    assert_intact(tmp_path / "run", latest_step=FATAL_STEP if is_committed else FATAL_STEP - 1)
+    assert_resumed(fit(make_train_func(tmp_path), run_config, 0), num_workers=0)
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_driver_killed_while_it_merges_two_ranks(
+def test_driver_killed_during_merge_leaves_intact_checkpoints(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers
 ) -> None:
     def main() -> None:
         kill_at("commit.merged", occurrence=FATAL_STEP + 1)
-        fit(saving(tmp_path), run_config, 2)
+        fit(make_train_func(tmp_path), run_config, 2)
 
     with drivers(main) as driver:
         assert driver.wait() == -signal.SIGKILL, driver.communicate()
-    assert_intact(tmp_path / "run", newest=FATAL_STEP - 1)
-    assert_resumed(fit(saving(tmp_path), run_config, 2), num_workers=2)
+    assert_intact(tmp_path / "run", latest_step=FATAL_STEP - 1)
+    assert_resumed(fit(make_train_func(tmp_path), run_config, 2), num_workers=2)
 
 
-def sentinels_of(workers: set[str]) -> list[int]:
-    """Wait until each worker has its sentinel; gives their pids, and that of one still forking."""
+def wait_for_sentinels(workers: set[str]) -> list[int]:
+    """Wait until each worker has a sentinel. Return all their pids, including a forking one."""
     while True:
         processes = psutil.process_iter(["cmdline"])
         lines = {process.pid: set(process.info["cmdline"] or []) for process in processes}
-        found = {
+        sentinels = {
             pid: line & workers
             for pid, line in lines.items()
             if any(part.endswith("/sentinel.py") for part in line) and line & workers
         }
-        if set().union(*found.values()) == workers:
-            return list(found)
+        if set().union(*sentinels.values()) == workers:
+            return list(sentinels)
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_nothing_outlives_a_killed_driver(
+def test_driver_killed_takes_workers_children_and_sentinels_with_it(
     run_config: RunConfig,
     tmp_path: Path,
     drivers: Drivers,
     pipe: Pipe,
     wait_until_gone: Callable[..., None],
 ) -> None:
-    def live_on() -> None:
+    def wait_for_child() -> None:
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         pipe.say(os.getpid(), child.pid)
         child.wait()
 
-    with drivers(lambda: fit(saving(tmp_path, after=live_on), run_config, 2)) as driver:
+    with drivers(
+        lambda: fit(make_train_func(tmp_path, after=wait_for_child), run_config, 2)
+    ) as driver:
         (worker_0, child_0), (worker_1, child_1) = pipe.hear(), pipe.hear()
-        sentinels = sentinels_of({worker_0, worker_1})
+        sentinels = wait_for_sentinels({worker_0, worker_1})
         driver.kill()
         wait_until_gone([*map(int, (worker_0, worker_1, child_0, child_1)), *sentinels])
-    assert_intact(tmp_path / "run", newest=FATAL_STEP)
-    assert_resumed(fit(saving(tmp_path), run_config, 2), num_workers=2)
+    assert_intact(tmp_path / "run", latest_step=FATAL_STEP)
+    assert_resumed(fit(make_train_func(tmp_path), run_config, 2), num_workers=2)
