@@ -47,7 +47,7 @@ SMALL, LARGE = node("small", {"zone": "a"}, CPU=2), node("large", {"zone": "b"},
     ],
 )
 def test_what_fits_is_not_refused(workers: int, bundle: dict[str, float], strategy: str) -> None:
-    check_group_fits([SMALL, LARGE], bundle, workers, strategy, autoscaling=False)
+    check_group_fits([SMALL, LARGE], bundle, workers, strategy, can_autoscale=False)
 
 
 @pytest.mark.parametrize(
@@ -75,23 +75,23 @@ def test_what_never_fits(
     workers: int, bundle: dict[str, float], strategy: str, message: str
 ) -> None:
     with pytest.raises(InsufficientResourcesError, match=message):
-        check_group_fits([SMALL, LARGE], bundle, workers, strategy, autoscaling=False)
-    check_group_fits([SMALL, LARGE], bundle, workers, strategy, autoscaling=True)
+        check_group_fits([SMALL, LARGE], bundle, workers, strategy, can_autoscale=False)
+    check_group_fits([SMALL, LARGE], bundle, workers, strategy, can_autoscale=True)
 
 
 def test_fractions_are_exact() -> None:
-    check_group_fits([node("n", CPU=0.3)], {"CPU": 0.1}, 3, "PACK", autoscaling=False)
+    check_group_fits([node("n", CPU=0.3)], {"CPU": 0.1}, 3, "PACK", can_autoscale=False)
 
 
 def test_memory_is_shown_in_gib() -> None:
     nodes = [node("n", memory=2.0 * 2**30)]
     with pytest.raises(InsufficientResourcesError, match=r"memory=4.0 GiB; .* memory=2.0 GiB"):
-        check_group_fits(nodes, {"memory": 4.0 * 2**30}, 1, "PACK", autoscaling=False)
+        check_group_fits(nodes, {"memory": 4.0 * 2**30}, 1, "PACK", can_autoscale=False)
 
 
 def test_a_cluster_without_nodes() -> None:
     with pytest.raises(InsufficientResourcesError, match="no live node"):
-        check_group_fits([], {"CPU": 1}, 1, "PACK", autoscaling=False)
+        check_group_fits([], {"CPU": 1}, 1, "PACK", can_autoscale=False)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_label_selectors_that_never_match(
     workers = len(selectors)
     with pytest.raises(InsufficientResourcesError, match=message):
         check_group_fits(
-            [SMALL, LARGE], {"CPU": 1}, workers, strategy, selectors, autoscaling=False
+            [SMALL, LARGE], {"CPU": 1}, workers, strategy, selectors, can_autoscale=False
         )
 
 
 def test_label_selectors_per_worker_that_match() -> None:
     selectors = [{"zone": "a"}] * 2 + [{"zone": "!a"}] * 8
-    check_group_fits([SMALL, LARGE], {"CPU": 1}, 10, "PACK", selectors, autoscaling=False)
+    check_group_fits([SMALL, LARGE], {"CPU": 1}, 10, "PACK", selectors, can_autoscale=False)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_cluster_as_ray_shows_it() -> None:
     assert only.labels["ray.io/node-id"] == only.node_id
     assert not can_autoscale()
     with pytest.raises(InsufficientResourcesError, match=f"host {only.hostname}.* has CPU=8"):
-        check_group_fits([only], {"CPU": 50}, 1, "PACK", autoscaling=False)
+        check_group_fits([only], {"CPU": 50}, 1, "PACK", can_autoscale=False)
 
 
 def test_what_is_given_up_does_not_wait_for_a_control_service_that_is_silent(

@@ -1,4 +1,4 @@
-"""A run that is over, seen from its directory."""
+"""View of a run that has ended, from its run directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drawbar.train._storage.run_files import OUTCOME_FILE
 
 
 class EndedRun:
-    """What `RunHandle` asks of a run, answered by the run's directory."""
+    """A run that has ended, read from its directory."""
 
     detached = False
 
@@ -26,7 +26,7 @@ class EndedRun:
 
     @classmethod
     def find(cls, directory: RunDirectory) -> EndedRun | None:
-        """Give the run of a directory; None if there is none, or it has not ended."""
+        """Return the run in a directory, or None if there is none or it has not ended."""
         try:
             run = cls(directory)
         except FileNotFoundError:
@@ -35,7 +35,7 @@ class EndedRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the directory has all there is: a detached run's host tells its ending last."""
+        """True if the outcome is stored too: the host of a detached run writes it last."""
         return (
             not self._snapshot.is_detached
             or self._directory.run_files.read(OUTCOME_FILE) is not None
@@ -43,7 +43,7 @@ class EndedRun:
 
     @property
     def silence(self) -> str:
-        """Nobody needs to answer."""
+        """Always empty: no process needs to reply."""
         return ""
 
     @property
@@ -53,45 +53,46 @@ class EndedRun:
 
     @property
     def path(self) -> str:
-        """Where the run lies."""
+        """Run directory, as a path or URI."""
         return self._directory.uri
 
     def join(self, timeout: float | None = None) -> bool:
-        """It is over."""
+        """Return True."""
         return True
 
     def stop(self, *, save: bool) -> None:
-        """It is over."""
+        """Do nothing."""
 
     def kill(self) -> None:
-        """It is over."""
+        """Do nothing."""
 
     def diagnose(self) -> str:
-        """Nobody stands anywhere."""
+        """Return an empty string: there are no workers."""
         return ""
 
     def snapshot(self) -> RunState:
-        """Say how the run stood at its end."""
+        """Return the final state of the run."""
         return self._snapshot
 
     def read_log(self, rank: int) -> str:
-        """Give what a rank has written."""
+        """Return the output that a rank has written."""
         return (self._directory.run_files.read(f"logs/rank_{rank}.log") or b"").decode(
             errors="replace"
         )
 
     def ending(self) -> RunOutcome:
-        """Give how the run ended: with return values if it was detached.
+        """Return the outcome of the run, with return values if it was detached.
 
-        Of any other run nothing is unpickled, whatever lies in its directory.
+        For other runs nothing is unpickled, because their directory contains no trusted outcome.
         """
-        packed = (
+        serialized = (
             self._directory.run_files.read(OUTCOME_FILE) if self._snapshot.is_detached else None
         )
-        if packed is not None:
-            with contextlib.suppress(Exception):  # it needs classes that are not here
-                ending: RunOutcome = cloudpickle.loads(packed)
-                if ending.snapshot.timeline == self._snapshot.timeline:  # of the last start
-                    return ending
+        if serialized is not None:
+            with contextlib.suppress(Exception):  # its classes may not be importable here
+                outcome: RunOutcome = cloudpickle.loads(serialized)
+                # An earlier start of the run may have stored it.
+                if outcome.snapshot.timeline == self._snapshot.timeline:
+                    return outcome
         result = Result.from_run_directory(self._directory, self._events)
         return RunOutcome(ControllerOutcome(error=result.error), self._snapshot, result)
