@@ -144,7 +144,7 @@ def test_restore_of_finished_run_keeps_its_function(tmp_path: Path) -> None:
     assert DataParallelTrainer.restore(tmp_path / "run").fit().checkpoint is not None
 
 
-def test_fit_that_cannot_write_the_journal_releases_the_run(tmp_path: Path) -> None:
+def test_fit_with_unwritable_journal_releases_run(tmp_path: Path) -> None:
     def start(config: dict[str, str]) -> None:
         DataParallelTrainer(
             lambda config: None,

@@ -75,7 +75,7 @@ def test_a_run_whose_journal_is_lost_goes_on_from_its_newest_checkpoint(
     assert sorted(each.name for each in run.glob("checkpoint_*")) == [
         f"checkpoint_00000{index}" for index in range(3)
     ]
-    assert "its journal, which is empty or gone" in capfd.readouterr().err
+    assert "its journal, which is empty or missing" in capfd.readouterr().err
     check_run(run)
 
 
@@ -158,7 +158,7 @@ def test_settings_of_another_version_are_read_as_far_as_they_are_known(run: Path
 @pytest.mark.parametrize("damage", [b"", b"\x80\x04garbage", b"\x80\x04K\x01.", b"cgone\nf\n."])
 def test_a_trainer_that_does_not_unpickle_is_named(run: Path, damage: bytes) -> None:
     (run / "trainer.pkl").write_bytes(damage)
-    with pytest.raises(DamagedRunError, match=f"^{run}/trainer.pkl does not unpickle here: "):
+    with pytest.raises(DamagedRunError, match=f"^{run}/trainer.pkl cannot be unpickled here: "):
         DataParallelTrainer.restore(run)
 
 
