@@ -55,14 +55,14 @@ class ControllerThread:
 
     Args:
         spec: The run.
-        make_group: Creates the worker group. Receives the local path of the run, and a function
-            that submits calls to a thread of this process, which `num_workers=0` needs.
+        make_worker_group: Creates the worker group. Receives the local path of the run, and a
+            function that submits calls to a thread of this process, which `num_workers=0` needs.
         make_console: Creates the console from the path or URI of the run.
         validator: Runs validations, or None.
         use_caller_thread: Run calls, and start the controller, in the thread that calls `join`, so
             that `pdb` works and Ctrl-C arrives in the training function. Otherwise each has a new
             thread.
-        at_end: Receives the outcome of the run before `join` returns.
+        on_end: Receives the outcome of the run before `join` returns.
 
     Raises:
         ResumeError: `RunConfig.resume` conflicts with the run directory.
@@ -71,28 +71,28 @@ class ControllerThread:
         CheckpointError: The initial checkpoint does not exist.
     """
 
-    detached = False
+    is_detached = False
 
     def __init__(
         self,
         spec: RunSpec,
-        make_group: Callable[[str, SubmitCall], WorkerGroup],
+        make_worker_group: Callable[[str, SubmitCall], WorkerGroup],
         make_console: Callable[[str], Watcher],
         validator: Validator | None,
         *,
         use_caller_thread: bool = False,
-        at_end: Callable[[RunOutcome], object] | None = None,
+        on_end: Callable[[RunOutcome], object] | None = None,
     ) -> None:
         self._spec = spec
-        self._at_end = at_end
-        self._make_group = make_group
+        self._on_end = on_end
+        self._make_worker_group = make_worker_group
         self._validator = validator
         self._executor = CallerExecutor(use_caller_thread=use_caller_thread)
         self._controller: Controller | None = None
         # Calls that were requested before the controller existed.
         self._deferred_calls: list[Callable[[Controller], object]] = []
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._outcome = ControllerOutcome()
         # In the thread of the caller, so that errors are raised at the user's line.
         self._open_run = open_run(spec)
@@ -136,7 +136,7 @@ class ControllerThread:
             self._thread.start()
 
     @property
-    def silence(self) -> str:
+    def unresponsive_reason(self) -> str:
         """Always empty: the run is in this process."""
         return ""
 
@@ -174,11 +174,11 @@ class ControllerThread:
             atexit.unregister(self._stop_at_exit)
             self._release_user_objects()
             self._notify_end()
-            self._over.set()
+            self._ended.set()
             self._executor.wake_up()
 
     async def _run_controller(self) -> ControllerOutcome:
-        group = self._make_group(str(self.directory.local_path), self._executor.submit)
+        group = self._make_worker_group(str(self.directory.local_path), self._executor.submit)
         controller = Controller(
             self._open_run, self._plan, group, self._validator, self._events.emit
         )
@@ -197,7 +197,7 @@ class ControllerThread:
         self._spec.release()
         self._validator = None
         # It references the pool, and with it the training function and its captured variables.
-        del self._make_group
+        del self._make_worker_group
         with self._lock:
             self._controller = None
 
@@ -211,8 +211,8 @@ class ControllerThread:
 
     def _notify_end(self) -> None:
         try:
-            if self._at_end is not None:
-                self._at_end(self.ending())
+            if self._on_end is not None:
+                self._on_end(self.get_outcome())
         except Exception:
             _logger.exception("the run has ended, but not all processes received its outcome")
 
@@ -225,7 +225,7 @@ class ControllerThread:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run has ended, running calls meanwhile. Return whether it has."""
-        if not self._executor.run_until(self._over, timeout):
+        if not self._executor.run_until(self._ended, timeout):
             return False
         self._thread.join()
         return True
@@ -257,7 +257,7 @@ class ControllerThread:
             return ""
         return controller.write_diagnosis().result(DIAGNOSIS_TIMEOUT_S)
 
-    def snapshot(self) -> RunState:
+    def get_state(self) -> RunState:
         """Return the current or final state of the run."""
         return self._events.copy_state()
 
@@ -271,12 +271,12 @@ class ControllerThread:
     @property
     def _has_ended(self) -> bool:
         """True after training has ended. Callbacks may still be running."""
-        return self.snapshot().status in FINAL_STATUSES
+        return self.get_state().status in FINAL_STATUSES
 
-    def ending(self) -> RunOutcome:
+    def get_outcome(self) -> RunOutcome:
         """Return the outcome of the run."""
         result = None if self._outcome.error else Result.from_run_directory(self.directory)
-        return RunOutcome(self._outcome, self.snapshot(), result)
+        return RunOutcome(self._outcome, self.get_state(), result)
 
     def _stop_at_exit(self) -> None:
         """Stop the run, because the program exits and its workers would be killed."""
@@ -285,9 +285,9 @@ class ControllerThread:
         if not self._has_ended:
             self._events.emit(Notice(STOPPED_AT_EXIT))
             self.stop(save=False)
-        if not self._over.wait(EXIT_SECONDS):
+        if not self._ended.wait(EXIT_SECONDS):
             self.kill()
-            self._over.wait(EXIT_SECONDS)
+            self._ended.wait(EXIT_SECONDS)
 
 
 def _make_controller_error(error: BaseException) -> ControllerError:
@@ -325,7 +325,7 @@ def start_ray_run(
     payload = ray.put(spec.train_loop)  # before the caller can change an array in it
     parent_placement = Placement.from_current_group(spec.scaling_config)
 
-    def make_worker_group(path: str, spawn: SubmitCall) -> WorkerGroup:
+    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
         setup = spec.backend_config.process_setup_hook
         pool = ActorPool(spec.scaling_config, path, runtime_env, setup, parent_placement)
@@ -365,12 +365,12 @@ def start_local_run(
     """
     gpu_ids = get_local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker))
 
-    def make_group(path: str, spawn: SubmitCall) -> WorkerGroup:
+    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
         if num_threads is None:
-            return ThreadWorkerGroup(payload, submit_call=spawn, gpu_ids=gpu_ids)
+            return ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=gpu_ids)
         return ThreadWorkerGroup(payload, num_threads)
 
     validator = ThreadValidator(validation_config) if validation_config is not None else None
     return ControllerThread(
-        spec, make_group, make_console, validator, use_caller_thread=use_caller_thread
+        spec, make_worker_group, make_console, validator, use_caller_thread=use_caller_thread
     )

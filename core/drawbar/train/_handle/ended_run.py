@@ -17,12 +17,12 @@ from drawbar.train._storage.run_files import OUTCOME_FILE
 class EndedRun:
     """A run that has ended, read from its directory."""
 
-    detached = False
+    is_detached = False
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
         self._events = read_events(directory)
-        self._snapshot = RunState.from_events(self._events)
+        self._state = RunState.from_events(self._events)
 
     @classmethod
     def find(cls, directory: RunDirectory) -> EndedRun | None:
@@ -31,18 +31,17 @@ class EndedRun:
             run = cls(directory)
         except FileNotFoundError:
             return None
-        return run if run.snapshot().status in FINAL_STATUSES else None
+        return run if run.get_state().status in FINAL_STATUSES else None
 
     @property
     def is_complete(self) -> bool:
         """True if the outcome is stored too: the host of a detached run writes it last."""
         return (
-            not self._snapshot.is_detached
-            or self._directory.run_files.read(OUTCOME_FILE) is not None
+            not self._state.is_detached or self._directory.run_files.read(OUTCOME_FILE) is not None
         )
 
     @property
-    def silence(self) -> str:
+    def unresponsive_reason(self) -> str:
         """Always empty: no process needs to reply."""
         return ""
 
@@ -70,9 +69,9 @@ class EndedRun:
         """Return an empty string: there are no workers."""
         return ""
 
-    def snapshot(self) -> RunState:
+    def get_state(self) -> RunState:
         """Return the final state of the run."""
-        return self._snapshot
+        return self._state
 
     def read_log(self, rank: int) -> str:
         """Return the output that a rank has written."""
@@ -80,19 +79,19 @@ class EndedRun:
             errors="replace"
         )
 
-    def ending(self) -> RunOutcome:
+    def get_outcome(self) -> RunOutcome:
         """Return the outcome of the run, with return values if it was detached.
 
         For other runs nothing is unpickled, because their directory contains no trusted outcome.
         """
         serialized = (
-            self._directory.run_files.read(OUTCOME_FILE) if self._snapshot.is_detached else None
+            self._directory.run_files.read(OUTCOME_FILE) if self._state.is_detached else None
         )
         if serialized is not None:
             with contextlib.suppress(Exception):  # its classes may not be importable here
                 outcome: RunOutcome = cloudpickle.loads(serialized)
                 # An earlier start of the run may have stored it.
-                if outcome.snapshot.timeline == self._snapshot.timeline:
+                if outcome.snapshot.timeline == self._state.timeline:
                     return outcome
         result = Result.from_run_directory(self._directory, self._events)
-        return RunOutcome(ControllerOutcome(error=result.error), self._snapshot, result)
+        return RunOutcome(ControllerOutcome(error=result.error), self._state, result)

@@ -47,12 +47,12 @@ class HostedRunInfo:
     Attributes:
         directory: Run directory.
         level: Level of its console.
-        detached: Whether the run is detached.
+        is_detached: Whether the run is detached.
     """
 
     directory: RunDirectory
     level: int
-    detached: bool
+    is_detached: bool
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class EventBatch:
     Attributes:
         events: The events.
         position: Position after the last event.
-        ending: Serialized `RunOutcome` of a run that has ended.
+        outcome: Serialized `RunOutcome` of a run that has ended.
     """
 
     events: Sequence[Event]
     position: Position
-    ending: Serialized | None
+    outcome: Serialized | None
 
 
 class HostActor:
@@ -75,53 +75,53 @@ class HostActor:
 
     def __init__(
         self,
-        environment: Mapping[str, str],
-        surroundings: DriverEnvironment,
-        detached: bool,
-        driver: str,
+        env_vars: Mapping[str, str],
+        driver_env: DriverEnvironment,
+        is_detached: bool,
+        driver_id: str,
     ) -> None:
-        os.environ.update({**environment, **get_runtime_env_vars()})
-        self._driver_env_context = surroundings.apply()
+        os.environ.update({**env_vars, **get_runtime_env_vars()})
+        self._driver_env_context = driver_env.apply()
         self._driver_env_context.__enter__()  # never exited: applies until this process ends
-        self._detached = detached
+        self._is_detached = is_detached
         self._event_buffer = Relay()
-        self._followers = _ClientHeartbeats(
-            DETACHED_CLIENT_TIMEOUT_S if detached else CLIENT_TIMEOUT_S
+        self._clients = _ClientHeartbeats(
+            DETACHED_CLIENT_TIMEOUT_S if is_detached else CLIENT_TIMEOUT_S
         )
-        self._host: ControllerThread | None = None
-        self._facts: HostedRunInfo | None = None
-        self._driver = driver  # Ray's ID of the driver process
+        self._controller_thread: ControllerThread | None = None
+        self._info: HostedRunInfo | None = None
+        self._driver_id = driver_id  # Ray's ID of the driver process
         self._start_lock = threading.Lock()
         self._started = threading.Event()
-        self._ending: Serialized | None = None
+        self._outcome: Serialized | None = None
         threading.Thread(target=self._supervise, name="drawbar-attend", daemon=True).start()
 
-    def start_run(self, packed: Serialized) -> HostedRunInfo:
+    def start_run(self, serialized: Serialized) -> HostedRunInfo:
         """Check, open, and start the run."""
         with self._start_lock:
-            spec: RunSpec = packed.deserialize()
+            spec: RunSpec = serialized.deserialize()
             spec.backend_config.check_requirements(spec.scaling_config)
-            self._host = start_ray_run(spec, lambda path: self._event_buffer)
+            self._controller_thread = start_ray_run(spec, lambda path: self._event_buffer)
             level = spec.run_config.logging_config.level_number
-            self._facts = HostedRunInfo(self._host.directory, level, self._detached)
-            self._followers.record(_STARTER_ID)
+            self._info = HostedRunInfo(self._controller_thread.directory, level, self._is_detached)
+            self._clients.record(_STARTER_ID)
             self._started.set()
-            return self._facts
+            return self._info
 
     def get_info(self) -> HostedRunInfo:
         """Return information about the run as soon as it has started."""
         self._started.wait(START_TIMEOUT_S)
-        assert self._facts is not None
-        return self._facts
+        assert self._info is not None
+        return self._info
 
     def poll_events(self, client_id: str, position: Position | None) -> EventBatch:
         """Return the events after a position. Waits up to `POLL_SECONDS` for the first one."""
-        self._followers.record(client_id)
-        ending = self._ending  # read before the events: no event follows it
+        self._clients.record(client_id)
+        outcome = self._outcome  # read before the events: no event follows it
         events, position = self._event_buffer.since(position, POLL_SECONDS)
         # Again, because the wait took up to a second, and the timeout counts from the reply.
-        self._followers.record(client_id)
-        return EventBatch(events, position, ending)
+        self._clients.record(client_id)
+        return EventBatch(events, position, outcome)
 
     def disconnect(self, client_id: str) -> None:
         """Remove a client.
@@ -129,7 +129,7 @@ class HostActor:
         A client calls this when it has received the outcome, because replies in transit are lost
         when this actor ends.
         """
-        self._followers.remove(client_id)
+        self._clients.remove(client_id)
 
     # -- requests of clients
 
@@ -145,9 +145,9 @@ class HostActor:
         """Return a description of what each rank is blocked in."""
         return self._get_controller_thread().diagnose()
 
-    def snapshot(self) -> RunState:
+    def get_state(self) -> RunState:
         """Return the current state of the run."""
-        return self._get_controller_thread().snapshot()
+        return self._get_controller_thread().get_state()
 
     def read_log(self, rank: int) -> str:
         """Return the output that a rank has written so far."""
@@ -155,7 +155,7 @@ class HostActor:
 
     def has_ended(self) -> bool:
         """Return whether the run has ended or will never start, so that this actor will end."""
-        return self._ending is not None or self._is_orphaned()
+        return self._outcome is not None or self._is_orphaned()
 
     def block_until_killed(self) -> None:
         """Block forever, so that the caller learns when this actor has ended."""
@@ -163,8 +163,8 @@ class HostActor:
 
     def _get_controller_thread(self) -> ControllerThread:
         self._started.wait(START_TIMEOUT_S)
-        assert self._host is not None
-        return self._host
+        assert self._controller_thread is not None
+        return self._controller_thread
 
     # -- lifetime
 
@@ -174,11 +174,11 @@ class HostActor:
             if self._wait_for_start():
                 host = self._get_controller_thread()
                 # Without its clients, a run that is not detached ends, as with a dead driver.
-                if not self._detached:
+                if not self._is_detached:
                     threading.Thread(target=self._stop_without_clients, daemon=True).start()
                 host.join()
-                self._store_outcome(host.ending())
-                self._followers.wait_until_empty()
+                self._store_outcome(host.get_outcome())
+                self._clients.wait_until_empty()
         finally:
             # `ray.actor.exit_actor()` raises an exception, which would end only this thread.
             ray.kill(ray.get_runtime_context().current_actor)
@@ -194,21 +194,21 @@ class HostActor:
     def _is_orphaned(self) -> bool:
         """Return whether the driver died before it started the run."""
         is_waiting = not self._started.is_set() and not self._start_lock.locked()
-        return is_waiting and is_process_dead(self._driver)
+        return is_waiting and is_process_dead(self._driver_id)
 
     def _stop_without_clients(self) -> None:
-        self._followers.wait_until_empty()
+        self._clients.wait_until_empty()
         self._get_controller_thread().stop(save=False)
 
-    def _store_outcome(self, ending: RunOutcome) -> None:
-        if self._detached:
+    def _store_outcome(self, outcome: RunOutcome) -> None:
+        if self._is_detached:
             try:
                 self._get_controller_thread().directory.run_files.write(
-                    OUTCOME_FILE, ending.serialize(serialize_without_references)
+                    OUTCOME_FILE, outcome.serialize(serialize_without_references)
                 )
             except OSError as error:
                 _logger.warning("the return values could not be stored: %s", error)
-        self._ending = ending.serialize(serialize)
+        self._outcome = outcome.serialize(serialize)
         self._event_buffer.release()
 
 

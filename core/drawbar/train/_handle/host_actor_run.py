@@ -66,12 +66,12 @@ class HostActorRun:
         self._directory = info.directory
         self._console = Console(info.level, self.path)
         self._position = Position(0, 0) if should_replay else None
-        self._ending: RunOutcome | None = None
+        self._outcome: RunOutcome | None = None
         self._last_reply = time.monotonic()  # to a poll
         self._has_warned_unresponsive = False
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._is_closed = False
-        self.detached = info.detached
+        self.is_detached = info.is_detached
         self._thread = threading.Thread(target=self._poll_loop, name="drawbar-follow", daemon=True)
         self._id = _get_actor_id(actor)
         _runs_by_actor_id[self._id] = self
@@ -91,7 +91,7 @@ class HostActorRun:
     def _poll_loop(self) -> None:
         client_id = uuid.uuid4().hex
         try:
-            while self._ending is None and not self._is_closed:
+            while self._outcome is None and not self._is_closed:
                 reply: ObjectRef[EventBatch] = self._actor.poll_events.remote(
                     client_id, self._position
                 )
@@ -102,7 +102,7 @@ class HostActorRun:
                         break
                     self._warn_unresponsive()
         except Exception as error:
-            self._ending = self._make_lost_outcome(error)
+            self._outcome = self._make_lost_outcome(error)
         finally:
             with contextlib.suppress(Exception):  # the actor may be dead
                 self._actor.disconnect.remote(client_id)
@@ -110,12 +110,12 @@ class HostActorRun:
             atexit.unregister(self._stop_at_exit)
             if _runs_by_actor_id.get(self._id) is self:
                 del _runs_by_actor_id[self._id]
-            self._over.set()
+            self._ended.set()
 
     def _warn_unresponsive(self) -> None:
-        if self.silence and not self._has_warned_unresponsive:
+        if self.unresponsive_reason and not self._has_warned_unresponsive:
             self._has_warned_unresponsive = True
-            self._console.on_event(Notice(self.silence))
+            self._console.on_event(Notice(self.unresponsive_reason))
 
     def _on_batch(self, batch: EventBatch) -> None:
         self._last_reply = time.monotonic()
@@ -125,17 +125,17 @@ class HostActorRun:
         self._position = batch.position
         for event in batch.events:
             self._console.on_event(event)
-        if batch.ending is not None:
-            self._ending = batch.ending.deserialize()
+        if batch.outcome is not None:
+            self._outcome = batch.outcome.deserialize()
 
     def _make_lost_outcome(self, error: Exception) -> RunOutcome:
         """Return the outcome of a run whose host died, as far as its directory contains it."""
         state = RunState()
         with contextlib.suppress(Exception):
             run = EndedRun(self._directory)
-            state = run.snapshot()
+            state = run.get_state()
             if state.status in FINAL_STATUSES:
-                return run.ending()
+                return run.get_outcome()
         failure = ControllerError(
             f"the process that hosts the run no longer replies: {error}\n\nrun directory: "
             f'{self.path}\nIf the run has ended, resume="auto" resumes from the latest checkpoint.',
@@ -146,7 +146,7 @@ class HostActorRun:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run has ended and return whether it has."""
-        return self._over.wait(timeout)
+        return self._ended.wait(timeout)
 
     def stop(self, *, save: bool) -> None:
         """Stop the run: gracefully after its next commit, or immediately."""
@@ -161,16 +161,16 @@ class HostActorRun:
         return self._request(self._actor.diagnose.remote, extra_seconds=DIAGNOSIS_TIMEOUT_S) or ""
 
     @property
-    def silence(self) -> str:
+    def unresponsive_reason(self) -> str:
         """Description of an actor that has not replied for a while, or an empty string."""
-        if self._over.is_set() or time.monotonic() - self._last_reply < REPLY_TIMEOUT_S:
+        if self._ended.is_set() or time.monotonic() - self._last_reply < REPLY_TIMEOUT_S:
             return ""
         return _describe_unresponsive(self._actor, self.name)
 
-    def snapshot(self) -> RunState:
+    def get_state(self) -> RunState:
         """Return the current or final state of the run."""
-        state: RunState | None = self._request(self._actor.snapshot.remote)
-        return state or self.ending().snapshot
+        state: RunState | None = self._request(self._actor.get_state.remote)
+        return state or self.get_outcome().snapshot
 
     def read_log(self, rank: int) -> str:
         """Return the output that a rank has written so far."""
@@ -187,30 +187,30 @@ class HostActorRun:
         Raises:
             TimeoutError: The actor does not reply; raised sooner if it is known to be unresponsive.
         """
-        if self._over.is_set():
+        if self._ended.is_set():
             return None
-        timeout = POLL_SECONDS if self.silence else REPLY_TIMEOUT_S + extra_seconds
+        timeout = POLL_SECONDS if self.unresponsive_reason else REPLY_TIMEOUT_S + extra_seconds
         try:
             return _get_reply(self._actor, self.name, call(), timeout)
         except RayTaskError as error:
             raise _unwrap_cause(error) from None
         except RayError:
-            self._over.wait()  # the actor is dead, which the polling thread detects too
+            self._ended.wait()  # the actor is dead, which the polling thread detects too
             return None
 
-    def ending(self) -> RunOutcome:
+    def get_outcome(self) -> RunOutcome:
         """Wait until the run has ended and return its outcome."""
-        self._over.wait()
-        assert self._ending is not None
-        return self._ending
+        self._ended.wait()
+        assert self._outcome is not None
+        return self._outcome
 
     def _stop_at_exit(self) -> None:
         """Stop polling, and stop a run that is not detached."""
-        if not self.detached:
+        if not self.is_detached:
             self._console.on_event(Notice(STOPPED_AT_EXIT))
             with contextlib.suppress(TimeoutError):
                 self.stop(save=False)
-                self._over.wait(EXIT_SECONDS)
+                self._ended.wait(EXIT_SECONDS)
         self._is_closed = True
         self._thread.join(2 * POLL_SECONDS)  # Ray must not be shut down while it polls
 
@@ -239,7 +239,7 @@ def start_host_actor_run(spec: RunSpec) -> HostActorRun:
 
 
 def _create_host_actor(spec: RunSpec) -> HostHandle:
-    detached = spec.run_config.detached
+    is_detached = spec.run_config.detached
     node = ray.get_runtime_context().get_node_id()
     options: dict[str, object] = {
         "num_cpus": 0,
@@ -253,7 +253,7 @@ def _create_host_actor(spec: RunSpec) -> HostHandle:
     }
     if spec.run_config.worker_runtime_env:
         options["runtime_env"] = dict(spec.run_config.worker_runtime_env)
-    if detached:
+    if is_detached:
         _claim_name(spec.name)
         options |= {"name": spec.name, "namespace": NAMESPACE, "lifetime": "detached"}
     try:
@@ -264,7 +264,7 @@ def _create_host_actor(spec: RunSpec) -> HostHandle:
             .remote(
                 spec.worker_spec.environment,
                 spec.worker_spec.surroundings,
-                detached,
+                is_detached,
                 get_ray_worker_id(),
             )
         )

@@ -35,7 +35,7 @@ JOIN_INTERVAL_S = 1.0
 class RunView(Protocol):
     """View of a run in this process, in a host actor, or in a run directory."""
 
-    detached: bool
+    is_detached: bool
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class RunView(Protocol):
         """Return a description of what each rank is blocked in."""
         ...
 
-    def snapshot(self) -> RunState:
+    def get_state(self) -> RunState:
         """Return the current or final state of the run."""
         ...
 
@@ -71,12 +71,12 @@ class RunView(Protocol):
         """Return the output that a rank has written so far."""
         ...
 
-    def ending(self) -> RunOutcome:
+    def get_outcome(self) -> RunOutcome:
         """Return the outcome of the run."""
         ...
 
     @property
-    def silence(self) -> str:
+    def unresponsive_reason(self) -> str:
         """Reason why the host of the run counts as unresponsive, or an empty string."""
         ...
 
@@ -115,7 +115,7 @@ class RunHandle:
 
         One of "starting", "running", "restarting", "finished", "failed", and "stopped".
         """
-        return self._run.snapshot().status
+        return self._run.get_state().status
 
     @property
     def is_done(self) -> bool:
@@ -131,7 +131,7 @@ class RunHandle:
     @property
     def metrics_by_rank(self) -> dict[int, Metrics]:
         """Latest metrics of each rank."""
-        return self._run.snapshot().last_metrics
+        return self._run.get_state().last_metrics
 
     @property
     def stalled_ranks(self) -> dict[int, str]:
@@ -139,12 +139,12 @@ class RunHandle:
 
         `FailureConfig.stall_warning_after` sets the time after which a rank counts as stalled.
         """
-        return self._run.snapshot().stalled_ranks
+        return self._run.get_state().stalled_ranks
 
     @property
     def timeline(self) -> Timeline:
         """Start-up time, checkpoint time, and outcome of every attempt so far."""
-        return self._run.snapshot().timeline
+        return self._run.get_state().timeline
 
     def get_logs(self, rank: int = 0) -> str:
         """Return the output that a rank has written so far, in all attempts.
@@ -246,7 +246,7 @@ class RunHandle:
                     if time.monotonic() >= deadline:
                         raise TimeoutError(self._describe_timeout(seconds))
                 except KeyboardInterrupt:
-                    if self._run.detached:
+                    if self._run.is_detached:
                         raise UserAbort(self._describe_detach()) from None
                     # The timeout does not apply while the run is being stopped.
                     deadline, interrupts = math.inf, interrupts + 1
@@ -256,7 +256,7 @@ class RunHandle:
                 f"checkpoint, if there is one, set RunConfig(name={self.name!r}, ...) and the same "
                 "storage_path"
             )
-        return self._run.ending().get_result()
+        return self._run.get_outcome().get_result()
 
     def _interrupt(self, *, is_first: bool) -> None:
         if is_first:
@@ -266,7 +266,7 @@ class RunHandle:
 
     def _describe_timeout(self, seconds: float | None) -> str:
         description = f"after {seconds:g} s run {self.name!r} in {self.path} has not ended"
-        return f"{description}; {self._run.silence or 'it continues'}"
+        return f"{description}; {self._run.unresponsive_reason or 'it continues'}"
 
     def _describe_detach(self) -> str:
         return (
@@ -276,7 +276,7 @@ class RunHandle:
 
     def __repr__(self) -> str:
         try:
-            state = self._run.snapshot()
+            state = self._run.get_state()
         except TimeoutError:
             return f"RunHandle({self.name!r}, host does not reply, path={self.path!r})"
         parts = [repr(self.name), state.status]
@@ -329,7 +329,7 @@ def attach(
         return RunHandle(ended)
     # Before Ray is tried: connecting takes a second, and a run on this host does not need it.
     same_host = SameHostRun.find(directory)
-    if same_host is not None and not same_host.snapshot().is_detached:
+    if same_host is not None and not same_host.get_state().is_detached:
         return RunHandle(same_host)
     if same_host is None and not is_name and not _can_be_detached(directory):
         raise LookupError(_describe_directory(directory))

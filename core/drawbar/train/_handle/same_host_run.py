@@ -24,7 +24,7 @@ class SameHostRun:
     Create instances with `find`.
     """
 
-    detached = True  # the run continues when its clients stop waiting
+    is_detached = True  # the run continues when its clients stop waiting
 
     def __init__(self, directory: RunDirectory, connection: socket.socket) -> None:
         self._directory = directory
@@ -39,7 +39,7 @@ class SameHostRun:
         return None if connection is None else cls(directory, connection)
 
     @property
-    def silence(self) -> str:
+    def unresponsive_reason(self) -> str:
         """Always empty: requests raise `TimeoutError` if the process does not reply."""
         return ""
 
@@ -76,7 +76,7 @@ class SameHostRun:
             raise RuntimeError(f"run {self.name!r} in {self.path}: {reply.error}")
         return "" if reply is None else reply.text
 
-    def snapshot(self) -> RunState:
+    def get_state(self) -> RunState:
         """Return the current state of the run."""
         return RunState.from_events(read_events(self._directory))
 
@@ -87,11 +87,11 @@ class SameHostRun:
             return path.read_text(errors="replace")
         return (self._directory.run_files.read(f"logs/{path.name}") or b"").decode(errors="replace")
 
-    def ending(self) -> RunOutcome:
+    def get_outcome(self) -> RunOutcome:
         """Return the outcome of the run."""
         ended = EndedRun.find(self._directory)
         if ended is not None:
-            return ended.ending()
+            return ended.get_outcome()
         error = ControllerError(
             "the process that hosted the run died, and its journal contains no end\n\nrun "
             f'directory: {self.path}\nTo resume from the latest checkpoint, set resume="auto".',

@@ -115,8 +115,8 @@ def _start_rank_zero(
 ) -> ControllerThread:
     gpu_ids = _get_gpu_ids(spec, ranks)
 
-    def make_group(path: str, spawn: SubmitCall) -> WorkerGroup:
-        local_group = ThreadWorkerGroup(payload, submit_call=spawn, gpu_ids=gpu_ids)
+    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
+        local_group = ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=gpu_ids)
         local_info = make_local_worker_info(ranks, gpu_ids)
         return TorchrunWorkerGroup(
             local_group, local_info, peers, lambda save: host.stop(save=save)
@@ -125,11 +125,13 @@ def _start_rank_zero(
     validator = ThreadValidator(validation_config) if validation_config is not None else None
     host = ControllerThread(
         _disable_restarts(spec),
-        make_group,
+        make_worker_group,
         make_console,
         validator,
         use_caller_thread=use_caller_thread,
-        at_end=lambda ending: peers.send_all(Over(ending.serialize(serialize_without_references))),
+        on_end=lambda outcome: peers.send_all(
+            Over(outcome.serialize(serialize_without_references))
+        ),
     )
     return host
 
@@ -180,8 +182,8 @@ class TorchrunRun:
         Exception: Rank 0 cannot start the run.
     """
 
-    detached = False
-    silence = ""
+    is_detached = False
+    unresponsive_reason = ""
 
     def __init__(
         self,
@@ -194,15 +196,15 @@ class TorchrunRun:
         use_caller_thread: bool,
     ) -> None:
         self._payload = payload
-        self._environment = spec.worker_spec.environment
+        self._env_vars = spec.worker_spec.environment
         self._cache: dict[object, object] = {}
         self._session: Session | None = None
         self._function_thread: threading.Thread | None = None
         self._executor = CallerExecutor(use_caller_thread=use_caller_thread)
         # A hook that hangs must not keep the run from ending.
         self._hook_threads = DaemonThreadPool(1, "drawbar-hooks")
-        self._over = threading.Event()
-        self._ending: RunOutcome | None = None
+        self._ended = threading.Event()
+        self._outcome: RunOutcome | None = None
         hello = Hello(ranks.world_rank, make_local_worker_info(ranks, _get_gpu_ids(spec, ranks)))
         try:
             self._connection, self._directory = meet_rank_zero(store, key, hello)
@@ -224,16 +226,16 @@ class TorchrunRun:
 
     def _receive_loop(self) -> None:
         try:
-            while self._ending is None:
+            while self._outcome is None:
                 self._handle_command(self._connection.receive())
         except (OSError, EOFError) as error:
             lost = _make_rank_zero_lost_error(error, self.path)
-            self._ending = RunOutcome(
+            self._outcome = RunOutcome(
                 ControllerOutcome(error=lost), RunState(status="failed"), None
             )
             if self._session is not None:
                 self._session.obey(Interrupt(reason=str(lost)))
-        self._over.set()
+        self._ended.set()
         self._executor.wake_up()
 
     def _handle_command(self, command: ToPeer) -> None:
@@ -250,34 +252,34 @@ class TorchrunRun:
                 # In a thread: rank 0 may request the stack of a function that hangs.
                 self._hook_threads.submit(lambda: self._connection.send(command.answer()))
             case Over(outcome):
-                self._ending = cloudpickle.loads(outcome)
+                self._outcome = cloudpickle.loads(outcome)
 
     def _start_attempt(self, assignment: Assignment) -> None:
-        env_vars = {**self._environment, **_get_device_env_vars(assignment)}
+        env_vars = {**self._env_vars, **_get_device_env_vars(assignment)}
         # Not rank 0's variables: torchrun sets different ones in each process.
         spec = dataclasses.replace(assignment.spec, environment=env_vars)
         assignment = dataclasses.replace(assignment, spec=spec)
-        self._session = session = Session(assignment, self._say, self._cache)
+        self._session = session = Session(assignment, self._send, self._cache)
         self._executor.submit(partial(self._run_train_loop, session))
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         self._connection.send(Said(message))
 
     def _run_train_loop(self, session: Session) -> None:
         self._function_thread = threading.current_thread()
-        with enable_transfers_if_node_local(session, self._say):
+        with enable_transfers_if_node_local(session, self._send):
             run_train_loop_in_thread(
-                self._payload, session, self._say, self._send_function_ended, is_only_rank=True
+                self._payload, session, self._send, self._send_function_ended, is_only_rank=True
             )
 
-    def _send_function_ended(self, ending: Message | None) -> None:
-        self._connection.send(Ended(ending))
+    def _send_function_ended(self, last_message: Message | None) -> None:
+        self._connection.send(Ended(last_message))
 
     # -- called from any thread
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run has ended, running the function meanwhile. Return whether it has."""
-        return self._executor.run_until(self._over, timeout)
+        return self._executor.run_until(self._ended, timeout)
 
     def stop(self, *, save: bool) -> None:
         """Stop the run: gracefully after its next commit, or immediately."""
@@ -291,21 +293,21 @@ class TorchrunRun:
         """Return an empty string: rank 0 prints the diagnosis."""
         return ""
 
-    def snapshot(self) -> RunState:
+    def get_state(self) -> RunState:
         """Return the current or final state of the run."""
-        if self._ending is not None:
-            return self._ending.snapshot
+        if self._outcome is not None:
+            return self._outcome.snapshot
         return RunState.from_events(read_events(self._directory))
 
     def read_log(self, rank: int) -> str:
         """Return the output that a rank has written so far."""
         return EndedRun(self._directory).read_log(rank)
 
-    def ending(self) -> RunOutcome:
+    def get_outcome(self) -> RunOutcome:
         """Wait until the run has ended and return its outcome."""
-        self._over.wait()
-        assert self._ending is not None
-        return self._ending
+        self._ended.wait()
+        assert self._outcome is not None
+        return self._outcome
 
 
 def _get_device_env_vars(assignment: Assignment) -> dict[str, str]:

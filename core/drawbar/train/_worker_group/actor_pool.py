@@ -117,7 +117,7 @@ class ActorPool:
         self._actor_class = remote(concurrency_groups={"control": 1})(Worker)
         self._runtime_env = dict(runtime_env) if runtime_env else None
         self._process_setup = process_setup
-        self._around = parent_placement
+        self._parent_placement = parent_placement
         self._placement: Placement | None = None
         self.slots: dict[int, ActorSlot] = {}
 
@@ -128,7 +128,7 @@ class ActorPool:
             Exception: A process failed to start.
         """
         if self._placement is None:
-            self._placement = self._around or self._create_placement()
+            self._placement = self._parent_placement or self._create_placement()
         # All at once: Ray starts processes in parallel, and each takes seconds.
         for slot in range(self._scaling.max_workers):
             if slot not in self.slots:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from drawbar.train._errors import InsufficientResourcesError
 
-# Ray counts resources in ten-thousandths. Integers prevent that 0.3 / 0.1 is rounded to 2.
+# Ray counts resources in ten-thousandths. Integers prevent 0.3 // 0.1 from being 2.
 _UNITS_PER_RESOURCE = 10_000
 _UNBOUNDED = 10**9
 _INTERNAL_RESOURCES = re.compile(r"node:|object_store_memory$|.*_group_|bundle_group")

@@ -59,10 +59,10 @@ def connect_to_ray() -> None:
 _DEATH = re.compile(
     r"A worker died or was killed .*Node ID: (?P<node>\w+).*Worker PID: (?P<pid>\d+)", re.DOTALL
 )
-_own_workers: set[tuple[str, str]] = set()
+_watched_workers: set[tuple[str, str]] = set()
 
 
-def hide_deaths_of(workers: Iterable[WorkerInfo]) -> None:
+def suppress_death_messages(workers: Iterable[WorkerInfo]) -> None:
     """Suppress the paragraph that Ray prints when one of these workers dies.
 
     Drawbar reports the death with its cause. Ray has no setting for single processes, so the
@@ -71,20 +71,20 @@ def hide_deaths_of(workers: Iterable[WorkerInfo]) -> None:
     from ray._private import worker as ray_worker
 
     print_lines: Any = getattr(ray_worker, "print_to_stdstream", None)
-    if print_lines is not None and not _own_workers:
+    if print_lines is not None and not _watched_workers:
 
-        def print_unless_own(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            is_own = data.get("pid") == "raylet" and all(map(_is_own_death, data["lines"]))
-            if not is_own:
+        def print_unless_watched(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            is_watched = data.get("pid") == "raylet" and all(map(_is_watched_death, data["lines"]))
+            if not is_watched:
                 print_lines(data, *args, **kwargs)
 
-        ray_worker.print_to_stdstream = print_unless_own
-    _own_workers.update((worker.node_id, str(worker.pid)) for worker in workers)
+        ray_worker.print_to_stdstream = print_unless_watched
+    _watched_workers.update((worker.node_id, str(worker.pid)) for worker in workers)
 
 
-def _is_own_death(line: str) -> bool:
+def _is_watched_death(line: str) -> bool:
     death = _DEATH.match(line)
-    return death is not None and (death["node"], death["pid"]) in _own_workers
+    return death is not None and (death["node"], death["pid"]) in _watched_workers
 
 
 @contextlib.contextmanager

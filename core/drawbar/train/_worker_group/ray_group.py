@@ -24,7 +24,7 @@ from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
 from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_reference
-from drawbar.train._worker_group.cluster import hide_deaths_of, is_node_available
+from drawbar.train._worker_group.cluster import is_node_available, suppress_death_messages
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
 P = ParamSpec("P")
@@ -58,7 +58,7 @@ class RayWorkerGroup:
     async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
         """Create all missing processes at once and wait until enough of them are ready."""
         workers = await self._pool.start(on_waiting)
-        hide_deaths_of(workers)
+        suppress_death_messages(workers)
         return workers
 
     @property

@@ -55,8 +55,8 @@ class ThreadWorkerGroup:
         gpu_ids: tuple[str, ...] = (),
     ) -> None:
         self._payload = payload
-        self._count = num_workers
-        self._spawn = submit_call
+        self._num_workers = num_workers
+        self._submit_call = submit_call
         self._gpu_ids = gpu_ids
         self._sessions: dict[int, Session] = {}
         self._functions_ended: dict[int, asyncio.Event] = {}
@@ -69,7 +69,7 @@ class ThreadWorkerGroup:
         return 0
 
     def __len__(self) -> int:
-        return self._count
+        return self._num_workers
 
     async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
         """Return the workers after the uploads of the previous attempt have ended."""
@@ -85,7 +85,7 @@ class ThreadWorkerGroup:
             pid=os.getpid(),
             gpu_ids=self._gpu_ids,
         )
-        return [info] * self._count
+        return [info] * self._num_workers
 
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
         """Do nothing: slots are ranks here."""
@@ -100,8 +100,8 @@ class ThreadWorkerGroup:
             session = self._sessions[rank] = Session(assignment, send, self._caches[rank])
             on_end = partial(_finish_from_thread, loop, on_messages, rank, ended)
             call = partial(self._run_rank, rank, session, send, on_end)
-            if self._spawn is not None:
-                self._spawn(call)
+            if self._submit_call is not None:
+                self._submit_call(call)
             else:
                 threading.Thread(target=call, name=f"rank-{rank}", daemon=True).start()
 
@@ -115,7 +115,7 @@ class ThreadWorkerGroup:
         # The thread is known only here: `submit_call` runs this in the thread that called `fit()`.
         self._threads[rank] = threading.current_thread()
         run_train_loop_in_thread(
-            self._payload, session, send, on_end, is_only_rank=self._spawn is not None
+            self._payload, session, send, on_end, is_only_rank=self._submit_call is not None
         )
 
     def send_command(self, rank: int, command: Order) -> None:
@@ -162,7 +162,7 @@ class ThreadWorkerGroup:
 
     def execute_async(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a function once per rank in this thread and return the results."""
-        return [function(*args, **kwargs) for _ in range(self._count)]
+        return [function(*args, **kwargs) for _ in range(self._num_workers)]
 
     execute_single = execute_single_async
     execute = execute_async

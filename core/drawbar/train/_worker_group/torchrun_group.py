@@ -54,7 +54,7 @@ class TorchrunWorkerGroup:
         local_group: Group that contains rank 0, in this process.
         local_info: Node and process of rank 0.
         server: Connections to the other processes.
-        stop: Stops the run when a peer requests it. Receives whether to save first.
+        stop_run: Stops the run when a peer requests it. Receives whether to save first.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class TorchrunWorkerGroup:
         local_group: ThreadWorkerGroup,
         local_info: WorkerInfo,
         server: Peers,
-        stop: Callable[[bool], object],
+        stop_run: Callable[[bool], object],
     ) -> None:
-        self._own = local_group
-        self._here = local_info
-        self._peers = server
-        self._stop = stop
+        self._local_group = local_group
+        self._local_info = local_info
+        self._server = server
+        self._stop_run = stop_run
         self._loop = asyncio.get_running_loop()
         self._attempt = -1
-        self._hear: OnMessages = lambda rank, messages: None
+        self._on_messages: OnMessages = lambda rank, messages: None
         self._functions_ended: dict[int, asyncio.Event] = {}  # by rank of a peer
         self._request_ids = itertools.count()
         # Rank and reply, by request ID.
@@ -84,33 +84,36 @@ class TorchrunWorkerGroup:
         return 0
 
     def __len__(self) -> int:
-        return 1 + self._peers.count
+        return 1 + self._server.count
 
     async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
         """Wait until every process has called `fit()`."""
-        await self._own.start(on_waiting)
+        await self._local_group.start(on_waiting)
         num_joined = 0
-        while num_joined < self._peers.count:
-            num_joined = await run_in_daemon_thread(self._peers.wait, JOIN_NOTICE_S)
-            if num_joined < self._peers.count:
+        while num_joined < self._server.count:
+            num_joined = await run_in_daemon_thread(self._server.wait, JOIN_NOTICE_S)
+            if num_joined < self._server.count:
                 on_waiting(1 + num_joined, True)
-        return [self._here, *(self._peers.infos[rank] for rank in sorted(self._peers.infos))]
+        return [
+            self._local_info,
+            *(self._server.infos[rank] for rank in sorted(self._server.infos)),
+        ]
 
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
         """Do nothing: torchrun has assigned the ranks."""
 
     def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
         """Start an attempt."""
-        self._attempt, self._hear = assignments[0].attempt, on_messages
+        self._attempt, self._on_messages = assignments[0].attempt, on_messages
         local = [assignment for assignment in assignments if assignment.ranks.world_rank == 0]
-        self._own.run(local, on_messages)
+        self._local_group.run(local, on_messages)
         for assignment in assignments:
             rank = assignment.ranks.world_rank
             if rank > 0:
                 self._functions_ended[rank] = asyncio.Event()
                 # Peers have an environment already.
                 spec = dataclasses.replace(assignment.spec, surroundings=None)
-                self._peers.send(rank, Begin(dataclasses.replace(assignment, spec=spec)))
+                self._server.send(rank, Begin(dataclasses.replace(assignment, spec=spec)))
         for rank, detail in list(self._lost_peers.items()):  # lost after it joined
             self._on_message(rank, Lost(detail))
 
@@ -121,15 +124,15 @@ class TorchrunWorkerGroup:
     def _on_message(self, rank: int, peer_message: FromPeer) -> None:
         match peer_message:
             case Said(message):
-                self._hear(rank, [message])
+                self._on_messages(rank, [message])
             case Ended(message):
                 self._functions_ended[rank].set()
                 if message is not None:
-                    self._hear(rank, [message])
+                    self._on_messages(rank, [message])
             case Answer(request_id):
                 self._resolve_request(request_id, peer_message)
             case StopAsked(save):
-                self._stop(save)
+                self._stop_run(save)
             case Lost(detail):
                 self._lost_peers[rank] = detail
                 # Threads are waiting for replies that the peer will never send.
@@ -138,14 +141,14 @@ class TorchrunWorkerGroup:
                         self._resolve_request(request_id, Answer(request_id, error=detail))
                 if rank in self._functions_ended:
                     self._functions_ended[rank].set()
-                self._hear(rank, [Gone(detail=detail, time=time.time())])
+                self._on_messages(rank, [Gone(detail=detail, time=time.time())])
 
     def send_command(self, rank: int, command: Order) -> None:
         """Send a command to a rank."""
         if rank == 0:
-            self._own.send_command(rank, command)
+            self._local_group.send_command(rank, command)
         else:
-            self._peers.send(rank, Obey(self._attempt, command))
+            self._server.send(rank, Obey(self._attempt, command))
 
     async def end_attempt(
         self,
@@ -163,7 +166,7 @@ class TorchrunWorkerGroup:
             self.send_command(
                 rank, Interrupt(reason="the attempt is over", by_user=is_user_request)
             )
-        local_end = self._own.end_attempt(
+        local_end = self._local_group.end_attempt(
             grace=grace, should_keep=should_keep, should_replace=should_replace
         )
         peer_ends = [asyncio.wait_for(ended.wait(), grace) for ended in running.values()]
@@ -176,7 +179,7 @@ class TorchrunWorkerGroup:
         requests = [asyncio.wrap_future(self._request(rank, StackAsked)) for rank in ranks]
         if requests:
             await asyncio.wait(requests, timeout=STACK_SECONDS)
-        stacks = await self._own.collect_stacks()
+        stacks = await self._local_group.collect_stacks()
         for rank, request in zip(ranks, requests, strict=True):
             value = request.result().value if request.done() else None
             stacks[rank] = value if isinstance(value, Stack) else self._detect_stopped_peer(rank)
@@ -185,8 +188,10 @@ class TorchrunWorkerGroup:
 
     def _detect_stopped_peer(self, rank: int) -> Stack | None:
         """Return a stack that describes a suspended peer, if it is suspended and on this host."""
-        peer = self._peers.infos[rank]
-        return detect_stopped_process(peer.pid) if peer.hostname == self._here.hostname else None
+        peer = self._server.infos[rank]
+        return (
+            detect_stopped_process(peer.pid) if peer.hostname == self._local_info.hostname else None
+        )
 
     def _request(
         self, rank: int, make_request: Callable[[int], StackAsked | Execute]
@@ -194,7 +199,7 @@ class TorchrunWorkerGroup:
         """Send a request to a peer, from any thread."""
         request_id, reply = next(self._request_ids), Future[Answer]()
         self._pending_requests[request_id] = rank, reply
-        self._peers.send(rank, make_request(request_id))
+        self._server.send(rank, make_request(request_id))
         # Checked last: a loss from now on resolves the pending requests of the peer.
         if rank in self._lost_peers:
             self._resolve_request(request_id, Answer(request_id, error=self._lost_peers[rank]))
@@ -240,7 +245,7 @@ class TorchrunWorkerGroup:
         """
         # Serialized once for all peers.
         make_request = partial(Execute, call=serialize((function, args, kwargs)))
-        replies = {rank: self._request(rank, make_request) for rank in sorted(self._peers.infos)}
+        replies = {rank: self._request(rank, make_request) for rank in sorted(self._server.infos)}
         # Called while the peers run it: the ranks may wait for each other in it.
         local_result = function(*args, **kwargs)
         return [
