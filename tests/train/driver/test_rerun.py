@@ -198,7 +198,7 @@ def test_rerun_of_finished_run_in_notebook_compares_names_only(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_rerun_of_finished_script_run_with_another_script_raises_resume_error(
+def test_rerun_of_finished_script_run_with_another_script_raises(
     tmp_path: Path,
 ) -> None:
     scripts = [tmp_path / "a.py", tmp_path / "b.py"]
