@@ -91,8 +91,8 @@ def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
         (["--num-workers", "64", "{script}"], "64"),
         (
             ["--nproc-per-node", "100000000000", "{script}"],
-            "100000000000 workers of CPU=1 never fit with placement_strategy='STRICT_PACK': "
-            "at most 8 do on one node",
+            "100000000000 workers of CPU=1 cannot fit with placement_strategy='STRICT_PACK': "
+            "at most 8 fit on one node",
         ),
     ],
 )

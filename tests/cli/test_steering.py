@@ -49,7 +49,7 @@ def test_a_run_that_does_not_go_on_is_found_as_show_finds_it_and_no_ray_is_asked
     for name in ("long", interrupted):
         cut_off = drawbar("stop", name)
         assert (cut_off.code, cut_off.out, cut_off.err.count("\n")) == (2, "", 1)
-        assert "and the process that hosted it is gone" in cut_off.err
+        assert "and its host process died" in cut_off.err
         assert "detached runs" not in cut_off.err
 
 

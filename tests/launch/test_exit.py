@@ -48,7 +48,7 @@ def run_python(launch: Launch) -> subprocess.CompletedProcess[bytes]:
 
 def without_start_notices(err: str) -> str:
     """Remove the notices that a start takes long, which appear only on a busy machine."""
-    return re.sub(r"(?m)^\[drawbar [\d:]+\] the processes of .* are starting, .*\n", "", err)
+    return re.sub(r"(?m)^\[drawbar [\d:]+\] starting \d+ workers?, .*\n", "", err)
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def test_with_pytorch_lightning_the_other_package_is_not_imported(ended: Ended) 
 
 def test_ctrl_c_stops_the_run_in_order(ended: Ended) -> None:
     assert ended.code == 1, ended.after  # Lightning's own answer to Ctrl-C
-    assert "goes on from its newest checkpoint" in ended.after
+    assert "To resume from the latest checkpoint" in ended.after
 
 
 def test_predictions_are_put_together_in_turn() -> None:

@@ -171,7 +171,7 @@ def test_while_processes_start_that_is_what_is_waited_for(
             run_config=run_config,
         ).start()
         said = ""
-        while "the processes of 2 workers are starting, 0 of them are up" not in said:
+        while "starting 2 workers, 0 of them are ready" not in said:
             said += capfd.readouterr().err
     run.wait()
     assert "waiting for" not in said

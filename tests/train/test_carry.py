@@ -179,7 +179,7 @@ def test_a_detached_run_and_its_callbacks_have_the_objects(tmp_path: Path) -> No
         return [ray.get(threshold), ray.put("made"), threshold]
 
     callback = KeepsTheThreshold(threshold, queue)
-    with pytest.warns(UserWarning, match=r"process owns \(1\): they end with it"):
+    with pytest.warns(UserWarning, match=r"process owns \(1\)\. When this process ends"):
         result = fit(function, tmp_path, detached=True, callbacks=[callback])
     value, made, given = result.return_values[0]
     assert [value, ray.get(made), given] == [3, "made", threshold]

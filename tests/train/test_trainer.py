@@ -1,4 +1,4 @@
-"""Mistakes at the trainer, told before a process starts; and making a trainer again."""
+"""Trainer arguments, errors before a process starts, resume settings, and restore."""
 
 from __future__ import annotations
 
@@ -75,16 +75,22 @@ def content(checkpoint: Checkpoint | None) -> str:
         ({"datasets": [1]}, r"datasets must be a dict of name to ray.data.Dataset, .* found \[1\]"),
         ({"datasets": {"train": [1]}}, r"datasets\['train'\] must be a ray.data.Dataset, a table"),
         ({"metadata": [1]}, r"metadata must be a dict, found \[1\]"),
-        ({"metadata": {"a": object()}}, "metadata must be JSON-able: Object of type object is not"),
-        ({"metadata": {"a": {1, 2}}}, "metadata must be JSON-able: Object of type set is not JSON"),
-        ({"metadata": {(1, 2): 3}}, "metadata must be JSON-able: keys must be str"),
+        (
+            {"metadata": {"a": object()}},
+            "metadata must be JSON-serializable: Object of type object is not",
+        ),
+        (
+            {"metadata": {"a": {1, 2}}},
+            "metadata must be JSON-serializable: Object of type set is not JSON",
+        ),
+        ({"metadata": {(1, 2): 3}}, "metadata must be JSON-serializable: keys must be str"),
         (
             {"resume_from_checkpoint": "/c"},
             "resume_from_checkpoint must be a Checkpoint, found '/c",
         ),
     ],
 )
-def test_an_argument_of_a_wrong_type_is_told(arguments: dict[str, Any], message: str) -> None:
+def test_trainer_argument_of_wrong_type_raises(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         DataParallelTrainer(one_argument, **arguments)
 
@@ -95,23 +101,23 @@ def test_an_argument_of_a_wrong_type_is_told(arguments: dict[str, Any], message:
         (None, "the training function must be callable, found None"),
         (5, r"must be callable, found 5 \(int\)"),
         (no_argument(), "pass the function itself, not what it returns"),  # type: ignore[func-returns-value]
-        (two_arguments, "must be given config, extra; a training function takes no argument, or"),
+        (two_arguments, "requires config, extra, but a training function takes no argument or"),
     ],
 )
-def test_what_cannot_be_a_training_function_is_told(function: Any, message: str) -> None:
+def test_trainer_with_invalid_function_raises(function: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         DataParallelTrainer(function)
 
 
-def test_a_config_that_nobody_gets_is_a_warning_at_the_users_line() -> None:
-    told = "train_loop_config has 'lr', 'epochs', but the training f"
+def test_trainer_with_unused_config_warns_at_user_line() -> None:
+    message = "train_loop_config has 'lr', 'epochs', but the training f"
     for trainer in (DataParallelTrainer, TorchTrainer):
-        with pytest.warns(UserWarning, match=told) as warned:
+        with pytest.warns(UserWarning, match=message) as warned:
             trainer(no_argument, train_loop_config={"lr": 1, "epochs": 2})
         assert warned[0].filename == __file__
 
 
-def test_a_config_may_be_anything(run_config: RunConfig) -> None:
+def test_trainer_config_may_be_any_object(run_config: RunConfig) -> None:
     config: Any = SimpleNamespace(lr=0.1, hf_token="abc")
     result = DataParallelTrainer(
         lambda config: config.lr,
@@ -125,32 +131,32 @@ def test_a_config_may_be_anything(run_config: RunConfig) -> None:
     assert "abc" not in journal
 
 
-def test_a_dataset_that_is_to_be_split_and_is_not_there_is_a_warning() -> None:
+def test_trainer_with_missing_split_dataset_warns() -> None:
     config = DataConfig(datasets_to_split=["valid"])
     with pytest.warns(UserWarning, match=r"names \['valid'\], but datasets has \[\]"):
         DataParallelTrainer(no_argument, dataset_config=config)
 
 
-def test_a_table_as_datasets_is_not_shown_whole() -> None:
+def test_trainer_with_table_as_datasets_shows_only_its_type() -> None:
     table: Any = pd.DataFrame({"x": range(100)})
     with pytest.raises(TypeError, match=r"found a pandas.*DataFrame$"):
         DataParallelTrainer(no_argument, datasets=table)
 
 
-def test_arguments_are_by_keyword() -> None:
+def test_trainer_arguments_are_keyword_only() -> None:
     anything: Any = DataParallelTrainer
     with pytest.raises(TypeError, match="positional argument"):
         anything(one_argument, {"lr": 1})
 
 
-def test_metadata_is_copied() -> None:
+def test_trainer_metadata_is_copied() -> None:
     metadata = {"by": "ann"}
     trainer = DataParallelTrainer(no_argument, metadata=metadata)
     metadata["by"] = "bob"
     assert trainer.metadata == {"by": "ann"}
 
 
-def test_a_repr_has_the_function_and_what_was_set() -> None:
+def test_trainer_repr_has_function_and_changed_settings() -> None:
     trainer = DataParallelTrainer(
         no_argument, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(name="a")
     )
@@ -158,11 +164,11 @@ def test_a_repr_has_the_function_and_what_was_set() -> None:
     assert repr(trainer) == shown
 
 
-# -- what fit() finds before a process starts
+# -- checks of fit() before a process starts
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_cannot_be_sent_to_a_worker_is_told_by_name(num_workers: int) -> None:
+def test_fit_with_unpicklable_function_names_variable(num_workers: int) -> None:
     resources = {"lock": threading.Lock()}
 
     def function() -> None:
@@ -175,7 +181,7 @@ def test_what_cannot_be_sent_to_a_worker_is_told_by_name(num_workers: int) -> No
         trainer.fit()
 
 
-def test_a_config_that_cannot_be_sent_to_a_worker_is_told_by_name(tmp_path: Path) -> None:
+def test_fit_with_unpicklable_config_names_key(tmp_path: Path) -> None:
     config = {"lr": 1, "lock": threading.Lock()}
     with pytest.raises(
         TypeError, match=r"train_loop_config\['lock'\] \(_thread.lock\): cannot pic"
@@ -186,13 +192,13 @@ def test_a_config_that_cannot_be_sent_to_a_worker_is_told_by_name(tmp_path: Path
 
 @dataclass(frozen=True)
 class Missing(BackendConfig):
-    """A backend of a framework that is not installed."""
+    """Config of a backend whose framework is not installed."""
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
         raise ImportError(f"no framework for {scaling_config.num_workers} workers")
 
 
-def test_a_backend_is_asked_first(tmp_path: Path) -> None:
+def test_fit_checks_backend_requirements_first(tmp_path: Path) -> None:
     run_config = RunConfig(name="run", storage_path=tmp_path)
     trainer = DataParallelTrainer(
         no_argument, backend_config=Missing(), scaling_config=LOCAL, run_config=run_config
@@ -203,18 +209,18 @@ def test_a_backend_is_asked_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["storage", "storage/below"])
-def test_a_storage_path_that_is_a_file_is_told(tmp_path: Path, part: str) -> None:
+def test_fit_with_file_as_storage_path_raises(tmp_path: Path, part: str) -> None:
     (tmp_path / "storage").write_text("")
-    with pytest.raises(OSError, match="or a part of it, is a file: give a folder"):
+    with pytest.raises(OSError, match="or a part of it is a file, so choose a directory"):
         fit(no_argument, tmp_path / part)
 
 
-def test_a_storage_path_that_cannot_be_written_is_told() -> None:
+def test_fit_with_unwritable_storage_path_raises() -> None:
     with pytest.raises(OSError, match=r"'/proc/runs/run' cannot be written by user \w+: No such"):
         fit(no_argument, Path("/proc/runs"))
 
 
-def test_a_checkpoint_to_start_from_must_be_there(tmp_path: Path) -> None:
+def test_fit_with_missing_initial_checkpoint_raises(tmp_path: Path) -> None:
     trainer = DataParallelTrainer(
         no_argument,
         scaling_config=LOCAL,
@@ -225,7 +231,7 @@ def test_a_checkpoint_to_start_from_must_be_there(tmp_path: Path) -> None:
         trainer.fit()
 
 
-def test_a_run_starts_from_a_checkpoint_of_another_one(tmp_path: Path) -> None:
+def test_fit_starts_from_checkpoint_of_another_run(tmp_path: Path) -> None:
     first = fit(lambda: save("first"), tmp_path / "a")
     second = DataParallelTrainer(
         lambda: save(content(train.get_checkpoint()) + ", second"),
@@ -234,17 +240,17 @@ def test_a_run_starts_from_a_checkpoint_of_another_one(tmp_path: Path) -> None:
         resume_from_checkpoint=first.checkpoint,
     )
     assert content(second.fit().checkpoint) == "first, second"
-    assert content(second.fit().checkpoint) == "first, second, second"  # it has its own now
+    assert content(second.fit().checkpoint) == "first, second, second"  # now from its own one
 
 
-def test_a_return_value_that_does_not_pickle_is_told(
+def test_fit_with_unpicklable_return_value_warns(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fit(lambda: threading.Lock(), tmp_path).return_value is None
     assert "rank 0: Cannot pickle the return value (lock)" in capfd.readouterr().err
 
 
-# -- going on
+# -- resume
 
 
 @pytest.mark.parametrize(
@@ -252,15 +258,15 @@ def test_a_return_value_that_does_not_pickle_is_told(
     [
         ("none", "auto", ""),
         ("none", "never", ""),
-        ("none", "must", "there is no run at"),
+        ("none", "must", "there is no run in"),
         ("unfinished", "auto", "a, b"),
-        ("unfinished", "never", "holds an unfinished run"),
+        ("unfinished", "never", "contains an unfinished run"),
         ("unfinished", "must", "a, b"),
         ("finished", "auto", "has finished with the training function"),
-        ("finished", "never", "holds a finished run"),
+        ("finished", "never", "contains a finished run"),
         ("finished", "must", "a, b"),
         ("damaged", "auto", "has finished with the training function"),
-        ("damaged", "never", "holds a run with damaged parts"),
+        ("damaged", "never", "contains a run with damaged parts"),
         ("damaged", "must", "a"),
     ],
 )
@@ -268,20 +274,20 @@ def test_fit_with_another_function_follows_resume_setting(
     tmp_path: Path, state: str, resume: str, outcome: str
 ) -> None:
     make_run(tmp_path, state)
-    found = "none"
+    resumed_from = "none"
 
     def function() -> None:
-        nonlocal found
+        nonlocal resumed_from
         start = train.get_checkpoint()
-        found = content(start) if start else ""
+        resumed_from = content(start) if start else ""
 
     if " " in outcome and "," not in outcome:
         with pytest.raises(ResumeError, match=outcome):
             fit(function, tmp_path, resume=resume)
-        assert found == "none"
+        assert resumed_from == "none"
     else:
         fit(function, tmp_path, resume=resume)
-        assert found == outcome
+        assert resumed_from == outcome
 
 
 def make_run(folder: Path, state: str) -> None:
@@ -300,9 +306,7 @@ def make_run(folder: Path, state: str) -> None:
         os.truncate(folder / "run" / "checkpoint_000001" / "model", 1)
 
 
-def test_a_run_that_goes_on_says_what_changed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_shows_changed_config(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fit(one_argument, tmp_path, {"lr": 1, 5: "a"})
     fit(one_argument, tmp_path, {"lr": 2, 5: "a"})
     err = capfd.readouterr().err
@@ -310,7 +314,7 @@ def test_a_run_that_goes_on_says_what_changed(
     assert "train_loop_config.5" not in err
 
 
-def test_a_run_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
+def test_run_without_name_gets_unique_name(tmp_path: Path) -> None:
     trainer = DataParallelTrainer(
         no_argument, scaling_config=LOCAL, run_config=RunConfig(storage_path=tmp_path)
     )
@@ -329,7 +333,7 @@ def count_up(config: dict[str, Any]) -> int:
     return number + int(config["step"])
 
 
-def test_a_restored_trainer_goes_on_with_what_it_had(tmp_path: Path) -> None:
+def test_restore_keeps_arguments_and_resumes(tmp_path: Path) -> None:
     fit(count_up, tmp_path, {"step": 2})
     trainer = DataParallelTrainer.restore(tmp_path / "run")
     assert trainer.train_loop_config == {"step": 2}
@@ -338,7 +342,7 @@ def test_a_restored_trainer_goes_on_with_what_it_had(tmp_path: Path) -> None:
     assert trainer.fit().return_value == 4
 
 
-def test_what_is_given_to_restore_replaces_what_it_had(tmp_path: Path) -> None:
+def test_restore_with_overrides_replaces_arguments(tmp_path: Path) -> None:
     fit(count_up, tmp_path, {"step": 2})
     trainer = DataParallelTrainer.restore(
         str(tmp_path / "run"),
@@ -353,19 +357,21 @@ def test_what_is_given_to_restore_replaces_what_it_had(tmp_path: Path) -> None:
     assert result.checkpoint.get_metadata() == {"by": "bob"}
 
 
-def test_an_argument_that_restore_does_not_know_is_told(tmp_path: Path) -> None:
+def test_restore_with_unknown_argument_raises(tmp_path: Path) -> None:
     fit(no_argument, tmp_path)
     with pytest.raises(TypeError, match="unexpected keyword argument 'epochs'"):
         DataParallelTrainer.restore(tmp_path / "run", epochs=3)
 
 
-def test_whether_a_run_can_be_restored(tmp_path: Path) -> None:
+def test_can_restore_is_true_only_for_run_directory(tmp_path: Path) -> None:
     fit(no_argument, tmp_path)
     (tmp_path / "file").write_text("")
     assert DataParallelTrainer.can_restore(tmp_path / "run")
     for other in (tmp_path, tmp_path / "none", tmp_path / "file"):
         assert not DataParallelTrainer.can_restore(other)
-        with pytest.raises(FileNotFoundError, match=f"{other} holds no run that can be restored"):
+        with pytest.raises(
+            FileNotFoundError, match=f"{other} contains no run that can be restored"
+        ):
             DataParallelTrainer.restore(other)
 
 
@@ -373,7 +379,7 @@ def test_whether_a_run_can_be_restored(tmp_path: Path) -> None:
 
 
 class Counter(DataParallelTrainer):
-    """A trainer whose loop is given, with an `__init__` of its own."""
+    """A trainer with a fixed training function and its own `__init__`."""
 
     def __init__(self, step: int, run_config: RunConfig) -> None:
         super().__init__(
@@ -381,7 +387,7 @@ class Counter(DataParallelTrainer):
         )
 
 
-def test_a_subclass_may_bring_its_own_loop(tmp_path: Path) -> None:
+def test_trainer_subclass_with_own_init_is_restorable(tmp_path: Path) -> None:
     trainer = Counter(3, RunConfig(name="run", storage_path=tmp_path))
     assert repr(trainer).startswith("Counter(count_up, ScalingConfig(num_workers=0), RunConfig(")
     assert trainer.fit().return_value == 3

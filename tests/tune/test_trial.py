@@ -180,5 +180,5 @@ def test_a_run_outside_a_trial_belongs_to_none() -> None:
 
 def test_a_restored_trainer_does_not_know_its_arguments() -> None:
     restored = DataParallelTrainer.__new__(DataParallelTrainer)
-    with pytest.raises(RuntimeError, match=r"restore\(\) has made this DataParallelTrainer"):
+    with pytest.raises(RuntimeError, match=r"this DataParallelTrainer was created by restore"):
         _ = restored.init_arguments

@@ -1,4 +1,4 @@
-"""`DataParallelTrainer`: a training function, what it runs on, `fit()` and `start()`."""
+"""DataParallelTrainer: run a training function on a group of workers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import dataclasses
 import importlib
 import inspect
 import itertools
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
-
-import cloudpickle
 
 from drawbar.train._config.argument_errors import ArgumentErrors
 from drawbar.train._config.backend import BackendConfig, LauncherStore, TrainFunction
@@ -28,12 +25,11 @@ from drawbar.train._controller.run import RunSpec
 from drawbar.train._data import split
 from drawbar.train._driver import preflight
 from drawbar.train._driver.controller_thread import start_local_run, start_ray_run
-from drawbar.train._driver.run_spec import make_run_spec
-from drawbar.train._errors import DamagedRunError, without_internal_frames
+from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
+from drawbar.train._errors import without_internal_frames
 from drawbar.train._handle.host_actor_run import start_host_actor_run
 from drawbar.train._handle.run_handle import RunHandle, RunView
 from drawbar.train._history.result import Result
-from drawbar.train._serialization import Serialized
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.filesystem import AnyFileSystem
 from drawbar.train._storage.run_directory import open_run_directory
@@ -48,27 +44,38 @@ class DataParallelTrainer(ArgumentErrors):
     """Runs a training function on a group of Ray actors.
 
     Args:
-        train_loop_per_worker: The training function, of no argument or one: the
-            `train_loop_config`. It runs once per worker; inside it use `drawbar.train.report`,
-            `get_context` and the other functions.
-        train_loop_config: Passed to the function, usually a dict. Default: an empty one.
-        backend_config: How the workers of a framework meet, such as `drawbar.torch.TorchConfig()`.
-            Default: none.
-        scaling_config: How many workers, on what.
-        run_config: Where the run lies, restarts, checkpoints, callbacks.
-        datasets: Datasets by name: of Ray Data, which are streamed; tables of pandas, Arrow or
-            Hugging Face, paths of Parquet files, and map-style datasets of PyTorch's, which are
-            split by row numbers; or functions that make one of these at each start. "train" is
-            split evenly, the others are whole on each worker; `dataset_config` changes that.
-        dataset_config: Which datasets are split.
-        metadata: A JSON-able dict, found by `get_context().get_metadata()` and in every checkpoint.
-        resume_from_checkpoint: A checkpoint, also of another run, that a new run starts from. A run
-            that has checkpoints of its own goes on from those.
-        validation_config: How checkpoints are validated for which `report` asks for it.
+        train_loop_per_worker: Training function without arguments, or with one, the
+            `train_loop_config`. It runs once per worker and uses `drawbar.train.report`,
+            `get_context`, and the other functions of `drawbar.train`.
+        train_loop_config: Argument of the training function, usually a dict. Default: {}.
+        backend_config: Sets up the process group of a framework, for example
+            `drawbar.torch.TorchConfig()`. Default: none.
+        scaling_config: Number of workers and their resources.
+        run_config: Storage, restarts, checkpoints, and callbacks.
+        datasets: Datasets by name. Datasets of Ray Data are streamed. Tables of pandas, Arrow, or
+            Hugging Face, paths of Parquet files, and map-style PyTorch datasets are split by row
+            numbers. A function that creates one of these is called at each start. "train" is split
+            evenly between the workers, other datasets are complete on each worker;
+            `dataset_config` changes that.
+        dataset_config: Which datasets are split, and how.
+        metadata: JSON-serializable dict, available from `get_context().get_metadata()` and in every
+            checkpoint.
+        resume_from_checkpoint: Checkpoint from which a new run starts; it may be of another run. A
+            run that has checkpoints resumes from its own.
+        validation_config: Validation of the checkpoints for which `report` requests it.
 
     Raises:
-        TypeError, ValueError: An argument is wrong; the message says which, what was found and what
-            to do.
+        TypeError: An argument has a wrong type.
+        ValueError: An argument has an invalid value. The message names it and how to fix it.
+
+    Example:
+        ```python
+        def train_func(config):
+            train.report({"loss": 1.0})
+
+        trainer = DataParallelTrainer(train_func, scaling_config=train.ScalingConfig(num_workers=2))
+        result = trainer.fit()
+        ```
     """
 
     _replacements: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -78,8 +85,7 @@ class DataParallelTrainer(ArgumentErrors):
 
     def __new__(cls, *args: object, **arguments: object) -> Self:
         trainer = super().__new__(cls, *args, **arguments)
-        # Here, since `__init__` of a subclass may change what it is given before it calls this
-        # one's.
+        # Here, because `__init__` of a subclass may change its arguments before it calls ours.
         trainer._init_arguments = args, arguments
         return trainer
 
@@ -103,7 +109,7 @@ class DataParallelTrainer(ArgumentErrors):
         self.scaling_config = resolve_config("scaling_config", scaling_config, ScalingConfig)
         self.run_config = resolve_config("run_config", run_config, RunConfig)
         self.dataset_config = resolve_config("dataset_config", dataset_config, DataConfig)
-        self.metadata = _check_json_dict("metadata", metadata)
+        self.metadata = preflight.check_json_dict("metadata", metadata)
         self.resume_from_checkpoint = resume_from_checkpoint
         if resume_from_checkpoint is not None:
             resolve_config("resume_from_checkpoint", resume_from_checkpoint, Checkpoint)
@@ -118,22 +124,33 @@ class DataParallelTrainer(ArgumentErrors):
         self.datasets: dict[str, Any] = dict(datasets or {})
 
     def fit(self) -> Result:
-        """Run the training function to its end.
+        """Run the training function and wait for the result.
 
         Everything that can be checked is checked before a process starts. A local Ray is started if
-        this process is not connected to one and `RAY_ADDRESS` names none. With `num_workers=0` no
-        Ray is needed, and the function runs in the thread that called this; a `TorchTrainer` in
-        several processes of one torchrun makes them the ranks of one run.
+        this process is not connected to a cluster and `RAY_ADDRESS` is not set. With
+        `num_workers=0`, Ray is not needed and the function runs in the calling thread. Under
+        torchrun, a `TorchTrainer` uses the processes of torchrun as the ranks of one run.
 
-        Under Ray Client (`ray.init("ray://...")`), and for a `RunConfig(detached=True)`, the run is
-        followed on the cluster: what is checked and where it lies is then a matter of the node
-        there.
+        With Ray Client (`ray.init("ray://...")`) and `RunConfig(detached=True)`, the run is
+        controlled on the cluster, where its storage is checked and resolved.
+
+        Returns:
+            The result of the run.
 
         Raises:
-            TrainingFailedError: The run failed; its subclass and message say why.
-            UserAbort: Ctrl-C stopped it; a detached run goes on.
-            ResumeError: The run's directory and `RunConfig.resume` do not go together.
-            TypeError, ValueError, ImportError, OSError: The run cannot start as configured.
+            TrainingFailedError: The run failed. The subclass and the message describe the cause.
+            UserAbort: Ctrl-C stopped the run. A detached run continues.
+            ResumeError: `RunConfig.resume` conflicts with the run directory.
+            TypeError: An argument cannot be pickled.
+            ValueError: The cluster cannot hold the run, or a setting is invalid.
+            ImportError: A required package is not installed.
+            OSError: The storage cannot be written.
+
+        Example:
+            ```python
+            result = trainer.fit()
+            print(result.metrics, result.checkpoint)
+            ```
         """
         try:
             return self._prepare_and_start(use_caller_thread=True).wait()
@@ -141,13 +158,22 @@ class DataParallelTrainer(ArgumentErrors):
             raise without_internal_frames(error)  # noqa: B904  # the same error
 
     def start(self) -> RunHandle:
-        """Start the run and give a handle on it, which can wait for it, stop it and look at it.
+        """Start the run and return a handle to wait for it, stop it, and inspect it.
 
-        The checks of `fit()` are made before this returns. If the program ends first, the run is
-        stopped, unless it is detached. With `num_workers=0` the function runs in a thread.
+        Performs the checks of `fit()`. If the program exits first, the run is stopped, unless it is
+        detached. With `num_workers=0`, the function runs in a separate thread.
+
+        Returns:
+            A handle to the run.
 
         Raises:
-            As `fit()`, but for what happens once the run has started: `RunHandle.wait` raises that.
+            Exception: The run cannot start, as in `fit()`. `RunHandle.wait` raises later errors.
+
+        Example:
+            ```python
+            run = trainer.start()
+            result = run.wait()
+            ```
         """
         try:
             return self._prepare_and_start(use_caller_thread=False)
@@ -155,33 +181,46 @@ class DataParallelTrainer(ArgumentErrors):
             raise without_internal_frames(error)  # noqa: B904  # the same error
 
     def as_trainable(self) -> type[object]:
-        """Give what `ray.tune.Tuner` takes; see `drawbar.tune.as_trainable`.
+        """Return a trainable for `ray.tune.Tuner`. See `drawbar.tune.as_trainable`.
+
+        Returns:
+            The trainable.
 
         Raises:
             ImportError: Ray Tune is not installed.
+
+        Example:
+            ```python
+            tuner = tune.Tuner(trainer.as_trainable(), param_space={"train_loop_config": {...}})
+            ```
         """
         trainable: type[object] = importlib.import_module("drawbar.tune").as_trainable(self)
         return trainable
 
     @property
     def init_arguments(self) -> dict[str, Any]:
-        """What it was made with, by name: `type(trainer)(**trainer.arguments)` is one like it.
+        """Arguments of the constructor, by name.
+
+        `type(trainer)(**trainer.init_arguments)` creates an equal trainer.
 
         Raises:
-            RuntimeError: `restore()` has made it.
+            RuntimeError: The trainer was created by `restore()`.
         """
-        args, given = self._init_arguments
-        if not args and not given:
-            raise RuntimeError(f"restore() has made this {type(self).__name__}; make one yourself")
-        bound = inspect.signature(type(self).__init__).bind(self, *args, **given)
+        args, keyword_args = self._init_arguments
+        if not args and not keyword_args:
+            raise RuntimeError(
+                f"this {type(self).__name__} was created by restore() and has no init_arguments. "
+                "Create it with its constructor"
+            )
+        bound = inspect.signature(type(self).__init__).bind(self, *args, **keyword_args)
         arguments = dict(itertools.islice(bound.arguments.items(), 1, None))
-        for each in bound.signature.parameters.values():
-            if each.kind is each.VAR_KEYWORD:
-                arguments.update(arguments.pop(each.name, {}))
+        for parameter in bound.signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                arguments.update(arguments.pop(parameter.name, {}))
         return arguments
 
     def _prepare_and_start(self, *, use_caller_thread: bool) -> RunHandle:
-        # First of all: without the framework, what follows would fail in ways that do not say so.
+        # First: without the framework, the following steps would fail with unrelated errors.
         self.backend_config.check_requirements(self.scaling_config)
         payload = TrainLoop(
             self.train_loop_per_worker,
@@ -210,7 +249,7 @@ class DataParallelTrainer(ArgumentErrors):
 
     @property
     def _script(self) -> tuple[str, bool] | None:
-        """Script that the training function runs, and whether it is a module; None if it is none.
+        """Script that the training function runs and whether it is a module, or None.
 
         For trainers of integrations whose training function is the same for all scripts.
         """
@@ -220,15 +259,15 @@ class DataParallelTrainer(ArgumentErrors):
         if self.scaling_config.max_workers == 0:
             self._check_not_detached()
             store = self.backend_config.get_launcher_store()
-            host = start_local_run if store is None else _make_torchrun_starter(store)
-            return host(
+            start = start_local_run if store is None else _make_torchrun_starter(store)
+            return start(
                 spec,
                 payload,
                 self.validation_config,
                 self._make_console,
                 use_caller_thread=use_caller_thread,
             )
-        # Only now: all that can be wrong with the arguments is said without waiting for Ray.
+        # Only now, so that errors in arguments are raised without waiting for Ray.
         connect_to_ray()
         if self.run_config.detached or is_ray_client():
             self._warn_if_driver_owns_ray()
@@ -237,37 +276,37 @@ class DataParallelTrainer(ArgumentErrors):
         return start_ray_run(spec, self._make_console, use_caller_thread=use_caller_thread)
 
     def _make_console(self, path: str) -> Console:
-        live = self.scaling_config.max_workers > 0
-        return Console(self.run_config.logging_config.level_number, path, is_live=live)
+        is_live = self.scaling_config.max_workers > 0
+        return Console(self.run_config.logging_config.level_number, path, is_live=is_live)
 
     def _check_not_detached(self) -> None:
         if self.run_config.detached:
             raise ValueError(
-                "RunConfig.detached=True needs workers that outlive this process, found "
-                "ScalingConfig.num_workers=0, which runs the function in it"
+                "RunConfig.detached=True needs workers that outlive this process, but "
+                "ScalingConfig.num_workers=0 runs the function in this process. Set num_workers=1"
             )
 
     def _warn_if_driver_owns_ray(self) -> None:
         if self.run_config.detached and has_started_ray():
             warnings.warn(
-                "this process has started its own Ray, which ends with it, and so does the run in "
-                "spite of RunConfig.detached=True; set RAY_ADDRESS, or ray.init(address=...), to a "
-                "cluster that stays",
+                "RunConfig.detached=True has no effect, because this process has started its own "
+                "Ray, which ends with it. Set RAY_ADDRESS, or call ray.init(address=...), to use "
+                "a cluster that keeps running",
                 stacklevel=5,
             )
 
     def _warn_if_driver_owns_objects(self, spec: RunSpec) -> None:
-        carried = [
+        serialized = [
             spec.train_loop,
             *([spec.validation_task.function] if spec.validation_task else []),
         ]
-        count = sum(each.num_owned_objects for each in carried)
+        count = sum(value.num_owned_objects for value in serialized)
         if self.run_config.detached and count:
             warnings.warn(
-                "the training function, its config or the validation function refers to objects in "
-                f"Ray's store that this process owns ({count}): they end with it, and ray.get then "
-                "raises OwnerDiedError in the detached run. Keep this process until the run has "
-                "got them, or have an actor that stays put them",
+                "the training function, its config, or the validation function refers to objects "
+                f"in Ray's object store that this process owns ({count}). When this process ends, "
+                "ray.get raises OwnerDiedError in the detached run. Keep this process alive until "
+                "the run has fetched them, or put them from an actor that stays alive",
                 stacklevel=5,
             )
 
@@ -277,7 +316,21 @@ class DataParallelTrainer(ArgumentErrors):
     def can_restore(
         cls, path: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
     ) -> bool:
-        """Whether `restore(path)` will find a run there."""
+        """Return whether `restore(path)` finds a run.
+
+        Args:
+            path: Run directory, as a path or URI.
+            storage_filesystem: Filesystem of `path`, as in `RunConfig`.
+
+        Returns:
+            Whether the run can be restored.
+
+        Example:
+            ```python
+            if DataParallelTrainer.can_restore(path):
+                trainer = DataParallelTrainer.restore(path)
+            ```
+        """
         directory = open_run_directory(path, storage_filesystem)
         return directory.run_files.read(TRAINER_FILE) is not None and directory.has_run()
 
@@ -291,38 +344,44 @@ class DataParallelTrainer(ArgumentErrors):
         datasets: Mapping[str, object] | None = None,
         **overrides: object,
     ) -> Self:
-        """Make the trainer of an earlier run again; its `fit()` goes on from the newest checkpoint.
+        """Recreate the trainer of an earlier run. Its `fit()` resumes from the latest checkpoint.
 
         Args:
-            path: The run's directory, or its URI.
-            storage_filesystem: The filesystem that `path` lies on, as for `RunConfig`.
-            run_config: Failure, checkpoint and logging settings; name and storage path come from
+            path: Run directory, as a path or URI.
+            storage_filesystem: Filesystem of `path`, as in `RunConfig`.
+            run_config: Failure, checkpoint, and logging settings. Name and storage path come from
                 `path`.
-            datasets: Must be given again if the run had any.
-            changed: Any of `train_loop_per_worker`, `train_loop_config`, `backend_config`,
-                `scaling_config`, `dataset_config`, `metadata`, `validation_config` that is to
-                differ. One that refers to an object or an actor of Ray, also by a dataset that
-                lies in the object store, must be given again: that ended with its Ray.
+            datasets: Datasets; required again if the run had any.
+            **overrides: New values for other arguments of `DataParallelTrainer`, except
+                `resume_from_checkpoint`. An argument that refers to a Ray object or actor, also
+                through a dataset, is required again, because these ended with their Ray cluster.
+
+        Returns:
+            The trainer.
 
         Raises:
             FileNotFoundError: There is no run at `path`.
-            DamagedRunError: Its `trainer.pkl` does not unpickle here.
-            ValueError: What must be given again is missing.
+            DamagedRunError: The `trainer.pkl` of the run cannot be unpickled here.
+            ValueError: A required argument is missing.
+
+        Example:
+            ```python
+            result = DataParallelTrainer.restore("/shared/results/my-run").fit()
+            ```
         """
         directory = open_run_directory(path, storage_filesystem)
-        packed = directory.run_files.read(TRAINER_FILE)
-        if packed is None or not directory.has_run():
-            raise FileNotFoundError(f"{directory.uri} holds no run that can be restored")
-        place = directory.root / TRAINER_FILE
-        state = _load_state(packed, place, exclude=overrides) | overrides
+        serialized = directory.run_files.read(TRAINER_FILE)
+        if serialized is None or not directory.has_run():
+            raise FileNotFoundError(f"{directory.uri} contains no run that can be restored")
+        trainer_path = directory.root / TRAINER_FILE
+        state = load_trainer_state(serialized, trainer_path, exclude=overrides) | overrides
         config = dataclasses.replace(
             run_config or RunConfig(),
             name=directory.name,
             storage_path=directory.storage_fs_path,
             storage_filesystem=directory.filesystem,
         )
-        # Not by `cls(...)`: subclasses take other arguments, which became these when the run was
-        # made.
+        # Not `cls(...)`: subclasses take other arguments, which were converted to these.
         trainer = cls.__new__(cls)
         DataParallelTrainer.__init__(trainer, run_config=config, datasets=datasets, **state)
         return trainer
@@ -333,47 +392,7 @@ class DataParallelTrainer(ArgumentErrors):
 
 
 def _make_torchrun_starter(store: LauncherStore) -> Callable[..., RunView]:
-    # Every worker's process imports this module, and few runs need multiprocessing's connections.
+    # Every worker imports this module, and few runs need multiprocessing connections.
     from drawbar.train._handle.torchrun_run import start_or_join_torchrun_run
 
     return partial(start_or_join_torchrun_run, store)
-
-
-def _load_state(
-    serialized: bytes, path: object, *, exclude: Mapping[str, object]
-) -> dict[str, Any]:
-    try:
-        kept: dict[str, Serialized] = cloudpickle.loads(serialized)
-        lost = {
-            name: each.missing_references
-            for name, each in kept.items()
-            if each.missing_references and name not in exclude
-        }
-        state = {
-            name: kept[name].deserialize() for name in kept.keys() - lost.keys() - exclude.keys()
-        }
-    except Exception as error:  # damaged bytes raise whatever they make pickle do
-        raise DamagedRunError(
-            f"{path} does not unpickle here: {type(error).__name__}: {error}. Make the trainer "
-            "anew with the run's name and storage_path; its fit() goes on from the newest "
-            "checkpoint and replaces the file"
-        ) from error
-    if lost:
-        again = ", ".join(f"{name}=..." for name in lost)
-        raise ValueError(
-            f"{' and '.join(lost)} held what ended with the Ray that it was in: "
-            f"{', '.join(itertools.chain(*lost.values()))}. Give it again: restore(path, {again})"
-        )
-    return state
-
-
-def _check_json_dict(name: str, value: Mapping[str, object] | None) -> dict[str, object]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict, found {value!r}")
-    try:
-        json.dumps(dict(value))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be JSON-able: {error}") from error
-    return dict(value)

@@ -1,9 +1,10 @@
-"""For tests of training functions, integrations and failures. Stable, like the rest of the package.
+"""Test utilities for training functions, integrations, and failures.
 
-`run_in_threads` is a world without Ray: a training function on several ranks in threads of this
-process, with real reports, checkpoints, collectives and restarts, in milliseconds. `kill_at` stops
-a process at a named step of a checkpoint commit, and `check_run` tells whether a run's directory is
-whole after that. `BackendContract` is what every integration's backend must pass.
+The API is stable, like the rest of the package. `run_in_threads` runs a training function on
+several ranks in threads of this process, without Ray, with real reports, checkpoints, collectives,
+and restarts, in milliseconds. `kill_at` kills a process at a named step of a checkpoint commit, and
+`check_run` checks the run directory after that. `BackendContract` contains the tests that the
+backend of every integration must pass.
 """
 
 from __future__ import annotations
@@ -34,25 +35,31 @@ from drawbar.train.backend import BackendConfig
 __all__ = ["FAULT_POINTS", "BackendContract", "check_run", "kill_at", "run_in_threads"]
 
 FAULT_POINTS = fault_points.POINTS
-"""The steps of a checkpoint commit that `kill_at` knows, in their order."""
+"""Steps of a checkpoint commit at which `kill_at` can stop a process, in their order."""
 
 
 def kill_at(point: str, *, occurrence: int = 1, signal_number: int = signal.SIGKILL) -> None:
-    """Have this very process killed when it reaches a step of a checkpoint commit.
+    """Kill this process when it reaches a step of a checkpoint commit.
 
-    Call it in the training function for the worker's steps (`persist.*`), in the driver for the
-    controller's (`commit.*`).
+    Call this in the training function for the steps of workers (`persist.*`), and in the driver for
+    the steps of the controller (`commit.*`).
 
     Args:
         point: One of `FAULT_POINTS`.
-        times: At which passage of that step.
-        signal_number: The signal that the process sends itself.
+        occurrence: Number of the occurrence of the step at which the process is killed, from 1.
+        signal_number: Signal that the process sends to itself.
 
     Raises:
-        ValueError: There is no such step.
+        ValueError: `point` is not in `FAULT_POINTS`.
+
+    Example:
+        ```python
+        testing.kill_at("commit.renamed", occurrence=2)
+        trainer.fit()
+        ```
     """
     if point not in FAULT_POINTS:
-        raise ValueError(f"there is no fault point {point!r}; there are {', '.join(FAULT_POINTS)}")
+        raise ValueError(f"point={point!r} must be one of {', '.join(FAULT_POINTS)}")
     remaining = occurrence
 
     def send_signal() -> None:
@@ -75,20 +82,30 @@ def run_in_threads(
 ) -> Result:
     """Run a training function on several ranks in threads of this process, without Ray.
 
-    Reports, checkpoints, collectives, divergence, restarts and the `Result` are the real ones. What
-    belongs to a process is shared: the environment, the working directory, `print`; so torch's
-    process groups cannot be used. XGBoost's communicator belongs to a thread, and can.
+    Reports, checkpoints, collectives, divergence, restarts, and the `Result` are real. Process-wide
+    state is shared by all ranks: environment variables, the working directory, and `print`.
+    Process groups of PyTorch therefore cannot be used. XGBoost's communicator is per thread, so it
+    can.
 
     Args:
-        function: As `DataParallelTrainer` takes it.
-        num_workers: How many ranks, at least 1.
-        train_loop_config: Passed to the function.
-        backend_config: As for `DataParallelTrainer`.
-        run_config: As for `DataParallelTrainer`.
-        validation_config: As for `DataParallelTrainer`.
+        train_loop_per_worker: Training function, as in `DataParallelTrainer`.
+        num_workers: Number of ranks, at least 1.
+        train_loop_config: Argument of the training function.
+        backend_config: As in `DataParallelTrainer`.
+        run_config: As in `DataParallelTrainer`.
+        validation_config: As in `DataParallelTrainer`.
+
+    Returns:
+        The result of the run.
 
     Raises:
-        TrainingFailedError: As `fit()` does.
+        TrainingFailedError: The run failed, as in `fit()`.
+
+    Example:
+        ```python
+        result = testing.run_in_threads(train_func, num_workers=2)
+        assert result.metrics["loss"] < 1
+        ```
     """
     return _ThreadTrainer(
         train_loop_per_worker,
@@ -113,12 +130,13 @@ class _ThreadTrainer(DataParallelTrainer):
 
 
 class BackendContract:
-    """What a backend must do, as tests for pytest.
+    """Tests for pytest that every backend must pass. Create a subclass to run them.
 
+    Example:
+        ```python
         class TestTorch(BackendContract):
             backend_config = TorchConfig()
-
-    Subclass it so, and pytest finds the tests.
+        ```
     """
 
     backend_config: BackendConfig
@@ -141,22 +159,20 @@ class BackendContract:
         ).fit()
 
     def test_fit_with_one_worker_runs_collectives(self, tmp_path: Path) -> None:
-        """A world of one is set up by the same calls."""
+        """Check that a single worker is set up by the same calls."""
         assert self._fit(_gather_ranks, tmp_path, num_workers=1).return_values == [[0]]
 
     def test_fit_with_zero_workers_restores_environment(self, tmp_path: Path) -> None:
-        """`num_workers=0` is set up by the same calls, and leaves the environment as it was."""
+        """Check that `num_workers=0` is set up too and leaves the environment unchanged."""
         before = dict(os.environ)
         assert self._fit(_gather_ranks, tmp_path, num_workers=0).return_values == [[0]]
         assert dict(os.environ) == before
 
-    def test_ranks_meet_again_after_a_kill_until_an_error_on_one_ends_the_run(
-        self, tmp_path: Path
-    ) -> None:
-        """Two ranks meet, and meet again when one was killed, whatever the first attempt has left.
+    def test_fit_after_sigkill_sets_up_backend_again(self, tmp_path: Path) -> None:
+        """Check that two ranks communicate again after a SIGKILL, and that an error ends the run.
 
-        A kept process has its cache and is set up again, if the backend says that it is reentrant;
-        otherwise every process is new. An error on one rank is the run's, though the other waits.
+        A kept process has its cache and is set up again if the backend has `can_reuse_processes`;
+        otherwise every process is new. An error on one rank ends the run, although the other waits.
         """
         import pytest
 

@@ -123,16 +123,16 @@ def test_resume_plan_warns_about_finished_and_damaged_runs(
 @pytest.mark.parametrize(
     ("state", "latest", "resume", "message"),
     [
-        (NONE, None, "must", 'there is no run at /runs/a; .* set resume="auto" to start one'),
-        (UNFINISHED, "c", "never", "/runs/a holds an unfinished run; choose another name"),
-        (UNFINISHED, None, "never", "/runs/a holds an unfinished run; choose another name"),
-        (UNFINISHED, None, "must", "/runs/a has no intact checkpoint; set resume"),
-        (FINISHED, "c", "never", "/runs/a holds a finished run; choose another name"),
-        (FINISHED, None, "never", "/runs/a holds a finished run; choose another name"),
-        (FINISHED, None, "must", "/runs/a has no intact checkpoint; set resume"),
-        (DAMAGED, "c", "never", "/runs/a holds a run with damaged parts; choose another name"),
-        (DAMAGED, None, "never", "/runs/a holds a run with damaged parts; choose another name"),
-        (DAMAGED, None, "must", "/runs/a has no intact checkpoint; set resume"),
+        (NONE, None, "must", r'there is no run in /runs/a\. .* set resume="auto" to start one'),
+        (UNFINISHED, "c", "never", r"/runs/a contains an unfinished run\. Choose another name"),
+        (UNFINISHED, None, "never", r"/runs/a contains an unfinished run\. Choose another name"),
+        (UNFINISHED, None, "must", r"/runs/a has no intact checkpoint\. Set resume"),
+        (FINISHED, "c", "never", r"/runs/a contains a finished run\. Choose another name"),
+        (FINISHED, None, "never", r"/runs/a contains a finished run\. Choose another name"),
+        (FINISHED, None, "must", r"/runs/a has no intact checkpoint\. Set resume"),
+        (DAMAGED, "c", "never", r"/runs/a contains a run with damaged parts\. Choose another"),
+        (DAMAGED, None, "never", r"/runs/a contains a run with damaged parts\. Choose another"),
+        (DAMAGED, None, "must", r"/runs/a has no intact checkpoint\. Set resume"),
     ],
 )
 def test_resume_plan_with_conflicting_directory_names_the_remedy(

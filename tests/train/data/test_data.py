@@ -295,7 +295,7 @@ def test_workers_that_leave_no_cpu_to_the_data_are_refused(
             (lambda: lazy(10), None),
             (in_memory(10), scaled),
         ):
-            with pytest.raises(InsufficientResourcesError, match="Leave at least one CPU"):
+            with pytest.raises(InsufficientResourcesError, match="needs at least one CPU"):
                 fit(ids, run_config, {"train": dataset}, dataset_config=config)
         restarts = dataclasses.replace(
             run_config, name="restarts", failure_config=FailureConfig(max_failures=1)

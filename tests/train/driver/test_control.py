@@ -1,4 +1,4 @@
-"""The sockets by which runs are reached."""
+"""Control sockets of runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drawbar.train._storage.download_cache import get_user_temp_directory
 from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
 
 
-def test_a_start_removes_the_sockets_of_processes_that_were_killed(
+def test_control_socket_start_removes_dead_sockets(
     run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sockets() -> list[str]:
@@ -22,19 +22,19 @@ def test_a_start_removes_the_sockets_of_processes_that_were_killed(
         return sorted(path.name for path in get_user_temp_directory().iterdir())
 
     with (
-        tempfile.TemporaryDirectory() as short,  # as a socket's path must be
-        socket.socket(socket.AF_UNIX) as gone,
-        socket.socket(socket.AF_UNIX) as there,
+        tempfile.TemporaryDirectory() as short,  # socket paths must be short
+        socket.socket(socket.AF_UNIX) as dead,
+        socket.socket(socket.AF_UNIX) as live,
     ):
         monkeypatch.setattr(tempfile, "tempdir", short)
-        gone.bind(str(get_user_temp_directory() / "run_gone.sock"))
-        there.bind(str(get_user_temp_directory() / "run_there.sock"))
-        there.listen()
+        dead.bind(str(get_user_temp_directory() / "run_dead.sock"))
+        live.bind(str(get_user_temp_directory() / "run_live.sock"))
+        live.listen()
         result = DataParallelTrainer(
             sockets, scaling_config=ScalingConfig(num_workers=0), run_config=run_config
         ).fit()
-        ((own, other),) = result.return_values
-        assert (own.partition("_")[0], other) == ("run", "run_there.sock")
+        ((run_socket, other),) = result.return_values
+        assert (run_socket.partition("_")[0], other) == ("run", "run_live.sock")
         assert [path.name for path in get_user_temp_directory().iterdir()] == [other]
 
 
@@ -54,7 +54,7 @@ def test_control_socket_answers_again_after_file_descriptors_ran_out(
             connection.settimeout(60)
             return connection.recv(1 << 16)
 
-    with tempfile.TemporaryDirectory() as short:  # as a socket's path must be
+    with tempfile.TemporaryDirectory() as short:  # socket paths must be short
         monkeypatch.setattr(tempfile, "tempdir", short)
         result = DataParallelTrainer(
             reply, scaling_config=ScalingConfig(num_workers=0), run_config=run_config

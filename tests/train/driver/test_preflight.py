@@ -1,4 +1,4 @@
-"""Mistakes that are found before a process starts, with the names and values in the message."""
+"""Errors that are raised before a process starts, with names and values in the message."""
 
 import functools
 import subprocess
@@ -22,7 +22,7 @@ LOCK = threading.Lock()
 
 
 class Loop:
-    """Callable, with a method, and with something that does not pickle."""
+    """Callable with a method and attributes that may not be picklable."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
@@ -34,7 +34,7 @@ class Loop:
 
 def no_argument() -> None: ...
 def one_argument(config: dict[str, Any]) -> None: ...
-def a_default(lr: float = 0.1) -> None: ...
+def default_argument(lr: float = 0.1) -> None: ...
 def two_arguments(config: dict[str, Any], extra: object) -> None: ...
 def keyword_only(*, config: dict[str, Any]) -> None: ...
 def any_arguments(*args: Any, **kwargs: Any) -> None: ...
@@ -52,7 +52,7 @@ async def async_generator() -> AsyncIterator[int]:
     [
         (no_argument, False),
         (one_argument, True),
-        (a_default, False),
+        (default_argument, False),
         (any_arguments, False),
         (functools.partial(two_arguments, extra=1), True),
         (functools.partial(two_arguments, {}, 1), False),
@@ -61,17 +61,19 @@ async def async_generator() -> AsyncIterator[int]:
         (lambda config: None, True),
     ],
 )
-def test_functions_that_can_train(function: Callable[..., Any], takes_config: bool) -> None:
+def test_check_train_function_accepts_valid_signatures(
+    function: Callable[..., Any], takes_config: bool
+) -> None:
     assert check_train_function(function) is takes_config
 
 
-def test_a_builtin_without_a_signature_gets_the_config_if_there_is_one() -> None:
+def test_check_train_function_passes_config_to_builtin() -> None:
     assert check_train_function(dict, has_config=True)
     assert not check_train_function(dict)
 
 
-def test_an_argument_with_a_default_gets_the_config_if_there_is_one() -> None:
-    assert check_train_function(a_default, has_config=True)
+def test_check_train_function_passes_config_to_default_argument() -> None:
+    assert check_train_function(default_argument, has_config=True)
     assert not check_train_function(no_argument, has_config=True)
 
 
@@ -80,27 +82,29 @@ def test_an_argument_with_a_default_gets_the_config_if_there_is_one() -> None:
     [
         (
             two_arguments,
-            r"two_arguments\(config: .*\) -> None must be given config, extra; a train",
+            r"two_arguments\(config: .*\) -> None requires config, extra, but a train",
         ),
-        (keyword_only, r"keyword_only\(\*, config.*one positional argument: the train_loop_config"),
+        (keyword_only, r"keyword_only\(\*, config.*one positional argument, the train_loop_config"),
         (coroutine, "coroutine is an async or a generator function"),
         (generator, "generator is an async or a generator function"),
         (async_generator, "calling it runs none of it"),
         (None, "must be callable, found None"),
     ],
 )
-def test_functions_that_cannot_train(function: Callable[..., Any], message: str) -> None:
+def test_check_train_function_rejects_invalid_signatures(
+    function: Callable[..., Any], message: str
+) -> None:
     with pytest.raises(TypeError, match=message):
         check_train_function(function)
 
 
-def test_config() -> None:
+def test_warn_of_unused_config_warns_only_if_unused() -> None:
     warn_of_unused_config(True, {"lr": 0.1})
     warn_of_unused_config(True, [1])
     warn_of_unused_config(True, None)
     warn_of_unused_config(False, None)
     warn_of_unused_config(False, {})
-    with pytest.warns(UserWarning, match=r"has 'lr', but .* write it as `def train\(config\):`"):
+    with pytest.warns(UserWarning, match=r"has 'lr', but .* Define it as `def train\(config\):`"):
         warn_of_unused_config(False, {"lr": 0.1})
 
 
@@ -127,7 +131,7 @@ def with_config() -> Callable[[], object]:
 
 def with_global() -> Callable[[], object]:
     scope: dict[str, Any] = {"handle": LOCK, "acquire": LOCK}
-    exec("def train(): return handle.acquire", scope)  # a global that is only an attribute's name
+    exec("def train(): return handle.acquire", scope)  # `acquire` is also the name of a global
     return scope["train"]  # type: ignore[no-any-return]
 
 
@@ -158,15 +162,15 @@ def with_itself() -> Callable[[], object]:
         (functools.partial(two_arguments, extra=LOCK), "two_arguments.extra"),
     ],
 )
-def test_what_cannot_be_pickled_is_named(function: Callable[..., Any], path: str) -> None:
+def test_unpicklable_capture_error_names_its_path(function: Callable[..., Any], path: str) -> None:
     with pytest.raises(TypeError) as caught:
         check_train_function_pickles(function)
     lines = str(caught.value).splitlines()
     assert lines[1:-1] == [f"  {path} (_thread.lock): cannot pickle '_thread.lock' object"]
-    assert "Create it inside the training function" in lines[-1]
+    assert "Create them inside the training function" in lines[-1]
 
 
-def test_a_large_capture_is_named_with_its_size() -> None:
+def test_large_capture_warning_has_name_and_size() -> None:
     weights, small = bytearray(101_000_000), 3
 
     def helper() -> object:
@@ -175,21 +179,19 @@ def test_a_large_capture_is_named_with_its_size() -> None:
     def train() -> object:
         return helper()
 
-    message = (
-        r"train takes 101 MB .*: train\.helper\.weights \(bytearray, 101 MB\)\. Load it inside"
-    )
+    message = r"train takes 101 MB .* are train\.helper\.weights \(bytearray, 101 MB\)\. Load them"
     with pytest.warns(UserWarning, match=message):
         check_train_function_pickles(train)
 
 
-def test_require_package() -> None:
+def test_require_package_with_missing_package_raises() -> None:
     require_package("json", "torch")
     with pytest.raises(ModuleNotFoundError, match=r'pip install "drawbar\[torch\]"') as caught:
         require_package("no_such_framework", "torch")
     assert caught.value.name == "no_such_framework"
 
 
-def test_a_version_too_old_is_refused() -> None:
+def test_require_version_with_old_version_raises() -> None:
     require_version("xgboost", "3.10.0rc1", "3.1", requirement="drawbar[xgboost]")
     message = r'xgboost 2.1.4 is installed here, but 3.1 or newer .* --upgrade "drawbar\[xgboost\]"'
     with pytest.raises(ImportError, match=message):
@@ -210,7 +212,7 @@ KerasConfig(keras_backend="torch").check_requirements(ScalingConfig())
 
 
 @pytest.mark.parametrize("file", NAMED_LIKE_A_FRAMEWORK)
-def test_a_file_of_the_users_that_hides_a_framework_is_named(file: str, tmp_path: Path) -> None:
+def test_user_file_that_hides_framework_is_named(file: str, tmp_path: Path) -> None:
     hides = tmp_path / file
     hides.parent.mkdir(exist_ok=True)
     hides.write_text(NAMED_LIKE_A_FRAMEWORK[file])
@@ -220,11 +222,13 @@ def test_a_file_of_the_users_that_hides_a_framework_is_named(file: str, tmp_path
         script.write_text(USES_KERAS)
     shown = subprocess.run([sys.executable, script], capture_output=True, text=True).stderr
     name = Path(file).parts[0].removesuffix(".py")
-    told = f"ImportError: `import {name}` finds {hides}, which hides the package {name}; rename it"
-    assert shown.splitlines()[-1] == told
+    message = (
+        f"ImportError: `import {name}` finds {hides}, which hides the package {name}; rename it"
+    )
+    assert shown.splitlines()[-1] == message
 
 
-def test_require_package_of_a_version() -> None:
+def test_require_package_with_old_version_raises() -> None:
     require_package("pytest", "dev", min_version="8.1")
     with pytest.raises(ImportError, match=r'99\.1 or newer.*--upgrade "drawbar\[dev\]"'):
         require_package("pytest", "dev", min_version="99.1")
@@ -234,26 +238,26 @@ def test_require_package_of_a_version() -> None:
     ("version", "release"),
     [("4.50.3", (4, 50, 3)), ("5.0rc1", (5, 0)), ("2.13.0+cpu", (2, 13, 0)), ("unknown", ())],
 )
-def test_release_of(version: str, release: tuple[int, ...]) -> None:
+def test_parse_release_returns_numbers(version: str, release: tuple[int, ...]) -> None:
     assert parse_release(version) == release
 
 
-def test_storage_path_is_created_and_left_empty(tmp_path: Path) -> None:
+def test_check_storage_path_creates_empty_directory(tmp_path: Path) -> None:
     check_storage_path(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
-def test_storage_path_that_is_a_file(tmp_path: Path) -> None:
+def test_check_storage_path_with_file_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        FileExistsError, match=r"file' cannot be written .* is a file: give a folder"
+        FileExistsError, match=r"file' cannot be written .* is a file, so choose a directory"
     ):
         check_storage_path(tmp_path / "file")
-    with pytest.raises(NotADirectoryError, match="give a folder"):
+    with pytest.raises(NotADirectoryError, match="choose a directory"):
         check_storage_path(tmp_path / "file" / "below")
 
 
-def test_storage_path_that_nobody_can_write() -> None:
+def test_check_storage_path_without_permission_raises() -> None:
     message = r"'/proc/runs' cannot be written by user \w+: .*; set RunConfig.storage_path to a"
     with pytest.raises(OSError, match=message):
         check_storage_path(Path("/proc/runs"))

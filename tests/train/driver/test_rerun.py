@@ -144,7 +144,7 @@ def test_restore_of_finished_run_keeps_its_function(tmp_path: Path) -> None:
     assert DataParallelTrainer.restore(tmp_path / "run").fit().checkpoint is not None
 
 
-def test_fit_that_cannot_write_the_journal_releases_the_run(tmp_path: Path) -> None:
+def test_fit_with_unwritable_journal_releases_run(tmp_path: Path) -> None:
     def start(config: dict[str, str]) -> None:
         DataParallelTrainer(
             lambda config: None,
@@ -198,7 +198,7 @@ def test_rerun_of_finished_run_in_notebook_compares_names_only(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_rerun_of_finished_script_run_with_another_script_raises_resume_error(
+def test_rerun_of_finished_script_run_with_another_script_raises(
     tmp_path: Path,
 ) -> None:
     scripts = [tmp_path / "a.py", tmp_path / "b.py"]

@@ -1,4 +1,4 @@
-"""How fit() finds its Ray, and what the workers find when they start: on real clusters."""
+"""Connection of fit() to Ray, and the environment of workers, on real clusters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
-NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # Ray's default depends on what ran here before
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # Ray's default depends on earlier clusters
 RANK_VARIABLES = {
     "RANK": "get_world_rank",
     "WORLD_SIZE": "get_world_size",
@@ -52,26 +52,26 @@ def fit(function: Callable[[], Any], config: RunConfig, **options: Any) -> Resul
     return DataParallelTrainer(function, run_config=config, **options).fit()
 
 
-def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Make a folder whose path is short enough for Ray's sockets, which `tmp_path` is not.
+def make_short_directory() -> tempfile.TemporaryDirectory[str]:
+    """Create a directory whose path is short enough for Ray's sockets, unlike `tmp_path`.
 
-    Some processes of Ray outlive their head for a minute and may still write there.
+    Some processes of Ray outlive their head by a minute and may still write there.
     """
     return tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True)
 
 
 @pytest.fixture
-def short_folder() -> Iterator[str]:
-    with temporary_folder() as folder:
+def short_directory() -> Iterator[str]:
+    with make_short_directory() as folder:
         yield folder
 
 
-def test_threads_share_a_local_ray_which_outlives_their_runs_and_no_worker_its_driver(
+def test_local_ray_is_shared_by_threads_and_ends_with_driver(
     tmp_path: Path,
     run_config: RunConfig,
     drivers: Drivers,
     pipe: Pipe,
-    short_folder: str,
+    short_directory: str,
     wait_until_gone: Callable[..., None],
 ) -> None:
     def waiting() -> None:
@@ -81,15 +81,15 @@ def test_threads_share_a_local_ray_which_outlives_their_runs_and_no_worker_its_d
     def main() -> None:
         def one_run(number: int) -> None:
             config = RunConfig(name=f"run_{number}", storage_path=str(tmp_path))
-            here = number == 0  # needs Ray for its table alone, and starts it as it splits that
+            is_local = number == 0  # needs Ray only for its table, and starts it for the split
             fit(
                 lambda: train.report({"number": number}),
                 config,
-                datasets={"train": pa.table({"x": [1, 2]})} if here else None,
-                scaling_config=ScalingConfig(num_workers=0 if here else 1),
+                datasets={"train": pa.table({"x": [1, 2]})} if is_local else None,
+                scaling_config=ScalingConfig(num_workers=0 if is_local else 1),
             )
 
-        for numbers in ((0,), (1, 2), (3,)):  # Ray has lost the thread that asked for it by then
+        for numbers in ((0,), (1, 2), (3,)):  # the thread that started Ray has ended by then
             threads = [threading.Thread(target=one_run, args=(number,)) for number in numbers]
             for thread in threads:
                 thread.start()
@@ -97,23 +97,23 @@ def test_threads_share_a_local_ray_which_outlives_their_runs_and_no_worker_its_d
                 thread.join()
         fit(waiting, run_config)
 
-    alone = {"RAY_ADDRESS": None, "RAY_TMPDIR": short_folder, "RAY_AUTH_MODE": None}
-    with drivers(main, **alone) as driver:
+    env_vars = {"RAY_ADDRESS": None, "RAY_TMPDIR": short_directory, "RAY_AUTH_MODE": None}
+    with drivers(main, **env_vars) as driver:
         workers = [int(pipe.hear()[0]) for _ in range(2)]
         assert driver.stderr is not None
         shown = driver.stderr.readline()
-        assert os.listdir(short_folder) == ["ray"]
+        assert os.listdir(short_directory) == ["ray"]
         driver.kill()
         wait_until_gone(workers)
-    assert re.match(r"\[drawbar [\d:]+\] run directory", shown)  # nothing of Ray's before it
-    numbers = [Result.from_path(tmp_path / f"run_{each}").metrics for each in range(4)]
-    assert numbers == [{"number": each} for each in range(4)]
+    assert re.match(r"\[drawbar [\d:]+\] run directory", shown)  # Ray prints nothing before it
+    metrics = [Result.from_path(tmp_path / f"run_{number}").metrics for number in range(4)]
+    assert metrics == [{"number": number} for number in range(4)]
 
 
 @pytest.fixture(scope="module")
 def bare_cluster() -> Iterator[str]:
-    """The address of a cluster that was started by hand, with next to no environment."""
-    with temporary_folder() as folder:
+    """Address of a cluster that was started by hand, with a minimal environment."""
+    with make_short_directory() as folder:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
         command += ["--port=0", f"--temp-dir={folder}", "--include-dashboard=false"]
         environ = {name: os.environ[name] for name in ("PATH", "HOME")} | NO_TOKEN
@@ -134,15 +134,15 @@ def bare_cluster() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def seen(
+def environments(
     bare_cluster: str, drivers: Drivers, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """What each rank finds, in a run whose driver has variables, a folder and a module."""
+    """Environment of each rank, in a run whose driver has variables, a directory, and a module."""
     project = tmp_path_factory.mktemp("project")
     (project / "beside.py").write_text("VALUE = 'imported'")
     (project / "table.csv").write_text("read")
 
-    def look() -> Any:
+    def get_environment() -> Any:
         import beside  # type: ignore[import-not-found]
 
         context = train.get_context()
@@ -154,11 +154,11 @@ def seen(
         }
 
     def main() -> None:
-        sys.path.insert(0, str(project))  # as for a script that lies there
+        sys.path.insert(0, str(project))  # as for a script in this directory
         os.chdir(project)
         scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 4})
         config = RunConfig(name="run", storage_path=project, forward_env=["MY_*"])
-        result = fit(look, config, scaling_config=scaling)
+        result = fit(get_environment, config, scaling_config=scaling)
         assert ray.get_runtime_context().gcs_address == bare_cluster
         (project / "seen.json").write_text(json.dumps(result.return_values))
 
@@ -172,34 +172,34 @@ def seen(
         MY_SETTING="mine",
         OTHERS_SETTING="not named",
     )
-    found: list[dict[str, Any]] = json.loads((project / "seen.json").read_text())
-    assert len(found) == 2
-    return found
+    environments: list[dict[str, Any]] = json.loads((project / "seen.json").read_text())
+    assert len(environments) == 2
+    return environments
 
 
 @pytest.fixture(params=[0, 1])
-def worker(seen: list[dict[str, Any]], request: pytest.FixtureRequest) -> dict[str, Any]:
+def worker(environments: list[dict[str, Any]], request: pytest.FixtureRequest) -> dict[str, Any]:
     rank: int = request.param
-    return seen[rank]
+    return environments[rank]
 
 
-def test_the_drivers_variables_arrive_by_the_filter(worker: dict[str, Any]) -> None:
+def test_worker_env_has_forwarded_variables(worker: dict[str, Any]) -> None:
     assert worker["environ"]["MLFLOW_TRACKING_URI"] == "http://tracker"
     assert worker["environ"]["MY_SETTING"] == "mine"
     assert worker["environ"].get("CUDA_VISIBLE_DEVICES") != "7"
     assert not {"RAY_OF_THE_DRIVER", "OTHERS_SETTING"} & worker["environ"].keys()
 
 
-def test_the_drivers_folder_and_modules_are_there(worker: dict[str, Any]) -> None:
+def test_worker_env_has_directory_and_modules(worker: dict[str, Any]) -> None:
     assert worker["file"] == "read"
     assert worker["module"] == "imported"
 
 
-def test_libraries_get_the_threads_of_their_cpus_at_most_the_cores(worker: dict[str, Any]) -> None:
+def test_worker_env_limits_threads_to_cpus(worker: dict[str, Any]) -> None:
     assert worker["environ"]["OMP_NUM_THREADS"] == str(min(4, count_available_cores()))
 
 
-def test_torchruns_variables_are_the_contexts_ranks(worker: dict[str, Any]) -> None:
+def test_worker_env_has_torchrun_variables(worker: dict[str, Any]) -> None:
     assert {name: int(worker["environ"][name]) for name in RANK_VARIABLES} == worker["ranks"]
 
 
@@ -212,7 +212,7 @@ class SharingConfig(BackendConfig):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_each_worker_sees_all_gpus_of_the_run_and_knows_its_own(run_config: RunConfig) -> None:
+def test_shared_cuda_devices_list_all_gpus(run_config: RunConfig) -> None:
     def function() -> tuple[str, tuple[str, ...]]:
         return os.environ["CUDA_VISIBLE_DEVICES"], train.get_context().get_accelerator_ids()
 
@@ -220,10 +220,10 @@ def test_each_worker_sees_all_gpus_of_the_run_and_knows_its_own(run_config: RunC
     values = fit(
         function, run_config, scaling_config=scaling, backend_config=SharingConfig()
     ).return_values
-    own = [ids for _, ids in values]
-    assert own == sorted(own)
-    assert len({*own[0], *own[1]}) == 2
-    assert [visible for visible, _ in values] == [",".join([*own[0], *own[1]])] * 2
+    gpu_ids = [ids for _, ids in values]
+    assert gpu_ids == sorted(gpu_ids)
+    assert len({*gpu_ids[0], *gpu_ids[1]}) == 2
+    assert [visible for visible, _ in values] == [",".join([*gpu_ids[0], *gpu_ids[1]])] * 2
 
 
 WHERE_SCRIPT = """
@@ -234,8 +234,8 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
 """
 
 
-def trial_on_the_far_node(folder: Path) -> dict[str, Any]:
-    """Give what the worker of a trial of Ray Tune finds there, by the metrics of the trial."""
+def run_trial_on_far_node(folder: Path) -> dict[str, Any]:
+    """Run a trial of Ray Tune with a worker on the far node and return its last metrics."""
     from ray import tune
 
     def function() -> None:
@@ -243,15 +243,15 @@ def trial_on_the_far_node(folder: Path) -> dict[str, Any]:
         train.report({"argv": sys.argv[1:], "set": os.environ.get("HF_SET_LATE"), "node": node})
 
     sys.argv = ["sweep.py", "--fast"]
-    os.environ["HF_SET_LATE"] = "1"  # later than Ray's start
+    os.environ["HF_SET_LATE"] = "1"  # after the start of Ray
     scaling = ScalingConfig(num_workers=1, resources_per_worker={"far": 1})
     trainable = DataParallelTrainer(function, scaling_config=scaling).as_trainable()
-    place = tune.RunConfig(storage_path=str(folder), verbose=0)
-    return dict(tune.Tuner(trainable, run_config=place).fit()[0].metrics or {})
+    run_config = tune.RunConfig(storage_path=str(folder), verbose=0)
+    return dict(tune.Tuner(trainable, run_config=run_config).fit()[0].metrics or {})
 
 
-def test_ranks_are_contiguous_on_each_node_and_trials_find_what_the_driver_has(
-    run_config: RunConfig, tmp_path: Path, drivers: Drivers, short_folder: str
+def test_ranks_on_two_nodes_are_contiguous_and_trials_get_env(
+    run_config: RunConfig, tmp_path: Path, drivers: Drivers, short_directory: str
 ) -> None:
     def where() -> tuple[str, int, int, int]:
         context = train.get_context()
@@ -269,17 +269,22 @@ def test_ranks_are_contiguous_on_each_node_and_trials_find_what_the_driver_has(
         with pytest.raises(SystemExit) as ended:
             drawbar_command([*command, str(tmp_path), str(tmp_path / "script.py"), str(tmp_path)])
         assert ended.value.code == 0
-        metrics = trial_on_the_far_node(tmp_path)
+        metrics = run_trial_on_far_node(tmp_path)
         trial = metrics["node"] == far.node_id, metrics["argv"], metrics["set"]
         (tmp_path / "where.json").write_text(json.dumps([values, trial]))
         ray.shutdown()
         cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
 
-    drivers.run(main, RAY_ADDRESS=None, RAY_TMPDIR=short_folder)
-    found, trial = json.loads((tmp_path / "where.json").read_text())
-    nodes = [node for node, *_ in found]
+    drivers.run(main, RAY_ADDRESS=None, RAY_TMPDIR=short_directory)
+    ranks_by_worker, trial = json.loads((tmp_path / "where.json").read_text())
+    nodes = [node for node, *_ in ranks_by_worker]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
-    assert [ranks for _, *ranks in found] == [[0, 0, 2], [0, 1, 2], [1, 0, 2], [1, 1, 2]]
-    told = [(tmp_path / str(rank)).read_text() for rank in range(4)]
-    assert told == ["0 0 2 4", "0 1 2 4", "1 0 2 4", "1 1 2 4"]
+    assert [ranks for _, *ranks in ranks_by_worker] == [
+        [0, 0, 2],
+        [0, 1, 2],
+        [1, 0, 2],
+        [1, 1, 2],
+    ]
+    env_vars = [(tmp_path / str(rank)).read_text() for rank in range(4)]
+    assert env_vars == ["0 0 2 4", "0 1 2 4", "1 0 2 4", "1 1 2 4"]
     assert trial == [True, ["--fast"], "1"]

@@ -1,4 +1,4 @@
-"""A cluster that has no place for a run."""
+"""A cluster without free resources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 @pytest.fixture
 def occupied_cluster(ray_cluster: None) -> Iterator[None]:
-    """All CPUs are taken, so that workers wait for theirs."""
+    """Reserve all CPUs, so that workers wait for theirs."""
     group = placement_group([{"CPU": 8}])
     assert group.wait(30)
     yield

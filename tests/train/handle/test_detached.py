@@ -1,4 +1,4 @@
-"""`RunConfig(detached=True)` and `attach`: runs that outlive the driver that started them."""
+"""Detached runs and `attach`: runs that continue without the driver that started them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 
-class TellsItsProcess(UserCallback):
-    """Says which process hosts the run, once its ranks have reported."""
+class SendsHostPid(UserCallback):
+    """Send the PID of the host of the run after the first report."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -53,7 +53,7 @@ class TellsItsProcess(UserCallback):
         self._pipe.say("host", os.getpid())
 
 
-class TellsWhereItIsUnpickled:
+class SendsPidWhenUnpickled:
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
 
@@ -61,42 +61,42 @@ class TellsWhereItIsUnpickled:
         return self._unpickle, (self._pipe,)
 
     @staticmethod
-    def _unpickle(pipe: Pipe) -> TellsWhereItIsUnpickled:
+    def _unpickle(pipe: Pipe) -> SendsPidWhenUnpickled:
         pipe.say("unpickled", os.getpid())
-        return TellsWhereItIsUnpickled(pipe)
+        return SendsPidWhenUnpickled(pipe)
 
 
-class EndsItsDriver(UserCallback):
-    """Kills the process that packs it, when there is an actor for the run already."""
+class KillsDriverWhenPickled(UserCallback):
+    """Kill the process that pickles this object if the run already has a host actor."""
 
     def __reduce__(self) -> Any:
-        with suppress(ValueError):  # there is none yet
+        with suppress(ValueError):  # there is no host actor yet
             host: Any = ray.get_actor("run", namespace="drawbar")
-            ray.get(host.has_ended.remote())  # it is up
+            ray.get(host.has_ended.remote())  # wait until it is ready
             os.kill(os.getpid(), signal.SIGKILL)
-        return EndsItsDriver, ()
+        return KillsDriverWhenPickled, ()
 
 
-class Lesson(Exception):
-    """An exception of the user's."""
+class UserError(Exception):
+    """A user-defined exception."""
 
 
 @pytest.fixture(autouse=True)
-def _no_run_is_left(ray_cluster: None) -> Iterator[None]:
+def _kill_remaining_hosts(ray_cluster: None) -> Iterator[None]:
     yield
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        with suppress(ValueError):  # it has ended meanwhile
+        with suppress(ValueError):  # it has ended in the meantime
             ray.kill(ray.get_actor(**actor))
 
 
 @pytest.fixture
-def go_on(tmp_path: Path) -> Path:
-    """The file for which `train_until` waits."""
-    return tmp_path / "go_on"
+def finish_file(tmp_path: Path) -> Path:
+    """Path of the file for which `train_until` waits."""
+    return tmp_path / "finish_file"
 
 
-def train_until(go_on: Path, pipe: Pipe, *, fails: bool = False) -> Callable[[], str]:
-    """Make a function that saves a step, then waits; a second attempt goes on from that step."""
+def train_until(finish_file: Path, pipe: Pipe, *, fails: bool = False) -> Callable[[], str]:
+    """Return a function that saves a step and waits. A second attempt resumes from that step."""
 
     def function() -> str:
         context, checkpoint = train.get_context(), train.get_checkpoint()
@@ -105,12 +105,12 @@ def train_until(go_on: Path, pipe: Pipe, *, fails: bool = False) -> Callable[[],
                 (path / "step").write_text("0")
                 train.report({"step": 0}, checkpoint=path)
         pipe.say("worker", os.getpid())
-        while not go_on.exists():
+        while not finish_file.exists():
             threading.Event().wait(0.01)
         if fails:
-            raise Lesson("learned")
-        began = "anew" if checkpoint is None else "from a checkpoint"
-        return f"rank {context.get_world_rank()} {began}"
+            raise UserError("boom")
+        start = "from scratch" if checkpoint is None else "from a checkpoint"
+        return f"rank {context.get_world_rank()} {start}"
 
     return function
 
@@ -130,40 +130,42 @@ def trainer(
     )
 
 
-def hear_pids(pipe: Pipe, **wanted: int) -> dict[str, set[int]]:
-    """Wait until so many processes of each kind have spoken; gives all that have."""
-    heard: dict[str, set[int]] = {kind: set() for kind in wanted}
-    while any(len(heard[kind]) < count for kind, count in wanted.items()):
+def receive_pids(pipe: Pipe, **counts: int) -> dict[str, set[int]]:
+    """Wait for a number of different PIDs of each kind and return all received ones."""
+    pids: dict[str, set[int]] = {kind: set() for kind in counts}
+    while any(len(pids[kind]) < count for kind, count in counts.items()):
         kind, pid = pipe.hear()
-        heard.setdefault(kind, set()).add(int(pid))
-    return heard
+        pids.setdefault(kind, set()).add(int(pid))
+    return pids
 
 
-def assert_nothing_is_left() -> None:
+def assert_no_orphans() -> None:
     states = {group["state"] for group in placement_group_table().values()}
     assert states <= {"REMOVED"}
     named = ray.util.list_named_actors(all_namespaces=True)
     assert [actor for actor in named if actor["namespace"] == "drawbar"] == []
 
 
-def test_a_run_outlives_its_driver_and_is_found_again(
+def test_detached_run_after_driver_sigkill_continues(
     tmp_path: Path,
-    go_on: Path,
+    finish_file: Path,
     drivers: Drivers,
     pipe: Pipe,
     capfd: pytest.CaptureFixture[str],
     wait_until_gone: Callable[..., None],
 ) -> None:
-    function = train_until(go_on, pipe)
-    witness = TellsWhereItIsUnpickled(pipe)
-    callback = TellsItsProcess(pipe)
+    function = train_until(finish_file, pipe)
+    witness = SendsPidWhenUnpickled(pipe)
+    callback = SendsHostPid(pipe)
 
-    def with_a_witness() -> str:
+    def with_witness() -> str:
         assert witness
         return function()
 
     def other_start() -> None:
-        with pytest.raises(RuntimeError, match=r"a detached run 'run' is going on.*attach\('run'"):
+        with pytest.raises(
+            RuntimeError, match=r"a detached run 'run' is in progress.*attach\('run'"
+        ):
             trainer(function, tmp_path).start()
         with pytest.raises(RuntimeError, match="is in use by a run in another process"):
             DataParallelTrainer(
@@ -172,10 +174,8 @@ def test_a_run_outlives_its_driver_and_is_found_again(
                 run_config=RunConfig(name="run", storage_path=tmp_path),
             ).fit()
 
-    with drivers(
-        lambda: trainer(with_a_witness, tmp_path, callback, num_workers=2).fit()
-    ) as driver:
-        pids = hear_pids(pipe, worker=2, host=1)
+    with drivers(lambda: trainer(with_witness, tmp_path, callback, num_workers=2).fit()) as driver:
+        pids = receive_pids(pipe, worker=2, host=1)
         driver.kill()
         driver.wait()
     drivers.run(other_start)
@@ -185,37 +185,39 @@ def test_a_run_outlives_its_driver_and_is_found_again(
     assert isinstance(run, RunHandle)
     assert (run.status, run.metrics, run.is_done) == ("running", {"step": 0}, False)
     assert train.attach(tmp_path / "run").metrics == {"step": 0}
-    with pytest.raises(LookupError, match=r"no detached run 'other' goes on.*go on: run$"):
+    with pytest.raises(
+        LookupError, match=r"no detached run 'other' is in progress.*runs in progress: run$"
+    ):
         train.attach("other")
-    go_on.touch()
+    finish_file.touch()
     result = run.wait()
-    assert result.return_values == ["rank 0 anew", "rank 1 anew"]
+    assert result.return_values == ["rank 0 from scratch", "rank 1 from scratch"]
     assert result.checkpoint is not None
-    told = capfd.readouterr().err
-    assert "[drawbar 00:00] finished" in told
-    assert told.count("finished") == 1  # though there are two handles on it here
+    err = capfd.readouterr().err
+    assert "[drawbar 00:00] finished" in err
+    assert err.count("finished") == 1  # although this process has two handles
     wait_until_gone(pids["worker"] | pids["host"])
-    assert_nothing_is_left()
+    assert_no_orphans()
 
-    afterwards = train.attach(tmp_path / "run")
-    assert (afterwards.status, afterwards.is_done) == ("finished", True)
-    assert afterwards.wait().return_values == result.return_values
+    attached = train.attach(tmp_path / "run")
+    assert (attached.status, attached.is_done) == ("finished", True)
+    assert attached.wait().return_values == result.return_values
 
 
-class Waits(UserCallback):
-    """Holds up the end of the run that it watches."""
+class WaitsForFile(UserCallback):
+    """Block the end of a run until a file exists."""
 
-    def __init__(self, go_on: Path) -> None:
-        self._go_on = go_on
+    def __init__(self, finish_file: Path) -> None:
+        self._go_on = finish_file
 
     def after_report(self, *_: Any) -> None:
         while not self._go_on.exists():
             threading.Event().wait(0.01)
 
 
-def test_a_run_whose_host_has_not_told_its_ending_is_not_over(
+def test_detached_run_with_waiting_callback_is_not_done(
     tmp_path: Path,
-    go_on: Path,
+    finish_file: Path,
     drivers: Drivers,
     pipe: Pipe,
     wait_until_gone: Callable[..., None],
@@ -225,25 +227,25 @@ def test_a_run_whose_host_has_not_told_its_ending_is_not_over(
         pipe.say("worker", os.getpid())
         return "returned"
 
-    with drivers(lambda: trainer(function, tmp_path, Waits(go_on)).fit()):
-        wait_until_gone(hear_pids(pipe, worker=1)["worker"], seconds=60)
+    with drivers(lambda: trainer(function, tmp_path, WaitsForFile(finish_file)).fit()):
+        wait_until_gone(receive_pids(pipe, worker=1)["worker"], seconds=60)
         run = train.attach(tmp_path / "run")
         assert (run.status, run.is_done) == ("finished", False)
-        go_on.touch()
+        finish_file.touch()
         assert run.wait().return_values == ["returned"]
 
 
-def test_a_name_is_that_of_the_run_which_goes_on(
+def test_attach_by_name_prefers_detached_run_in_progress(
     tmp_path: Path,
-    go_on: Path,
+    finish_file: Path,
     drivers: Drivers,
     pipe: Pipe,
     wait_until_gone: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    function, callback = train_until(go_on, pipe), TellsItsProcess(pipe)
+    function, callback = train_until(finish_file, pipe), SendsHostPid(pipe)
     with drivers(lambda: trainer(function, tmp_path / "elsewhere", callback).fit()):
-        pids = hear_pids(pipe, worker=1, host=1)
+        pids = receive_pids(pipe, worker=1, host=1)
         monkeypatch.setenv("HOME", str(tmp_path))  # where the default storage path is
         DataParallelTrainer(
             lambda: train.report({"step": -1}),
@@ -252,13 +254,13 @@ def test_a_name_is_that_of_the_run_which_goes_on(
         ).fit()
         run = train.attach("run")
         assert (run.is_done, run.path) == (False, str(tmp_path / "elsewhere" / "run"))
-        go_on.touch()
+        finish_file.touch()
         wait_until_gone(pids["host"], seconds=60)
     assert train.attach("run").metrics == {"step": -1}
 
 
-def test_a_validation_goes_on_without_the_driver(
-    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe
+def test_detached_validation_after_driver_sigkill_completes(
+    tmp_path: Path, finish_file: Path, drivers: Drivers, pipe: Pipe
 ) -> None:
     def function() -> None:
         with train.checkpoint_dir() as path:
@@ -267,7 +269,7 @@ def test_a_validation_goes_on_without_the_driver(
 
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
         pipe.say("validation", os.getpid())
-        while not go_on.exists():
+        while not finish_file.exists():
             threading.Event().wait(0.01)
         return {"next": int((Path(checkpoint) / "step").read_text()) + 1}
 
@@ -275,58 +277,62 @@ def test_a_validation_goes_on_without_the_driver(
         trainer(function, tmp_path, validation_config=ValidationConfig(validate)).fit()
 
     with drivers(main) as driver:
-        hear_pids(pipe, validation=1)
+        receive_pids(pipe, validation=1)
         driver.kill()
         driver.wait()
     run = train.attach("run")
-    go_on.touch()
+    finish_file.touch()
     ((_, metrics),) = run.wait().best_checkpoints
     assert metrics == {"step": 0, "next": 1}
 
 
-def test_the_error_is_found_again_and_the_name_is_free_at_once(
-    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe
+def test_attach_to_failed_run_raises_its_error_and_frees_name(
+    tmp_path: Path, finish_file: Path, drivers: Drivers, pipe: Pipe
 ) -> None:
-    function = train_until(go_on, pipe, fails=True)
+    function = train_until(finish_file, pipe, fails=True)
 
     def main() -> None:
         for _ in range(2):
-            with pytest.raises(WorkerGroupError, match="Lesson: learned") as raised:
+            with pytest.raises(WorkerGroupError, match="UserError: boom") as raised:
                 trainer(function, tmp_path).fit()
             first, *_ = raised.value.worker_failures.values()
-            assert type(first).__name__ == "Lesson"
+            assert type(first).__name__ == "UserError"
 
-    go_on.touch()
+    finish_file.touch()
     drivers.run(main)
     run = train.attach(tmp_path / "run")
     assert run.status == "failed"
-    with pytest.raises(WorkerGroupError, match="Lesson: learned") as raised:
+    with pytest.raises(WorkerGroupError, match="UserError: boom") as raised:
         run.wait()
     first, *_ = raised.value.worker_failures.values()
-    assert isinstance(first, Lesson)
+    assert isinstance(first, UserError)
 
 
-def test_a_driver_that_is_killed_before_its_run_begins_leaves_no_run(tmp_path: Path) -> None:
-    def drive(ends: bool) -> Any:
-        callbacks = [EndsItsDriver()] if ends else []
+def test_driver_sigkill_before_start_leaves_no_detached_run(tmp_path: Path) -> None:
+    def drive(is_killed: bool) -> Any:
+        callbacks = [KillsDriverWhenPickled()] if is_killed else []
         return trainer(lambda: 7, tmp_path, *callbacks).fit().return_values
 
     driver: Any = ray.remote(num_cpus=0, max_retries=0)(drive)
     with pytest.raises(WorkerCrashedError):
-        ray.get(driver.remote(ends=True))
-    asked = time.monotonic()
-    with pytest.raises(LookupError, match="holds no run"):
+        ray.get(driver.remote(is_killed=True))
+    start_time = time.monotonic()
+    with pytest.raises(LookupError, match="contains no ended run"):
         train.attach(tmp_path / "run")
-    assert time.monotonic() - asked < 30
+    assert time.monotonic() - start_time < 30
     with pytest.raises(WorkerCrashedError):
-        ray.get(driver.remote(ends=True))
-    assert ray.get(driver.remote(ends=False)) == [7]
+        ray.get(driver.remote(is_killed=True))
+    assert ray.get(driver.remote(is_killed=False)) == [7]
 
 
-def test_ctrl_c_only_detaches(
-    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe, wait_until_gone: Callable[..., None]
+def test_ctrl_c_during_detached_fit_only_detaches(
+    tmp_path: Path,
+    finish_file: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
 ) -> None:
-    function = train_until(go_on, pipe)
+    function = train_until(finish_file, pipe)
 
     def main() -> None:
         with pytest.raises(UserAbort) as abort:
@@ -334,11 +340,11 @@ def test_ctrl_c_only_detaches(
         print(abort.value)
 
     with drivers(main) as driver:
-        pids = hear_pids(pipe, worker=1)["worker"]
+        pids = receive_pids(pipe, worker=1)["worker"]
         driver.send_signal(signal.SIGINT)
         out, err = driver.communicate(timeout=60)
     assert driver.returncode == 0, err
-    assert "no longer waiting for the detached run 'run', which goes on" in out
+    assert "no longer waiting for the detached run 'run', which continues" in out
     run = train.attach("run")
     assert run.status == "running"
     run.stop(save=False)
@@ -347,23 +353,25 @@ def test_ctrl_c_only_detaches(
     wait_until_gone(pids)
 
 
-def test_a_host_that_does_not_answer_is_named_and_nobody_waits_for_it(
+def test_suspended_host_raises_timeout_error_with_its_pid(
     tmp_path: Path,
-    go_on: Path,
+    finish_file: Path,
     drivers: Drivers,
     pipe: Pipe,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    function, callback = train_until(go_on, pipe), TellsItsProcess(pipe)
+    function, callback = train_until(finish_file, pipe), SendsHostPid(pipe)
 
     def second_fit() -> None:
-        with pytest.raises(TimeoutError, match=silent):
+        with pytest.raises(TimeoutError, match=unresponsive):
             trainer(function, tmp_path).fit()
 
     with drivers(lambda: trainer(function, tmp_path, callback).fit()):
-        (host,) = hear_pids(pipe, worker=1, host=1)["host"]
+        (host,) = receive_pids(pipe, worker=1, host=1)["host"]
     run = train.attach("run")
-    silent = rf"the process that hosts run 'run' does not answer \(pid {host} on node .*kill -9"
+    unresponsive = (
+        rf"the process that hosts run 'run' does not reply \(pid {host} on node .*kill -9"
+    )
     calls: list[Callable[[], Any]] = [
         lambda: run.status,
         run.stop,
@@ -373,69 +381,77 @@ def test_a_host_that_does_not_answer_is_named_and_nobody_waits_for_it(
     os.kill(host, signal.SIGSTOP)
     try:
         with ThreadPoolExecutor() as pool:
-            asked = [pool.submit(call) for call in calls]
-            with pytest.raises(TimeoutError, match=r"after 1 s run 'run' in .* is not over"):
+            futures = [pool.submit(call) for call in calls]
+            with pytest.raises(TimeoutError, match=r"after 1 s run 'run' in .* has not ended"):
                 run.wait(timeout=1)
-            assert "its host does not answer" in repr(run)
-            for each in asked:
-                with pytest.raises(TimeoutError, match=silent):
-                    each.result(timeout=60)
+            assert "host does not reply" in repr(run)
+            for future in futures:
+                with pytest.raises(TimeoutError, match=unresponsive):
+                    future.result(timeout=60)
         drivers.run(second_fit)
-        with pytest.raises(TimeoutError, match=silent):
+        with pytest.raises(TimeoutError, match=unresponsive):
             run.wait(timeout=1)
     finally:
         os.kill(host, signal.SIGCONT)
-    go_on.touch()
+    finish_file.touch()
     run.wait(timeout=60)
     assert f"(pid {host} on node" in capfd.readouterr().err
 
 
-def test_when_its_host_dies_the_run_ends_and_resumes(
-    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe, wait_until_gone: Callable[..., None]
+def test_detached_run_after_host_sigkill_fails_and_resumes(
+    tmp_path: Path,
+    finish_file: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
 ) -> None:
-    function = train_until(go_on, pipe)
-    callback = TellsItsProcess(pipe)
+    function = train_until(finish_file, pipe)
+    callback = SendsHostPid(pipe)
 
     def main() -> None:
         run = trainer(function, tmp_path, callback, num_workers=2).start()
-        with pytest.raises(ControllerError, match="hosts the run does not answer any more"):
+        with pytest.raises(ControllerError, match="hosts the run no longer replies"):
             run.wait()
         assert (run.status, run.metrics) == ("failed", {"step": 0})
-        pipe.say("told", 0)
+        pipe.say("raised", 0)
 
     def again() -> None:
         result = trainer(function, tmp_path, num_workers=2).fit()
         assert result.return_values == [f"rank {rank} from a checkpoint" for rank in range(2)]
 
     with drivers(main):
-        pids = hear_pids(pipe, worker=2, host=1)
+        pids = receive_pids(pipe, worker=2, host=1)
         os.kill(pids["host"].pop(), signal.SIGKILL)
         wait_until_gone(pids["worker"])
-        hear_pids(pipe, told=1)
-    assert_nothing_is_left()
-    with pytest.raises(LookupError, match=r'has not ended.*gone; fit.*resume="auto"'):
+        receive_pids(pipe, raised=1)
+    assert_no_orphans()
+    with pytest.raises(
+        LookupError, match=r'has not ended.*host process died.*fit\(\) with resume="auto"'
+    ):
         train.attach(tmp_path / "run")
-    go_on.touch()
+    finish_file.touch()
     drivers.run(again)
 
 
-def test_what_cannot_be_detached_is_refused(run_config: RunConfig, tmp_path: Path) -> None:
+def test_detached_with_zero_workers_or_own_ray_is_reported(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
     config = RunConfig(name="run", storage_path=tmp_path, detached=True)
-    here = DataParallelTrainer(
+    local = DataParallelTrainer(
         print, scaling_config=ScalingConfig(num_workers=0), run_config=config
     )
     with pytest.raises(ValueError, match=r"detached=True needs workers.*num_workers=0"):
-        here.fit()
+        local.fit()
     with pytest.warns(UserWarning, match="has started its own Ray, which ends with it"):
         trainer(lambda: None, tmp_path).fit()
     with pytest.raises(TypeError, match=re.escape("RunConfig.detached")):
         RunConfig(detached="yes")  # type: ignore[arg-type]
 
 
-def test_a_run_in_another_driver_is_reached_by_its_path(
-    tmp_path: Path, go_on: Path, drivers: Drivers, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+def test_attach_to_run_in_another_driver_works_by_path(
+    tmp_path: Path, finish_file: Path, drivers: Drivers, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = train_until(go_on, pipe)
+    function = train_until(finish_file, pipe)
 
     def main() -> None:
         config = RunConfig(name="run", storage_path=tmp_path)
@@ -444,12 +460,12 @@ def test_a_run_in_another_driver_is_reached_by_its_path(
         ).fit()
 
     with drivers(main) as driver:
-        hear_pids(pipe, worker=1)
+        receive_pids(pipe, worker=1)
         run = train.attach(tmp_path / "run")
         assert (run.name, run.status, run.is_done) == ("run", "running", False)
-        # It may still stand in `say`, in these tests' conftest.py.
+        # The worker may still be in `say`, in the conftest.py of these tests.
         assert f": {Path(__file__).parents[1]}" in run.diagnose()
-        with pytest.raises(TimeoutError, match="it goes on"):
+        with pytest.raises(TimeoutError, match="it continues"):
             run.wait(0)
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(tempfile, "tempdir", str(tmp_path))

@@ -1,4 +1,4 @@
-"""`start()`: what a handle tells of a run while it goes on, and how it ends one."""
+"""`start()`, `attach()`, and the handles that they return."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def trainer(
     return DataParallelTrainer(function, scaling_config=scaling, run_config=config)
 
 
-def wait_for_ever() -> None:
+def wait_forever() -> None:
     while True:
         threading.Event().wait(0.01)
 
 
-def train_until_asked(pipe: Pipe) -> Callable[[], int]:
-    """Make a function that saves when it is asked to; a second attempt returns where it began."""
+def train_until_requested(pipe: Pipe) -> Callable[[], int]:
+    """Return a function that saves on request. A second attempt returns the saved step."""
 
     def function() -> int:
         checkpoint = train.get_checkpoint()
@@ -62,13 +62,15 @@ def train_until_asked(pipe: Pipe) -> Callable[[], int]:
                 with train.checkpoint_dir() as path:
                     (path / "step").write_text("41")
                     train.report({"step": 41}, checkpoint=path)
-                wait_for_ever()
+                wait_forever()
 
     return function
 
 
-def test_a_run_is_seen_while_it_goes_on(run_config: RunConfig, tmp_path: Path, pipe: Pipe) -> None:
-    go_on = tmp_path / "go_on"
+def test_handle_shows_running_and_finished_run(
+    run_config: RunConfig, tmp_path: Path, pipe: Pipe
+) -> None:
+    finish_file = tmp_path / "finish_file"
 
     def function() -> str:
         rank = train.get_context().get_world_rank()
@@ -76,7 +78,7 @@ def test_a_run_is_seen_while_it_goes_on(run_config: RunConfig, tmp_path: Path, p
         train.report({"seen": rank * 10})
         train.collective.barrier()
         pipe.say(rank)
-        while not go_on.exists():
+        while not finish_file.exists():
             threading.Event().wait(0.01)
         return f"rank {rank}"
 
@@ -90,27 +92,27 @@ def test_a_run_is_seen_while_it_goes_on(run_config: RunConfig, tmp_path: Path, p
     assert run.get_logs() == "printed by 0\n"
     assert run.get_logs(rank=1) == "printed by 1\n"
     assert [attempt.world_size for attempt in run.timeline.attempts] == [2]
-    # It may still stand in `say`, in these tests' conftest.py.
+    # The worker may still be in `say`, in the conftest.py of these tests.
     assert f": {Path(__file__).parents[1]}" in run.diagnose()
     assert repr(run).startswith("RunHandle('run', running, world size 2, metrics={'seen': 0}, path")
     with pytest.raises(ValueError, match="has the ranks 0 to 1, found 2"):
         run.get_logs(rank=2)
-    with pytest.raises(TimeoutError, match=r"after 0\.1 s run 'run' in .*/run is not over"):
+    with pytest.raises(TimeoutError, match=r"after 0\.1 s run 'run' in .*/run has not ended"):
         run.wait(timeout=0.1)
 
-    go_on.touch()
+    finish_file.touch()
     result = run.wait()
     assert result.return_values == ["rank 0", "rank 1"]
     assert (run.status, run.is_done) == ("finished", True)
     assert run.wait(timeout=0).metrics == run.metrics == {"seen": 0}
     assert run.timeline.attempts[0].outcome == "finished"
     assert run.get_logs(rank=1) == "printed by 1\n"
-    with pytest.raises(RuntimeError, match=r"is over \(finished\)"):
+    with pytest.raises(RuntimeError, match=r"has ended \(finished\)"):
         run.diagnose()
 
 
-def test_a_run_that_is_stopped_saves_first_and_resumes(run_config: RunConfig, pipe: Pipe) -> None:
-    run = trainer(train_until_asked(pipe), run_config).start()
+def test_stop_saves_checkpoint_and_run_resumes(run_config: RunConfig, pipe: Pipe) -> None:
+    run = trainer(train_until_requested(pipe), run_config).start()
     for _ in range(2):
         pipe.hear()
     run.stop()
@@ -119,17 +121,17 @@ def test_a_run_that_is_stopped_saves_first_and_resumes(run_config: RunConfig, pi
     assert result.error is None
     assert result.checkpoint is not None
     assert result.metrics == {"step": 41}
-    assert trainer(train_until_asked(pipe), run_config).fit().return_values == [41, 41]
+    assert trainer(train_until_requested(pipe), run_config).fit().return_values == [41, 41]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_without_saving_it_stops_at_once(
+def test_stop_without_saving_interrupts_functions(
     run_config: RunConfig, pipe: Pipe, num_workers: int
 ) -> None:
     def function() -> None:
         try:
             pipe.say("trains", os.getpid())
-            wait_for_ever()
+            wait_forever()
         finally:
             pipe.say("finally")
 
@@ -143,10 +145,8 @@ def test_without_saving_it_stops_at_once(
 
 
 @pytest.mark.usefixtures("occupied_cluster")
-def test_a_run_that_waits_for_resources_has_nothing_to_save(
-    run_config: RunConfig, pipe: Pipe
-) -> None:
-    run = trainer(train_until_asked(pipe), run_config).start()
+def test_stop_while_waiting_for_resources_ends_run(run_config: RunConfig, pipe: Pipe) -> None:
+    run = trainer(train_until_requested(pipe), run_config).start()
     assert run.status == "starting"
     assert run.get_logs() == ""
     run.stop()
@@ -154,12 +154,12 @@ def test_a_run_that_waits_for_resources_has_nothing_to_save(
     assert run.status == "stopped"
 
 
-def test_a_stop_does_not_wait_for_a_dataset_that_is_being_made(run_config: RunConfig) -> None:
-    begun, over = threading.Event(), threading.Event()
+def test_stop_during_dataset_factory_ends_run(run_config: RunConfig) -> None:
+    has_started, can_end = threading.Event(), threading.Event()
 
     def make() -> Any:
-        begun.set()
-        over.wait()
+        has_started.set()
+        can_end.wait()
 
     run = DataParallelTrainer(
         print,
@@ -167,16 +167,16 @@ def test_a_stop_does_not_wait_for_a_dataset_that_is_being_made(run_config: RunCo
         scaling_config=ScalingConfig(num_workers=0),
         run_config=run_config,
     ).start()
-    assert begun.wait(60)
+    assert has_started.wait(60)
     run.stop(save=False)
     try:
         assert run.wait(timeout=30).checkpoint is None
     finally:
-        over.set()
+        can_end.set()
     assert run.status == "stopped"
 
 
-def test_what_cannot_start_fails_at_once_and_what_fails_later_in_wait(
+def test_start_raises_at_once_and_wait_raises_later_errors(
     run_config: RunConfig,
 ) -> None:
     def function() -> None:
@@ -191,13 +191,13 @@ def test_what_cannot_start_fails_at_once_and_what_fails_later_in_wait(
     assert run.status == "failed"
 
 
-def test_an_empty_name_is_no_run() -> None:
-    with pytest.raises(ValueError, match=r"attach\(\) takes a run's name, .* found ''"):
+def test_attach_with_empty_name_raises() -> None:
+    with pytest.raises(ValueError, match=r"attach\(\) needs the name, .* found ''"):
         train.attach("")
 
 
 @pytest.mark.parametrize("ending", [0, 1])
-def test_a_program_that_ends_takes_its_run_along(
+def test_program_exit_stops_run(
     run_config: RunConfig,
     tmp_path: Path,
     drivers: Drivers,
@@ -207,7 +207,7 @@ def test_a_program_that_ends_takes_its_run_along(
 ) -> None:
     def function() -> None:
         pipe.say(os.getpid())
-        wait_for_ever()
+        wait_forever()
 
     def main() -> None:
         trainer(function, run_config).start()
@@ -218,10 +218,10 @@ def test_a_program_that_ends_takes_its_run_along(
 
     os.mkfifo(tmp_path / "go")
     with drivers(main) as driver:
-        heard = {pipe.hear()[0] for _ in range(3)}
+        received = {pipe.hear()[0] for _ in range(3)}
         (tmp_path / "go").write_text("on")
         _, err = driver.communicate(timeout=60)
-        wait_until_gone(int(pid) for pid in heard - {"started"})
+        wait_until_gone(int(pid) for pid in received - {"started"})
     assert driver.returncode == ending
     assert "the program ends without wait()" in err
     assert "] stopped" in err
@@ -231,7 +231,7 @@ def test_a_program_that_ends_takes_its_run_along(
     assert (end["event"], end["outcome"]) == ("run_ended", "stopped")
 
 
-def test_a_run_on_a_remote_filesystem_is_seen_too(
+def test_handle_with_remote_filesystem_shows_run(
     tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -241,7 +241,7 @@ def test_a_run_on_a_remote_filesystem_is_seen_too(
         train.report({"step": 1})
         train.collective.barrier()
         pipe.say("trains")
-        while not (tmp_path / "go_on").exists():
+        while not (tmp_path / "finish_file").exists():
             threading.Event().wait(0.01)
         return 7
 
@@ -254,7 +254,7 @@ def test_a_run_on_a_remote_filesystem_is_seen_too(
     run = trainer(function, config, num_workers=1).start()
     pipe.hear()
     assert_seen(run)
-    (tmp_path / "go_on").touch()
+    (tmp_path / "finish_file").touch()
     assert run.wait().return_values == [7]
     attached = train.attach("runs/run", filesystem)
     assert attached.status == "finished"
@@ -263,12 +263,12 @@ def test_a_run_on_a_remote_filesystem_is_seen_too(
 
 
 @pytest.mark.parametrize("where", ["folder", "memory://runs"])
-def test_a_run_in_a_thread_goes_on_after_the_program_s_last_line(
+def test_fit_in_thread_continues_after_end_of_main_thread(
     tmp_path: Path, drivers: Drivers, where: str
 ) -> None:
     def function() -> None:
         with contextlib.suppress(RuntimeError), ThreadPoolExecutor(1) as pool:
-            while True:  # until Python's own pools refuse work, soon after the last line
+            while True:  # until Python's thread pools reject work, soon after the last line
                 pool.submit(int).result()
         for upload in (CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC):
             with train.checkpoint_dir() as path:
@@ -278,7 +278,7 @@ def test_a_run_in_a_thread_goes_on_after_the_program_s_last_line(
 
     class Callback(train.UserCallback):
         def after_report(self, *_: object) -> None:
-            (tmp_path / "told").write_text("")
+            (tmp_path / "reported").write_text("")
 
     storage = str(tmp_path) if where == "folder" else where
 
@@ -298,4 +298,4 @@ def test_a_run_in_a_thread_goes_on_after_the_program_s_last_line(
     _, err = drivers.run(main, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert "Traceback" not in err
     assert (tmp_path / "ended").read_text() == "checkpoint_000001"
-    assert (tmp_path / "told").exists()
+    assert (tmp_path / "reported").exists()

@@ -46,7 +46,7 @@ def fit(function: Callable[[], Any], config: RunConfig, num_workers: int, **opti
 def main(
     function: Callable[[], Any], config: RunConfig, num_workers: int, **options: Any
 ) -> Callable[[], None]:
-    """Make a main program that runs `fit` and tells by its exit code that the user stopped it."""
+    """Return a main program that runs `fit` and whose exit code shows a `UserAbort`."""
 
     def program() -> None:
         try:
@@ -58,15 +58,15 @@ def main(
     return program
 
 
-def train_on(pipe: Pipe) -> Callable[[], int]:
-    """Make a function that saves two steps in its first attempt, then goes on without end."""
+def make_train_func(pipe: Pipe) -> Callable[[], int]:
+    """Return a function that saves two steps in its first attempt and then runs forever."""
 
     def function() -> int:
         context, checkpoint = train.get_context(), train.get_checkpoint()
         first = int((Path(checkpoint) / "step").read_text()) + 1 if checkpoint else 0
         for step in range(first, 4):
             if context.get_attempt() == 0 and step == 2:
-                go_on(pipe)
+                run_forever(pipe)
             with train.checkpoint_dir() as path:
                 (path / "step").write_text(str(step))
                 train.report({"step": step}, checkpoint=path)
@@ -75,7 +75,7 @@ def train_on(pipe: Pipe) -> Callable[[], int]:
     return function
 
 
-def go_on(pipe: Pipe) -> None:
+def run_forever(pipe: Pipe) -> None:
     try:
         pipe.say("trains", os.getpid())
         while True:
@@ -85,25 +85,25 @@ def go_on(pipe: Pipe) -> None:
 
 
 def assert_stopped(driver: subprocess.Popen[str], run: Path) -> None:
-    """It ends soon, by UserAbort, with a message that tells how to go on, and nothing else."""
+    """Assert that the driver ends soon with a `UserAbort` and a message about how to resume."""
     out, err = driver.communicate(timeout=60)
     assert driver.returncode == ABORTED, err
-    assert f"the run lies at {run} and goes on from its newest checkpoint, if it has one" in out
+    assert f"the run is in {run}. To resume from the latest checkpoint" in out
     assert "Traceback" not in err
     assert "never retrieved" not in err
     end = json.loads((run / "journal.jsonl").read_text().splitlines()[-1])
     assert (end["event"], end["outcome"]) == ("run_ended", "stopped")
 
 
-def assert_goes_on(pipe: Pipe, config: RunConfig, num_workers: int) -> None:
-    result = fit(train_on(pipe), config, num_workers)
+def assert_resumes(pipe: Pipe, config: RunConfig, num_workers: int) -> None:
+    result = fit(make_train_func(pipe), config, num_workers)
     assert result.return_values == [2] * max(num_workers, 1)
     frame = result.metrics_dataframe
     assert list(frame[frame["rank"] == 0]["step"]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_once_ends_in_order_and_resumes(
+def test_ctrl_c_once_stops_gracefully_and_resumes(
     run_config: RunConfig,
     tmp_path: Path,
     drivers: Drivers,
@@ -112,7 +112,7 @@ def test_once_ends_in_order_and_resumes(
     num_workers: int,
 ) -> None:
     ranks = max(num_workers, 1)
-    with drivers(main(train_on(pipe), run_config, num_workers)) as driver:
+    with drivers(main(make_train_func(pipe), run_config, num_workers)) as driver:
         pids = [int(pipe.hear()[1]) for _ in range(ranks)]
         driver.send_signal(signal.SIGINT)
         assert sorted(pipe.hear() for _ in range(ranks)) == [
@@ -120,11 +120,11 @@ def test_once_ends_in_order_and_resumes(
         ]
         assert_stopped(driver, tmp_path / "run")
         wait_until_gone(pids)
-    assert_goes_on(pipe, run_config, num_workers)
+    assert_resumes(pipe, run_config, num_workers)
 
 
-@pytest.mark.alone  # tells the second Ctrl-C from the first by a few seconds
-def test_twice_ends_at_once(
+@pytest.mark.alone  # distinguishes the second Ctrl-C from the first by a few seconds
+def test_ctrl_c_twice_kills_workers(
     run_config: RunConfig,
     tmp_path: Path,
     drivers: Drivers,
@@ -133,63 +133,65 @@ def test_twice_ends_at_once(
 ) -> None:
     def function() -> None:
         try:
-            go_on(pipe)
+            run_forever(pipe)
         finally:
-            ctypes.CDLL(None).sleep(600)  # one long C call, which no interrupt ends
+            ctypes.CDLL(None).sleep(600)  # a long C call that cannot be interrupted
 
     with drivers(main(function, run_config, 2)) as driver:
         pids = [int(pipe.hear()[1]) for _ in range(2)]
         driver.send_signal(signal.SIGINT)
         assert [pipe.hear()[0] for _ in range(2)] == ["finally"] * 2
         driver.send_signal(signal.SIGINT)
-        wait_until_gone(pids, seconds=3)  # sooner than the first one alone would end them
+        wait_until_gone(pids, seconds=3)  # sooner than the first Ctrl-C alone would kill them
         assert_stopped(driver, tmp_path / "run")
 
 
 @pytest.mark.usefixtures("occupied_cluster")
-def test_while_it_waits_for_resources(
+def test_ctrl_c_while_waiting_for_resources_stops(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers, pipe: Pipe
 ) -> None:
-    with drivers(main(train_on(pipe), run_config, 2)) as driver:
+    with drivers(main(make_train_func(pipe), run_config, 2)) as driver:
         assert driver.stderr is not None
         assert any("waiting for CPU=2" in line for line in driver.stderr)
         driver.send_signal(signal.SIGINT)
         assert_stopped(driver, tmp_path / "run")
 
 
-def test_while_the_workers_start(
+def test_ctrl_c_while_workers_start_stops(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers, pipe: Pipe
 ) -> None:
-    with drivers(main(train_on(pipe), run_config, 2)) as driver:
+    with drivers(main(make_train_func(pipe), run_config, 2)) as driver:
         assert driver.stderr is not None
         assert any("starting" in line for line in driver.stderr)
         driver.send_signal(signal.SIGINT)
         assert_stopped(driver, tmp_path / "run")
 
 
-class InterruptsItself(Backend):
+class InterruptingBackend(Backend):
     def __init__(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-class InterruptsItselfConfig(BackendConfig):
-    backend_cls = InterruptsItself
+class InterruptingConfig(BackendConfig):
+    backend_cls = InterruptingBackend
 
 
-def test_before_the_first_attempt(run_config: RunConfig, tmp_path: Path, drivers: Drivers) -> None:
-    backend = InterruptsItselfConfig()
+def test_ctrl_c_before_first_attempt_stops(
+    run_config: RunConfig, tmp_path: Path, drivers: Drivers
+) -> None:
+    backend = InterruptingConfig()
     with drivers(main(lambda: None, run_config, 0, backend_config=backend)) as driver:
         assert_stopped(driver, tmp_path / "run")
 
 
-def test_from_a_terminal_where_it_reaches_the_processes_of_ray_too(
+def test_ctrl_c_to_process_group_with_ray_stops(
     run_config: RunConfig,
     tmp_path: Path,
     drivers: Drivers,
     pipe: Pipe,
     wait_until_gone: Callable[..., None],
 ) -> None:
-    with drivers(main(train_on(pipe), run_config, 2), RAY_ADDRESS="local") as driver:
+    with drivers(main(make_train_func(pipe), run_config, 2), RAY_ADDRESS="local") as driver:
         pids = [int(pipe.hear()[1]) for _ in range(2)]
         os.killpg(driver.pid, signal.SIGINT)
         assert [pipe.hear()[0] for _ in range(2)] == ["finally"] * 2
@@ -197,9 +199,7 @@ def test_from_a_terminal_where_it_reaches_the_processes_of_ray_too(
         wait_until_gone(pids)
 
 
-def test_checksums_that_take_long_are_said_and_left_out_by_ctrl_c(
-    tmp_path: Path, drivers: Drivers
-) -> None:
+def test_ctrl_c_during_long_checksums_skips_them(tmp_path: Path, drivers: Drivers) -> None:
     def save() -> None:
         with train.checkpoint_dir() as path:
             with open(path / "huge", "wb") as file:

@@ -1,4 +1,4 @@
-"""A notebook trains on two workers: executed by nbclient, in a kernel of this interpreter."""
+"""A notebook that trains on two workers, executed by nbclient in a kernel of this interpreter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ train.DataParallelTrainer(
 
 
 def run_cells(folder: Path, *sources: str) -> list[dict[str, Any]]:
-    """Run the cells of a new notebook in order; give what the last one shows."""
+    """Run the cells of a new notebook in order and return the outputs of the last one."""
     make: Any = nbformat.v4  # it has no types
     notebook = make.new_notebook(cells=[make.new_code_cell(source) for source in sources])
     where = {"metadata": {"path": str(folder)}}
@@ -41,7 +41,7 @@ def run_cells(folder: Path, *sources: str) -> list[dict[str, Any]]:
     return outputs
 
 
-def test_a_cell_trains_on_two_workers_and_shows_the_result(
+def test_notebook_cell_shows_result_of_two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
@@ -51,9 +51,13 @@ def test_a_cell_trains_on_two_workers_and_shows_the_result(
     card = outputs[-1]["data"]["text/html"]
     assert "<b>run</b> finished" in card
     assert "reports 0 to 2</title>" in card
-    printed = [each["text"] for each in outputs if each.get("name") == "stdout"]
+    printed = [output["text"] for output in outputs if output.get("name") == "stdout"]
     assert printed == ["from rank 0\n"]
-    live = [each["data"]["text/plain"] for each in outputs if each["output_type"] == "display_data"]
+    live = [
+        output["data"]["text/plain"]
+        for output in outputs
+        if output["output_type"] == "display_data"
+    ]
     assert len(live) == 1
     assert "finished | report 2: step 2" in live[0]
 
@@ -73,10 +77,8 @@ except train.WorkerGroupError as error:
 """
 
 
-def test_a_workers_traceback_has_the_lines_of_the_cell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notebook_traceback_has_cell_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     outputs = run_cells(tmp_path, "from drawbar import train", FAIL)
-    (printed,) = (each["text"] for each in outputs if each.get("name") == "stdout")
+    (printed,) = (output["text"] for output in outputs if output.get("name") == "stdout")
     assert 'raise ValueError("wrong " + config["how"])' in printed

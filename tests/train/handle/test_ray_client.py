@@ -1,4 +1,4 @@
-"""`fit()` in a driver that is a Ray Client: a real cluster, its client server, real clients."""
+"""`fit()` in a Ray Client: a real cluster with its client server, and real clients."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
-NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # Ray's default depends on what ran here before
-# The server starts a process per client by a fork, which gRPC's own handlers may break.
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # Ray's default depends on earlier clusters
+# The server forks a process per client, which gRPC's own handlers may break.
 NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of a client server, on a cluster that was started by hand."""
+    """Address of a client server on a cluster that was started by hand."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as temp:
         port = free_port()
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
@@ -67,7 +67,7 @@ def server() -> Iterator[str]:
                 process.kill()
 
 
-class TellsItsProcess(UserCallback):
+class SendsHostPid(UserCallback):
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
 
@@ -85,7 +85,7 @@ def trainer(
     )
 
 
-def train_for_ever(pipe: Pipe) -> Callable[[], None]:
+def train_forever(pipe: Pipe) -> Callable[[], None]:
     def function() -> None:
         train.report({"step": 0})
         pipe.say("worker", os.getpid())
@@ -100,22 +100,22 @@ class Named:
         return "hello"
 
 
-def objects_and_actors_arrive(storage: Path) -> None:
-    """Have a function use what the client has made, and the client what the function has."""
+def check_objects_and_actors(storage: Path) -> None:
+    """Check that a function can use the client's objects and actors, and the client its objects."""
     captured = ray.put("captured")
     named: Any = ray.remote(Named).options(name="named").remote()
 
     def function() -> Any:
         by_name: Any = ray.get_actor("named")
-        said = ray.get([captured, named.hello.remote(), by_name.hello.remote()])
-        return [*said, ray.put("made")]
+        values = ray.get([captured, named.hello.remote(), by_name.hello.remote()])
+        return [*values, ray.put("created")]
 
-    *said, made = trainer(function, storage, "carries").fit().return_values[1]
-    assert said == ["captured", "hello", "hello"]
-    assert ray.get(made) == "made"
+    *values, reference = trainer(function, storage, "objects").fit().return_values[1]
+    assert values == ["captured", "hello", "hello"]
+    assert ray.get(reference) == "created"
 
 
-def test_fit_shows_returns_and_raises_as_ever_and_objects_and_actors_arrive(
+def test_ray_client_fit_returns_results_and_objects(
     server: str, tmp_path: Path, drivers: Drivers
 ) -> None:
     def function() -> int:
@@ -131,7 +131,7 @@ def test_fit_shows_returns_and_raises_as_ever_and_objects_and_actors_arrive(
 
     def main() -> None:
         ray.init(server, namespace="mine")
-        objects_and_actors_arrive(tmp_path)
+        check_objects_and_actors(tmp_path)
         result = trainer(function, tmp_path, "run").fit()
         assert result.return_values == [0, 10]
         assert result.metrics == {"step": 1}
@@ -153,14 +153,14 @@ def test_fit_shows_returns_and_raises_as_ever_and_objects_and_actors_arrive(
     assert "] running on 2 workers" in err
 
 
-def test_ctrl_c_stops_the_run_and_a_detached_one_goes_on(
+def test_ray_client_ctrl_c_stops_run_but_not_detached_run(
     server: str,
     tmp_path: Path,
     drivers: Drivers,
     pipe: Pipe,
     wait_until_gone: Callable[..., None],
 ) -> None:
-    function = train_for_ever(pipe)
+    function = train_forever(pipe)
 
     def main() -> None:
         ray.init(server)
@@ -183,19 +183,19 @@ def test_ctrl_c_stops_the_run_and_a_detached_one_goes_on(
         driver.send_signal(signal.SIGINT)
         out, err = driver.communicate(timeout=30)
     assert driver.returncode == 0, err
-    assert "goes on from its newest checkpoint" in out
+    assert "To resume from the latest checkpoint" in out
     assert drivers.run(attach, **NO_TOKEN)[0].splitlines()[-1] == "stopped"
     wait_until_gone(pids)
 
 
-def test_nothing_outlives_a_client_that_is_killed(
+def test_ray_client_sigkill_ends_run(
     server: str,
     tmp_path: Path,
     drivers: Drivers,
     pipe: Pipe,
     wait_until_gone: Callable[..., None],
 ) -> None:
-    function, callback = train_for_ever(pipe), TellsItsProcess(pipe)
+    function, callback = train_forever(pipe), SendsHostPid(pipe)
 
     def main() -> None:
         ray.init(server)
@@ -204,4 +204,4 @@ def test_nothing_outlives_a_client_that_is_killed(
     with drivers(main, **NO_TOKEN) as driver:
         pids = [int(pipe.hear()[1]) for _ in range(3)]
         driver.kill()
-        wait_until_gone(pids, seconds=15)  # Ray's own patience with a client is 30 s
+        wait_until_gone(pids, seconds=15)  # Ray itself waits 30 s for a client

@@ -1,4 +1,4 @@
-"""What happens in a run reaches those who follow it from other processes."""
+"""Event buffer for clients in other processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START = Position(0, 0)
 FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="killed by SIGKILL")
 
 
-def test_events_come_in_order_and_once() -> None:
+def test_since_returns_events_in_order_once() -> None:
     relay = Relay()
     relay.on_event(attempt_started(0))
     relay.on_event(LinePrinted(0, Printed(text="a line")))
@@ -64,13 +64,13 @@ def test_events_come_in_order_and_once() -> None:
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_what_a_console_shows_reaches_another_process(event: Event) -> None:
+def test_since_returns_serializable_console_events(event: Event) -> None:
     relay = Relay()
     relay.on_event(event)
     assert serialize(relay.since(START, 0)[0]).deserialize() == [event]
 
 
-def test_of_the_reports_only_rank_0s_newest_comes() -> None:
+def test_since_returns_only_latest_report_of_rank_0() -> None:
     relay = Relay()
     for index in range(1000):
         relay.on_event(reported(0, index, {"loss": index}))
@@ -80,29 +80,29 @@ def test_of_the_reports_only_rank_0s_newest_comes() -> None:
     assert relay.since(seen, 0)[0] == []
 
 
-def test_who_comes_late_begins_with_how_the_run_stands() -> None:
+def test_since_without_position_returns_current_status() -> None:
     relay = Relay()
     relay.on_event(attempt_started(0))
     relay.on_event(workers_started(2))
-    relay.on_event(Notice("seen by nobody"))
+    relay.on_event(Notice("received by no client"))
     relay.on_event(reported(0, 7, {"loss": 1}))
     events, seen = relay.since(None, 0)
     assert events == [workers_started(2), reported(0, 7, {"loss": 1})]
     assert relay.since(seen, 0)[0] == []
 
 
-def test_what_comes_too_fast_is_counted() -> None:
+def test_since_after_overflow_counts_lost_events() -> None:
     relay = Relay()
     for number in range(KEPT + 5):
         relay.on_event(Notice(str(number)))
     events, _ = relay.since(START, 0)
-    assert events[0] == Notice("5 lines came too fast to be shown here")
+    assert events[0] == Notice("5 lines are not shown because they arrived too fast")
     assert events[1] == Notice("5")
     assert len(events) == KEPT + 1
 
 
-def test_a_follower_waits_for_the_next_event_or_the_end() -> None:
+def test_since_waits_for_next_event_or_release() -> None:
     relay = Relay()
-    for speak in (lambda: relay.on_event(Notice("now")), relay.release):
-        threading.Timer(0.05, speak).start()
-        relay.since(relay.since(None, 0)[1], timeout=60)  # the test's own limit would tell
+    for act in (lambda: relay.on_event(Notice("now")), relay.release):
+        threading.Timer(0.05, act).start()
+        relay.since(relay.since(None, 0)[1], timeout=60)  # without a wake-up, the test times out

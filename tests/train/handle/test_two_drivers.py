@@ -1,4 +1,4 @@
-"""Several drivers start on one run directory at once: one gets it, and nothing is damaged."""
+"""Several drivers start on one run directory at once: one succeeds, and nothing is damaged."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ DRIVERS = 4
 
 
 def fit(
-    storage: Path, pipe: Pipe | None = None, others_gave_up: Path | None = None, **where: Any
+    storage: Path, pipe: Pipe | None = None, others_failed: Path | None = None, **where: Any
 ) -> Result:
     def function() -> None:
         with train.checkpoint_dir() as path:
             (path / "model").write_text("m")
             train.report({}, checkpoint=path)
-        if pipe is not None and others_gave_up is not None:
-            pipe.say("got it")
-            with others_gave_up.open():
-                pass  # a FIFO opens when its other end is there
+        if pipe is not None and others_failed is not None:
+            pipe.say("started")
+            with others_failed.open():
+                pass  # opening a FIFO waits for its other end
 
     run_config = RunConfig(name="run", storage_path=storage, **where)
     local = ScalingConfig(num_workers=0)
@@ -53,7 +53,7 @@ def fit(
 def where(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    """Give the `storage_filesystem` of a storage that is mounted, or that is taken for a remote."""
+    """Return the `storage_filesystem` of a mounted storage and of one that counts as remote."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if request.param == "mounted":
         return {}
@@ -61,11 +61,11 @@ def where(
 
 
 @pytest.mark.parametrize("before", ["nothing", "a run", "a damaged run"])
-def test_exactly_one_gets_it(
+def test_concurrent_fits_start_exactly_one_run(
     tmp_path: Path, drivers: Drivers, pipe: Pipe, before: str, where: dict[str, Any]
 ) -> None:
-    others_gave_up = tmp_path / "others_gave_up"
-    os.mkfifo(others_gave_up)
+    others_failed = tmp_path / "others_failed"
+    os.mkfifo(others_failed)
     if before != "nothing":
         fit(tmp_path, **where)
     if before == "a damaged run":
@@ -74,15 +74,15 @@ def test_exactly_one_gets_it(
 
     def main() -> None:
         try:
-            fit(tmp_path, pipe, others_gave_up, **where)
+            fit(tmp_path, pipe, others_failed, **where)
         except RunInProgressError:
-            pipe.say("gave up")
+            pipe.say("rejected")
 
     with ExitStack() as stack:
         started = [stack.enter_context(drivers(main)) for _ in range(DRIVERS)]
-        said = sorted(" ".join(pipe.hear()) for _ in started)
-        assert said == ["gave up"] * (DRIVERS - 1) + ["got it"]
-        others_gave_up.write_text("")
+        messages = sorted(" ".join(pipe.hear()) for _ in started)
+        assert messages == ["rejected"] * (DRIVERS - 1) + ["started"]
+        others_failed.write_text("")
         for driver in started:
             _, err = driver.communicate()
             assert driver.returncode == 0, err
@@ -91,29 +91,29 @@ def test_exactly_one_gets_it(
     assert len(Result.from_path(tmp_path / "run", **where).timeline.attempts) == runs
 
 
-def test_a_run_that_a_driver_takes_up_here_is_read_from_the_storage(
+def test_result_during_resume_is_read_from_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    seen: list[Any] = []
+    outcomes: list[Any] = []
 
     class Reading(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
         cachable = False
 
         def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
             for journal in tmp_path.glob("cache/*/*/journal.jsonl"):
-                if not seen and is_locked(journal) and not journal.stat().st_size:
+                if not outcomes and is_locked(journal) and not journal.stat().st_size:
                     result = Result.from_path(tmp_path / "run", LocalFileSystem())
-                    seen.append(result.timeline.attempts[-1].outcome)
+                    outcomes.append(result.timeline.attempts[-1].outcome)
             return super()._open(path, mode, **options)
 
     fit(tmp_path, storage_filesystem=LocalFileSystem(auto_mkdir=True))
     shutil.rmtree(tmp_path / "cache")  # as on another machine
     fit(tmp_path, storage_filesystem=Reading(auto_mkdir=True))
-    assert seen == ["finished"]
+    assert outcomes == ["finished"]
 
 
-def test_who_reads_a_run_writes_nothing_here(
+def test_reading_remote_run_writes_no_local_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -129,36 +129,36 @@ def test_who_reads_a_run_writes_nothing_here(
     assert not (tmp_path / "cache").exists()
 
 
-def test_who_gives_up_touches_nothing(
+def test_rejected_fit_changes_no_files(
     tmp_path: Path, drivers: Drivers, pipe: Pipe, where: dict[str, Any]
 ) -> None:
-    others_gave_up = tmp_path / "others_gave_up"
-    os.mkfifo(others_gave_up)
+    others_failed = tmp_path / "others_failed"
+    os.mkfifo(others_failed)
 
     def first() -> None:
-        fit(tmp_path, pipe, others_gave_up, **where)
+        fit(tmp_path, pipe, others_failed, **where)
 
     def second() -> None:
         Result.from_path(tmp_path / "run", **where)
         try:
-            fit(tmp_path, pipe, others_gave_up, **where)
+            fit(tmp_path, pipe, others_failed, **where)
         except RunInProgressError as error:
-            pipe.say("gave up" if "in another process" in str(error) else error)
+            pipe.say("rejected" if "in another process" in str(error) else error)
 
     with drivers(first) as driver:
-        assert pipe.hear() == ["got", "it"]
+        assert pipe.hear() == ["started"]
         (journal,) = tmp_path.glob("run/journal.jsonl" if not where else "cache/*/*/journal.jsonl")
-        held = journal.stat().st_ino
-        (journal.parent / ".workers").rmdir()  # as the first one may do while it starts
+        inode = journal.stat().st_ino
+        (journal.parent / ".workers").rmdir()  # as the first driver may do during its start
         if where:
-            (tmp_path / "run" / "journal.jsonl").unlink()  # as before the first one puts it there
+            (tmp_path / "run" / "journal.jsonl").unlink()  # as before its first upload
         with drivers(second) as other:
-            assert pipe.hear() == ["gave", "up"]
+            assert pipe.hear() == ["rejected"]
             _, err = other.communicate()
             assert other.returncode == 0, err
-        assert journal.stat().st_ino == held
+        assert journal.stat().st_ino == inode
         assert not (journal.parent / ".workers").exists()
-        others_gave_up.write_text("")
+        others_failed.write_text("")
         _, err = driver.communicate()
         assert driver.returncode == 0, err
     check_run(tmp_path / "run", **where)

@@ -75,7 +75,7 @@ def test_resume_without_journal_starts_from_newest_checkpoint(
     assert sorted(path.name for path in run.glob("checkpoint_*")) == [
         f"checkpoint_00000{index}" for index in range(3)
     ]
-    assert "its journal, which is empty or gone" in capfd.readouterr().err
+    assert "its journal, which is empty or missing" in capfd.readouterr().err
     check_run(run)
 
 
@@ -158,7 +158,7 @@ def test_journal_with_unknown_settings_ignores_them(run: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"\x80\x04garbage", b"\x80\x04K\x01.", b"cgone\nf\n."])
 def test_restore_of_damaged_trainer_pickle_names_the_file(run: Path, damage: bytes) -> None:
     (run / "trainer.pkl").write_bytes(damage)
-    with pytest.raises(DamagedRunError, match=f"^{run}/trainer.pkl does not unpickle here: "):
+    with pytest.raises(DamagedRunError, match=f"^{run}/trainer.pkl cannot be unpickled here: "):
         DataParallelTrainer.restore(run)
 
 

@@ -210,8 +210,8 @@ def test_error_lists_uncommitted_moved_files_on_other_node(
     unshared_path: Path, output: Output
 ) -> None:
     paths = re.findall(
-        rf"^rank 1 on node {os.uname().nodename} has handed over files for report 0 that are not "
-        rf"committed; they lie there in {unshared_path}/kept/(\.staging/handed-over.*)$",
+        rf"^Rank 1 on node {os.uname().nodename} moved files for report 0, which were not "
+        rf"committed\. They are in {unshared_path}/kept/(\.staging/handed-over.*) on that node\.$",
         output.out,
         re.MULTILINE,
     )

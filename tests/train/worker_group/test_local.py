@@ -1,4 +1,4 @@
-"""`num_workers=0`: the function in this very thread, with everything that a cluster gives it."""
+"""Runs with `num_workers=0`: the training function in this thread, without Ray."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(("wanted", "given"), [({}, ("3",)), ({"GPU": 2}, ("3", "5"))])
-def test_the_gpus_are_the_first_that_this_process_sees(
+def test_local_gpu_ids_are_first_visible_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, float], given: Any
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,7")
@@ -56,18 +56,18 @@ def test_the_gpus_are_the_first_that_this_process_sees(
 
 
 @pytest.mark.timeout(60)
-def test_a_profiler_sees_the_function_and_the_run_ends(tmp_path: Path) -> None:
+def test_local_fit_under_profiler_finishes(tmp_path: Path) -> None:
     profile = cProfile.Profile()
 
     def train_func() -> None:
         train.report({"loss": 0.5})
 
     assert profile.runcall(fit, train_func, tmp_path).metrics == {"loss": 0.5}
-    assert "train_func" in {getattr(each.code, "co_name", "") for each in profile.getstats()}
+    assert "train_func" in {getattr(entry.code, "co_name", "") for entry in profile.getstats()}
 
 
 @pytest.mark.timeout(60)
-def test_a_debugger_traces_every_thread_and_the_run_ends(tmp_path: Path) -> None:
+def test_local_fit_under_debugger_traces_all_threads(tmp_path: Path) -> None:
     def trace(frame: FrameType, event: str, _: object) -> Any:
         seen.add(frame.f_code.co_name)
         return trace
@@ -88,18 +88,18 @@ def test_a_debugger_traces_every_thread_and_the_run_ends(tmp_path: Path) -> None
     assert {"train_func", "_run_attempts"} <= seen
 
 
-def test_the_function_runs_in_the_thread_that_called_fit(tmp_path: Path) -> None:
+def test_local_function_runs_in_thread_of_fit(tmp_path: Path) -> None:
     result = fit(lambda: [threading.get_ident(), os.getpid()], tmp_path)
     assert result.return_value == [threading.get_ident(), os.getpid()]
 
 
-def test_the_function_sees_what_it_closes_over(tmp_path: Path) -> None:
+def test_local_function_shares_captured_variables(tmp_path: Path) -> None:
     seen: list[int] = []
     fit(lambda: seen.append(1), tmp_path)
     assert seen == [1]
 
 
-def test_the_config_is_a_copy_in_every_attempt(tmp_path: Path) -> None:
+def test_local_config_is_copied_for_each_attempt(tmp_path: Path) -> None:
     def function(config: dict[str, Any]) -> dict[str, Any]:
         config["layers"].append(config.pop("width"))
         if train.get_context().get_attempt() == 0:
@@ -112,14 +112,14 @@ def test_the_config_is_a_copy_in_every_attempt(tmp_path: Path) -> None:
     assert config == {"layers": [1], "width": 2}
 
 
-def test_a_function_with_config_gets_an_empty_one_by_default(tmp_path: Path) -> None:
+def test_local_config_defaults_to_empty_dict(tmp_path: Path) -> None:
     def function(config: dict[str, Any]) -> Any:
         return config
 
     assert fit(function, tmp_path).return_value == {}
 
 
-def test_the_context_is_that_of_a_world_of_one(tmp_path: Path) -> None:
+def test_local_context_has_world_size_one(tmp_path: Path) -> None:
     def function() -> tuple[Any, ...]:
         context = train.get_context()
         assert repr(context) == "TrainContext('run', rank 0 of 1, attempt 0)"
@@ -131,7 +131,7 @@ def test_the_context_is_that_of_a_world_of_one(tmp_path: Path) -> None:
     assert result.return_value == (0, 0, 0, 1, 1, {"by": "ann"}, tmp_path / "run")
 
 
-def test_ray_is_never_started(tmp_path: Path, drivers: Drivers) -> None:
+def test_local_fit_does_not_start_ray(tmp_path: Path, drivers: Drivers) -> None:
     def main() -> None:
         import ray
 
@@ -143,7 +143,7 @@ def test_ray_is_never_started(tmp_path: Path, drivers: Drivers) -> None:
     assert out == "ray: False\n"
 
 
-def test_collectives_meet_nobody(tmp_path: Path) -> None:
+def test_local_collectives_return_own_values(tmp_path: Path) -> None:
     def function() -> list[Any]:
         collective.barrier()
         return [collective.broadcast_from_rank_zero("a"), collective.all_gather("b")]
@@ -151,7 +151,7 @@ def test_collectives_meet_nobody(tmp_path: Path) -> None:
     assert fit(function, tmp_path).return_value == ["a", ["b"]]
 
 
-def test_a_thread_of_the_user_may_report(tmp_path: Path) -> None:
+def test_report_from_user_thread_is_accepted(tmp_path: Path) -> None:
     def function() -> None:
         thread = threading.Thread(target=train.report, args=({"from": "a thread"},))
         thread.start()
@@ -160,7 +160,7 @@ def test_a_thread_of_the_user_may_report(tmp_path: Path) -> None:
     assert fit(function, tmp_path).metrics == {"from": "a thread"}
 
 
-def test_a_run_inside_a_run(tmp_path: Path) -> None:
+def test_local_fit_inside_fit_reports_separately(tmp_path: Path) -> None:
     def function() -> None:
         inner = fit(lambda: train.report({"inner": 1}), tmp_path / "inner")
         train.report({"outer": inner.metrics})
@@ -172,16 +172,16 @@ _first_runs, _second_runs, _first_has_ended = (threading.Event() for _ in range(
 
 
 def overlap(name: str) -> None:
-    runs, awaited = {
+    is_running, awaited = {
         "first": (_first_runs, _second_runs),
         "second": (_second_runs, _first_has_ended),
     }[name]
-    runs.set()
+    is_running.set()
     assert awaited.wait(60)
     train.report({"from": name})
 
 
-def test_two_runs_at_the_same_time_each_hear_their_own_function(tmp_path: Path) -> None:
+def test_concurrent_local_runs_receive_their_own_reports(tmp_path: Path) -> None:
     def run(name: str) -> dict[str, Any] | None:
         return fit(partial(overlap, name), tmp_path / name).metrics
 
@@ -200,16 +200,16 @@ def test_two_runs_at_the_same_time_each_hear_their_own_function(tmp_path: Path) 
 @pytest.mark.parametrize(
     "call", [lambda: train.report({}), train.get_context, train.get_checkpoint]
 )
-def test_outside_a_run_the_functions_say_where_they_belong(call: Any, tmp_path: Path) -> None:
+def test_train_functions_outside_run_raise_runtime_error(call: Any, tmp_path: Path) -> None:
     fit(lambda: None, tmp_path)
     with pytest.raises(RuntimeError, match=r"\(\) works inside a training function"):
         call()
 
 
-# -- what it leaves behind
+# -- effects on the process
 
 
-def test_what_is_printed_is_shown_and_kept(
+def test_local_output_is_shown_and_logged(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def function() -> None:
@@ -225,7 +225,7 @@ def test_what_is_printed_is_shown_and_kept(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_environment_and_folder_are_given_back(tmp_path: Path, fails: bool) -> None:
+def test_local_fit_restores_environment_and_directory(tmp_path: Path, fails: bool) -> None:
     def function() -> None:
         assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
         os.environ["DRAWBAR_TEST"] = "1"
@@ -242,25 +242,25 @@ def test_environment_and_folder_are_given_back(tmp_path: Path, fails: bool) -> N
     assert (dict(os.environ), os.getcwd(), sys.stdout, sys.stderr) == before
 
 
-def test_only_variables_that_differ_are_touched(
+def test_local_fit_sets_only_changed_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Native threads read the environment without a lock, while its table may move."""
+    """Native threads read the environment without a lock, while its table may be reallocated."""
     touched: list[str] = []
     put, unset = os.putenv, os.unsetenv
 
-    def note_put(name: bytes, value: bytes) -> None:
+    def record_put(name: bytes, value: bytes) -> None:
         touched.append(os.fsdecode(name))
         put(name, value)
 
-    def note_unset(name: bytes) -> None:
+    def record_unset(name: bytes) -> None:
         touched.append(os.fsdecode(name))
         unset(name)
 
     monkeypatch.setenv("HF_FORWARDED", "1")
-    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # set by Ray, gone inside
-    monkeypatch.setattr(os, "putenv", note_put)
-    monkeypatch.setattr(os, "unsetenv", note_unset)
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # set by Ray, unset in the function
+    monkeypatch.setattr(os, "putenv", record_put)
+    monkeypatch.setattr(os, "unsetenv", record_unset)
 
     def function() -> set[str]:
         os.environ["PATH"] += ":/mine"
@@ -276,7 +276,7 @@ def test_only_variables_that_differ_are_touched(
     assert dict(os.environ) == before
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
+def test_local_fit_leaves_no_threads(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     fit(lambda: save_asynchronously("abcde"), tmp_path)
     assert set(threading.enumerate()) == before
@@ -286,7 +286,7 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
 
 
 def line_of(function: Any) -> int:
-    """The first line of a function's body."""
+    """Return the number of the first line of a function's body."""
     return int(function.__code__.co_firstlineno) + 1
 
 
@@ -307,7 +307,7 @@ class Unpicklable(Exception):
         (lambda: ValueError("first\nsecond"), "ValueError: first (", ValueError),
     ],
 )
-def test_an_exception_is_told_with_the_users_line(
+def test_exception_in_function_reports_user_line(
     tmp_path: Path, make: Callable[[], BaseException], headline: str, kept: type[Exception]
 ) -> None:
     def function() -> None:
@@ -338,7 +338,7 @@ def test_traceback_of_chained_exception_has_cause_and_no_drawbar_frames(tmp_path
 
 
 @pytest.mark.parametrize("module", ["mine_beside", "drawbar.mine_inside"])
-def test_traceback_in_a_folder_named_drawbar_has_user_frames(
+def test_traceback_in_directory_named_drawbar_has_user_frames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     folder = tmp_path / "drawbar"  # becomes a portion of the namespace package
@@ -354,7 +354,7 @@ def test_traceback_in_a_folder_named_drawbar_has_user_frames(
     assert failure.traceback.count(f'File "{file}"') == 2
 
 
-def test_warning_names_the_user_line_in_a_folder_named_drawbar(
+def test_warning_in_directory_named_drawbar_has_user_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "drawbar").mkdir()
@@ -370,7 +370,7 @@ def test_warning_names_the_user_line_in_a_folder_named_drawbar(
     assert (caught[0].filename, caught[0].lineno) == (str(file), 3)
 
 
-def test_an_error_of_report_shows_no_frames_of_drawbar(tmp_path: Path) -> None:
+def test_error_in_report_has_no_drawbar_frames(tmp_path: Path) -> None:
     def function() -> None:
         train.report({"loss": object()}, checkpoint_dir_name="../elsewhere")
 
@@ -382,7 +382,7 @@ def test_an_error_of_report_shows_no_frames_of_drawbar(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_failures", [0, 1])
-def test_a_traceback_is_shown_once(
+def test_traceback_of_failure_is_shown_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], max_failures: int
 ) -> None:
     def function() -> None:
@@ -397,7 +397,7 @@ def test_a_traceback_is_shown_once(
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_the_headline_names_the_users_line_also_where_all_code_is_installed(
+def test_headline_with_installed_code_has_user_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
     libraries = tmp_path / "project" / "venv" / "lib" / "site-packages"
@@ -413,7 +413,7 @@ def test_the_headline_names_the_users_line_also_where_all_code_is_installed(
     assert raised.value.failures[0].location == f"{mine}/{name}.py:4 in function"
 
 
-def test_a_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_local_restart_resumes_from_latest_checkpoint(tmp_path: Path) -> None:
     def function() -> tuple[int, str, list[int]]:
         context = train.get_context()
         seen = context.cache.setdefault("attempts", [])
@@ -428,7 +428,7 @@ def test_a_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     assert result.error is None
 
 
-def test_the_budget_of_restarts_is_kept_to(tmp_path: Path) -> None:
+def test_local_restarts_end_when_budget_is_used(tmp_path: Path) -> None:
     attempts: list[int] = []
 
     def function() -> None:
@@ -440,7 +440,7 @@ def test_the_budget_of_restarts_is_kept_to(tmp_path: Path) -> None:
     assert attempts == [0, 1, 2]
 
 
-def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
+def test_second_fit_resumes_from_first(tmp_path: Path) -> None:
     def function() -> Any:
         start = train.get_checkpoint()
         save("first" if start is None else content(start) + ", second")
@@ -452,7 +452,7 @@ def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
     assert second.metrics_dataframe["index"].tolist() == [0, 1]
 
 
-def test_what_fails_around_the_function_ends_the_run_and_frees_its_directory(
+def test_failure_outside_function_releases_run_directory(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "run" / "logs" / "rank_0.log"
@@ -464,7 +464,7 @@ def test_what_fails_around_the_function_ends_the_run_and_frees_its_directory(
     assert fit(lambda: "again", tmp_path).return_value == "again"
 
 
-def test_a_dataset_that_ends_where_it_should_begin_fails_the_run(tmp_path: Path) -> None:
+def test_dataset_factory_with_stop_iteration_fails_run(tmp_path: Path) -> None:
     def make() -> Any:
         return next(iter(()))
 
@@ -483,12 +483,12 @@ def test_a_dataset_that_ends_where_it_should_begin_fails_the_run(tmp_path: Path)
 
 
 @pytest.mark.parametrize("max_failures", [0, 3])
-def test_ctrl_c_stops_the_run_in_order(tmp_path: Path, max_failures: int) -> None:
+def test_ctrl_c_in_local_function_stops_gracefully(tmp_path: Path, max_failures: int) -> None:
     def function() -> None:
         save("a")
         signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(UserAbort, match=f"run lies at {tmp_path}/run and goes on from its newest"):
+    with pytest.raises(UserAbort, match=f"the run is in {tmp_path}/run. To resume from the latest"):
         fit(function, tmp_path, failure_config=FailureConfig(max_failures=max_failures))
     result = Result.from_path(tmp_path / "run")
     assert [each.outcome for each in result.timeline.attempts] == ["stopped"]
@@ -521,7 +521,7 @@ def script(tmp_path: Path) -> list[str]:
     return [sys.executable, "script.py"]
 
 
-def test_a_breakpoint_works_with_commands_from_a_pipe(script: list[str], tmp_path: Path) -> None:
+def test_breakpoint_with_piped_input_works(script: list[str], tmp_path: Path) -> None:
     process = subprocess.run(
         script,
         cwd=tmp_path,
@@ -534,7 +534,7 @@ def test_a_breakpoint_works_with_commands_from_a_pipe(script: list[str], tmp_pat
     assert process.stdout.endswith("metrics: {'x': 7}\n")
 
 
-def test_a_breakpoint_works_on_a_terminal(script: list[str], tmp_path: Path) -> None:
+def test_breakpoint_on_terminal_works(script: list[str], tmp_path: Path) -> None:
     terminal, inside = pty.openpty()
     with subprocess.Popen(
         script, cwd=tmp_path, stdin=inside, stdout=inside, stderr=inside

@@ -1,4 +1,4 @@
-"""Reports and checkpoints with `num_workers=0`, which are those of any run."""
+"""Reports and checkpoints with `num_workers=0`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.train.conftest import Drivers
 
 
-def test_reports_and_checkpoints_are_those_of_any_run(tmp_path: Path) -> None:
+def test_local_report_returns_metrics_and_checkpoints(tmp_path: Path) -> None:
     def function() -> list[Any]:
         assert train.get_checkpoint() is None
         for text in "ab":
@@ -38,9 +38,9 @@ def test_reports_and_checkpoints_are_those_of_any_run(tmp_path: Path) -> None:
         return train.get_all_reported_checkpoints()
 
     result = fit(function, tmp_path)
-    found = [(content(each.checkpoint), each.metrics) for each in result.return_value]
-    assert found == [("a", {"text": "a"}), ("b", {"text": "b"})]
-    assert [Path(each.checkpoint).name for each in result.return_value] == [
+    checkpoints = [(content(entry.checkpoint), entry.metrics) for entry in result.return_value]
+    assert checkpoints == [("a", {"text": "a"}), ("b", {"text": "b"})]
+    assert [Path(entry.checkpoint).name for entry in result.return_value] == [
         "checkpoint_000001",
         "checkpoint_000003",
     ]
@@ -50,7 +50,7 @@ def test_reports_and_checkpoints_are_those_of_any_run(tmp_path: Path) -> None:
     assert result.checkpoint.get_metadata() == {"by": "ann"}
 
 
-def test_a_directory_of_the_user_is_copied(tmp_path: Path) -> None:
+def test_report_of_user_directory_copies_it(tmp_path: Path) -> None:
     own = tmp_path / "own"
 
     def function() -> None:
@@ -64,7 +64,7 @@ def test_a_directory_of_the_user_is_copied(tmp_path: Path) -> None:
     assert (own / "model").read_text() == "b"
 
 
-def test_a_directory_that_is_handed_over_is_moved(tmp_path: Path) -> None:
+def test_report_with_delete_moves_user_directory(tmp_path: Path) -> None:
     own = tmp_path / "own"
 
     def function() -> None:
@@ -77,9 +77,7 @@ def test_a_directory_that_is_handed_over_is_moved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("delete", [None, True, False])
-def test_after_an_asynchronous_report_the_directory_may_be_written_again(
-    tmp_path: Path, delete: bool | None
-) -> None:
+def test_async_report_allows_rewriting_directory(tmp_path: Path, delete: bool | None) -> None:
     own = tmp_path / "own"
 
     def function() -> None:
@@ -94,16 +92,16 @@ def test_after_an_asynchronous_report_the_directory_may_be_written_again(
             )
 
     result = fit(function, tmp_path)
-    found = [content(checkpoint).split()[0] for checkpoint, _ in result.best_checkpoints]
-    assert found == list("012345")
+    contents = [content(checkpoint).split()[0] for checkpoint, _ in result.best_checkpoints]
+    assert contents == list("012345")
 
 
-def test_asynchronous_checkpoints_are_committed_when_fit_returns(tmp_path: Path) -> None:
+def test_async_checkpoints_are_committed_when_fit_returns(tmp_path: Path) -> None:
     result = fit(lambda: save_asynchronously("abcde"), tmp_path)
     assert [content(checkpoint) for checkpoint, _ in result.best_checkpoints] == list("abcde")
 
 
-def test_a_process_ends_though_its_function_failed_with_a_checkpoint_in_flight(
+def test_failure_with_async_checkpoint_in_flight_ends_process(
     tmp_path: Path, drivers: Drivers
 ) -> None:
     def function() -> None:
@@ -118,7 +116,7 @@ def test_a_process_ends_though_its_function_failed_with_a_checkpoint_in_flight(
     assert "WorkerGroupError: rank 0: ValueError: boom" in err
 
 
-def test_a_committed_checkpoint_that_is_reported_again_is_not_given_away(tmp_path: Path) -> None:
+def test_report_of_committed_checkpoint_keeps_original(tmp_path: Path) -> None:
     def function() -> None:
         save("a")
         first = train.get_checkpoint()
@@ -128,20 +126,20 @@ def test_a_committed_checkpoint_that_is_reported_again_is_not_given_away(tmp_pat
     assert [content(checkpoint) for checkpoint, _ in result.best_checkpoints] == ["a", "a"]
 
 
-def test_only_the_best_and_the_newest_stay(tmp_path: Path) -> None:
+def test_retention_keeps_best_and_latest_checkpoint(tmp_path: Path) -> None:
     config = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="loss")
 
     def function() -> list[str]:
         for loss in (1, 3, 2):
             with train.checkpoint_dir() as path:
                 train.report({"loss": loss}, checkpoint=path)
-        return [Path(each.checkpoint).name for each in train.get_all_reported_checkpoints()]
+        return [Path(entry.checkpoint).name for entry in train.get_all_reported_checkpoints()]
 
     result = fit(function, tmp_path, checkpoint_config=config)
     assert result.return_value == ["checkpoint_000001", "checkpoint_000002"]
 
 
-def test_a_checkpoint_may_have_a_name(tmp_path: Path) -> None:
+def test_report_with_directory_name_uses_it(tmp_path: Path) -> None:
     result = fit(lambda: save("a", checkpoint_dir_name="best"), tmp_path)
     assert result.checkpoint == Checkpoint(tmp_path / "run" / "best")
 
@@ -150,9 +148,7 @@ def test_a_checkpoint_may_have_a_name(tmp_path: Path) -> None:
     "name",
     ["", ".", "..", "../a", "a/b", "/none/a", ".hidden", "logs", "journal.jsonl", "trainer.pkl"],
 )
-def test_a_name_that_leaves_the_run_or_is_taken_is_told_at_the_users_line(
-    tmp_path: Path, name: str
-) -> None:
+def test_report_with_invalid_directory_name_raises_at_user_line(tmp_path: Path, name: str) -> None:
     with pytest.raises(WorkerGroupError) as raised:
         fit(lambda: save("a", checkpoint_dir_name=name), tmp_path)
     (failure,) = raised.value.failures
@@ -161,7 +157,7 @@ def test_a_name_that_leaves_the_run_or_is_taken_is_told_at_the_users_line(
     assert f"{save.__code__.co_filename}:" in failure.location
 
 
-def test_the_name_of_a_checkpoint_that_exists_fails_the_run(tmp_path: Path) -> None:
+def test_report_with_existing_directory_name_fails_run(tmp_path: Path) -> None:
     def function() -> None:
         save("a", checkpoint_dir_name="best")
         save("b", checkpoint_dir_name="best")
@@ -172,9 +168,7 @@ def test_the_name_of_a_checkpoint_that_exists_fails_the_run(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_storage_that_refuses_a_checkpoint_ends_the_run_and_not_the_process(
-    tmp_path: Path, wait: bool
-) -> None:
+def test_storage_error_in_commit_fails_run_only(tmp_path: Path, wait: bool) -> None:
     mode = CheckpointUploadMode.SYNC if wait else ASYNC
 
     def function() -> None:
@@ -185,7 +179,7 @@ def test_a_storage_that_refuses_a_checkpoint_ends_the_run_and_not_the_process(
         fit(function, tmp_path)
 
 
-def test_a_block_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_dir_with_error_leaves_no_checkpoint(tmp_path: Path) -> None:
     def function() -> None:
         with suppress(ValueError), train.checkpoint_dir() as path:
             (path / "half").write_text("written")
@@ -196,7 +190,7 @@ def test_a_block_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert content(fit(function, tmp_path).checkpoint) == "whole"
 
 
-def test_a_block_that_fails_after_its_report_does_not_harm_the_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_dir_with_error_after_report_keeps_checkpoint(tmp_path: Path) -> None:
     def function() -> None:
         with suppress(ValueError), train.checkpoint_dir() as path:
             (path / "model").write_text("a")
@@ -227,7 +221,7 @@ def test_a_block_that_fails_after_its_report_does_not_harm_the_checkpoint(tmp_pa
         ),
     ],
 )
-def test_a_wrong_report_is_told_at_the_users_line(
+def test_report_with_invalid_arguments_raises_at_user_line(
     tmp_path: Path, arguments: dict[str, Any], error: str
 ) -> None:
     def function() -> None:
@@ -241,12 +235,12 @@ def test_a_wrong_report_is_told_at_the_users_line(
 
 
 def line_of(function: Any) -> int:
-    """The first line of a function's body."""
+    """Return the number of the first line of a function's body."""
     return int(function.__code__.co_firstlineno) + 1
 
 
-def test_ranks_may_save_into_one_directory(tmp_path: Path) -> None:
-    """As `torch.distributed.checkpoint` does."""
+def test_report_of_shared_directory_merges_ranks(tmp_path: Path) -> None:
+    """As in `torch.distributed.checkpoint`."""
 
     def function() -> list[str]:
         rank = train.get_context().get_world_rank()
@@ -263,7 +257,7 @@ def test_ranks_may_save_into_one_directory(tmp_path: Path) -> None:
     assert result.return_values == [["shard_0", "shard_1"]] * 2
 
 
-def test_a_rank_that_waits_at_its_end_for_an_asynchronous_checkpoint(tmp_path: Path) -> None:
+def test_async_checkpoint_without_other_rank_raises_divergence(tmp_path: Path) -> None:
     def function() -> None:
         if train.get_context().get_world_rank() == 0:
             with train.checkpoint_dir() as path:
@@ -277,8 +271,8 @@ def test_a_rank_that_waits_at_its_end_for_an_asynchronous_checkpoint(tmp_path: P
         run_in_threads(function, run_config=RunConfig(name="run", storage_path=tmp_path))
 
 
-def test_an_attempt_that_is_over_leaves_nothing_in_staging(tmp_path: Path) -> None:
-    """Rank 0 has offered a checkpoint, and rank 1 fails before its report."""
+def test_failed_attempt_leaves_empty_staging(tmp_path: Path) -> None:
+    """Rank 0 has reported a checkpoint, and rank 1 fails before its report."""
 
     def function() -> None:
         with train.checkpoint_dir() as path:

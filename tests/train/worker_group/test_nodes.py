@@ -1,4 +1,4 @@
-"""Nodes come, go and are drained while a run goes on: three runs on one cluster, in turn."""
+"""Nodes are lost, added, and drained during a run: three runs on one cluster, in turn."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SHOWN = "shown: "
 
 
 def run_on_cluster(drivers: DriversFixture, main: Callable[[], Any]) -> dict[str, Any]:
-    """Run `main` in a separate process and return its output by name, see `Stage.show`."""
-    # No limit here: the timeout of pytest ends the test, and `drivers` the process.
+    """Run `main` in a separate process and return what `Stage.show` printed, by name."""
+    # No time limit here: the timeout of pytest ends the test, and `drivers` kills the process.
     with drivers(main, RAY_ADDRESS="", RAY_gcs_server_port_wait_time_s="600") as driver:
         out, err = driver.communicate()
     assert driver.returncode == 0, err
-    lines = out.splitlines()  # Ray prints there too
+    lines = out.splitlines()  # Ray prints to stdout too
     return dict(json.loads(line.removeprefix(SHOWN)) for line in lines if line.startswith(SHOWN))
 
 
@@ -37,7 +37,7 @@ class Stage:
         from ray.cluster_utils import Cluster
 
         self.folder = folder
-        # Without the limits of Ray, which a busy machine may exceed. The first nodes are awaited
+        # Without time limits of Ray, which a busy machine may exceed. The first nodes are awaited
         # here, later ones by the run.
         wait_for_started_nodes()
         head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "wait": False}
@@ -50,18 +50,18 @@ class Stage:
         ray.init(address=self.cluster.address, logging_level=logging.ERROR, log_to_driver=False)
 
     def fit(self, name: str, function: Any, num_workers: Any) -> threading.Thread:
-        """Begin a run; its result, or its error, is found in `self.result` in the end.
+        """Start a run. `self.result` is its result in the end.
 
-        The function is given a pipe, to say lines of two words.
+        The function receives a pipe, to which it writes lines of two words.
         """
         from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
 
-        said = self.folder / f"{name} said"
-        os.mkfifo(said)
-        self._ear = open(said, "r+b", buffering=0)  # noqa: SIM115  # open as long as the process
+        fifo = self.folder / f"{name} output"
+        os.mkfifo(fifo)
+        self._fifo = open(fifo, "r+b", buffering=0)  # noqa: SIM115  # open as long as the process
         trainer = DataParallelTrainer(
             function,
-            train_loop_config={"said": said},
+            train_loop_config={"fifo": fifo},
             scaling_config=ScalingConfig(num_workers=num_workers),
             run_config=RunConfig(name=name, storage_path=self.folder),
         )
@@ -73,21 +73,21 @@ class Stage:
         thread.start()
         return thread
 
-    def hear(self, count: int) -> dict[str, str]:
-        """Wait for lines of two words from the training function."""
-        lines = [self._ear.readline().decode().split() for _ in range(count)]
+    def receive(self, count: int) -> dict[str, str]:
+        """Wait for lines of two words from the training function and return them as a dict."""
+        lines = [self._fifo.readline().decode().split() for _ in range(count)]
         return {word: value for word, value in lines}
 
     def add_node(self) -> None:
         self.nodes.append(self.cluster.add_node(wait=False, num_cpus=1))
 
     def lose_node(self, node_id: str) -> None:
-        """Kill the node with this id."""
+        """Kill the node with this ID."""
         lost = next(node for node in self.nodes if node.node_id == node_id)
         self.cluster.remove_node(lost, allow_graceful=False)
 
     def show(self, *more: Any) -> None:
-        """Print what a test compares: return values, world sizes and outcomes of the attempts."""
+        """Print return values, world sizes, and outcomes of the attempts, for the tests."""
         attempts = self.result.timeline.attempts
         sizes = [attempt.world_size for attempt in attempts]
         outcomes = [attempt.outcome.split(":")[0] for attempt in attempts]
@@ -99,13 +99,13 @@ class Stage:
 
         ray.shutdown()
         self.cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
-        os._exit(0)  # Ray's own end of a process whose cluster is gone takes long
+        os._exit(0)  # Ray takes long to end a process whose cluster has ended
 
 
 def checkpoint_each_step(
     until: Callable[[int, int], bool],
 ) -> Callable[[dict[str, Any]], list[int]]:
-    """Make a function that checkpoints for ever, until `until(step, world size)`."""
+    """Return a function that saves checkpoints until `until(step, world size)` is True."""
 
     def function(config: dict[str, Any]) -> list[int]:
         import ray
@@ -123,7 +123,7 @@ def checkpoint_each_step(
                     (path / "step").write_text(str(step))
                 train.report({"step": step}, checkpoint=path)
             if step == 2:
-                config["said"].write_text(f"{context.get_world_rank()} {node}\n")
+                config["fifo"].write_text(f"{context.get_world_rank()} {node}\n")
             done = train.collective.all_gather(until(step, context.get_world_size()))
             if all(done):
                 return [context.get_attempt(), context.get_world_size()]
@@ -132,7 +132,7 @@ def checkpoint_each_step(
 
 
 def leave_after_a_checkpoint(config: dict[str, Any]) -> Any:
-    """Train until a node is drained, and save then."""
+    """Train until a node is drained, and save a checkpoint then."""
     import ray
 
     from drawbar import train
@@ -141,7 +141,7 @@ def leave_after_a_checkpoint(config: dict[str, Any]) -> Any:
     node = ray.get_runtime_context().get_node_id()
     if context.get_attempt() > 0:
         return [context.get_attempt(), node]
-    config["said"].write_text(f"{context.get_world_rank()} {node}\n")
+    config["fifo"].write_text(f"{context.get_world_rank()} {node}\n")
     while (info := train.get_preemption_info()) is None:
         pass
     assert train.should_checkpoint()
@@ -153,50 +153,50 @@ def leave_after_a_checkpoint(config: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def shown(drivers: DriversFixture, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the three runs have shown, by name."""
+    """Output of the three runs, by name."""
     folder = tmp_path_factory.mktemp("nodes")
 
     def main() -> None:
         stage = Stage(folder, nodes=2)
 
-        moved = folder / "moved"
-        function = checkpoint_each_step(lambda step, size: moved.exists())
+        replaced = folder / "replaced"
+        function = checkpoint_each_step(lambda step, size: replaced.exists())
         thread = stage.fit("lost", function, num_workers=2)
-        stage.lose_node(stage.hear(2)["1"])
+        stage.lose_node(stage.receive(2)["1"])
         stage.add_node()
-        moved.touch()
+        replaced.touch()
         thread.join()
         stage.show()
 
-        back = folder / "back"
-        function = checkpoint_each_step(lambda step, size: back.exists() and size == 3)
+        added = folder / "added"
+        function = checkpoint_each_step(lambda step, size: added.exists() and size == 3)
         thread = stage.fit("elastic", function, num_workers=(1, 3))
-        stage.lose_node(stage.hear(2)["1"])
+        stage.lose_node(stage.receive(2)["1"])
         for _ in range(2):
             stage.add_node()
-        back.touch()
+        added.touch()
         thread.join()
         stage.show()
 
         thread = stage.fit("drained", leave_after_a_checkpoint, num_workers=2)
-        home = stage.hear(2)["1"]
-        drain(home)  # the third node has room
+        node_id = stage.receive(2)["1"]
+        drain(node_id)  # the third node has room
         thread.join()
-        stage.show(home, stage.result.metrics)
+        stage.show(node_id, stage.result.metrics)
         stage.end()
 
     return run_on_cluster(drivers, main)
 
 
-def test_a_lost_node_is_replaced_by_one_that_joins(shown: dict[str, Any]) -> None:
+def test_lost_node_is_replaced_by_joining_node(shown: dict[str, Any]) -> None:
     values, sizes, outcomes = shown["lost"]
-    # Until Ray counts the node as dead, a replacement may be sent there and fail to start.
+    # Until Ray marks the node as dead, a replacement may be scheduled there and fail to start.
     assert values[0] == values[1] == [len(sizes) - 1, 2]
     assert sizes[0] == sizes[-1] == 2
     assert outcomes == ["failed"] * (len(sizes) - 1) + ["finished"]
 
 
-def test_an_elastic_group_shrinks_and_grows(shown: dict[str, Any]) -> None:
+def test_elastic_group_shrinks_and_grows(shown: dict[str, Any]) -> None:
     values, sizes, outcomes = shown["elastic"]
     assert [size for _, size in values] == [3, 3, 3]
     assert sizes[0] == 2
@@ -204,7 +204,7 @@ def test_an_elastic_group_shrinks_and_grows(shown: dict[str, Any]) -> None:
     assert outcomes[-1] == "finished"
 
 
-def test_a_drained_node_is_left_after_a_checkpoint(shown: dict[str, Any]) -> None:
+def test_drained_node_is_left_after_checkpoint(shown: dict[str, Any]) -> None:
     values, sizes, outcomes, drained, metrics = shown["drained"]
     assert [attempt for attempt, _ in values] == [1, 1]
     assert drained not in [node for _, node in values]
@@ -214,7 +214,7 @@ def test_a_drained_node_is_left_after_a_checkpoint(shown: dict[str, Any]) -> Non
 
 
 def drain(node_id: str) -> None:
-    """Tell Ray that a node is to be taken away in ten minutes."""
+    """Start a drain of the node with a deadline in ten minutes."""
     import time
 
     import ray
@@ -224,5 +224,5 @@ def drain(node_id: str) -> None:
     client: Any = ray._private.worker.global_worker
     reason = generated.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline = int((time.time() + 600) * 1000)
-    accepted, why = client.gcs_client.drain_node(node_id, reason, "a test", deadline)
-    assert accepted, why
+    accepted, reason_rejected = client.gcs_client.drain_node(node_id, reason, "a test", deadline)
+    assert accepted, reason_rejected

@@ -1,4 +1,4 @@
-"""How the processes of a launcher's group find rank 0's, and what each hears of the other."""
+"""Connections between rank 0 and the other processes of a torchrun group."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from drawbar.train._worker.addresses import LOOPBACK
 from drawbar.train._worker_group.peers import Hello, Lost, Peers, Said, Wire, meet_rank_zero
 from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
 
-HERE = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid=1, gpu_ids=())
-MEETS = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, where="")
+LOCAL_INFO = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid=1, gpu_ids=())
+COLLECTIVE = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, where="")
 
 
 class Store:
-    """A launcher's store, of one process."""
+    """Store of a launcher with one process."""
 
     def __init__(self) -> None:
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._values: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def set(self, key: str, value: str) -> None:
-        self._said.put(value)
+        self._values.put(value)
 
     def get(self, key: str) -> Any:
-        return self._said.get()
+        return self._values.get()
 
 
-def come(peers: Peers, folder: Path) -> Wire:
-    """One peer comes to a run."""
+def connect(peers: Peers, folder: Path) -> Wire:
+    """Connect one peer to a run."""
     store = Store()
     peers.invite(store, "run", RunDirectory(folder))
-    wire, _ = meet_rank_zero(store, "run", Hello(1, HERE))
+    wire, _ = meet_rank_zero(store, "run", Hello(1, LOCAL_INFO))
     assert peers.wait(30) == 1
     return wire
 
 
-def test_what_a_peer_says_before_anybody_listens_is_kept(tmp_path: Path) -> None:
+def test_peer_messages_before_handler_are_buffered(tmp_path: Path) -> None:
     peers = Peers(1, LOOPBACK)
-    wire = come(peers, tmp_path)
-    wire.send(Said(MEETS))
-    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    peers.hear(lambda rank, said: heard.put((rank, said)))
-    assert heard.get(timeout=30) == (1, Said(MEETS))
+    wire = connect(peers, tmp_path)
+    wire.send(Said(COLLECTIVE))
+    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    peers.hear(lambda rank, message: received.put((rank, message)))
+    assert received.get(timeout=30) == (1, Said(COLLECTIVE))
     wire.close()
-    rank, said = heard.get(timeout=30)
-    assert (rank, type(said)) == (1, Lost)
+    rank, message = received.get(timeout=30)
+    assert (rank, type(message)) == (1, Lost)
 
 
 def test_peers_accept_again_after_file_descriptors_ran_out(tmp_path: Path) -> None:
@@ -57,12 +57,12 @@ def test_peers_accept_again_after_file_descriptors_ran_out(tmp_path: Path) -> No
     with socket.socket() as scanner:
         lowest = lowest_free_file_descriptor()
         peers.invite(store, "run", RunDirectory(tmp_path))
-        invitation = json.loads(store.get("run"))
+        address = json.loads(store.get("run"))
         with no_free_file_descriptor(lowest) as wait_until_accept_failed:
-            scanner.connect((invitation["host"], invitation["port"]))
+            scanner.connect((address["host"], address["port"]))
             scanner.shutdown(socket.SHUT_RDWR)
             wait_until_accept_failed()
-    store.set("run", json.dumps(invitation))
-    wire, _ = meet_rank_zero(store, "run", Hello(1, HERE))
+    store.set("run", json.dumps(address))
+    wire, _ = meet_rank_zero(store, "run", Hello(1, LOCAL_INFO))
     assert peers.wait(30) == 1
     wire.close()

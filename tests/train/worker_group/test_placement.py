@@ -1,4 +1,4 @@
-"""What a cluster can never hold is refused with its values; what it can hold never is."""
+"""Capacity checks: groups that can never fit are rejected, and groups that fit are accepted."""
 
 import json
 import os
@@ -46,77 +46,83 @@ SMALL, LARGE = node("small", {"zone": "a"}, CPU=2), node("large", {"zone": "b"},
         (0, {"TPU": 1}, "PACK"),
     ],
 )
-def test_what_fits_is_not_refused(workers: int, bundle: dict[str, float], strategy: str) -> None:
-    check_group_fits([SMALL, LARGE], bundle, workers, strategy, autoscaling=False)
+def test_check_group_fits_accepts_fitting_group(
+    workers: int, bundle: dict[str, float], strategy: str
+) -> None:
+    check_group_fits([SMALL, LARGE], bundle, workers, strategy, can_autoscale=False)
 
 
 @pytest.mark.parametrize(
     ("workers", "bundle", "strategy", "message"),
     [
-        (1, {"CPU": 50}, "PACK", r"CPU=50; the largest node \(host large, of 2 .*\) has CPU=8"),
-        (1, {"CPU": 9, "GPU": 1}, "PACK", r"CPU=9, GPU=1; .*\(host large, .*\) has CPU=8, GPU=2"),
-        (11, {"CPU": 1}, "PACK", r"11 workers of CPU=1 never fit .* at most 10 do on the whole"),
+        (1, {"CPU": 50}, "PACK", r"CPU=50, but the largest node \(host large, of 2 .*\) has CPU=8"),
+        (1, {"CPU": 9, "GPU": 1}, "PACK", r"CPU=9, GPU=1, .*\(host large, .*\) has CPU=8, GPU=2"),
+        (11, {"CPU": 1}, "PACK", r"11 workers of CPU=1 cannot fit .* at most 10 fit on the whole"),
         (11, {"CPU": 1}, "PACK", r"workers per host: small: 2, large: 8"),
-        (10**11, {"CPU": 1}, "PACK", r"100000000000 workers of CPU=1 never fit .* at most 10 do"),
-        (4, {"CPU": 3}, "SPREAD", "at most 2 do"),
-        (5, {"GPU": 0.4}, "PACK", "at most 4 do"),
+        (10**11, {"CPU": 1}, "PACK", r"100000000000 workers of CPU=1 cannot fit .* at most 10 fit"),
+        (4, {"CPU": 3}, "SPREAD", "at most 2 fit"),
+        (5, {"GPU": 0.4}, "PACK", "at most 4 fit"),
         (
             9,
             {"CPU": 1},
             "STRICT_PACK",
-            "placement_strategy='STRICT_PACK': at most 8 do on one node",
+            "placement_strategy='STRICT_PACK': at most 8 fit on one node",
         ),
-        (3, {"CPU": 1}, "STRICT_SPREAD", "at most 2 do with a node for each"),
-        (2, {"CPU": 3}, "STRICT_SPREAD", "at most 1 do with a node for each"),
+        (3, {"CPU": 1}, "STRICT_SPREAD", "at most 2 fit with one node for each"),
+        (2, {"CPU": 3}, "STRICT_SPREAD", "at most 1 fit with one node for each"),
         (1, {"TPU": 1}, "PACK", "no node of this cluster has the resource 'TPU'.*: CPU, GPU$"),
     ],
 )
-def test_what_never_fits(
+def test_check_group_fits_rejects_oversized_group(
     workers: int, bundle: dict[str, float], strategy: str, message: str
 ) -> None:
     with pytest.raises(InsufficientResourcesError, match=message):
-        check_group_fits([SMALL, LARGE], bundle, workers, strategy, autoscaling=False)
-    check_group_fits([SMALL, LARGE], bundle, workers, strategy, autoscaling=True)
+        check_group_fits([SMALL, LARGE], bundle, workers, strategy, can_autoscale=False)
+    check_group_fits([SMALL, LARGE], bundle, workers, strategy, can_autoscale=True)
 
 
-def test_fractions_are_exact() -> None:
-    check_group_fits([node("n", CPU=0.3)], {"CPU": 0.1}, 3, "PACK", autoscaling=False)
+def test_check_group_fits_computes_fractions_exactly() -> None:
+    check_group_fits([node("n", CPU=0.3)], {"CPU": 0.1}, 3, "PACK", can_autoscale=False)
 
 
-def test_memory_is_shown_in_gib() -> None:
+def test_check_group_fits_formats_memory_in_gib() -> None:
     nodes = [node("n", memory=2.0 * 2**30)]
-    with pytest.raises(InsufficientResourcesError, match=r"memory=4.0 GiB; .* memory=2.0 GiB"):
-        check_group_fits(nodes, {"memory": 4.0 * 2**30}, 1, "PACK", autoscaling=False)
+    with pytest.raises(InsufficientResourcesError, match=r"memory=4.0 GiB, .* memory=2.0 GiB"):
+        check_group_fits(nodes, {"memory": 4.0 * 2**30}, 1, "PACK", can_autoscale=False)
 
 
-def test_a_cluster_without_nodes() -> None:
+def test_check_group_fits_without_nodes_raises() -> None:
     with pytest.raises(InsufficientResourcesError, match="no live node"):
-        check_group_fits([], {"CPU": 1}, 1, "PACK", autoscaling=False)
+        check_group_fits([], {"CPU": 1}, 1, "PACK", can_autoscale=False)
 
 
 @pytest.mark.parametrize(
     ("selectors", "strategy", "message"),
     [
-        ([{"zone": "c"}], "PACK", r"matches none .* 2 nodes; the values that exist are zone: a, b"),
-        ([{"tier": "x"}], "PACK", "the values that exist are tier: none"),
-        ([{"zone": "a"}] * 3, "PACK", r"3 workers .* label_selector={'zone': 'a'} .* at most 2 do"),
-        ([{"zone": "a"}, {"zone": "b"}], "STRICT_PACK", "at most 0 do on one node"),
+        ([{"zone": "c"}], "PACK", r"matches none .* 2 nodes\. Existing values: zone: a, b"),
+        ([{"tier": "x"}], "PACK", "Existing values: tier: none"),
+        (
+            [{"zone": "a"}] * 3,
+            "PACK",
+            r"3 workers .* label_selector={'zone': 'a'} .* at most 2 fit",
+        ),
+        ([{"zone": "a"}, {"zone": "b"}], "STRICT_PACK", "at most 0 fit on one node"),
         ([{"zone": "a"}, *[{"zone": "b"}] * 9], "PACK", r"9 workers .*'zone': 'b'.* at most 8"),
     ],
 )
-def test_label_selectors_that_never_match(
+def test_check_group_fits_rejects_unmatched_selectors(
     selectors: list[dict[str, str]], strategy: str, message: str
 ) -> None:
     workers = len(selectors)
     with pytest.raises(InsufficientResourcesError, match=message):
         check_group_fits(
-            [SMALL, LARGE], {"CPU": 1}, workers, strategy, selectors, autoscaling=False
+            [SMALL, LARGE], {"CPU": 1}, workers, strategy, selectors, can_autoscale=False
         )
 
 
-def test_label_selectors_per_worker_that_match() -> None:
+def test_check_group_fits_accepts_selectors_per_worker() -> None:
     selectors = [{"zone": "a"}] * 2 + [{"zone": "!a"}] * 8
-    check_group_fits([SMALL, LARGE], {"CPU": 1}, 10, "PACK", selectors, autoscaling=False)
+    check_group_fits([SMALL, LARGE], {"CPU": 1}, 10, "PACK", selectors, can_autoscale=False)
 
 
 @pytest.mark.parametrize(
@@ -129,19 +135,19 @@ def test_label_selectors_per_worker_that_match() -> None:
         ("!in(a,b)", {None}),
     ],
 )
-def test_label_selector_syntax(condition: str, matching: set[str | None]) -> None:
+def test_matches_selector_supports_ray_syntax(condition: str, matching: set[str | None]) -> None:
     nodes: dict[str | None, dict[str, str]] = {"a": {"zone": "a"}, "b": {"zone": "b"}, None: {}}
     assert {
         k for k, labels in nodes.items() if matches_selector(labels, {"zone": condition})
     } == matching
 
 
-def test_missing_with_nothing_asked_for() -> None:
+def test_describe_missing_resources_with_zero_cpus() -> None:
     line = describe_missing_resources([SMALL], {"CPU": 0}, 1)
     assert "free are CPU=2 on 1 node, room for 1 worker: Ray is placing" in line
 
 
-def test_missing_says_what_is_free() -> None:
+def test_describe_missing_resources_lists_free_resources() -> None:
     nodes = [
         NodeResources(node_id=name, hostname=name, total={"CPU": 4}, available={"CPU": free})
         for name, free in [("a", 1), ("b", 2)]
@@ -160,33 +166,33 @@ def test_missing_says_what_is_free() -> None:
         ({"node_" + "0f" * 28: 1, "gpu-workers": 2}, True),
     ],
 )
-def test_autoscaler_status(node_types: dict[str, int], expected: bool) -> None:
+def test_has_launchable_node_types_reads_status(node_types: dict[str, int], expected: bool) -> None:
     status = {"load_metrics_report": {}, "autoscaler_report": {"active_nodes": node_types}}
     assert has_launchable_node_types(json.dumps(status).encode()) is expected
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_cluster_as_ray_shows_it() -> None:
+def test_list_node_resources_of_real_cluster() -> None:
     (only,) = list_node_resources()
     assert only.total["CPU"] == 8
     assert only.total["GPU"] == 4
     assert only.labels["ray.io/node-id"] == only.node_id
     assert not can_autoscale()
     with pytest.raises(InsufficientResourcesError, match=f"host {only.hostname}.* has CPU=8"):
-        check_group_fits([only], {"CPU": 50}, 1, "PACK", autoscaling=False)
+        check_group_fits([only], {"CPU": 50}, 1, "PACK", can_autoscale=False)
 
 
-def test_what_is_given_up_does_not_wait_for_a_control_service_that_is_silent(
+def test_placement_release_with_suspended_gcs_returns(
     ray_cluster: None,
 ) -> None:
     placement = Placement.create(ScalingConfig(num_workers=1))
-    (service,) = [each for each in psutil.Process().children() if each.name() == "gcs_server"]
-    goes_on = threading.Timer(10, os.kill, [service.pid, signal.SIGCONT])
-    goes_on.start()
+    (service,) = [child for child in psutil.Process().children() if child.name() == "gcs_server"]
+    resume_timer = threading.Timer(10, os.kill, [service.pid, signal.SIGCONT])
+    resume_timer.start()
     service.suspend()
     try:
         placement.release()
-        assert goes_on.is_alive()
+        assert resume_timer.is_alive()
     finally:
-        goes_on.cancel()
+        resume_timer.cancel()
         service.resume()

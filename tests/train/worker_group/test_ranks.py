@@ -1,4 +1,4 @@
-"""Ranks follow nodes, then GPUs, and stay when a worker is replaced."""
+"""Ranks follow nodes, then GPUs, and do not change when a worker is replaced."""
 
 import msgspec
 import pytest
@@ -29,11 +29,13 @@ def worker(node_id: str, *gpu_ids: str, pid: int = 1) -> WorkerInfo:
         pytest.param([worker("a", "0"), worker("a", "0")], [0, 1], id="a shared GPU: by slot"),
     ],
 )
-def test_world_ranks(workers: list[WorkerInfo], world_ranks: list[int]) -> None:
+def test_assign_ranks_sorts_by_node_and_gpu(
+    workers: list[WorkerInfo], world_ranks: list[int]
+) -> None:
     assert [ranks.world_rank for ranks in assign_ranks(workers)] == world_ranks
 
 
-def test_all_six_ranks() -> None:
+def test_assign_ranks_sets_all_six_ranks() -> None:
     ranks = assign_ranks([worker("a"), worker("b"), worker("a")])
     assert ranks[2] == Ranks(
         world_rank=1, world_size=3, local_rank=1, local_world_size=2, node_rank=0, num_nodes=2
@@ -44,7 +46,7 @@ def test_all_six_ranks() -> None:
 
 
 @pytest.mark.parametrize("slot", range(4))
-def test_replacing_a_worker_keeps_all_ranks(slot: int) -> None:
+def test_assign_ranks_after_replacement_is_unchanged(slot: int) -> None:
     workers = [worker("b", "1"), worker("a", "0"), worker("b", "0"), worker("a", "1")]
     before = assign_ranks(workers)
     workers[slot] = msgspec.structs.replace(workers[slot], pid=99)

@@ -1,1 +1,1 @@
-"""From a checked configuration to a controller that runs in this process."""
+"""Driver side of a run: checks, run directory, datasets, and controller thread."""

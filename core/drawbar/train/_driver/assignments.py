@@ -1,4 +1,4 @@
-"""What each attempt's workers are to do, worked out from the run's spec."""
+"""Make the assignments of the workers for each attempt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from drawbar.train._worker_group.ranks import format_visible_devices, sort_by_ra
 
 
 class RunAssignmentPlanner:
-    """The `Plan` of a run that was opened."""
+    """Planner of the assignments of an open run."""
 
     def __init__(self, run: OpenRun) -> None:
         self._run = run
@@ -31,7 +31,7 @@ class RunAssignmentPlanner:
         self.metadata = self._spec.worker_spec.metadata
         if self._datasets is not None and self._datasets.fitted_preprocessor is not None:
             self.metadata = add_preprocessor(self.metadata, self._datasets.fitted_preprocessor)
-        # With `num_workers=0` there may be none to ask.
+        # With `num_workers=0`, Ray may not be running.
         self._is_on_ray = ray.is_initialized()
 
     def describe_left_out(self) -> list[str]:
@@ -46,13 +46,13 @@ class RunAssignmentPlanner:
     def make_assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
     ) -> list[Assignment]:
-        """Say what each slot is to do."""
+        """Return the assignment of each slot."""
         checkpoint = self._resolve_checkpoint(start)
         manifest = checkpoint.manifest if checkpoint else None
         positions = manifest.data_positions if manifest else {}
         shards: Sequence[object] = [None] * len(workers)
         if self._datasets is not None:
-            nodes = [each.node_id for each in sort_by_rank(workers, ranks)]
+            nodes = [worker.node_id for worker in sort_by_rank(workers, ranks)]
             shards = self._datasets.make_shards(nodes, positions)
         return [
             Assignment(
@@ -62,54 +62,54 @@ class RunAssignmentPlanner:
                 attempt=start.attempt,
                 first_index=start.first_report_index,
                 checkpoint=checkpoint,
-                ranks=each,
+                ranks=worker_ranks,
                 gpu_ids=worker.gpu_ids,
-                shards=shards[each.world_rank],
+                shards=shards[worker_ranks.world_rank],
                 positions=positions,
             )
-            for worker, each in zip(workers, ranks, strict=True)
+            for worker, worker_ranks in zip(workers, ranks, strict=True)
         ]
 
     def _resolve_checkpoint(self, start: AttemptStarted) -> Checkpoint | None:
-        """Give the checkpoint that the journal names: of this run, or the one it began with."""
+        """Return the resume checkpoint in the journal: of this run, or its initial checkpoint."""
         if start.resume_checkpoint is None:
             return None
         initial_checkpoint = self._spec.resume_from_checkpoint
         if initial_checkpoint is not None and initial_checkpoint.path == start.resume_checkpoint:
             return initial_checkpoint
-        home = self._run.directory.root
-        run = home.fs_path if isinstance(home, RemotePath) else str(home)
+        root = self._run.directory.root
+        run_path = root.fs_path if isinstance(root, RemotePath) else str(root)
         return self._run.directory.checkpoints.get_checkpoint(
-            start.resume_checkpoint.removeprefix(f"{run}/")
+            start.resume_checkpoint.removeprefix(f"{run_path}/")
         )
 
     def _make_worker_spec(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> WorkerSpec:
-        """Give the spec of all workers, with the devices that those of this node share."""
+        """Return the spec of the workers, with the devices that those on this node share."""
         spec = replace(self._spec.worker_spec, metadata=self.metadata)
-        shares = self._spec.backend_config.backend_cls.share_cuda_visible_devices
-        if not shares or not worker.gpu_ids:
+        should_share = self._spec.backend_config.backend_cls.share_cuda_visible_devices
+        if not should_share or not worker.gpu_ids:
             return spec
         devices = format_visible_devices(
-            [each for each in workers if each.node_id == worker.node_id]
+            [other for other in workers if other.node_id == worker.node_id]
         )
         return replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": devices})
 
     def close(self) -> None:
-        """End what hands out the rows of the newest attempt's shards."""
+        """Shut down the streams of the latest attempt's shards."""
         if self._datasets is not None:
             self._datasets.close()
 
-    def describe_wait(self, up: int, placed: bool) -> str:
-        """Say what the workers that have not started are waiting for."""
+    def describe_wait(self, num_ready: int, is_placed: bool) -> str:
+        """Describe what the workers that have not started are waiting for."""
         scaling = self._spec.scaling_config
         if scaling.max_workers == 0:
-            return f"{up} of the processes that were launched together have called fit() so far"
-        if placed:
-            return describe_starting_workers(up, scaling.max_workers)
+            return f"waiting for all torchrun processes to call fit(), {num_ready} have called it"
+        if is_placed:
+            return describe_starting_workers(num_ready, scaling.max_workers)
         return describe_missing_resources(
             list_node_resources(), scaling.bundle, scaling.min_workers
         )
 
     def get_draining_nodes(self) -> dict[str, int]:
-        """Give the nodes that are about to go."""
+        """Return the nodes that will be removed soon."""
         return get_draining_nodes() if self._is_on_ray else {}

@@ -1,4 +1,4 @@
-"""Jobs of a run in this process, for the thread that waits for it."""
+"""Run functions in the thread that waits for the run."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ Call = Callable[[], None]
 
 
 class CallerExecutor:
-    """What a run has to do in this process: above all, the training function itself.
+    """Executor of functions that a run calls in this process, mainly the training function.
 
     Args:
-        wait: Jobs wait for the thread that waits for the run, where `pdb` works and Ctrl-C arrives.
-            Otherwise each has a thread of its own.
+        use_caller_thread: Run functions in the thread that waits for the run, where `pdb` works and
+            Ctrl-C arrives, instead of a new thread for each.
     """
 
     def __init__(self, *, use_caller_thread: bool) -> None:
-        self._wait = use_caller_thread
+        self._use_caller_thread = use_caller_thread
         self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
 
-    def submit(self, job: Call) -> None:
-        """Have a job done."""
-        if self._wait:
-            self._queue.put(job)
+    def submit(self, call: Call) -> None:
+        """Submit a function."""
+        if self._use_caller_thread:
+            self._queue.put(call)
         else:
-            threading.Thread(target=job, name="drawbar-function", daemon=True).start()
+            threading.Thread(target=call, name="drawbar-function", daemon=True).start()
 
     def run_until(self, ended: threading.Event, timeout: float | None) -> bool:
-        """Do jobs as they come until it is over, or so many seconds; tells whether it is."""
+        """Run functions until `ended` is set or the timeout expires. Return whether it is set."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not ended.is_set():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                job = self._queue.get(timeout=left)
+                call = self._queue.get(timeout=remaining)
             except queue.Empty:
                 return False
-            if job is None:
-                self.wake_up()  # whoever waits besides
+            if call is None:
+                self.wake_up()  # other waiting threads
             else:
-                job()
+                call()
         return True
 
     def wake_up(self) -> None:
-        """Have those who wait look whether it is over."""
+        """Make waiting threads check whether the run has ended."""
         self._queue.put(None)

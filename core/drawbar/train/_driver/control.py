@@ -1,8 +1,9 @@
-"""A socket by which other processes of this user, on this machine, reach a run that goes on.
+"""Unix socket through which other processes on this host control a run.
 
-It lies in a folder that this user alone may enter, not in the run's: that may be an object store,
-or a path longer than a socket's may be. One line of JSON asks, one answers. Nothing of the run
-depends on it: where it cannot be made, the run is merely not reached.
+The socket is in a directory that only this user may access. It is not in the run directory, which
+may be an object store, or have a path that is too long for a socket. A request is one line, a reply
+is one line of JSON. The run does not depend on the socket: if it cannot be created, other processes
+cannot reach the run.
 """
 
 from __future__ import annotations
@@ -26,47 +27,47 @@ from drawbar.train._storage.download_cache import get_user_temp_directory
 from drawbar.train._threads import wait_to_accept_again
 
 FOLLOW = "follow"
-_ASKING_SECONDS = 5.0  # from connecting to having asked
-_CLOSING_SECONDS = 1.0  # for the thread that listens
+_ASKING_SECONDS = 5.0  # from the connection to the request
+_CLOSING_SECONDS = 1.0  # for the listening thread
 
 _logger = logging.getLogger("drawbar.train")
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a run answers. `error` is "" if it did what it was asked."""
+    """Reply of a run. `error` is empty if the request succeeded."""
 
     text: str = ""
     error: str = ""
 
 
 class Steered(Protocol):
-    """What may be asked of a run."""
+    """A run that accepts requests."""
 
     def stop(self, *, save: bool) -> None:
-        """End it in order."""
+        """Stop the run: gracefully after its next commit, or immediately."""
         ...
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill every process of the run immediately."""
         ...
 
     def diagnose(self) -> str:
-        """Say where every rank stands."""
+        """Return a description of what each rank is blocked in."""
         ...
 
 
 def _name_of(run: Path) -> str:
-    """Say how the names of a run's sockets begin, by the run's local path."""
-    # By the real path: a run is reached by whatever path leads to it.
+    """Return the prefix of the names of a run's sockets."""
+    # From the real path, so that the run is found through symbolic links too.
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
     return f"run_{digest}"
 
 
 class ControlSocket:
-    """The socket of a run, until `close`. Who makes it holds the run's lock.
+    """Control socket of a run, open until `close`. The creator must hold the lock of the run.
 
     Args:
-        path: The run's local path.
+        path: Local path of the run.
         run: The run.
     """
 
@@ -83,17 +84,17 @@ class ControlSocket:
         self._listening = threading.Thread(target=self._listen, name="drawbar-control", daemon=True)
         self._path = path
         try:
-            folder = get_user_temp_directory()
-            for left in folder.glob("run_*.sock"):
-                if is_dead_socket(left):  # of a process that was killed
-                    left.unlink(missing_ok=True)
-            # A name that no process has had: others may be removing those of the one before.
-            unheard = folder / f"{_name_of(path)}_{uuid.uuid4().hex[:7]}"
-            self._path = unheard.with_suffix(".sock")
+            directory = get_user_temp_directory()
+            for path_of_other in directory.glob("run_*.sock"):
+                if is_dead_socket(path_of_other):  # of a process that was killed
+                    path_of_other.unlink(missing_ok=True)
+            # A new name each time: other processes may be deleting the sockets of the previous one.
+            unpublished_path = directory / f"{_name_of(path)}_{uuid.uuid4().hex[:7]}"
+            self._path = unpublished_path.with_suffix(".sock")
             self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.bind(str(unheard))
+            self._socket.bind(str(unpublished_path))
             self._socket.listen()
-            unheard.rename(self._path)  # not before it listens
+            unpublished_path.rename(self._path)  # only when it is listening
         except Exception as error:
             _logger.debug("other processes cannot reach the run: %s", error)
             self.close()
@@ -101,88 +102,102 @@ class ControlSocket:
             self._listening.start()
 
     def close(self) -> None:
-        """Stop answering. Connections of followers end, the sign that the run has ended."""
+        """Stop handling requests. The connections of waiting clients end, which reports the end."""
         self._closed.set()
         if self._socket is None:
             return
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
-        for each in (self._socket, *self._followers):
-            with contextlib.suppress(OSError):  # a follower has gone
-                each.shutdown(socket.SHUT_RDWR)  # also where a forked child has inherited it
-            each.close()
+        for connection in (self._socket, *self._followers):
+            with contextlib.suppress(OSError):  # the client may have disconnected
+                connection.shutdown(socket.SHUT_RDWR)  # also in forked children that inherited it
+            connection.close()
         if self._listening.is_alive():
             self._listening.join(_CLOSING_SECONDS)
 
     def _listen(self) -> None:
-        assert self._socket is not None  # it listens
+        assert self._socket is not None
         while not self._closed.is_set():
             try:
-                asking, _ = self._socket.accept()
+                connection, _ = self._socket.accept()
             except OSError as error:
                 wait_to_accept_again(error, self._closed)
                 continue
             # One thread per connection: a diagnosis takes seconds, and must not delay a stop.
             threading.Thread(
-                target=self._answer, args=(asking,), name="drawbar-answer", daemon=True
+                target=self._answer, args=(connection,), name="drawbar-answer", daemon=True
             ).start()
 
-    def _answer(self, asking: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # who asked has gone
-            # Who connects and asks nothing would hold the thread for as long as the run goes on.
-            asking.settimeout(_ASKING_SECONDS)
-            with asking.makefile("rb") as lines:
-                question = lines.readline().decode(errors="replace").strip()
-            if question == FOLLOW:
-                self._followers.append(asking)
+    def _answer(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the client may have disconnected
+            # A client that sends no request must not block the thread until the run ends.
+            connection.settimeout(_ASKING_SECONDS)
+            with connection.makefile("rb") as lines:
+                request = lines.readline().decode(errors="replace").strip()
+            if request == FOLLOW:
+                self._followers.append(connection)
                 return
-            asking.sendall(msgspec.json.encode(self._answer_to(question)) + b"\n")
-        asking.close()
+            connection.sendall(msgspec.json.encode(self._answer_to(request)) + b"\n")
+        connection.close()
 
-    def _answer_to(self, question: str) -> Answer:
-        answer = self._questions.get(question)
-        if answer is None:
-            return Answer(error=f"this run does not know {question!r}: its Drawbar is another one")
+    def _answer_to(self, request: str) -> Answer:
+        handler = self._questions.get(request)
+        if handler is None:
+            return Answer(
+                error="the run was started by another Drawbar version, which does not support "
+                f"{request!r}"
+            )
         try:
-            return Answer(answer() or "")
+            return Answer(handler() or "")
         except Exception as error:
             return Answer(error=f"{type(error).__name__}: {error}")
 
 
-def ask(run: Path, question: str, timeout: float) -> Answer | None:
-    """Ask the run that goes on at a local path; None if no process of this user's hosts it here.
+def ask(run: Path, request: str, timeout: float) -> Answer | None:
+    """Send a request to the run at a local path and return its reply.
+
+    Args:
+        run: Local path of the run.
+        request: The request.
+        timeout: Maximum number of seconds to wait for the reply.
+
+    Returns:
+        The reply, or None if no process of this user on this host runs it.
 
     Raises:
-        TimeoutError: It has not answered after so many seconds.
+        TimeoutError: The run has not replied in time.
     """
-    asking = say(run, question)
-    if asking is None:
+    connection = say(run, request)
+    if connection is None:
         return None
-    asking.settimeout(timeout)
+    connection.settimeout(timeout)
     try:
-        with asking, asking.makefile("rb") as lines:
+        with connection, connection.makefile("rb") as lines:
             return msgspec.json.decode(lines.readline(), type=Answer)
     except TimeoutError:
         raise TimeoutError(
-            f"the process that hosts the run in {run} has not answered for {timeout:g} s: it is "
-            "stopped, or busy"
+            f"the process that hosts the run in {run} has not replied for {timeout:g} s: it is "
+            "suspended or busy"
         ) from None
-    except (OSError, msgspec.DecodeError):  # it has ended meanwhile
+    except (OSError, msgspec.DecodeError):  # the run has ended in the meantime
         return None
 
 
-def say(run: Path, question: str) -> socket.socket | None:
-    """Say something to the run at a local path, and give the connection; None if it is not here.
+def say(run: Path, request: str) -> socket.socket | None:
+    """Send a request to the run at a local path and return the connection.
 
-    With `FOLLOW`, the connection ends when the run does, and not before.
+    With the request `FOLLOW`, the connection stays open until the run ends.
+
+    Returns:
+        The connection, or None if no process of this user on this host runs it.
     """
     with contextlib.suppress(OSError, CheckpointError):
         for path in get_user_temp_directory().glob(f"{_name_of(run)}_*.sock"):
             connection = socket.socket(socket.AF_UNIX)
             try:
                 connection.connect(str(path))
-                connection.sendall(question.encode() + b"\n")
-            except OSError:  # it is that of a process that was killed
+                connection.sendall(request.encode() + b"\n")
+            except OSError:  # the socket of a process that was killed
                 connection.close()
             else:
                 return connection

@@ -1,4 +1,4 @@
-"""A run in the process of its controller: the controller's event loop has a thread of its own."""
+"""Run the controller on an event loop in a thread of this process."""
 
 from __future__ import annotations
 
@@ -51,46 +51,50 @@ _logger = logging.getLogger("drawbar.train")
 
 
 class ControllerThread:
-    """Opens a run and follows it to its end.
+    """Opens a run and runs its controller in a thread.
 
     Args:
-        spec: What is to run.
-        make_group: Makes its workers. Gets the run's local path, and a function that runs a job in
-            a thread: `num_workers=0` has no other process for its training function.
-        make_console: Makes what shows the run. Gets the run's location.
-        validator: Runs its validations, if it has any.
-        jobs_wait: Jobs, and the start of the controller itself, wait for a thread that calls
-            `join`, so that the function runs where `pdb` works and Ctrl-C arrives. Otherwise each
-            has a new thread.
-        at_end: Gets how the run ended, before `join` tells that it has.
+        spec: The run.
+        make_worker_group: Creates the worker group. Receives the local path of the run, and a
+            function that submits calls to a thread of this process, which `num_workers=0` needs.
+        make_console: Creates the console from the path or URI of the run.
+        validator: Runs validations, or None.
+        use_caller_thread: Run calls, and start the controller, in the thread that calls `join`, so
+            that `pdb` works and Ctrl-C arrives in the training function. Otherwise each has a new
+            thread.
+        on_end: Receives the outcome of the run before `join` returns.
 
     Raises:
-        ResumeError, RunInProgressError, OSError, CheckpointError: The run cannot be opened.
+        ResumeError: `RunConfig.resume` conflicts with the run directory.
+        RunInProgressError: The run is in progress.
+        OSError: The storage cannot be written.
+        CheckpointError: The initial checkpoint does not exist.
     """
 
-    detached = False
+    is_detached = False
 
     def __init__(
         self,
         spec: RunSpec,
-        make_group: Callable[[str, SubmitCall], WorkerGroup],
+        make_worker_group: Callable[[str, SubmitCall], WorkerGroup],
         make_console: Callable[[str], Watcher],
         validator: Validator | None,
         *,
         use_caller_thread: bool = False,
-        at_end: Callable[[RunOutcome], object] | None = None,
+        on_end: Callable[[RunOutcome], object] | None = None,
     ) -> None:
         self._spec = spec
-        self._at_end = at_end
-        self._make_group = make_group
+        self._on_end = on_end
+        self._make_worker_group = make_worker_group
         self._validator = validator
         self._executor = CallerExecutor(use_caller_thread=use_caller_thread)
         self._controller: Controller | None = None
-        self._deferred_calls: list[Callable[[Controller], object]] = []  # given before there is one
+        # Calls that were requested before the controller existed.
+        self._deferred_calls: list[Callable[[Controller], object]] = []
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._outcome = ControllerOutcome()
-        # In the thread of the caller, so that what is wrong is raised at the user's own line.
+        # In the thread of the caller, so that errors are raised at the user's line.
         self._open_run = open_run(spec)
         self.directory = self._open_run.directory
         with contextlib.ExitStack() as on_error:
@@ -101,18 +105,18 @@ class ControllerThread:
             self._events = EventStream(
                 self._open_run.journal, self._open_run.state, [self._console, self._callbacks]
             )
-            # Under the journal's lock: only its holder may take the socket over from one who was
-            # killed.
+            # Under the lock of the journal: only its holder may replace the socket of a killed
+            # process.
             self._socket = ControlSocket(self.directory.local_path, self)
-            on_error.pop_all()  # from here on, `_close` does it
+            on_error.pop_all()  # from here on, `_close` closes them
         try:
             directory = self.directory
             write_atomically(
                 directory.trainer_path, spec.trainer_state, temp_directory=directory.staging.path
             )
             inherit_directory_mode(directory.trainer_path)
-            # Before the first worker: a driver that is lost in the start leaves a run that others
-            # can find and restore.
+            # Before the first worker: if the driver dies during the start, others can find and
+            # restore the run.
             self.directory.run_files.upload_journal(everything=True)
             if self._open_run.warning:
                 self._events.emit(Notice(self._open_run.warning))
@@ -123,8 +127,8 @@ class ControllerThread:
         except BaseException:
             self._close()
             raise
-        # A daemon: Python waits for other threads before it calls exit handlers, and the run would
-        # hold up the end of the program for as long as it goes on.
+        # A daemon thread: Python waits for other threads before it calls exit handlers, so the run
+        # would block the exit of the program until it ends.
         self._thread = threading.Thread(target=self._run, name="drawbar-controller", daemon=True)
         if use_caller_thread:
             self._executor.submit(self._thread.start)
@@ -132,8 +136,8 @@ class ControllerThread:
             self._thread.start()
 
     @property
-    def silence(self) -> str:
-        """It is in this very process."""
+    def unresponsive_reason(self) -> str:
+        """Always empty: the run is in this process."""
         return ""
 
     @property
@@ -143,20 +147,19 @@ class ControllerThread:
 
     @property
     def path(self) -> str:
-        """Where the run lies."""
+        """Run directory, as a path or URI."""
         return self.directory.uri
 
     def _check_initial_checkpoint(self) -> None:
-        start_from = self._spec.resume_from_checkpoint
-        # A resumed run goes on from its own, and the one that it began with may be gone by now.
-        if start_from is not None and not self.directory.checkpoints.list_intact():
-            start_from.check_exists()
+        checkpoint = self._spec.resume_from_checkpoint
+        # A resumed run uses its own checkpoints, and the initial one may have been deleted.
+        if checkpoint is not None and not self.directory.checkpoints.list_intact():
+            checkpoint.check_exists()
 
-    # -- in the controller's thread
+    # -- in the controller thread
 
     def _run(self) -> None:
-        # Handlers are called last to first: this one before Ray's own, which would take the workers
-        # away.
+        # Handlers run in reverse order: this one before Ray's, which would kill the workers.
         atexit.register(self._stop_at_exit)
         try:
             self._outcome = asyncio.run(self._run_controller())
@@ -166,100 +169,100 @@ class ControllerThread:
         try:
             self._close()
         except Exception:
-            _logger.exception("the run is over, but not all of %s could be closed", self.path)
+            _logger.exception("the run has ended, but not all of %s could be closed", self.path)
         finally:
             atexit.unregister(self._stop_at_exit)
             self._release_user_objects()
             self._notify_end()
-            self._over.set()
+            self._ended.set()
             self._executor.wake_up()
 
     async def _run_controller(self) -> ControllerOutcome:
-        group = self._make_group(str(self.directory.local_path), self._executor.submit)
+        group = self._make_worker_group(str(self.directory.local_path), self._executor.submit)
         controller = Controller(
             self._open_run, self._plan, group, self._validator, self._events.emit
         )
         with self._lock:
             self._controller = controller
-        # A stop() that came while the run was still being opened is not lost.
-        for order in self._deferred_calls:
-            order(controller)
+        # stop() may have been called while the run was being opened.
+        for call in self._deferred_calls:
+            call(controller)
         try:
             return await controller.run()
         finally:
             await run_in_daemon_thread(self._plan.close)
 
     def _release_user_objects(self) -> None:
-        """Hold nothing of the user's any longer, even where this is held on to."""
+        """Drop all references to user objects, even if this object is still referenced."""
         self._spec.release()
         self._validator = None
-        # It holds the pool, and with that the function and all that it captures.
-        del self._make_group
+        # It references the pool, and with it the training function and its captured variables.
+        del self._make_worker_group
         with self._lock:
             self._controller = None
 
     def _close(self) -> None:
-        with contextlib.ExitStack() as last_to_first:  # each of them, whatever another one raises
-            last_to_first.callback(self._console.close)
-            last_to_first.callback(self._open_run.journal.close)
-            last_to_first.callback(self._socket.close)  # under the lock: another may follow
-            last_to_first.callback(self._upload_and_finish)
-            last_to_first.callback(self._callbacks.drain, self._events.emit)
+        with contextlib.ExitStack() as reversed_steps:  # all steps run, even if one raises
+            reversed_steps.callback(self._console.close)
+            reversed_steps.callback(self._open_run.journal.close)
+            reversed_steps.callback(self._socket.close)  # under the lock, before another start
+            reversed_steps.callback(self._upload_and_finish)
+            reversed_steps.callback(self._callbacks.drain, self._events.emit)
 
     def _notify_end(self) -> None:
         try:
-            if self._at_end is not None:
-                self._at_end(self.ending())
+            if self._on_end is not None:
+                self._on_end(self.get_outcome())
         except Exception:
-            _logger.exception("the run is over, but not everyone who takes part in it knows how")
+            _logger.exception("the run has ended, but not all processes received its outcome")
 
     def _upload_and_finish(self) -> None:
-        """Put everything where others find it; the journal's lock keeps them away until then."""
+        """Upload all run files, while the lock of the journal keeps other processes away."""
         if self.directory.run_files.upload_journal(everything=True):
             upkeep.finish(self.directory)
 
-    # -- from any thread
+    # -- called from any thread
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the run is over, doing jobs meanwhile; tells whether it is."""
-        if not self._executor.run_until(self._over, timeout):
+        """Wait until the run has ended, running calls meanwhile. Return whether it has."""
+        if not self._executor.run_until(self._ended, timeout):
             return False
         self._thread.join()
         return True
 
     def stop(self, *, save: bool) -> None:
-        """End the run in order: after its next commit, or now."""
+        """Stop the run: gracefully after its next commit, or immediately."""
         self._call_controller(Controller.stop_after_checkpoint if save else Controller.stop)
 
     def kill(self) -> None:
-        """End every process of the run at once."""
+        """Kill every process of the run immediately."""
         self.stop(save=False)
         self._call_controller(Controller.kill)
 
-    def _call_controller(self, order: Callable[[Controller], object]) -> None:
+    def _call_controller(self, call: Callable[[Controller], object]) -> None:
         with self._lock:
             controller = self._controller
             if controller is None:
-                self._deferred_calls.append(order)
+                self._deferred_calls.append(call)
                 return
         try:
-            order(controller)
-        except RuntimeError:  # the loop is closed: the run has ended, but for its callbacks
+            call(controller)
+        except RuntimeError:  # the loop is closed: only callbacks are still running
             self._callbacks.stop_waiting()
 
     def diagnose(self) -> str:
-        """Say where every rank stands."""
+        """Return a description of what each rank is blocked in."""
         controller = self._controller
         if controller is None or self._has_ended:
             return ""
         return controller.write_diagnosis().result(DIAGNOSIS_TIMEOUT_S)
 
-    def snapshot(self) -> RunState:
-        """Say how the run stands."""
+    def get_state(self) -> RunState:
+        """Return the current or final state of the run."""
         return self._events.copy_state()
 
     def read_log(self, rank: int) -> str:
-        """Give what a rank has written so far."""
+        """Return the output that a rank has written so far."""
         path = self.directory.get_log_path(rank)
         if path.exists():
             return path.read_text(errors="replace")
@@ -267,46 +270,49 @@ class ControllerThread:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether nothing trains any more; callbacks may still be called."""
-        return self.snapshot().status in FINAL_STATUSES
+        """True after training has ended. Callbacks may still be running."""
+        return self.get_state().status in FINAL_STATUSES
 
-    def ending(self) -> RunOutcome:
-        """Give how the run ended."""
+    def get_outcome(self) -> RunOutcome:
+        """Return the outcome of the run."""
         result = None if self._outcome.error else Result.from_run_directory(self.directory)
-        return RunOutcome(self._outcome, self.snapshot(), result)
+        return RunOutcome(self._outcome, self.get_state(), result)
 
     def _stop_at_exit(self) -> None:
-        """Stop the run: the program ends, and with it the run's workers would."""
+        """Stop the run, because the program exits and its workers would be killed."""
         if self._spec.scaling_config.max_workers and not ray.is_initialized():
-            return  # they are gone already, with the connection to Ray
+            return  # the workers are dead, because the connection to Ray is closed
         if not self._has_ended:
             self._events.emit(Notice(STOPPED_AT_EXIT))
             self.stop(save=False)
-        if not self._over.wait(EXIT_SECONDS):
+        if not self._ended.wait(EXIT_SECONDS):
             self.kill()
-            self._over.wait(EXIT_SECONDS)
+            self._ended.wait(EXIT_SECONDS)
 
 
 def _make_controller_error(error: BaseException) -> ControllerError:
     message = f"the run's controller failed: {type(error).__name__}: {error}"
-    failed = ControllerError(message, error if isinstance(error, Exception) else None)
-    failed.__cause__ = error
-    return failed
+    controller_error = ControllerError(message, error if isinstance(error, Exception) else None)
+    controller_error.__cause__ = error
+    return controller_error
 
 
 def start_ray_run(
     spec: RunSpec, make_console: Callable[[str], Watcher], *, use_caller_thread: bool = False
 ) -> ControllerThread:
-    """Check that the cluster has room for a run, and host it in this process.
+    """Check that the cluster has room for a run, and start it in this process.
 
     Args:
-        spec: What is to run; it has workers.
-        make_console: As for `Host`.
-        jobs_wait: As for `Host`.
+        spec: The run.
+        make_console: As in `ControllerThread`.
+        use_caller_thread: As in `ControllerThread`.
+
+    Returns:
+        The started run.
 
     Raises:
-        ValueError: The cluster cannot hold what the run needs.
-        Exception: Whatever keeps a `Host` from starting.
+        InsufficientResourcesError: The cluster cannot hold the workers, datasets, or validations.
+        Exception: The run cannot be opened, as in `ControllerThread`.
     """
     check_cluster_fits(spec.scaling_config)
     if spec.datasets:
@@ -316,10 +322,10 @@ def start_ray_run(
     if spec.validation_task is not None:
         check_validation_fits(spec.validation_task.task_resources)
 
-    payload = ray.put(spec.train_loop)  # before the caller can go on, and change an array
+    payload = ray.put(spec.train_loop)  # before the caller can change an array in it
     parent_placement = Placement.from_current_group(spec.scaling_config)
 
-    def make_worker_group(path: str, spawn: SubmitCall) -> WorkerGroup:
+    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
         setup = spec.backend_config.process_setup_hook
         pool = ActorPool(spec.scaling_config, path, runtime_env, setup, parent_placement)
@@ -340,28 +346,31 @@ def start_local_run(
     use_caller_thread: bool,
     num_threads: int | None = None,
 ) -> ControllerThread:
-    """Host a run whose function runs in this very process.
+    """Start a run whose training function runs in this process.
 
     Args:
-        spec: What is to run.
-        payload: The function itself; nothing is pickled.
-        validation_config: How its checkpoints are validated, in threads.
-        make_console: As for `Host`.
-        jobs_wait: As for `Host`.
-        threads: How many ranks there are, each in a thread of its own. None is `num_workers=0`: one
-            rank, as a job of the host.
+        spec: The run.
+        payload: The training function, which is not pickled.
+        validation_config: Validation of checkpoints in threads, or None.
+        make_console: As in `ControllerThread`.
+        use_caller_thread: As in `ControllerThread`.
+        num_threads: Number of ranks, each in a separate thread. None means `num_workers=0`: one
+            rank, submitted as a call.
+
+    Returns:
+        The started run.
 
     Raises:
-        Exception: Whatever keeps a `Host` from starting.
+        Exception: The run cannot be opened, as in `ControllerThread`.
     """
     gpu_ids = get_local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker))
 
-    def make_group(path: str, spawn: SubmitCall) -> WorkerGroup:
+    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
         if num_threads is None:
-            return ThreadWorkerGroup(payload, submit_call=spawn, gpu_ids=gpu_ids)
+            return ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=gpu_ids)
         return ThreadWorkerGroup(payload, num_threads)
 
     validator = ThreadValidator(validation_config) if validation_config is not None else None
     return ControllerThread(
-        spec, make_group, make_console, validator, use_caller_thread=use_caller_thread
+        spec, make_worker_group, make_console, validator, use_caller_thread=use_caller_thread
     )

@@ -1,4 +1,4 @@
-"""The datasets of a run: opened once, and split anew for each attempt."""
+"""Open the datasets of a run and split them for each attempt."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 class RunDatasets:
-    """What the datasets of a trainer are for the workers of its run.
+    """Datasets of a run.
 
-    What takes part in every attempt is done here, before the first one: files are opened, a
-    preprocessor is fitted, exact parts are computed for every size that the group may have.
+    Everything that all attempts share is done here, before the first one: files are opened, a
+    preprocessor is fitted, and materialized splits are computed for every possible world size.
 
     Args:
-        spec: Of the run.
+        spec: The run.
 
     Attributes:
-        fitted: The preprocessor; None if there is none.
-        notices: Console lines about the most recent attempt's shards.
+        fitted_preprocessor: The fitted preprocessor, or None.
+        notices: Console lines about the shards of the latest attempt.
     """
 
     def __init__(self, spec: RunSpec) -> None:
-        connect_to_ray()  # with num_workers=0 nobody has, and Ray would start itself and end soon
+        connect_to_ray()  # with num_workers=0 Ray may not run, and Ray Data would start it itself
         self._config, self._scaling = spec.dataset_config, spec.scaling_config
         self._datasets = split.open_datasets(spec.datasets)
         split.check_row_counts(self._datasets, self._config, self._max_workers)
-        surroundings = spec.worker_spec.surroundings
-        self._is_in_trial = surroundings is not None and surroundings.tune_trial is not None
+        driver_env = spec.worker_spec.surroundings
+        self._is_in_trial = driver_env is not None and driver_env.tune_trial is not None
         self._check_trial_cpus(split.list_computed(self._datasets, self._config))
         self.fitted_preprocessor: Preprocessor | None = None
         if self._config.preprocessor is not None:
@@ -79,45 +79,52 @@ class RunDatasets:
     ) -> Sequence[dict[str, DatasetShard] | ray.ObjectRef[dict[str, DatasetShard]]]:
         """Split the datasets between the ranks on these nodes, from their data positions.
 
-        Afterwards, `notices` has the console lines about it.
+        Sets `notices`.
+
+        Args:
+            node_ids: Node of each rank.
+            positions: Data positions in the resume checkpoint.
+
+        Returns:
+            The shards of each rank.
         """
-        made = split.make_datasets(self._datasets)
-        split.check_row_counts(made, self._config, len(node_ids))
-        # Once more: what functions have made is known only now.
-        lazy = split.list_streamed(made, self._config)
-        self._check_cpus(lazy)
-        # What hands out the rows of the attempt before would compute on, for nobody.
+        datasets = split.make_datasets(self._datasets)
+        split.check_row_counts(datasets, self._config, len(node_ids))
+        # Checked again, because the datasets that functions create are known only now.
+        streamed = split.list_streamed(datasets, self._config)
+        self._check_cpus(streamed)
+        # The streams of the previous attempt would continue to compute.
         self.close()
-        local = self._scaling.max_workers == 0
-        each = {} if local else self._scaling.bundle
-        held = {name: amount * len(node_ids) for name, amount in each.items()}
-        left = get_remaining_resources(held) if lazy else {}
+        is_local = self._scaling.max_workers == 0
+        bundle = {} if is_local else self._scaling.bundle
+        reserved = {name: amount * len(node_ids) for name, amount in bundle.items()}
+        remaining = get_remaining_resources(reserved) if streamed else {}
         self._shards = split.make_shards(
-            made, self._config, node_ids, positions, self._materialized_splits, left
+            datasets, self._config, node_ids, positions, self._materialized_splits, remaining
         )
-        if self._config.has_custom_split:  # it may have made other ones
+        if self._config.has_custom_split:  # it may have created other datasets
             self._check_cpus(split.list_streamed_shards(self._shards))
         self._has_started = True
-        before = {
+        start_positions = {
             name: RowPosition.decode(positions.get(split.make_position_key(name)))  # type: ignore[arg-type]  # its own JSON
             for name in self._shards[0]
         }
-        self.notices = row_notices.describe_resume(before, self._shards[0], self._config)
-        # One object per rank, so that a node fetches no other ranks' shards.
-        return self._shards if local else [ray.put(each) for each in self._shards]
+        self.notices = row_notices.describe_resume(start_positions, self._shards[0], self._config)
+        # One object per rank, so that a node does not fetch the shards of other ranks.
+        return self._shards if is_local else [ray.put(shards) for shards in self._shards]
 
     def _check_trial_cpus(self, computed_datasets: Sequence[str]) -> None:
-        """Refuse what is computed before the start if the sweep's trials hold every CPU already."""
+        """Reject computations before the start if the trials already hold every CPU."""
         if self._is_in_trial:
             check_unreserved_dataset_cpus(computed_datasets)
 
-    def _check_cpus(self, lazy: Sequence[str]) -> None:
-        check_dataset_cpus(self._scaling, lazy)
-        # A run that goes on rather waits: whoever has come since may go again.
+    def _check_cpus(self, streamed: Sequence[str]) -> None:
+        check_dataset_cpus(self._scaling, streamed)
+        # A run that has started waits instead: runs that started later may release their CPUs.
         if not self._has_started and (self._is_in_trial or self._scaling.max_workers):
-            check_unreserved_dataset_cpus(lazy)
+            check_unreserved_dataset_cpus(streamed)
 
     def close(self) -> None:
-        """End what hands out the rows of the newest attempt's shards."""
+        """Shut down the streams of the latest attempt's shards."""
         shut_down_streams(self._shards)
         self._shards = []

@@ -1,4 +1,4 @@
-"""From a checked configuration to a run that can start: its directory held, Ray connected."""
+"""Open a run directory: lock it, read its history, and decide how to resume."""
 
 from __future__ import annotations
 
@@ -39,31 +39,35 @@ from drawbar.train._storage.run_directory import RunDirectory, make_run_director
 
 
 def get_run_directory(config: RunConfig) -> RunDirectory:
-    """Give the directory that a run is to have. Its config has a name.
+    """Return the directory of a run whose config has a name.
 
     Raises:
-        ImportError, ValueError, TypeError: `storage_path` and `storage_filesystem` name no storage.
+        ImportError: The package for the filesystem is not installed.
+        ValueError: `storage_path` or `storage_filesystem` is invalid.
+        TypeError: `storage_path` or `storage_filesystem` has a wrong type.
     """
     storage = resolve_path(config.storage_path or DEFAULT_STORAGE_PATH, config.storage_filesystem)
-    assert config.name is not None  # the trainer has given it one
+    assert config.name is not None  # see `add_default_name`
     return make_run_directory(storage / config.name)
 
 
 def add_default_name(config: RunConfig) -> RunConfig:
-    """Give a run a name, if it was given none; folders in it become the storage path's.
+    """Set a default name, or move the directories in a name to the storage path.
 
     Raises:
-        ImportError, ValueError, TypeError: `storage_path` and `storage_filesystem` name no storage.
+        ImportError: The package for the filesystem is not installed.
+        ValueError: `storage_path` or `storage_filesystem` is invalid.
+        TypeError: `storage_path` or `storage_filesystem` has a wrong type.
     """
     if config.name is None:
         name = f"drawbar_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
         return dataclasses.replace(config, name=name)
-    *folders, name = PurePath(config.name).parts
-    if not folders:
+    *directories, name = PurePath(config.name).parts
+    if not directories:
         return config
     storage = resolve_path(config.storage_path or DEFAULT_STORAGE_PATH, config.storage_filesystem)
-    place = str(storage / "/".join(folders))
-    return dataclasses.replace(config, name=name, storage_path=place)
+    storage_path = str(storage / "/".join(directories))
+    return dataclasses.replace(config, name=name, storage_path=storage_path)
 
 
 def open_run(spec: RunSpec) -> OpenRun:
@@ -79,49 +83,49 @@ def open_run(spec: RunSpec) -> OpenRun:
         OSError: The storage cannot be written.
     """
     directory, resume = get_run_directory(spec.run_config), spec.run_config.resume
-    if not directory.has_run():  # an error leaves no trace
+    if not directory.has_run():  # checked first, so that an error creates no files
         decide_resume(RunDirectoryState.NONE, resume, path=directory.uri, latest=None)
-    # Looked at first: the check that follows makes the folder.
+    # Checked first, because `check_storage_path` creates the directory.
     is_new = not directory.local_path.exists()
     check_storage_path(directory.local_path)
     if is_new:
         inherit_directory_mode(directory.local_path)
     journal = Journal(directory.journal_path)
-    try:  # from here on nobody else writes to the run, or removes its folders
-        # Under the lock: what is read from here on is what the run goes on from.
+    try:  # from here on, no other process writes to the run or deletes its directories
+        # Under the lock, so that the state does not change after it was read.
         directory.run_files.sync_journal(journal)
-        found = _inspect_directory(directory, journal, spec)
-        # After the look, which refuses what `resume` forbids: then all is left as it was.
+        existing = _inspect_directory(directory, journal, spec)
+        # After the inspection: if `resume` forbids the start, all files stay unchanged.
         upkeep.clean_up(directory)
         inherit_directory_mode(directory.journal_path)
-        for name in found.damaged:
+        for name in existing.damaged:
             quarantine(directory.checkpoints, name)
-        begun = _journal_run_start(journal, spec, found)
+        start_events = _journal_run_start(journal, spec, existing)
     except BaseException:
         journal.close()
         raise
     return OpenRun(
         spec=spec,
-        run_id=found.run_id,
+        run_id=existing.run_id,
         directory=directory,
         journal=journal,
-        state=RunState.from_events([*found.events, *begun]),
-        next_attempt=found.next_attempt,
-        used_budget=count_used_budget(_list_failures_since_last_end(found.events)),
-        warning=_append_config_changes(found.warning, found.run_starts, spec.config_record),
+        state=RunState.from_events([*existing.events, *start_events]),
+        next_attempt=existing.next_attempt,
+        used_budget=count_used_budget(_list_failures_since_last_end(existing.events)),
+        warning=_append_config_changes(existing.warning, existing.run_starts, spec.config_record),
     )
 
 
 @dataclass(frozen=True)
 class _ExistingRun:
-    """What a start finds in a run's directory, and goes on from.
+    """Contents of a run directory at a start.
 
     Attributes:
-        events: What has happened.
-        intact: The checkpoints that are whole, oldest first.
-        damaged: The names of newer ones, which are not, or are gone.
-        warning: How it goes on, if that is not a matter of course.
-        lost: Reports that the journal lacks; None if it was not truncated.
+        events: Events in the journal.
+        intact: Manifests of the intact checkpoints, oldest first.
+        damaged: Names of newer checkpoints that are damaged or missing.
+        warning: How the run is resumed, if that needs attention.
+        lost: Reports that are missing in a truncated journal, or None.
     """
 
     events: list[JournaledEvent]
@@ -136,15 +140,17 @@ class _ExistingRun:
 
     @cached_property
     def run_id(self) -> str:
-        known = [event.run_id for event in self.run_starts]
-        known += [each.run_id for each in reversed(self.intact)]  # the journal may be lost
-        return next(filter(None, known), uuid.uuid4().hex)
+        run_ids = [event.run_id for event in self.run_starts]
+        run_ids += [
+            manifest.run_id for manifest in reversed(self.intact)
+        ]  # the journal may be lost
+        return next(filter(None, run_ids), uuid.uuid4().hex)
 
     @property
     def next_attempt(self) -> int:
         attempts = [event.attempt for event in self.events if isinstance(event, AttemptStarted)]
-        # Also without a journal no number may come twice: orders are told apart by it.
-        attempts += [each.attempt for each in self.intact]
+        # Numbers must be unique even without a journal, because commands are matched by them.
+        attempts += [manifest.attempt for manifest in self.intact]
         return max(attempts, default=-1) + 1
 
 
@@ -152,29 +158,29 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
     """Read the run directory and decide how to resume from it."""
     checkpoints = directory.checkpoints
     state, events, damage = _classify_directory(directory, journal)
-    found, altered = split_damaged(checkpoints, checkpoints.list_committed())
-    intact = [each for each in found if checkpoints.is_intact(each.name)]
+    manifests, altered = split_damaged(checkpoints, checkpoints.list_committed())
+    intact = [manifest for manifest in manifests if checkpoints.is_intact(manifest.name)]
     if altered:
-        others = [part for part in damage if part not in altered]
-        state, damage = RunDirectoryState.DAMAGED, [*others, *altered.values()]
+        other_damage = [part for part in damage if part not in altered]
+        state, damage = RunDirectoryState.DAMAGED, [*other_damage, *altered.values()]
     lost = missing_reports(events, intact) if events else None
     if lost is not None:
         state = RunDirectoryState.DAMAGED
         damage.append(
-            f"its journal, which lacks reports {lost.first} to {lost.until - 1} that were made "
-            f"before {lost.checkpoint}"
+            f"its journal, which lacks reports {lost.first} to {lost.until - 1} from before "
+            f"{lost.checkpoint}"
         )
-    newest = intact[-1].name if intact else None
-    plan = decide_resume(
+    latest = intact[-1].name if intact else None
+    decision = decide_resume(
         state,
         spec.run_config.resume,
         path=directory.uri,
-        latest=newest,
+        latest=latest,
         damage=damage,
         conflict=_conflicting_functions(events, spec.function),
     )
     missing = _missing_checkpoints(events, intact)
-    return _ExistingRun(events, intact, {*altered, *missing}, plan.warning, lost)
+    return _ExistingRun(events, intact, {*altered, *missing}, decision.warning, lost)
 
 
 def _conflicting_functions(
@@ -189,63 +195,62 @@ def _conflicting_functions(
 
 
 def _has_finished(events: list[JournaledEvent]) -> bool:
-    return (
-        RunState.from_events(events).status == "finished"
-    )  # deletions by `drawbar clean` may follow
+    # Not the last event: deletions by `drawbar clean` may follow the end.
+    return RunState.from_events(events).status == "finished"
 
 
 def _missing_checkpoints(events: list[JournaledEvent], intact: list[Manifest]) -> list[str]:
-    """List checkpoints that were committed after the newest intact one: their files are lost."""
-    newest = intact[-1].index if intact else -1
-    return [name for name, index in kept_indices(events).items() if index > newest]
+    """List checkpoints that were committed after the latest intact one: their files are lost."""
+    latest = intact[-1].index if intact else -1
+    return [name for name, index in kept_indices(events).items() if index > latest]
 
 
 def _journal_run_start(
-    journal: Journal, spec: RunSpec, found: _ExistingRun
+    journal: Journal, spec: RunSpec, existing: _ExistingRun
 ) -> list[JournaledEvent]:
     """Journal the start, and the differences between the run directory and the journal."""
     now = time.time()
-    started = RunStarted(
+    start = RunStarted(
         time=now,
-        run_id=found.run_id,
+        run_id=existing.run_id,
         name=spec.name,
         config=spec.config_record,
         detached=spec.run_config.detached,
         function=spec.function,
     )
-    deleted = [CheckpointDeleted(time=now, name=name) for name in found.damaged]
-    lost = [] if found.lost is None else [found.lost]
-    begun: list[JournaledEvent] = [started, *lost, *deleted, *_find_unjournaled_commits(found)]
-    for event in begun:
+    deleted = [CheckpointDeleted(time=now, name=name) for name in existing.damaged]
+    lost = [] if existing.lost is None else [existing.lost]
+    events: list[JournaledEvent] = [start, *lost, *deleted, *_find_unjournaled_commits(existing)]
+    for event in events:
         journal.append(event)
-    return begun
+    return events
 
 
-def _find_unjournaled_commits(found: _ExistingRun) -> list[CheckpointCommitted]:
+def _find_unjournaled_commits(existing: _ExistingRun) -> list[CheckpointCommitted]:
     """Return the checkpoints that are newer than the journal.
 
     There is one if a driver was killed between a commit and its journal entry, and there may be
     several if the journal was truncated.
     """
-    indices = [event.index for event in found.events if isinstance(event, CheckpointCommitted)]
-    # By the report and not by the name, which may have been given anew.
-    newest = max(indices, default=-1)
-    left = [each for each in found.intact if each.index > newest]
-    return [CheckpointCommitted.of(manifest, seconds=0.0) for manifest in left]
+    indices = [event.index for event in existing.events if isinstance(event, CheckpointCommitted)]
+    # By report and not by name, because a name may have been reused.
+    latest = max(indices, default=-1)
+    unjournaled = [manifest for manifest in existing.intact if manifest.index > latest]
+    return [CheckpointCommitted.of(manifest, seconds=0.0) for manifest in unjournaled]
 
 
 def _append_config_changes(
     warning: str, starts: list[RunStarted], settings: dict[str, object]
 ) -> str:
-    changed = list_config_changes(starts[-1].config, settings) if starts else []
-    if not changed:
+    changes = list_config_changes(starts[-1].config, settings) if starts else []
+    if not changes:
         return warning
-    listed = "changed since the run's last start: " + "; ".join(changed)
-    return f"{warning}; {listed}" if warning else listed
+    description = "changed since the run's last start: " + "; ".join(changes)
+    return f"{warning}; {description}" if warning else description
 
 
 def _list_failures_since_last_end(events: list[JournaledEvent]) -> list[AttemptEndCause]:
-    """Give how attempts failed since the run last ended: a dead driver leaves them to the next."""
+    """Return how attempts failed since the last end of the run, also under dead drivers."""
     ends: list[AttemptEndCause] = []
     for event in events:
         if isinstance(event, RunEnded):
@@ -259,13 +264,15 @@ def _classify_directory(
     directory: RunDirectory, journal: Journal
 ) -> tuple[RunDirectoryState, list[JournaledEvent], list[str]]:
     """Return the state of the directory, its events, and a description of each damaged part."""
-    events, whole = journal.recover()
-    damage = [] if whole else ["its journal, whose unreadable lines are now in journal.damaged"]
+    events, is_complete = journal.recover()
+    damage = (
+        [] if is_complete else ["its journal, whose unreadable lines are now in journal.damaged"]
+    )
     damage += directory.checkpoints.list_damaged()
-    if not events and whole:
+    if not events and is_complete:
         if not directory.checkpoints.list_committed() and not damage:
             return RunDirectoryState.NONE, events, damage
-        damage.insert(0, "its journal, which is empty or gone, so that its history begins anew")
+        damage.insert(0, "its journal, which is empty or missing, so that a new history begins")
     if damage:
         return RunDirectoryState.DAMAGED, events, damage
     state = RunDirectoryState.FINISHED if _has_finished(events) else RunDirectoryState.UNFINISHED

@@ -1,7 +1,7 @@
-"""What can be checked in the driver before any process starts.
+"""Check the training function, arguments, and storage before any process starts.
 
-Each check ends in an error at the user's own call of `fit()`, instead of in a worker's log minutes
-later. Nothing here needs Ray; what the cluster can hold is checked by `_group.capacity`.
+Each check raises at the user's call of `fit()`, instead of in the log of a worker minutes later.
+The checks do not need Ray; `_worker_group.capacity` checks the capacity of the cluster.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import functools
 import inspect
 import itertools
+import json
 import os
 import pwd
 import tempfile
@@ -27,31 +28,32 @@ from drawbar.train._storage.sizes import format_size
 LARGE_PICKLE_BYTES = 100_000_000
 """Bytes of a pickled training function above which `check_train_function_pickles` warns."""
 
-# Objects may refer to as many others as a model has: this far a culprit is found in a moment.
+# Objects may refer to as many others as a model does. This depth is searched in a moment.
 _SEARCH_DEPTH = 5
 _SEARCH_WIDTH = 200
 
 
 def check_train_function(function: Callable[..., object], *, has_config: bool = False) -> bool:
-    """Check that a training function can be called with no argument, or with the
-    `train_loop_config`.
+    """Check the signature of a training function.
+
+    It must be callable without arguments, or with the `train_loop_config`.
 
     Args:
         function: The training function.
         has_config: Whether there is a `train_loop_config`.
 
     Returns:
-        Whether it gets the config: it has one required positional argument, or it has one with a
-        default and there is a config. A builtin that does not say what it takes gets one that is.
+        Whether to pass the config: the function has one required positional argument, or one with a
+        default and there is a config. A builtin without a signature gets an existing config.
 
     Raises:
-        TypeError: It is not callable, is a coroutine or generator function (a call would run none
-            of it), or needs other arguments. The message has its signature.
+        TypeError: The function is not callable, is a coroutine or generator function (a call would
+            not run it), or needs other arguments. The message has its signature.
     """
     check_plain_function("training function", function)
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin that does not say what it takes
+    except ValueError:  # a builtin without a signature
         return has_config
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for p in signature.parameters.values() if p.kind not in variable]
@@ -59,22 +61,21 @@ def check_train_function(function: Callable[..., object], *, has_config: bool = 
     if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
         names = ", ".join(parameter.name for parameter in required)
         raise TypeError(
-            f"{get_function_name(function)}{signature} must be given {names}; a training "
-            "function takes no argument, or one positional argument: the train_loop_config. "
-            "Bind others with functools.partial"
+            f"{get_function_name(function)}{signature} requires {names}, but a training "
+            "function takes no argument or one positional argument, the train_loop_config. "
+            "Bind other arguments with functools.partial"
         )
     positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
     return len(required) == 1 or (has_config and len(positional) == 1)
 
 
 def warn_of_unused_config(takes_config: bool, config: object) -> None:
-    """Warn of a `train_loop_config` that, as `check_train_function` said, the function does not
-    get."""
+    """Warn if there is a config, but the training function does not take one."""
     if config and not takes_config:
-        found = ", ".join(map(repr, config)) if isinstance(config, Mapping) else repr(config)
+        content = ", ".join(map(repr, config)) if isinstance(config, Mapping) else repr(config)
         warn_caller(
-            f"train_loop_config has {found}, but the training function takes no argument and never "
-            "gets it; write it as `def train(config):`"
+            f"train_loop_config has {content}, but the training function takes no argument, so it "
+            "does not receive the config. Define it as `def train(config):`"
         )
 
 
@@ -85,8 +86,8 @@ def check_train_function_pickles(function: Callable[..., object]) -> None:
     more than `LARGE_PICKLE_BYTES` bytes.
 
     Raises:
-        TypeError: A captured variable cannot be pickled. The message has the path of each such
-            variable, its type, and the reason.
+        TypeError: A captured variable cannot be pickled. The message has the path, type, and reason
+            for each variable that cannot be pickled.
     """
     try:
         size = serialize(function, should_share_buffers=True).size
@@ -94,12 +95,13 @@ def check_train_function_pickles(function: Callable[..., object]) -> None:
         unpicklable = _find_unpicklable(
             get_function_name(function), _get_called_function(function), _SEARCH_DEPTH, set()
         )
-        listed = "\n".join(f"  {path} ({_format_type(at)}): {why}" for path, at, why in unpicklable)
+        lines = "\n".join(
+            f"  {path} ({_format_type(part)}): {reason}" for path, part, reason in unpicklable
+        )
         raise TypeError(
-            f"{get_function_name(function)} cannot be sent to the workers, since it captures what "
-            "cannot be "
-            f"pickled:\n{listed or f'  {error}'}\n"
-            "Create it inside the training function; pass what that needs as train_loop_config"
+            f"{get_function_name(function)} cannot be sent to the workers, because it captures "
+            f"variables that cannot be pickled:\n{lines or f'  {error}'}\n"
+            "Create them inside the training function; pass their arguments as train_loop_config"
         ) from None  # the traceback of the pickler has only internal frames
     if size > LARGE_PICKLE_BYTES:
         warnings.warn(_describe_large_function(function, size), UserWarning, stacklevel=2)
@@ -109,25 +111,45 @@ def check_pickles(name: str, value: object) -> None:
     """Check that an argument can be sent to the workers.
 
     Raises:
-        TypeError: Something in it cannot be pickled. The message has the path of each such part.
+        TypeError: Something in it cannot be pickled. The message has the path of each part.
     """
     unpicklable = _find_unpicklable(name, value, _SEARCH_DEPTH, set())
     if unpicklable:
-        listed = "\n".join(f"  {path} ({_format_type(at)}): {why}" for path, at, why in unpicklable)
+        lines = "\n".join(
+            f"  {path} ({_format_type(part)}): {reason}" for path, part, reason in unpicklable
+        )
         raise TypeError(
-            f"{name} cannot be sent to the workers, since it holds what cannot be "
-            f"pickled:\n{listed}"
+            f"{name} cannot be sent to the workers, because it contains parts that cannot be "
+            f"pickled:\n{lines}"
         )
 
 
-def check_storage_path(path: Path) -> None:
-    """Check that a run can write to a local folder, which is created if need be.
-
-    A small file is written, synced and removed.
+def check_json_dict(name: str, value: Mapping[str, object] | None) -> dict[str, object]:
+    """Return an argument as a dict after checking that it is JSON-serializable.
 
     Raises:
-        OSError: It cannot, as the subclass that the system's error has (`PermissionError`,
-            `NotADirectoryError` ...). The message has the path, the user, and what to do.
+        TypeError: The argument is not a dict, or not JSON-serializable.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict, found {value!r}")
+    try:
+        json.dumps(dict(value))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be JSON-serializable: {error}") from error
+    return dict(value)
+
+
+def check_storage_path(path: Path) -> None:
+    """Check that a run can write to a local directory, and create it if needed.
+
+    A small file is written, synced, and deleted.
+
+    Raises:
+        OSError: The directory cannot be written. The error has the subclass of the system's error
+            (`PermissionError`, `NotADirectoryError`, ...). The message has the path, the user, and
+            a remedy.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -139,23 +161,22 @@ def check_storage_path(path: Path) -> None:
         raise OSError(
             error.errno,
             f"storage_path={str(path)!r} cannot be written by user {_get_user_name()}: "
-            f"{error.strerror}; "
-            f"{_suggest_fix(error.errno)}",
+            f"{error.strerror}; {_suggest_fix(error.errno)}",
         ) from None
 
 
 def _suggest_fix(number: int | None) -> str:
     if number in (errno.EEXIST, errno.ENOTDIR):
-        return "the path, or a part of it, is a file: give a folder"
+        return "the path or a part of it is a file, so choose a directory"
     if number in (errno.ENOSPC, errno.EDQUOT):
         return "free some space, or set RunConfig.storage_path to another disk"
-    return "set RunConfig.storage_path to a folder that this user may write"
+    return "set RunConfig.storage_path to a directory that this user may write to"
 
 
 def _get_user_name() -> str:
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:  # a container's user id without a name
+    except KeyError:  # a user ID without a name, in a container
         return str(os.geteuid())
 
 
@@ -171,23 +192,22 @@ def _describe_large_function(function: Callable[..., object], size: int) -> str:
     ]
     return (
         f"{get_function_name(function)} takes {format_size(size)} when pickled, and every worker "
-        "loads all "
-        f"of it. The largest that it captures: {', '.join(largest[:3])}. Load it inside the "
-        "training function, pass it as datasets=, or put it in the object store with ray.put and "
-        "pass the reference"
+        f"loads all of it. The largest captured variables are {', '.join(largest[:3])}. Load them "
+        "inside the training function, pass them as datasets=, or put them in the object store "
+        "with ray.put and pass the references"
     )
 
 
 def _iter_captured_sizes(
     path: str, value: object, depth: int, seen: set[int]
 ) -> Iterator[tuple[int, str, str]]:
-    """Give size, path and type of what code captures, seen through large functions and methods."""
+    """Yield size, path, and type of captured variables, recursing into large functions."""
     for name, part in _iter_captured(value):
         if id(part) in seen:
             continue
         seen.add(id(part))
         size = serialize(part, should_share_buffers=True).size
-        # What is small in itself is named as it is: the search is for what makes up the size.
+        # A small variable is listed as it is: the search is for the parts that make up the size.
         if depth and size > LARGE_PICKLE_BYTES // 100 and any(True for _ in _iter_captured(part)):
             yield from _iter_captured_sizes(f"{path}.{name}", part, depth - 1, seen)
         else:
@@ -202,14 +222,12 @@ def _find_unpicklable(
         return []
     seen.add(id(value))
     parts = itertools.islice(_iter_parts(value), _SEARCH_WIDTH) if depth else ()
-    found = [
-        culprit
+    unpicklable = [
+        entry
         for name, part in parts
-        for culprit in _find_unpicklable(
-            f"{path}{_format_path_element(name)}", part, depth - 1, seen
-        )
+        for entry in _find_unpicklable(f"{path}{_format_path_element(name)}", part, depth - 1, seen)
     ]
-    return found or [(path, value, reason)]
+    return unpicklable or [(path, value, reason)]
 
 
 def _get_pickle_error(value: object) -> str | None:
@@ -221,7 +239,7 @@ def _get_pickle_error(value: object) -> str | None:
 
 
 def _iter_parts(value: object) -> Iterator[tuple[str, object]]:
-    """Give what pickling `value` would pickle too, by name."""
+    """Yield the parts that pickling `value` would pickle too, by name."""
     yield from _iter_captured(value)
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
@@ -232,7 +250,7 @@ def _iter_parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _iter_captured(value: object) -> Iterator[tuple[str, object]]:
-    """Give what a function, method or partial captures, by name; nothing for any other object."""
+    """Yield the variables that a function, method, or partial captures, by name."""
     if isinstance(value, functools.partial):
         yield from _iter_captured(value.func)
         yield from ((f"args[{index}]", argument) for index, argument in enumerate(value.args))
@@ -252,13 +270,13 @@ def _iter_captured(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _get_called_function(function: Callable[..., object]) -> Callable[..., object]:
-    """Give the function, method or partial itself, or the method that calling an object runs."""
+    """Return a function, method, or partial itself, or the `__call__` method of another object."""
     is_code = isinstance(function, types.FunctionType | types.MethodType | functools.partial)
     return function if is_code else types.MethodType(type(function).__call__, function)
 
 
 def _list_global_names(code: types.CodeType) -> set[str]:
-    """Give the global names that code reads, nested functions included."""
+    """Return the global names that code reads, including nested functions."""
     names = {
         str(instruction.argval)
         for instruction in dis.get_instructions(code)

@@ -1,4 +1,4 @@
-"""What a run directory and `RunConfig.resume` mean together. Pure: values to a value."""
+"""Decide what RunConfig.resume means for the contents of a run directory."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from drawbar.train._errors import ResumeError
 def list_config_changes(
     before: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
 ) -> list[str]:
-    """Name what differs between two configurations, key by key: `a.b: 1 -> 2`.
+    """Return the differences between two configurations, one per key: `a.b: 1 -> 2`.
 
-    Secrets are not compared, since what they were was not written down; that one came or went is
-    said, not what it is.
+    Secrets are not compared, because their values are not stored. Only their presence is.
     """
-    found = []
+    changes = []
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += list_config_changes(old, new, f"{prefix}{key}.")
-        # A secret that was not written down always differs, and must not be shown either way.
+            changes += list_config_changes(old, new, f"{prefix}{key}.")
+        # A redacted secret always differs, and must not be shown in either direction.
         elif REDACTED in (old, new) or is_secret_key(key):
             if (old is None) != (new is None):
-                found.append(f"{prefix}{key}: changed")
+                changes.append(f"{prefix}{key}: changed")
         elif old != new:
-            found.append(redact_text(f"{prefix}{key}: {old!r} -> {new!r}"))
-    return found
+            changes.append(redact_text(f"{prefix}{key}: {old!r} -> {new!r}"))
+    return changes
 
 
 class RunDirectoryState(Enum):
-    """What a run directory holds."""
+    """Contents of a run directory."""
 
     NONE = "no run"
     UNFINISHED = "an unfinished run"
@@ -44,7 +43,7 @@ class RunDirectoryState(Enum):
 
 @dataclass(frozen=True)
 class ResumeDecision:
-    """How to go on: a fresh run, or the one that is there. `warning` is for the user."""
+    """Decision to start a new run or to resume the existing one, with a warning for the user."""
 
     is_new_run: bool
     warning: str = ""
@@ -70,13 +69,13 @@ def decide_resume(
                        the same, and needs one; "never" is an error
 
     A run that has checkpoints, but an empty journal or none, is damaged. Report numbers then
-    continue after the newest checkpoint.
+    continue after the latest checkpoint.
 
     Args:
         state: Content of the directory.
         resume: `RunConfig.resume`.
         path: The directory, for messages.
-        newest: Name of the latest intact checkpoint, None if there is none.
+        latest: Name of the latest intact checkpoint, or None.
         damage: The damaged parts, for the warning.
         conflict: Training functions of the finished run and of this start, if they differ.
 
@@ -86,14 +85,14 @@ def decide_resume(
     if state is RunDirectoryState.NONE:
         if resume == "must":
             raise ResumeError(
-                f'RunConfig.resume="must", but there is no run at {path}; '
-                'check name and storage_path, or set resume="auto" to start one'
+                f'RunConfig.resume="must", but there is no run in {path}. '
+                'Check name and storage_path, or set resume="auto" to start one'
             )
         return ResumeDecision(is_new_run=True)
     if resume == "never":
         raise ResumeError(
-            f'RunConfig.resume="never", but {path} holds {state.value}; '
-            'choose another name, delete it, or set resume="auto" to go on from it'
+            f'RunConfig.resume="never", but {path} contains {state.value}. '
+            'Choose another name, delete the run, or set resume="auto" to resume it'
         )
     if resume == "auto" and conflict is not None:
         earlier, function = conflict
@@ -105,16 +104,16 @@ def decide_resume(
         )
     if resume == "must" and latest is None:
         raise ResumeError(
-            f'RunConfig.resume="must", but the run at {path} has no intact checkpoint; '
-            'set resume="auto" to start it again from the beginning'
+            f'RunConfig.resume="must", but the run in {path} has no intact checkpoint. '
+            'Set resume="auto" to start it from scratch'
         )
     return ResumeDecision(is_new_run=False, warning=_make_warning(state, path, latest, damage))
 
 
 def _make_warning(
-    state: RunDirectoryState, path: str, newest: str | None, damage: Sequence[str]
+    state: RunDirectoryState, path: str, latest: str | None, damage: Sequence[str]
 ) -> str:
-    start = f"checkpoint {newest}" if newest else "the beginning, since it has no checkpoint"
+    start = f"checkpoint {latest}" if latest else "the beginning, since it has no checkpoint"
     if state is RunDirectoryState.FINISHED:
         return (
             f"the run at {path} has already finished; training continues from {start}. A function "
@@ -122,6 +121,6 @@ def _make_warning(
             'another RunConfig.name to start a new run; resume="never" makes this an error'
         )
     if state is RunDirectoryState.DAMAGED:
-        named = f": {'; '.join(damage)}" if damage else ""
-        return f"the run at {path} has damaged parts{named}; training continues from {start}"
+        details = f": {'; '.join(damage)}" if damage else ""
+        return f"the run at {path} has damaged parts{details}; training continues from {start}"
     return ""

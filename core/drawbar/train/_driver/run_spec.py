@@ -1,9 +1,13 @@
-"""From what a trainer was given to a `RunSpec`: checked, packed, with the driver's surroundings."""
+"""Build the RunSpec from the arguments of a trainer, and load the arguments of an earlier run."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
 
 from drawbar.train._config.checks import to_journal_dict
 from drawbar.train._config.data_config import DataConfig
@@ -17,8 +21,9 @@ from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver import preflight
 from drawbar.train._driver.open_run import add_default_name
 from drawbar.train._driver_env import DriverEnvironment
+from drawbar.train._errors import DamagedRunError
 from drawbar.train._messages import WorkerSpec
-from drawbar.train._serialization import serialize, serialize_without_references
+from drawbar.train._serialization import Serialized, serialize, serialize_without_references
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._worker.actor import TrainLoop
 from drawbar.train._worker_group.validators import ValidationTask
@@ -41,17 +46,26 @@ def make_run_spec(
     Args:
         payload: Training function and its config.
         function: Identity of the training function.
-        scaling_config: As for the trainer, like all arguments that follow.
+        scaling_config: As in the trainer.
+        run_config: As in the trainer.
+        datasets: As in the trainer.
+        dataset_config: As in the trainer.
+        metadata: As in the trainer.
+        resume_from_checkpoint: As in the trainer.
+        validation_config: As in the trainer.
+
+    Returns:
+        The spec.
 
     Raises:
-        TypeError, ValueError: An argument cannot be serialized. The message names it.
+        TypeError: An argument cannot be serialized. The message names it.
     """
     preflight.check_pickles("train_loop_config", payload.config)
     if validation_config is not None:
         preflight.check_pickles("validation_config.fn", validation_config.fn)
     preflight.check_train_function_pickles(payload.function)
     worker = WorkerSpec(
-        # Now, and not when a worker starts: the user may set a variable right after `start()`.
+        # Captured now and not when a worker starts: users may set a variable right after `start()`.
         environment=select_forwarded(os.environ, run_config.forward_env),
         surroundings=DriverEnvironment.capture(),
         metadata=dict(metadata),
@@ -59,8 +73,8 @@ def make_run_spec(
         validation=validation_config.default_validation if validation_config else None,
     )
     trainer_arguments = {
-        # Each packed by itself: one that does not unpickle any more can be given anew to
-        # `restore()`.
+        # Serialized separately, so that an argument that can no longer be unpickled can be passed
+        # to `restore()` instead.
         "train_loop_per_worker": payload.function,
         "train_loop_config": payload.config,
         "backend_config": payload.backend_config,
@@ -94,7 +108,7 @@ def _make_validation_task(
 ) -> ValidationTask | None:
     if config is None:
         return None
-    assert worker.surroundings is not None  # a spec has the driver's
+    assert worker.surroundings is not None
     return ValidationTask.from_config(
         config, worker.environment, worker.surroundings, run_config.worker_runtime_env
     )
@@ -118,3 +132,47 @@ def _make_config_record(
         "checkpoint_config": to_journal_dict(run_config.checkpoint_config),
         "validation_config": validation_config and validation_config.to_settings(),
     }
+
+
+def load_trainer_state(
+    serialized: bytes, path: object, *, exclude: Mapping[str, object]
+) -> dict[str, Any]:
+    """Deserialize the trainer arguments in a `RunSpec.trainer_state`.
+
+    Args:
+        serialized: The trainer state.
+        path: Path of the file with the state, for messages.
+        exclude: Names of arguments that are not needed.
+
+    Returns:
+        The arguments, by name.
+
+    Raises:
+        DamagedRunError: The state cannot be unpickled here.
+        ValueError: An argument refers to objects of a Ray cluster that has ended.
+    """
+    try:
+        arguments: dict[str, Serialized] = cloudpickle.loads(serialized)
+        missing = {
+            name: argument.missing_references
+            for name, argument in arguments.items()
+            if argument.missing_references and name not in exclude
+        }
+        state = {
+            name: arguments[name].deserialize()
+            for name in arguments.keys() - missing.keys() - exclude.keys()
+        }
+    except Exception as error:  # damaged bytes can make pickle raise anything
+        raise DamagedRunError(
+            f"{path} cannot be unpickled here: {type(error).__name__}: {error}. Create the trainer "
+            "with the run's name and storage_path; its fit() resumes from the latest checkpoint "
+            "and replaces the file"
+        ) from error
+    if missing:
+        example = ", ".join(f"{name}=..." for name in missing)
+        raise ValueError(
+            f"{' and '.join(missing)} referred to objects of a Ray cluster that has ended: "
+            f"{', '.join(itertools.chain(*missing.values()))}. Pass new values: "
+            f"restore(path, {example})"
+        )
+    return state

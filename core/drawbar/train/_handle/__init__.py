@@ -1,1 +1,1 @@
-"""A run as others have it: wait, stop, look, follow from another process, find again."""
+"""Handles to a run: wait, stop, inspect, and follow it from this or another process."""

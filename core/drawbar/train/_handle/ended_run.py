@@ -1,4 +1,4 @@
-"""A run that is over, seen from its directory."""
+"""View of a run that has ended, from its run directory."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ from drawbar.train._storage.run_files import OUTCOME_FILE
 
 
 class EndedRun:
-    """What `RunHandle` asks of a run, answered by the run's directory."""
+    """A run that has ended, read from its directory."""
 
-    detached = False
+    is_detached = False
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
         self._events = read_events(directory)
-        self._snapshot = RunState.from_events(self._events)
+        self._state = RunState.from_events(self._events)
 
     @classmethod
     def find(cls, directory: RunDirectory) -> EndedRun | None:
-        """Give the run of a directory; None if there is none, or it has not ended."""
+        """Return the run in a directory, or None if there is none or it has not ended."""
         try:
             run = cls(directory)
         except FileNotFoundError:
             return None
-        return run if run.snapshot().status in FINAL_STATUSES else None
+        return run if run.get_state().status in FINAL_STATUSES else None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the directory has all there is: a detached run's host tells its ending last."""
+        """True if the outcome is stored too: the host of a detached run writes it last."""
         return (
-            not self._snapshot.is_detached
-            or self._directory.run_files.read(OUTCOME_FILE) is not None
+            not self._state.is_detached or self._directory.run_files.read(OUTCOME_FILE) is not None
         )
 
     @property
-    def silence(self) -> str:
-        """Nobody needs to answer."""
+    def unresponsive_reason(self) -> str:
+        """Always empty: no process needs to reply."""
         return ""
 
     @property
@@ -53,45 +52,46 @@ class EndedRun:
 
     @property
     def path(self) -> str:
-        """Where the run lies."""
+        """Run directory, as a path or URI."""
         return self._directory.uri
 
     def join(self, timeout: float | None = None) -> bool:
-        """It is over."""
+        """Return True."""
         return True
 
     def stop(self, *, save: bool) -> None:
-        """It is over."""
+        """Do nothing."""
 
     def kill(self) -> None:
-        """It is over."""
+        """Do nothing."""
 
     def diagnose(self) -> str:
-        """Nobody stands anywhere."""
+        """Return an empty string: there are no workers."""
         return ""
 
-    def snapshot(self) -> RunState:
-        """Say how the run stood at its end."""
-        return self._snapshot
+    def get_state(self) -> RunState:
+        """Return the final state of the run."""
+        return self._state
 
     def read_log(self, rank: int) -> str:
-        """Give what a rank has written."""
+        """Return the output that a rank has written."""
         return (self._directory.run_files.read(f"logs/rank_{rank}.log") or b"").decode(
             errors="replace"
         )
 
-    def ending(self) -> RunOutcome:
-        """Give how the run ended: with return values if it was detached.
+    def get_outcome(self) -> RunOutcome:
+        """Return the outcome of the run, with return values if it was detached.
 
-        Of any other run nothing is unpickled, whatever lies in its directory.
+        For other runs nothing is unpickled, because their directory contains no trusted outcome.
         """
-        packed = (
-            self._directory.run_files.read(OUTCOME_FILE) if self._snapshot.is_detached else None
+        serialized = (
+            self._directory.run_files.read(OUTCOME_FILE) if self._state.is_detached else None
         )
-        if packed is not None:
-            with contextlib.suppress(Exception):  # it needs classes that are not here
-                ending: RunOutcome = cloudpickle.loads(packed)
-                if ending.snapshot.timeline == self._snapshot.timeline:  # of the last start
-                    return ending
+        if serialized is not None:
+            with contextlib.suppress(Exception):  # its classes may not be importable here
+                outcome: RunOutcome = cloudpickle.loads(serialized)
+                # An earlier start of the run may have stored it.
+                if outcome.snapshot.timeline == self._state.timeline:
+                    return outcome
         result = Result.from_run_directory(self._directory, self._events)
-        return RunOutcome(ControllerOutcome(error=result.error), self._snapshot, result)
+        return RunOutcome(ControllerOutcome(error=result.error), self._state, result)

@@ -1,9 +1,9 @@
-"""The actor that hosts a run which outlives its driver, or whose driver is a Ray Client.
+"""Actor that runs the controller of a detached or Ray Client run.
 
-It has a `Host`, and those who follow it (`hosted_run.py`). A follower asks for what happens next,
-and the answer comes when something does, or after a second: a long poll, since Ray Client has no
-streams. It also tells a client's host that the client is still there: Ray itself would give it half
-a minute.
+The actor has a `ControllerThread` and clients (`host_actor_run.py`). A client requests the next
+events and receives a reply when there are some, or after a second. This is long polling, because
+Ray Client has no streams. Polling also shows that the client is alive: Ray itself needs half a
+minute to detect a dead client.
 """
 
 from __future__ import annotations
@@ -31,206 +31,217 @@ from drawbar.train._worker_group.cluster import is_process_dead
 
 POLL_SECONDS = 1.0
 CLIENT_TIMEOUT_S = 10.0
-"""How long a client may be silent before it counts as gone."""
+"""Time without a poll after which a client counts as dead."""
 DETACHED_CLIENT_TIMEOUT_S = 3.0
-"""How long another follower may be: it finds the ending in the run's directory."""
+"""The same for a client of a detached run, which can read the outcome from the run directory."""
 START_TIMEOUT_S = 60.0
-"""How long a driver may take from making the actor to giving it its run."""
+"""Time in which a driver must start its run after it has created the actor."""
 
 _logger = logging.getLogger("drawbar.train")
 
 
 @dataclass(frozen=True)
 class HostedRunInfo:
-    """What does not change while a run is hosted. `level`: of its console."""
+    """Constant information about a hosted run.
+
+    Attributes:
+        directory: Run directory.
+        level: Level of its console.
+        is_detached: Whether the run is detached.
+    """
 
     directory: RunDirectory
     level: int
-    detached: bool
+    is_detached: bool
 
 
 @dataclass(frozen=True)
 class EventBatch:
-    """What has happened since a position. `ending`: the packed `Ending`, when the run is over."""
+    """Events after a position.
+
+    Attributes:
+        events: The events.
+        position: Position after the last event.
+        outcome: Serialized `RunOutcome` of a run that has ended.
+    """
 
     events: Sequence[Event]
     position: Position
-    ending: Serialized | None
+    outcome: Serialized | None
 
 
 class HostActor:
-    """Hosts one run. It ends with the run, as soon as all that follow it know how that ended."""
+    """Host of one run. Ends after the run, as soon as all clients know its outcome."""
 
     def __init__(
         self,
-        environment: Mapping[str, str],
-        surroundings: DriverEnvironment,
-        detached: bool,
-        driver: str,
+        env_vars: Mapping[str, str],
+        driver_env: DriverEnvironment,
+        is_detached: bool,
+        driver_id: str,
     ) -> None:
-        os.environ.update({**environment, **get_runtime_env_vars()})
-        self._driver_env_context = surroundings.apply()
-        self._driver_env_context.__enter__()  # until this process ends
-        self._detached = detached
+        os.environ.update({**env_vars, **get_runtime_env_vars()})
+        self._driver_env_context = driver_env.apply()
+        self._driver_env_context.__enter__()  # never exited: applies until this process ends
+        self._is_detached = is_detached
         self._event_buffer = Relay()
-        self._followers = _ClientHeartbeats(
-            DETACHED_CLIENT_TIMEOUT_S if detached else CLIENT_TIMEOUT_S
+        self._clients = _ClientHeartbeats(
+            DETACHED_CLIENT_TIMEOUT_S if is_detached else CLIENT_TIMEOUT_S
         )
-        self._host: ControllerThread | None = None
-        self._facts: HostedRunInfo | None = None
-        self._driver = driver  # its process, as Ray knows it
+        self._controller_thread: ControllerThread | None = None
+        self._info: HostedRunInfo | None = None
+        self._driver_id = driver_id  # Ray's ID of the driver process
         self._start_lock = threading.Lock()
         self._started = threading.Event()
-        self._ending: Serialized | None = None
+        self._outcome: Serialized | None = None
         threading.Thread(target=self._supervise, name="drawbar-attend", daemon=True).start()
 
-    def start_run(self, packed: Serialized) -> HostedRunInfo:
-        """Check, open and start the run."""
+    def start_run(self, serialized: Serialized) -> HostedRunInfo:
+        """Check, open, and start the run."""
         with self._start_lock:
-            spec: RunSpec = packed.deserialize()
+            spec: RunSpec = serialized.deserialize()
             spec.backend_config.check_requirements(spec.scaling_config)
-            self._host = start_ray_run(spec, lambda path: self._event_buffer)
+            self._controller_thread = start_ray_run(spec, lambda path: self._event_buffer)
             level = spec.run_config.logging_config.level_number
-            self._facts = HostedRunInfo(self._host.directory, level, self._detached)
-            self._followers.record(_STARTER_ID)
+            self._info = HostedRunInfo(self._controller_thread.directory, level, self._is_detached)
+            self._clients.record(_STARTER_ID)
             self._started.set()
-            return self._facts
+            return self._info
 
     def get_info(self) -> HostedRunInfo:
-        """Say what is hosted, as soon as it has begun."""
+        """Return information about the run as soon as it has started."""
         self._started.wait(START_TIMEOUT_S)
-        assert self._facts is not None  # it has begun
-        return self._facts
+        assert self._info is not None
+        return self._info
 
     def poll_events(self, client_id: str, position: Position | None) -> EventBatch:
-        """Give what has happened since then; waits for something to happen, but not long."""
-        self._followers.record(client_id)
-        ending = self._ending  # before the events: none comes after it
+        """Return the events after a position. Waits up to `POLL_SECONDS` for the first one."""
+        self._clients.record(client_id)
+        outcome = self._outcome  # read before the events: no event follows it
         events, position = self._event_buffer.since(position, POLL_SECONDS)
-        # Once more, since the wait took up to a second, and the time of silence counts from the
-        # answer.
-        self._followers.record(client_id)
-        return EventBatch(events, position, ending)
+        # Again, because the wait took up to a second, and the timeout counts from the reply.
+        self._clients.record(client_id)
+        return EventBatch(events, position, outcome)
 
     def disconnect(self, client_id: str) -> None:
-        """Take note that a follower leaves.
+        """Remove a client.
 
-        It says so itself, when the ending has arrived: answers that are still under way end with
-        this actor.
+        A client calls this when it has received the outcome, because replies in transit are lost
+        when this actor ends.
         """
-        self._followers.remove(client_id)
+        self._clients.remove(client_id)
 
-    # -- what its followers ask of the run
+    # -- requests of clients
 
     def stop(self, save: bool) -> None:
-        """End the run in order."""
+        """Stop the run: gracefully after its next commit, or immediately."""
         self._get_controller_thread().stop(save=save)
 
     def kill(self) -> None:
-        """End the run at once."""
+        """Kill every process of the run immediately."""
         self._get_controller_thread().kill()
 
     def diagnose(self) -> str:
-        """Say where every rank stands."""
+        """Return a description of what each rank is blocked in."""
         return self._get_controller_thread().diagnose()
 
-    def snapshot(self) -> RunState:
-        """Say how the run stands."""
-        return self._get_controller_thread().snapshot()
+    def get_state(self) -> RunState:
+        """Return the current state of the run."""
+        return self._get_controller_thread().get_state()
 
     def read_log(self, rank: int) -> str:
-        """Give what a rank has written so far."""
+        """Return the output that a rank has written so far."""
         return self._get_controller_thread().read_log(rank)
 
     def has_ended(self) -> bool:
-        """Whether the run has ended, or never begins, and this actor is about to end."""
-        return self._ending is not None or self._is_orphaned()
+        """Return whether the run has ended or will never start, so that this actor will end."""
+        return self._outcome is not None or self._is_orphaned()
 
     def block_until_killed(self) -> None:
-        """Never return: the caller learns when this actor has ended."""
+        """Block forever, so that the caller learns when this actor has ended."""
         threading.Event().wait()
 
     def _get_controller_thread(self) -> ControllerThread:
         self._started.wait(START_TIMEOUT_S)
-        assert self._host is not None  # it has begun
-        return self._host
+        assert self._controller_thread is not None
+        return self._controller_thread
 
-    # -- its life
+    # -- lifetime
 
     def _supervise(self) -> None:
-        """See the run to its end, then end this actor."""
+        """Wait until the run has ended, then end this actor."""
         try:
             if self._wait_for_start():
                 host = self._get_controller_thread()
-                # A client's run ends with the client, as any run does with its driver.
-                if not self._detached:
+                # Without its clients, a run that is not detached ends, as with a dead driver.
+                if not self._is_detached:
                     threading.Thread(target=self._stop_without_clients, daemon=True).start()
                 host.join()
-                self._store_outcome(host.ending())
-                self._followers.wait_until_empty()
+                self._store_outcome(host.get_outcome())
+                self._clients.wait_until_empty()
         finally:
-            # `ray.actor.exit_actor()` raises an exception, which would end this thread alone.
+            # `ray.actor.exit_actor()` raises an exception, which would end only this thread.
             ray.kill(ray.get_runtime_context().current_actor)
 
     def _wait_for_start(self) -> bool:
-        """Wait until the run has begun; tells whether it has."""
-        until = time.monotonic() + START_TIMEOUT_S
+        """Wait until the run has started and return whether it has."""
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not self._started.wait(POLL_SECONDS):
-            if self._is_orphaned() or time.monotonic() > until:
+            if self._is_orphaned() or time.monotonic() > deadline:
                 return False
         return True
 
     def _is_orphaned(self) -> bool:
-        """Whether the driver has gone before it gave this actor its run."""
-        waits = not self._started.is_set() and not self._start_lock.locked()
-        return waits and is_process_dead(self._driver)
+        """Return whether the driver died before it started the run."""
+        is_waiting = not self._started.is_set() and not self._start_lock.locked()
+        return is_waiting and is_process_dead(self._driver_id)
 
     def _stop_without_clients(self) -> None:
-        self._followers.wait_until_empty()
+        self._clients.wait_until_empty()
         self._get_controller_thread().stop(save=False)
 
-    def _store_outcome(self, ending: RunOutcome) -> None:
-        if self._detached:
+    def _store_outcome(self, outcome: RunOutcome) -> None:
+        if self._is_detached:
             try:
                 self._get_controller_thread().directory.run_files.write(
-                    OUTCOME_FILE, ending.serialize(serialize_without_references)
+                    OUTCOME_FILE, outcome.serialize(serialize_without_references)
                 )
             except OSError as error:
-                _logger.warning("the return values are not kept: %s", error)
-        self._ending = ending.serialize(serialize)
+                _logger.warning("the return values could not be stored: %s", error)
+        self._outcome = outcome.serialize(serialize)
         self._event_buffer.release()
 
 
 _STARTER_ID = "starter"
-"""Who has begun the run, until the first one follows it."""
+"""Client ID of the driver that started the run, until the first client polls."""
 
 
 class _ClientHeartbeats:
-    """Who follows a run. One that is silent for longer than `patience` seconds is gone."""
+    """Clients of a run. A client that has not polled for `timeout` seconds counts as dead."""
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._heard: dict[str, float] = {}  # when each was last heard of
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._last_polls: dict[str, float] = {}  # by client ID
         self._changed = threading.Condition()
 
-    def record(self, follower: str) -> None:
-        """Take note that one is there."""
+    def record(self, client_id: str) -> None:
+        """Record that a client is alive."""
         with self._changed:
-            self._heard[follower] = time.monotonic()
-            if follower != _STARTER_ID:
-                self._heard.pop(_STARTER_ID, None)
+            self._last_polls[client_id] = time.monotonic()
+            if client_id != _STARTER_ID:
+                self._last_polls.pop(_STARTER_ID, None)
 
-    def remove(self, follower: str) -> None:
-        """Take note that one leaves."""
+    def remove(self, client_id: str) -> None:
+        """Remove a client that disconnects."""
         with self._changed:
-            self._heard.pop(follower, None)
+            self._last_polls.pop(client_id, None)
             self._changed.notify_all()
 
     def wait_until_empty(self) -> None:
-        """Wait until nobody is there any more."""
+        """Wait until there are no live clients."""
         with self._changed:
-            while self._heard:
-                left = max(self._heard.values()) + self._patience - time.monotonic()
-                if left <= 0:
+            while self._last_polls:
+                remaining = max(self._last_polls.values()) + self._timeout - time.monotonic()
+                if remaining <= 0:
                     return
-                self._changed.wait(left)
+                self._changed.wait(remaining)

@@ -1,4 +1,4 @@
-"""A run that a `HostActor` hosts, as the processes have it that start, follow and find it."""
+"""View of a run whose controller runs in a host actor."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NAMESPACE = "drawbar"
-"""The Ray namespace in which every detached run has an actor of its name."""
+"""Ray namespace in which each detached run has an actor with the name of the run."""
 
 REPLY_TIMEOUT_S = 10.0
-"""How long the actor may take to answer before it counts as silent."""
+"""Time in which the actor must reply before it counts as unresponsive."""
 
-_MAX_CONCURRENCY = 32  # a follower holds one while it waits
+_MAX_CONCURRENCY = 32  # a client occupies one slot while it polls
 
 _runs_by_actor_id: dict[str, HostActorRun] = {}
-"""The runs that this process follows, by the actor that hosts each."""
+"""Runs that this process follows, by the ID of the host actor."""
 _attach_lock = threading.Lock()
 
 
 class HostActorRun:
-    """A run in a `HostActor`, followed from this process: what it shows is shown here.
+    """A run in a `HostActor`, whose console output is also shown in this process.
 
     Args:
-        actor: The actor.
-        facts: What it hosts.
-        should_replay: Show everything from the first line on, not only what comes from now on.
+        actor: Host actor of the run.
+        info: Constant information about the run.
+        should_replay: Show all events from the start of the run, not only new ones.
     """
 
     def __init__(self, actor: HostHandle, info: HostedRunInfo, *, should_replay: bool) -> None:
@@ -66,12 +66,12 @@ class HostActorRun:
         self._directory = info.directory
         self._console = Console(info.level, self.path)
         self._position = Position(0, 0) if should_replay else None
-        self._ending: RunOutcome | None = None
-        self._last_reply = time.monotonic()  # when the actor last answered the follower
+        self._outcome: RunOutcome | None = None
+        self._last_reply = time.monotonic()  # to a poll
         self._has_warned_unresponsive = False
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._is_closed = False
-        self.detached = info.detached
+        self.is_detached = info.is_detached
         self._thread = threading.Thread(target=self._poll_loop, name="drawbar-follow", daemon=True)
         self._id = _get_actor_id(actor)
         _runs_by_actor_id[self._id] = self
@@ -85,143 +85,150 @@ class HostActorRun:
 
     @property
     def path(self) -> str:
-        """Where the run lies."""
+        """Run directory, as a path or URI."""
         return self._directory.uri
 
     def _poll_loop(self) -> None:
-        follower = uuid.uuid4().hex
+        client_id = uuid.uuid4().hex
         try:
-            while self._ending is None and not self._is_closed:
-                asked: ObjectRef[EventBatch] = self._actor.poll_events.remote(
-                    follower, self._position
+            while self._outcome is None and not self._is_closed:
+                reply: ObjectRef[EventBatch] = self._actor.poll_events.remote(
+                    client_id, self._position
                 )
                 while not self._is_closed:
-                    # In waits that end: this thread must be out of Ray when Ray is shut down.
-                    if ray.wait([asked], timeout=POLL_SECONDS)[0]:
-                        self._on_batch(ray.get(asked))
+                    # Wait with a timeout: this thread must have left Ray before Ray is shut down.
+                    if ray.wait([reply], timeout=POLL_SECONDS)[0]:
+                        self._on_batch(ray.get(reply))
                         break
                     self._warn_unresponsive()
         except Exception as error:
-            self._ending = self._make_lost_outcome(error)
+            self._outcome = self._make_lost_outcome(error)
         finally:
-            with contextlib.suppress(Exception):  # the actor may be gone
-                self._actor.disconnect.remote(follower)
+            with contextlib.suppress(Exception):  # the actor may be dead
+                self._actor.disconnect.remote(client_id)
             self._console.close()
             atexit.unregister(self._stop_at_exit)
             if _runs_by_actor_id.get(self._id) is self:
                 del _runs_by_actor_id[self._id]
-            self._over.set()
+            self._ended.set()
 
     def _warn_unresponsive(self) -> None:
-        if self.silence and not self._has_warned_unresponsive:
+        if self.unresponsive_reason and not self._has_warned_unresponsive:
             self._has_warned_unresponsive = True
-            self._console.on_event(Notice(self.silence))
+            self._console.on_event(Notice(self.unresponsive_reason))
 
     def _on_batch(self, batch: EventBatch) -> None:
         self._last_reply = time.monotonic()
         if self._has_warned_unresponsive:
             self._has_warned_unresponsive = False
-            self._console.on_event(Notice("the process that hosts the run answers again"))
+            self._console.on_event(Notice("the process that hosts the run responds again"))
         self._position = batch.position
         for event in batch.events:
             self._console.on_event(event)
-        if batch.ending is not None:
-            self._ending = batch.ending.deserialize()
+        if batch.outcome is not None:
+            self._outcome = batch.outcome.deserialize()
 
     def _make_lost_outcome(self, error: Exception) -> RunOutcome:
-        """Look into the directory of a run whose host does not answer any more."""
-        snapshot = RunState()
+        """Return the outcome of a run whose host died, as far as its directory contains it."""
+        state = RunState()
         with contextlib.suppress(Exception):
             run = EndedRun(self._directory)
-            snapshot = run.snapshot()
-            if snapshot.status in FINAL_STATUSES:
-                return run.ending()
-        failed = ControllerError(
-            f"the process that hosts the run does not answer any more: {error}\n\nrun directory: "
-            f'{self.path}\nif it has ended, resume="auto" goes on from the newest checkpoint',
+            state = run.get_state()
+            if state.status in FINAL_STATUSES:
+                return run.get_outcome()
+        failure = ControllerError(
+            f"the process that hosts the run no longer replies: {error}\n\nrun directory: "
+            f'{self.path}\nIf the run has ended, resume="auto" resumes from the latest checkpoint.',
             error,
             path=self.path,
         )
-        return RunOutcome(ControllerOutcome(error=failed), replace(snapshot, status="failed"), None)
+        return RunOutcome(ControllerOutcome(error=failure), replace(state, status="failed"), None)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the run is over; tells whether it is."""
-        return self._over.wait(timeout)
+        """Wait until the run has ended and return whether it has."""
+        return self._ended.wait(timeout)
 
     def stop(self, *, save: bool) -> None:
-        """End the run in order: after its next commit, or now."""
+        """Stop the run: gracefully after its next commit, or immediately."""
         self._request(lambda: self._actor.stop.remote(save))
 
     def kill(self) -> None:
-        """End every process of the run at once."""
+        """Kill every process of the run immediately."""
         self._request(self._actor.kill.remote)
 
     def diagnose(self) -> str:
-        """Say where every rank stands."""
+        """Return a description of what each rank is blocked in."""
         return self._request(self._actor.diagnose.remote, extra_seconds=DIAGNOSIS_TIMEOUT_S) or ""
 
     @property
-    def silence(self) -> str:
-        """Say that the actor has not answered for a while, "" if it has."""
-        if self._over.is_set() or time.monotonic() - self._last_reply < REPLY_TIMEOUT_S:
+    def unresponsive_reason(self) -> str:
+        """Description of an actor that has not replied for a while, or an empty string."""
+        if self._ended.is_set() or time.monotonic() - self._last_reply < REPLY_TIMEOUT_S:
             return ""
         return _describe_unresponsive(self._actor, self.name)
 
-    def snapshot(self) -> RunState:
-        """Say how the run stands, or stood at its end."""
-        snapshot: RunState | None = self._request(self._actor.snapshot.remote)
-        return snapshot or self.ending().snapshot
+    def get_state(self) -> RunState:
+        """Return the current or final state of the run."""
+        state: RunState | None = self._request(self._actor.get_state.remote)
+        return state or self.get_outcome().snapshot
 
     def read_log(self, rank: int) -> str:
-        """Give what a rank has written so far."""
+        """Return the output that a rank has written so far."""
         text: str | None = self._request(lambda: self._actor.read_log.remote(rank))
         return EndedRun(self._directory).read_log(rank) if text is None else text
 
     def _request(self, call: Callable[[], ObjectRef[T]], *, extra_seconds: float = 0.0) -> T | None:
-        """Call the actor, which may take so many seconds more. None if the run is over.
+        """Call the actor and return its reply, or None if the run has ended.
+
+        Args:
+            call: Submits the call.
+            extra_seconds: Time that the call may take in addition to the usual timeout.
 
         Raises:
-            TimeoutError: The actor does not answer; at once if that is known.
+            TimeoutError: The actor does not reply; raised sooner if it is known to be unresponsive.
         """
-        if self._over.is_set():
+        if self._ended.is_set():
             return None
-        patience = POLL_SECONDS if self.silence else REPLY_TIMEOUT_S + extra_seconds
+        timeout = POLL_SECONDS if self.unresponsive_reason else REPLY_TIMEOUT_S + extra_seconds
         try:
-            return _get_reply(self._actor, self.name, call(), patience)
+            return _get_reply(self._actor, self.name, call(), timeout)
         except RayTaskError as error:
             raise _unwrap_cause(error) from None
         except RayError:
-            self._over.wait()  # the actor is gone, which the follower notices too
+            self._ended.wait()  # the actor is dead, which the polling thread detects too
             return None
 
-    def ending(self) -> RunOutcome:
-        """Give how the run ended."""
-        self._over.wait()
-        assert self._ending is not None  # it is over
-        return self._ending
+    def get_outcome(self) -> RunOutcome:
+        """Wait until the run has ended and return its outcome."""
+        self._ended.wait()
+        assert self._outcome is not None
+        return self._outcome
 
     def _stop_at_exit(self) -> None:
-        """Stop following; a run that is not detached is stopped."""
-        if not self.detached:
+        """Stop polling, and stop a run that is not detached."""
+        if not self.is_detached:
             self._console.on_event(Notice(STOPPED_AT_EXIT))
             with contextlib.suppress(TimeoutError):
                 self.stop(save=False)
-                self._over.wait(EXIT_SECONDS)
+                self._ended.wait(EXIT_SECONDS)
         self._is_closed = True
-        self._thread.join(2 * POLL_SECONDS)  # Ray must not be shut down under it
+        self._thread.join(2 * POLL_SECONDS)  # Ray must not be shut down while it polls
 
 
 def start_host_actor_run(spec: RunSpec) -> HostActorRun:
-    """Start a run in an actor of its own, on the node of this driver or of its Ray Client server.
+    """Start a run in a new host actor, on the node of this driver or of its Ray Client server.
+
+    Args:
+        spec: The run.
 
     Raises:
-        RunInProgressError: A run of this name goes on.
-        Exception: Whatever keeps the run from starting.
+        RunInProgressError: A detached run with this name is in progress.
+        Exception: The run cannot start.
     """
     actor = _create_host_actor(spec)
     try:
-        asked: ObjectRef[HostedRunInfo] = actor.start_run.remote(serialize(spec))
-        info = ray.get(asked)
+        reply: ObjectRef[HostedRunInfo] = actor.start_run.remote(serialize(spec))
+        info = ray.get(reply)
     except RayTaskError as error:
         ray.kill(actor)
         raise _unwrap_cause(error) from None
@@ -232,46 +239,48 @@ def start_host_actor_run(spec: RunSpec) -> HostActorRun:
 
 
 def _create_host_actor(spec: RunSpec) -> HostHandle:
-    detached = spec.run_config.detached
+    is_detached = spec.run_config.detached
     node = ray.get_runtime_context().get_node_id()
     options: dict[str, object] = {
         "num_cpus": 0,
-        # A host that Ray started again would have lost its workers and the journal's lock; the user
-        # starts the run again, and it resumes.
+        # A restarted host would have lost its workers and the lock on the journal. The user starts
+        # the run again instead, and it resumes.
         "max_restarts": 0,
         "max_concurrency": _MAX_CONCURRENCY,
-        # On this node, since a run's directory is by default a local one; soft, since a Ray
-        # Client's node may have gone.
+        # On this node, because a run directory is local by default. Soft, because the node of a Ray
+        # Client may be lost.
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
     }
     if spec.run_config.worker_runtime_env:
         options["runtime_env"] = dict(spec.run_config.worker_runtime_env)
-    if detached:
+    if is_detached:
         _claim_name(spec.name)
         options |= {"name": spec.name, "namespace": NAMESPACE, "lifetime": "detached"}
     try:
-        remote: Any = ray.remote  # its stub takes `remote()` for one that makes a plain object
+        remote: Any = ray.remote  # its stub types `remote()` as a call that returns a plain object
         actor: HostHandle = (
             remote(HostActor)
             .options(**options)
             .remote(
                 spec.worker_spec.environment,
                 spec.worker_spec.surroundings,
-                detached,
+                is_detached,
                 get_ray_worker_id(),
             )
         )
         return actor
-    except ValueError as error:  # another one was faster
+    except ValueError as error:  # another driver claimed the name in the meantime
         raise _make_name_taken_error(spec.name) from error
 
 
 def _claim_name(name: str) -> None:
-    """Refuse a name that a run has; wait for a host whose run is over already, or never begins.
+    """Make sure that no other run has this name.
+
+    Kills and waits for a host whose run has already ended or will never start.
 
     Raises:
-        RunInProgressError: The run goes on.
-        TimeoutError: Its host does not answer.
+        RunInProgressError: A run with this name is in progress.
+        TimeoutError: The host of that run does not reply.
     """
     actor = get_host_actor(name)
     if actor is None:
@@ -279,9 +288,9 @@ def _claim_name(name: str) -> None:
     with contextlib.suppress(RayError):
         if not _get_reply(actor, name, actor.has_ended.remote()):
             raise _make_name_taken_error(name)
-    # Its run is over, and it only waits for followers that may never ask again; or its driver was
-    # killed. `ray.kill` returns before the actor has ended, and only then its name is free
-    # (ray-project/ray#20611).
+    # The run has ended and the host only waits for clients that may never poll again, or its driver
+    # was killed. `ray.kill` returns before the actor has ended, and the name is free only after
+    # that (ray-project/ray#20611).
     ray.kill(actor)
     with contextlib.suppress(RayError):
         _get_reply(actor, name, actor.block_until_killed.remote())
@@ -289,31 +298,38 @@ def _claim_name(name: str) -> None:
 
 def _make_name_taken_error(name: str) -> RunInProgressError:
     return RunInProgressError(
-        f"a detached run {name!r} is going on; drawbar.train.attach({name!r}) gives a handle on "
-        "it. Give this run another RunConfig.name, or wait for the other one"
+        f"a detached run {name!r} is in progress. Set another RunConfig.name, or wait for that run "
+        f"with drawbar.train.attach({name!r}).wait()"
     )
 
 
 def get_host_actor(name: str) -> HostHandle | None:
-    """Give the actor of the detached run of this name, None if there is none."""
+    """Return the host actor of the detached run with this name, or None."""
     try:
-        # In a namespace of its own: that of a job is made up anew for each driver.
+        # In a fixed namespace: the default one is different for each driver.
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
 
 
 def list_detached_runs() -> list[str]:
-    """List the names of the detached runs on this cluster."""
+    """Return the names of the detached runs on this cluster."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
 
 
 def attach_to_host_actor(name: str, path: str | None = None) -> HostActorRun | None:
-    """Follow the detached run of this name from now on; None if none goes on, or not at `path`.
+    """Follow the detached run with this name from now on.
+
+    Args:
+        name: Name of the run.
+        path: Path or URI that the run must have, or None for any.
+
+    Returns:
+        The run, or None if no matching detached run is in progress.
 
     Raises:
-        TimeoutError: Its host does not answer.
+        TimeoutError: The host of the run does not reply.
     """
     actor = get_host_actor(name)
     if actor is None:
@@ -322,46 +338,45 @@ def attach_to_host_actor(name: str, path: str | None = None) -> HostActorRun | N
         _get_reply(actor, name, actor.has_ended.remote())
         info = _get_reply(actor, name, actor.get_info.remote())
     except RayError:
-        return None  # it is just ending
+        return None  # the run is ending
     if path not in (None, info.directory.uri):
         return None
     with _attach_lock:
-        # What it shows is shown once, however many handles this process has.
+        # One view for all handles of this process, so that output is shown only once.
         return _runs_by_actor_id.get(_get_actor_id(actor)) or HostActorRun(
             actor, info, should_replay=False
         )
 
 
 def _get_reply(
-    actor: HostHandle, name: str, asked: ObjectRef[T], seconds: float = REPLY_TIMEOUT_S
+    actor: HostHandle, name: str, reply: ObjectRef[T], timeout: float = REPLY_TIMEOUT_S
 ) -> T:
-    """Wait for what an actor answers, so long at the most.
+    """Wait for the reply of an actor.
 
     Raises:
-        TimeoutError: It does not answer.
-        RayError: It has raised, or is gone.
+        TimeoutError: The actor does not reply in time.
+        RayError: The method raised an exception, or the actor died.
     """
     try:
-        return ray.get(asked, timeout=seconds)
+        return ray.get(reply, timeout=timeout)
     except GetTimeoutError:
         raise TimeoutError(_describe_unresponsive(actor, name)) from None
 
 
 def _describe_unresponsive(actor: HostHandle, name: str) -> str:
     return (
-        f"the process that hosts run {name!r} does not answer ({_format_actor_address(actor)}): "
-        "it is stopped, "
-        "still starting, or cut off. There, `kill -CONT <pid>` lets a stopped one go on, and "
-        '`kill -9 <pid>` ends the run and its workers; fit() with resume="auto" then goes on from '
-        "its newest checkpoint"
+        f"the process that hosts run {name!r} does not reply ({_format_actor_address(actor)}): "
+        "it is suspended, still starting, or unreachable. On that node, `kill -CONT <pid>` "
+        "continues a suspended process, and `kill -9 <pid>` ends the run and its workers; "
+        'fit() with resume="auto" then resumes from its latest checkpoint'
     )
 
 
 def _format_actor_address(actor: HostHandle) -> str:
-    """Say where an actor is, by what Ray has noted."""
-    noted = get_actor_info(_get_actor_id(actor))
-    address = noted.get("Address", {}).get("IPAddress") or "unknown"
-    return f"pid {noted.get('Pid') or 'unknown'} on node {address}"
+    """Return the process ID and node of an actor, according to Ray."""
+    info = get_actor_info(_get_actor_id(actor))
+    address = info.get("Address", {}).get("IPAddress") or "unknown"
+    return f"pid {info.get('Pid') or 'unknown'} on node {address}"
 
 
 def _get_actor_id(actor: HostHandle) -> str:
@@ -369,5 +384,5 @@ def _get_actor_id(actor: HostHandle) -> str:
 
 
 def _unwrap_cause(error: RayTaskError) -> BaseException:
-    """Give what a method of the actor raised."""
+    """Return the exception that a method of the actor raised."""
     return error.cause if isinstance(error.cause, BaseException) else error

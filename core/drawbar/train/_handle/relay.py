@@ -1,4 +1,4 @@
-"""What happens in a run, kept for those who follow it from other processes."""
+"""Buffer the latest events of a run for clients in other processes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ KEPT = 4096
 
 @dataclass(frozen=True)
 class Position:
-    """How much a follower has seen: events in all, and reports of rank 0."""
+    """Position of a client: number of events and number of reports of rank 0 it has received."""
 
     events: int
     reports: int
 
 
 class Relay:
-    """Watches a run for followers: `since` gives what they are to show.
+    """Watcher that buffers events for clients, which fetch them with `since`.
 
-    The newest `KEPT` events are kept. Of rank 0's reports only the newest one is: there may be
-    thousands per second, and a console shows few. A follower who comes later begins with how the
-    run stands.
+    The latest `KEPT` events are buffered, but only the latest report of rank 0: there may be
+    thousands of reports per second, and a console shows few. A new client starts with the events
+    that describe the current status.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # Bounded: a follower that is stopped must not fill the memory of who hosts the run.
+        # Bounded: a suspended client must not fill the memory of the host.
         self._events: deque[Event] = deque(maxlen=KEPT)
         self._state: Event | None = None
         self._checkpoint: Event | None = None
@@ -50,7 +50,7 @@ class Relay:
         self._over = False
 
     def on_event(self, event: Event) -> None:
-        """Keep an event. A report wakes nobody."""
+        """Store an event. Reports do not wake clients."""
         with self._changed:
             match event:
                 case ReportReceived():
@@ -59,7 +59,7 @@ class Relay:
                         self._reports += 1
                     return
                 case RoundCompleted():
-                    return  # for callbacks, which the host has
+                    return  # only for callbacks, which run in the host
                 case (
                     AttemptStarted()
                     | WorkersStarted()
@@ -77,37 +77,39 @@ class Relay:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Keep all that was taken: followers may not have it yet."""
+        """Do nothing: clients may not have received all events yet."""
 
     def release(self) -> None:
-        """Let nobody wait any more: nothing more comes."""
+        """Wake all waiting clients, because no further events follow."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def since(self, seen: Position | None, timeout: float) -> tuple[list[Event], Position]:
-        """Give the events after a position, or how the run stands without one.
+        """Return the events after a position, and the new position.
 
-        Waits `timeout` seconds for the first one, at most.
+        Args:
+            seen: Position of the client, or None for the events that describe the current status.
+            timeout: Maximum number of seconds to wait for the first event.
         """
         with self._changed:
             if seen is None:
-                standing = (self._state, self._checkpoint)
-                events = [event for event in standing if event is not None]
-                # No report is counted as seen, so that whoever comes later is shown the newest.
+                status_events = (self._state, self._checkpoint)
+                events = [event for event in status_events if event is not None]
+                # Count no report as seen, so that a new client is shown the latest one.
                 seen = Position(self._count, 0)
             else:
-                already = seen.events
-                self._changed.wait_for(lambda: self._over or self._count > already, timeout)
-                events = self._events_after(already)
+                num_seen = seen.events
+                self._changed.wait_for(lambda: self._over or self._count > num_seen, timeout)
+                events = self._events_after(num_seen)
             if self._report is not None and self._reports > seen.reports:
                 events.append(self._report)
             return events, Position(self._count, self._reports)
 
-    def _events_after(self, already: int) -> list[Event]:
-        new = self._count - already
-        lost = new - len(self._events)
-        if lost > 0:
-            notice = Notice(f"{lost} lines came too fast to be shown here")
+    def _events_after(self, num_seen: int) -> list[Event]:
+        num_new = self._count - num_seen
+        num_lost = num_new - len(self._events)
+        if num_lost > 0:
+            notice = Notice(f"{num_lost} lines are not shown because they arrived too fast")
             return [notice, *self._events]
-        return list(self._events)[len(self._events) - new :]
+        return list(self._events)[len(self._events) - num_new :]

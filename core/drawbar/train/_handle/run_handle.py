@@ -1,4 +1,4 @@
-"""`RunHandle`: a run that was started, from here or from another process."""
+"""RunHandle and attach(): observe, stop, and wait for a run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ from drawbar.train._storage.journal_file import is_locked
 from drawbar.train._storage.run_directory import RunDirectory, open_run_directory
 from drawbar.train._worker_group.cluster import try_connect_to_ray
 
-JOIN_INTERVAL_S = (
-    1.0  # a Ctrl-C that comes just before Python waits is seen only when the wait ends
-)
+# A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
+JOIN_INTERVAL_S = 1.0
 
 
 class RunView(Protocol):
-    """A run as this process can reach it: here, in an actor, or in its directory."""
+    """View of a run in this process, in a host actor, or in a run directory."""
 
-    detached: bool
+    is_detached: bool
 
     @property
     def name(self) -> str:
@@ -45,55 +44,56 @@ class RunView(Protocol):
 
     @property
     def path(self) -> str:
-        """Where the run lies."""
+        """Run directory, as a path or URI."""
         ...
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the run is over; tells whether it is."""
+        """Wait until the run has ended and return whether it has."""
         ...
 
     def stop(self, *, save: bool) -> None:
-        """End the run in order: after its next commit, or now."""
+        """Stop the run: gracefully after its next commit, or immediately."""
         ...
 
     def kill(self) -> None:
-        """End every process of the run at once."""
+        """Kill every process of the run immediately."""
         ...
 
     def diagnose(self) -> str:
-        """Say where every rank stands."""
+        """Return a description of what each rank is blocked in."""
         ...
 
-    def snapshot(self) -> RunState:
-        """Say how the run stands, or stood at its end."""
+    def get_state(self) -> RunState:
+        """Return the current or final state of the run."""
         ...
 
     def read_log(self, rank: int) -> str:
-        """Give what a rank has written so far."""
+        """Return the output that a rank has written so far."""
         ...
 
-    def ending(self) -> RunOutcome:
-        """Give how the run ended."""
+    def get_outcome(self) -> RunOutcome:
+        """Return the outcome of the run."""
         ...
 
     @property
-    def silence(self) -> str:
-        """Say that the process that hosts the run does not answer, "" if it does."""
+    def unresponsive_reason(self) -> str:
+        """Reason why the host of the run counts as unresponsive, or an empty string."""
         ...
 
 
 class RunHandle:
-    """A run: wait for it, stop it, look at it.
+    """Handle to a run: wait for it, stop it, and inspect it.
 
-    What asks a detached run raises a `TimeoutError` when the process that hosts it has not answered
-    for ten seconds.
+    `DataParallelTrainer.start` and `attach` return handles. Methods and properties that query a
+    detached run raise `TimeoutError` if its host does not reply within ten seconds.
 
+    Example:
+        ```python
         run = trainer.start()
         print(run.status, run.metrics)
         run.stop()
         result = run.wait()
-
-    `DataParallelTrainer.start` and `attach` give one.
+        ```
     """
 
     def __init__(self, run: RunView) -> None:
@@ -106,54 +106,61 @@ class RunHandle:
 
     @property
     def path(self) -> str:
-        """The run's directory, or its URI."""
+        """Run directory, as a path or URI."""
         return self._run.path
 
     @property
     def status(self) -> str:
-        """What the run is doing.
+        """Status of the run.
 
-        "starting", "running", "restarting"; in the end "finished", "failed" or "stopped".
+        One of "starting", "running", "restarting", "finished", "failed", and "stopped".
         """
-        return self._run.snapshot().status
+        return self._run.get_state().status
 
     @property
     def is_done(self) -> bool:
-        """Whether the run is over: `wait` returns or raises at once."""
+        """True if the run has ended, so that `wait` returns or raises at once."""
         return self._run.join(0)
 
     @property
     def metrics(self) -> Metrics | None:
-        """What the lowest rank that has reported, usually rank 0, reported last."""
+        """Latest metrics of the lowest rank that has reported, usually rank 0."""
         metrics = self.metrics_by_rank
         return metrics[min(metrics)] if metrics else None
 
     @property
     def metrics_by_rank(self) -> dict[int, Metrics]:
-        """What each rank reported last."""
-        return self._run.snapshot().last_metrics
+        """Latest metrics of each rank."""
+        return self._run.get_state().last_metrics
 
     @property
     def stalled_ranks(self) -> dict[int, str]:
-        """The ranks that give no sign of life while others wait for them, and where they stand.
+        """Ranks that show no activity while others wait for them, with their locations.
 
-        `FailureConfig.stall_warning_after` says after how long.
+        `FailureConfig.stall_warning_after` sets the time after which a rank counts as stalled.
         """
-        return self._run.snapshot().stalled_ranks
+        return self._run.get_state().stalled_ranks
 
     @property
     def timeline(self) -> Timeline:
-        """Where the time went so far: start-up, checkpoints and outcome of every attempt."""
-        return self._run.snapshot().timeline
+        """Start-up time, checkpoint time, and outcome of every attempt so far."""
+        return self._run.get_state().timeline
 
     def get_logs(self, rank: int = 0) -> str:
-        """Give all that a rank has written so far, over all attempts; "" if it has not begun.
+        """Return the output that a rank has written so far, in all attempts.
 
-        The log of a rank on a node that does not share the storage path comes when its attempt has
-        ended.
+        With node-local storage, the log is available after the attempt of the rank has ended.
+
+        Args:
+            rank: World rank.
+
+        Returns:
+            The log, or an empty string if the rank has not started.
 
         Raises:
-            ValueError: The run has no such rank.
+            ValueError: The run has no rank of this number.
+
+        Example: `print(run.get_logs(rank=1))`
         """
         sizes = [attempt.world_size for attempt in self.timeline.attempts]
         if rank < 0 or 0 < max(sizes, default=0) <= rank:
@@ -161,39 +168,62 @@ class RunHandle:
         return self._run.read_log(rank)
 
     def diagnose(self) -> str:
-        """Write every rank's stacks to `<run>/stacks`, and say in a few lines who stands where.
+        """Write the stacks of all ranks to `<run>/stacks` and summarize where the ranks are.
+
+        Returns:
+            A few lines that name the location of each rank.
 
         Raises:
-            RuntimeError: The run is over.
+            RuntimeError: The run has ended.
+
+        Example: `print(run.diagnose())`
         """
         if self.is_done:
-            raise RuntimeError(f"run {self.name!r} is over ({self.status}): nobody stands anywhere")
+            raise RuntimeError(
+                f"run {self.name!r} has ended ({self.status}): it has no workers to inspect"
+            )
         return self._run.diagnose()
 
     def stop(self, *, save: bool = True) -> None:
-        """Ask the run to end; `wait` tells when it has. It can be resumed with `resume="auto"`.
+        """Request the run to stop. It can be resumed with `resume="auto"`.
+
+        Returns at once; `wait` returns when the run has ended.
 
         Args:
-            save: `should_checkpoint()` says yes in the function, and the run ends when the next
-                checkpoint is committed, or at once where no function is running. If False, the
-                functions are interrupted now, and what they did since their last checkpoint is
-                lost.
+            save: If True, `should_checkpoint()` returns True in the training functions, and the run
+                ends after its next commit, or at once if no function is running. If False, the
+                functions are interrupted now, and progress since the last checkpoint is lost.
+
+        Example:
+            ```python
+            run.stop(save=True)
+            result = run.wait()
+            ```
         """
         self._run.stop(save=save)
 
     def wait(self, timeout: float | timedelta | None = None) -> Result:
-        """Wait until the run is over. A run that was stopped has a result too.
+        """Wait until the run has ended. A run that was stopped has a result too.
 
-        Ctrl-C stops the run in order, a second one kills it; a detached run goes on.
+        Ctrl-C stops the run, a second Ctrl-C kills it. A detached run continues after Ctrl-C.
 
         Args:
-            timeout: Seconds, or a timedelta; None waits without limit.
+            timeout: Seconds, or a timedelta. None waits without limit.
+
+        Returns:
+            The result of the run.
 
         Raises:
-            TypeError, ValueError: `timeout` is no duration.
-            TimeoutError: It is not over yet. It goes on.
-            TrainingFailedError: The run failed; its subclass and message say why.
-            UserAbort: Ctrl-C.
+            TypeError: `timeout` is not a duration.
+            ValueError: `timeout` is negative or not a number.
+            TimeoutError: The run has not ended within `timeout`. It continues.
+            TrainingFailedError: The run failed. The subclass and the message describe the cause.
+            UserAbort: The user pressed Ctrl-C.
+
+        Example:
+            ```python
+            result = run.wait(timeout=3600)
+            ```
         """
         seconds = None
         if timeout is not None:
@@ -205,28 +235,28 @@ class RunHandle:
         with _diagnose_on_signal(self._run.diagnose):
             while True:
                 try:
-                    # Inside `try`: a second Ctrl-C may come while the first is handled.
+                    # Inside `try`: a second Ctrl-C may arrive while the first is handled.
                     if handled < interrupts:
                         handled = interrupts
                         self._interrupt(is_first=interrupts == 1)
-                    left = max(0.0, deadline - time.monotonic())
-                    # In short waits: a Ctrl-C in the moment before one begins does not end it.
-                    if self._run.join(min(left, JOIN_INTERVAL_S)):
+                    remaining = max(0.0, deadline - time.monotonic())
+                    # Wait in short intervals: a Ctrl-C just before a wait does not interrupt it.
+                    if self._run.join(min(remaining, JOIN_INTERVAL_S)):
                         break
                     if time.monotonic() >= deadline:
                         raise TimeoutError(self._describe_timeout(seconds))
                 except KeyboardInterrupt:
-                    if self._run.detached:
+                    if self._run.is_detached:
                         raise UserAbort(self._describe_detach()) from None
-                    # The timeout does not apply to a run that is being stopped.
+                    # The timeout does not apply while the run is being stopped.
                     deadline, interrupts = math.inf, interrupts + 1
         if interrupts:
             raise UserAbort(
-                f"stopped by Ctrl-C; the run lies at {self.path} and goes on from its newest "
-                f"checkpoint, if it has one, with RunConfig(name={self.name!r}, ...) and the same "
+                f"stopped by Ctrl-C; the run is in {self.path}. To resume from the latest "
+                f"checkpoint, if there is one, set RunConfig(name={self.name!r}, ...) and the same "
                 "storage_path"
             )
-        return self._run.ending().get_result()
+        return self._run.get_outcome().get_result()
 
     def _interrupt(self, *, is_first: bool) -> None:
         if is_first:
@@ -235,121 +265,132 @@ class RunHandle:
             self._run.kill()
 
     def _describe_timeout(self, seconds: float | None) -> str:
-        after = f"after {seconds:g} s run {self.name!r} in {self.path} is not over"
-        return f"{after}; {self._run.silence or 'it goes on'}"
+        description = f"after {seconds:g} s run {self.name!r} in {self.path} has not ended"
+        return f"{description}; {self._run.unresponsive_reason or 'it continues'}"
 
     def _describe_detach(self) -> str:
         return (
-            f"Ctrl-C: no longer waiting for the detached run {self.name!r}, which goes on. "
-            f"drawbar.train.attach({self.name!r}) gives a handle on it, whose stop() ends it"
+            f"Ctrl-C: no longer waiting for the detached run {self.name!r}, which continues. "
+            f"To stop it, call drawbar.train.attach({self.name!r}).stop()"
         )
 
     def __repr__(self) -> str:
         try:
-            snapshot = self._run.snapshot()
+            state = self._run.get_state()
         except TimeoutError:
-            return f"RunHandle({self.name!r}, its host does not answer, path={self.path!r})"
-        parts = [repr(self.name), snapshot.status]
-        if snapshot.status == "running":
-            parts.append(f"world size {snapshot.timeline.attempts[-1].world_size}")
-        if snapshot.stalled_ranks:
-            parts.append(
-                f"no sign of life of rank {', '.join(map(str, sorted(snapshot.stalled_ranks)))}"
-            )
-        if snapshot.last_metrics:
-            parts.append(f"metrics={snapshot.last_metrics[min(snapshot.last_metrics)]!r}")
+            return f"RunHandle({self.name!r}, host does not reply, path={self.path!r})"
+        parts = [repr(self.name), state.status]
+        if state.status == "running":
+            parts.append(f"world size {state.timeline.attempts[-1].world_size}")
+        if state.stalled_ranks:
+            parts.append(f"stalled ranks {', '.join(map(str, sorted(state.stalled_ranks)))}")
+        if state.last_metrics:
+            parts.append(f"metrics={state.last_metrics[min(state.last_metrics)]!r}")
         return f"RunHandle({', '.join(parts)}, path={self.path!r})"
 
 
 def attach(
     path_or_name: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
 ) -> RunHandle:
-    """Give a handle on a run that goes on, or is over.
+    """Return a handle to a running or finished run.
 
-    A detached run is reached from the whole cluster, any other one from other processes of its
-    user on its driver's machine. What a detached run shows from now on is shown here too.
+    A detached run can be reached from the whole cluster. Any other run can be reached from
+    processes of the same user on the driver's machine. Output that a detached run writes from now
+    on is shown in this process too.
 
     Args:
-        path_or_name: The run's directory, its URI, or its name: that of a detached run which goes
-            on, else that of a run in the default storage path.
-        storage_filesystem: The filesystem that the path lies on, as for `RunConfig`.
+        path_or_name: Run directory, URI, or name. A name refers to a detached run in progress, or
+            to a run in the default storage path.
+        storage_filesystem: Filesystem of the path, as in `RunConfig`.
+
+    Returns:
+        A handle to the run.
 
     Raises:
         ValueError: The path or name is empty.
-        LookupError: There is no such run, or it was cut off; the message says which, and where a
-            Ray was asked, the detached runs that go on there.
-        TimeoutError: The process that hosts the run does not answer; the message says where it is.
+        LookupError: The run does not exist or was interrupted. The message has the details and
+            lists the detached runs of the Ray cluster, if there is one.
+        TimeoutError: The host of the run does not reply. The message names its address.
+
+    Example:
+        ```python
+        run = drawbar.train.attach("my-run")
+        print(run.status)
+        ```
     """
-    given = os.fspath(path_or_name)
-    if not given:
-        raise ValueError("attach() takes a run's name, its directory or its URI, found ''")
-    is_name = "/" not in given and storage_filesystem is None
-    place = os.path.join(DEFAULT_STORAGE_PATH, given) if is_name else given
-    directory = open_run_directory(place, storage_filesystem)
+    target = os.fspath(path_or_name)
+    if not target:
+        raise ValueError("attach() needs the name, directory, or URI of a run, found ''")
+    is_name = "/" not in target and storage_filesystem is None
+    path_or_uri = os.path.join(DEFAULT_STORAGE_PATH, target) if is_name else target
+    directory = open_run_directory(path_or_uri, storage_filesystem)
     ended = None if is_name else EndedRun.find(directory)
     if ended is not None and ended.is_complete:
         return RunHandle(ended)
-    # Before Ray is looked for: joining a cluster takes a second, and a run beside this needs none.
-    neighbour = SameHostRun.find(directory)
-    if neighbour is not None and not neighbour.snapshot().is_detached:
-        return RunHandle(neighbour)
-    if neighbour is None and not is_name and not _can_be_detached(directory):
+    # Before Ray is tried: connecting takes a second, and a run on this host does not need it.
+    same_host = SameHostRun.find(directory)
+    if same_host is not None and not same_host.get_state().is_detached:
+        return RunHandle(same_host)
+    if same_host is None and not is_name and not _can_be_detached(directory):
         raise LookupError(_describe_directory(directory))
-    unjoined = try_connect_to_ray()
-    path = None if is_name else directory.uri
-    hosted = attach_to_host_actor(directory.name, path) if not unjoined else None
-    run = hosted or neighbour or EndedRun.find(directory)
+    connect_error = try_connect_to_ray()
+    uri = None if is_name else directory.uri
+    hosted = attach_to_host_actor(directory.name, uri) if not connect_error else None
+    run = hosted or same_host or EndedRun.find(directory)
     if run is not None:
         return RunHandle(run)
-    going_on = (
-        f"unknown, since {unjoined}" if unjoined else ", ".join(list_detached_runs()) or "none"
+    detached = (
+        f"unknown, since {connect_error}"
+        if connect_error
+        else ", ".join(list_detached_runs()) or "none"
     )
-    raise LookupError(f"{_describe_directory(directory)}; detached runs that go on: {going_on}")
+    raise LookupError(f"{_describe_directory(directory)}; detached runs in progress: {detached}")
 
 
 def _can_be_detached(directory: RunDirectory) -> bool:
-    """Whether a run may go on in an actor of a Ray, as far as its directory tells."""
+    """Return whether the run may be in progress in a Ray actor, judging by its directory."""
     try:
         events = read_events(directory)
     except FileNotFoundError:
-        return True  # its directory may lie on another machine
+        return True  # the directory may be on another machine
     return not events or RunState.from_events(events).is_detached
 
 
 def _describe_directory(directory: RunDirectory) -> str:
-    name, location = directory.name, directory.uri
+    name, uri = directory.name, directory.uri
     if directory.run_files.read_journal() is None:
-        return f"no detached run {name!r} goes on, and {location} holds no run that is over"
+        return f"no detached run {name!r} is in progress, and {uri} contains no ended run"
     if is_locked(directory.journal_path) and _can_be_detached(directory):
         return (
-            f"run {name!r} in {location} goes on, detached, on a cluster that this process is not "
-            "connected to: RAY_ADDRESS or ray.init(address=...) says which"
+            f"run {name!r} in {uri} is in progress, detached, on a cluster that this process is "
+            "not connected to. Set RAY_ADDRESS or call ray.init(address=...)"
         )
     if is_locked(directory.journal_path):
         return (
-            f"run {name!r} in {location} goes on in a driver of another user or machine, or with "
-            "another TMPDIR: it is reached from there alone, since it is not detached"
+            f"run {name!r} in {uri} is in progress in a driver of another user or machine, or with "
+            "another TMPDIR. It is not detached, so attach from there"
         )
     if directory.remote_path is not None:
         return (
-            f"run {name!r} in {location} has not ended, as far as is told there, and no process of "
-            'this machine hosts it: it goes on elsewhere, or was cut off; fit() with resume="auto" '
-            "then goes on from its newest checkpoint"
+            f"run {name!r} in {uri} has not ended according to its journal, and no process of this "
+            "machine hosts it: it is in progress elsewhere or was interrupted. If it was "
+            'interrupted, fit() with resume="auto" resumes from its latest checkpoint'
         )
     return (
-        f"run {name!r} in {location} has not ended, and the process that hosted it is gone; "
-        'fit() with resume="auto" goes on from its newest checkpoint'
+        f"run {name!r} in {uri} has not ended, and its host process died. "
+        'To resume from its latest checkpoint, call fit() with resume="auto"'
     )
 
 
 @contextlib.contextmanager
 def _diagnose_on_signal(diagnose: Callable[[], str]) -> Iterator[None]:
-    """Have `kill -USR1 <driver>` write where every rank stands, if the signal is not taken."""
+    """Call `diagnose` when this process receives SIGUSR1, unless the signal has a handler."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         yield
         return
-    # In a thread: the handler runs between two lines of the main one, which may hold what it needs.
+    # In a thread: the handler runs between two lines of the main thread, which may hold a lock
+    # that `diagnose` needs.
     signal.signal(signal.SIGUSR1, lambda number, frame: threading.Thread(target=diagnose).start())
     try:
         yield

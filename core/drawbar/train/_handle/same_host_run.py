@@ -1,4 +1,4 @@
-"""A run in another process of this user's on this machine, as others there have it."""
+"""View of a run in another process of this user on this host."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _REPLY_TIMEOUT_S = 10.0
 
 
 class SameHostRun:
-    """What `RunHandle` asks of a run, asked of its process, and of its directory.
+    """A run that its process controls through a socket, and whose directory is readable.
 
-    Use `find`: it tells whether there is one.
+    Create instances with `find`.
     """
 
-    detached = True  # whoever waits for it may leave: it goes on
+    is_detached = True  # the run continues when its clients stop waiting
 
     def __init__(self, directory: RunDirectory, connection: socket.socket) -> None:
         self._directory = directory
         self._connection = connection
-        # Whoever forgets the handle must not stay among the run's followers.
+        # Close the connection with the handle, so that the run does not keep a dead client.
         weakref.finalize(self, connection.close)
 
     @classmethod
     def find(cls, directory: RunDirectory) -> SameHostRun | None:
-        """Give the run of a directory; None if no process of this user's hosts it here."""
+        """Return the run in a directory, or None if no process of this user here runs it."""
         connection = say(directory.local_path, FOLLOW)
         return None if connection is None else cls(directory, connection)
 
     @property
-    def silence(self) -> str:
-        """Who does not answer is told of where he is asked."""
+    def unresponsive_reason(self) -> str:
+        """Always empty: requests raise `TimeoutError` if the process does not reply."""
         return ""
 
     @property
@@ -50,51 +50,51 @@ class SameHostRun:
 
     @property
     def path(self) -> str:
-        """Where the run lies."""
+        """Run directory, as a path or URI."""
         return self._directory.uri
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the run is over; tells whether it is."""
+        """Wait until the run has ended and return whether it has."""
         ended, _, _ = select.select([self._connection], [], [], timeout)
         return bool(ended)
 
     def stop(self, *, save: bool) -> None:
-        """End the run in order: after its next commit, or now."""
+        """Stop the run: gracefully after its next commit, or immediately."""
         self._request("stop" if save else "stop now")
 
     def kill(self) -> None:
-        """End every process of the run at once."""
+        """Kill every process of the run immediately."""
         self._request("kill")
 
     def diagnose(self) -> str:
-        """Say where every rank stands; "" if the run has ended meanwhile."""
+        """Return a description of what each rank is blocked in, or "" if the run has ended."""
         return self._request("diagnose", extra_seconds=DIAGNOSIS_TIMEOUT_S)
 
     def _request(self, request: str, *, extra_seconds: float = 0.0) -> str:
-        answer = ask(self._directory.local_path, request, _REPLY_TIMEOUT_S + extra_seconds)
-        if answer is not None and answer.error:
-            raise RuntimeError(f"run {self.name!r} in {self.path}: {answer.error}")
-        return "" if answer is None else answer.text
+        reply = ask(self._directory.local_path, request, _REPLY_TIMEOUT_S + extra_seconds)
+        if reply is not None and reply.error:
+            raise RuntimeError(f"run {self.name!r} in {self.path}: {reply.error}")
+        return "" if reply is None else reply.text
 
-    def snapshot(self) -> RunState:
-        """Say how the run stands."""
+    def get_state(self) -> RunState:
+        """Return the current state of the run."""
         return RunState.from_events(read_events(self._directory))
 
     def read_log(self, rank: int) -> str:
-        """Give what a rank has written so far."""
-        here = self._directory.get_log_path(rank)
-        if here.exists():
-            return here.read_text(errors="replace")
-        return (self._directory.run_files.read(f"logs/{here.name}") or b"").decode(errors="replace")
+        """Return the output that a rank has written so far."""
+        path = self._directory.get_log_path(rank)
+        if path.exists():
+            return path.read_text(errors="replace")
+        return (self._directory.run_files.read(f"logs/{path.name}") or b"").decode(errors="replace")
 
-    def ending(self) -> RunOutcome:
-        """Give how the run ended."""
+    def get_outcome(self) -> RunOutcome:
+        """Return the outcome of the run."""
         ended = EndedRun.find(self._directory)
         if ended is not None:
-            return ended.ending()
-        gone = ControllerError(
-            "the process that hosted the run is gone, and its journal tells no end\n\nrun "
-            f'directory: {self.path}\nresume="auto" goes on from the newest checkpoint',
+            return ended.get_outcome()
+        error = ControllerError(
+            "the process that hosted the run died, and its journal contains no end\n\nrun "
+            f'directory: {self.path}\nTo resume from the latest checkpoint, set resume="auto".',
             path=self.path,
         )
-        return RunOutcome(ControllerOutcome(error=gone), RunState(status="failed"), None)
+        return RunOutcome(ControllerOutcome(error=error), RunState(status="failed"), None)

@@ -1,7 +1,7 @@
-"""A run whose ranks are the processes that a launcher such as torchrun has started.
+"""View of a run from a torchrun process with a rank above 0.
 
-Each of them calls `fit()` or `start()`. Rank 0 hosts the run; the others take part in it from here,
-and end as it ends.
+Each process that torchrun starts calls `fit()` or `start()`. Rank 0 runs the controller; the other
+ranks connect to it, and their `fit()` ends when the run ends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from drawbar.train._worker_group.torchrun_group import TorchrunWorkerGroup, make
 from drawbar.train._worker_group.validators import ThreadValidator
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
-_run_numbers = itertools.count()  # of this process: the ranks call fit() equally often
+_run_numbers = itertools.count()  # per process: all ranks call fit() equally often
 
 
 def start_or_join_torchrun_run(
@@ -73,15 +73,19 @@ def start_or_join_torchrun_run(
     *,
     use_caller_thread: bool,
 ) -> ControllerThread | TorchrunRun:
-    """Host a run in the process of rank 0, or take part in it.
+    """Run the controller in the process of rank 0, or connect another rank to it.
 
     Args:
-        store: The launcher's.
-        spec, payload, validation_config, make_console, use_caller_thread: As for `start_local_run`.
+        store: Store of the launcher, through which the ranks find each other.
+        spec: The run.
+        payload: The training function.
+        validation_config: Validation of checkpoints, or None.
+        make_console: Creates the console from the path of the run directory.
+        use_caller_thread: Run the training function in the thread that waits for the run.
 
     Raises:
         ValueError: The trainer has datasets.
-        Exception: Whatever keeps the run from starting, on every rank.
+        Exception: The run cannot start. Raised on every rank.
     """
     ranks = read_ranks_from_env(os.environ)
     _check_no_datasets(spec, ranks)
@@ -111,19 +115,23 @@ def _start_rank_zero(
 ) -> ControllerThread:
     gpu_ids = _get_gpu_ids(spec, ranks)
 
-    def make_group(path: str, spawn: SubmitCall) -> WorkerGroup:
-        own = ThreadWorkerGroup(payload, submit_call=spawn, gpu_ids=gpu_ids)
-        here = make_local_worker_info(ranks, gpu_ids)
-        return TorchrunWorkerGroup(own, here, peers, lambda save: host.stop(save=save))
+    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
+        local_group = ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=gpu_ids)
+        local_info = make_local_worker_info(ranks, gpu_ids)
+        return TorchrunWorkerGroup(
+            local_group, local_info, peers, lambda save: host.stop(save=save)
+        )
 
     validator = ThreadValidator(validation_config) if validation_config is not None else None
     host = ControllerThread(
         _disable_restarts(spec),
-        make_group,
+        make_worker_group,
         make_console,
         validator,
         use_caller_thread=use_caller_thread,
-        at_end=lambda ending: peers.send_all(Over(ending.serialize(serialize_without_references))),
+        on_end=lambda outcome: peers.send_all(
+            Over(outcome.serialize(serialize_without_references))
+        ),
     )
     return host
 
@@ -133,9 +141,9 @@ def _disable_restarts(spec: RunSpec) -> RunSpec:
     failures = spec.run_config.failure_config
     if failures.max_failures:
         warnings.warn(
-            f"FailureConfig.max_failures={failures.max_failures} is not used in processes that a "
-            "launcher has started: it restarts them, as torchrun does with --max-restarts, and a "
-            'run that has a name and resume="auto" goes on from its newest checkpoint',
+            f"FailureConfig.max_failures={failures.max_failures} is ignored under torchrun, which "
+            "restarts the processes itself. Set torchrun's --max-restarts; a run with a name and "
+            'resume="auto" then resumes from its latest checkpoint',
             stacklevel=7,
         )
     failures = dataclasses.replace(failures, max_failures=0)
@@ -147,7 +155,7 @@ def _check_no_datasets(spec: RunSpec, ranks: Ranks) -> None:
     if spec.datasets:
         raise ValueError(
             f"datasets={sorted(spec.datasets)} cannot be split among the {ranks.world_size} "
-            "processes that a launcher has started, which share no Ray; start the script with "
+            "processes that torchrun has started, because they have no Ray. Start the script with "
             f"python and ScalingConfig(num_workers={ranks.world_size}), or read the data in the "
             "training function"
         )
@@ -158,24 +166,24 @@ def _get_gpu_ids(spec: RunSpec, ranks: Ranks) -> tuple[str, ...]:
 
 
 class TorchrunRun:
-    """A run that the process of rank 0 hosts, and this one takes part in as another rank.
+    """A run in the process of rank 0, in which this process takes part as another rank.
 
     Args:
-        store: The launcher's.
-        key: Where rank 0 says how to reach it.
+        store: Store of the launcher.
+        key: Key under which rank 0 publishes its address.
         spec: The run, as this process would start it.
-        payload: The function.
-        ranks: Of this process.
-        use_caller_thread: The function runs in the thread that calls `join`, else in one of its
-            own.
+        payload: The training function.
+        ranks: Ranks of this process.
+        use_caller_thread: Run the training function in the thread that calls `join`, instead of in
+            a separate thread.
 
     Raises:
-        ControllerError: Rank 0 is gone.
-        Exception: Whatever keeps rank 0 from opening the run.
+        ControllerError: Rank 0 died.
+        Exception: Rank 0 cannot start the run.
     """
 
-    detached = False
-    silence = ""
+    is_detached = False
+    unresponsive_reason = ""
 
     def __init__(
         self,
@@ -188,16 +196,15 @@ class TorchrunRun:
         use_caller_thread: bool,
     ) -> None:
         self._payload = payload
-        self._environment = spec.worker_spec.environment
+        self._env_vars = spec.worker_spec.environment
         self._cache: dict[object, object] = {}
         self._session: Session | None = None
         self._function_thread: threading.Thread | None = None
         self._executor = CallerExecutor(use_caller_thread=use_caller_thread)
-        self._hook_threads = DaemonThreadPool(
-            1, "drawbar-hooks"
-        )  # one may hang, and the run still ends
-        self._over = threading.Event()
-        self._ending: RunOutcome | None = None
+        # A hook that hangs must not keep the run from ending.
+        self._hook_threads = DaemonThreadPool(1, "drawbar-hooks")
+        self._ended = threading.Event()
+        self._outcome: RunOutcome | None = None
         hello = Hello(ranks.world_rank, make_local_worker_info(ranks, _get_gpu_ids(spec, ranks)))
         try:
             self._connection, self._directory = meet_rank_zero(store, key, hello)
@@ -212,23 +219,23 @@ class TorchrunRun:
 
     @property
     def path(self) -> str:
-        """Where the run lies."""
+        """Run directory, as a path or URI."""
         return self._directory.uri
 
-    # -- what rank 0 says
+    # -- commands of rank 0
 
     def _receive_loop(self) -> None:
         try:
-            while self._ending is None:
+            while self._outcome is None:
                 self._handle_command(self._connection.receive())
         except (OSError, EOFError) as error:
-            gone = _make_rank_zero_lost_error(error, self.path)
-            self._ending = RunOutcome(
-                ControllerOutcome(error=gone), RunState(status="failed"), None
+            lost = _make_rank_zero_lost_error(error, self.path)
+            self._outcome = RunOutcome(
+                ControllerOutcome(error=lost), RunState(status="failed"), None
             )
             if self._session is not None:
-                self._session.obey(Interrupt(reason=str(gone)))
-        self._over.set()
+                self._session.obey(Interrupt(reason=str(lost)))
+        self._ended.set()
         self._executor.wake_up()
 
     def _handle_command(self, command: ToPeer) -> None:
@@ -236,71 +243,71 @@ class TorchrunRun:
         match command:
             case Begin(assignment):
                 self._start_attempt(assignment)
-            case Obey(attempt, order):
+            case Obey(attempt, command_for_rank):
                 if session is not None and session.assignment.attempt == attempt:
-                    session.obey(order)
-            case StackAsked(number):
-                self._connection.send(Answer(number, capture_stack(self._function_thread)))
+                    session.obey(command_for_rank)
+            case StackAsked(request_id):
+                self._connection.send(Answer(request_id, capture_stack(self._function_thread)))
             case Execute():
-                # In a thread: rank 0 may ask for the stack of one that hangs in there.
+                # In a thread: rank 0 may request the stack of a function that hangs.
                 self._hook_threads.submit(lambda: self._connection.send(command.answer()))
-            case Over(ending):
-                self._ending = cloudpickle.loads(ending)
+            case Over(outcome):
+                self._outcome = cloudpickle.loads(outcome)
 
     def _start_attempt(self, assignment: Assignment) -> None:
-        variables = {**self._environment, **_get_device_env_vars(assignment)}
-        # Rank 0's environment is another process's, which the launcher has given other variables.
-        own = dataclasses.replace(assignment.spec, environment=variables)
-        assignment = dataclasses.replace(assignment, spec=own)
-        self._session = session = Session(assignment, self._say, self._cache)
+        env_vars = {**self._env_vars, **_get_device_env_vars(assignment)}
+        # Not rank 0's variables: torchrun sets different ones in each process.
+        spec = dataclasses.replace(assignment.spec, environment=env_vars)
+        assignment = dataclasses.replace(assignment, spec=spec)
+        self._session = session = Session(assignment, self._send, self._cache)
         self._executor.submit(partial(self._run_train_loop, session))
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         self._connection.send(Said(message))
 
     def _run_train_loop(self, session: Session) -> None:
         self._function_thread = threading.current_thread()
-        with enable_transfers_if_node_local(session, self._say):
+        with enable_transfers_if_node_local(session, self._send):
             run_train_loop_in_thread(
-                self._payload, session, self._say, self._send_function_ended, is_only_rank=True
+                self._payload, session, self._send, self._send_function_ended, is_only_rank=True
             )
 
-    def _send_function_ended(self, ending: Message | None) -> None:
-        self._connection.send(Ended(ending))
+    def _send_function_ended(self, last_message: Message | None) -> None:
+        self._connection.send(Ended(last_message))
 
-    # -- from any thread
+    # -- called from any thread
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the run is over, running the function meanwhile; tells whether it is."""
-        return self._executor.run_until(self._over, timeout)
+        """Wait until the run has ended, running the function meanwhile. Return whether it has."""
+        return self._executor.run_until(self._ended, timeout)
 
     def stop(self, *, save: bool) -> None:
-        """End the run in order: after its next commit, or now."""
+        """Stop the run: gracefully after its next commit, or immediately."""
         self._connection.send(StopAsked(save))
 
     def kill(self) -> None:
-        """End the run now: its processes are the launcher's."""
+        """Stop the run immediately, but leave its processes to the launcher."""
         self.stop(save=False)
 
     def diagnose(self) -> str:
-        """Rank 0 says where every rank stands."""
+        """Return an empty string: rank 0 prints the diagnosis."""
         return ""
 
-    def snapshot(self) -> RunState:
-        """Say how the run stands."""
-        if self._ending is not None:
-            return self._ending.snapshot
+    def get_state(self) -> RunState:
+        """Return the current or final state of the run."""
+        if self._outcome is not None:
+            return self._outcome.snapshot
         return RunState.from_events(read_events(self._directory))
 
     def read_log(self, rank: int) -> str:
-        """Give what a rank has written so far."""
+        """Return the output that a rank has written so far."""
         return EndedRun(self._directory).read_log(rank)
 
-    def ending(self) -> RunOutcome:
-        """Give how the run ended."""
-        self._over.wait()
-        assert self._ending is not None  # it is over
-        return self._ending
+    def get_outcome(self) -> RunOutcome:
+        """Wait until the run has ended and return its outcome."""
+        self._ended.wait()
+        assert self._outcome is not None
+        return self._outcome
 
 
 def _get_device_env_vars(assignment: Assignment) -> dict[str, str]:
@@ -311,8 +318,8 @@ def _get_device_env_vars(assignment: Assignment) -> dict[str, str]:
 
 def _make_rank_zero_lost_error(error: Exception, path: str = "") -> ControllerError:
     return ControllerError(
-        f"the process of rank 0, which hosts the run, is gone: {error or type(error).__name__}; "
-        "what it has written says why",
+        f"the process of rank 0, which runs the controller, died: {error or type(error).__name__}. "
+        "See its output for the cause",
         error,
         path=path,
     )

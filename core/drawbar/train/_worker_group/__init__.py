@@ -1,1 +1,1 @@
-"""The workers from outside, on Ray or in threads: placed, started, ranked, told, ended."""
+"""Worker groups as the controller sees them: on Ray, in threads, or under torchrun."""

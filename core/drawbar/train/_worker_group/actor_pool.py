@@ -1,7 +1,7 @@
-"""The processes of a run on Ray: placed, started, replaced, killed.
+"""Create, replace, and kill the worker actors of a run.
 
-The pool knows slots, which are the places of its placement, and nothing of ranks. It
-outlives attempts: after a failure only dead or stuck processes are replaced, into their old slots.
+The pool manages slots, which are the bundles of its placement, and does not know about ranks. It
+outlives attempts: after a failure, only dead or stuck processes are replaced, in their old slots.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class RemoteMethod(Protocol[T_co]):
-    """A method of an actor, as Ray gives it."""
+    """Method of a Ray actor."""
 
     def remote(self, *arguments: object) -> Awaitable[T_co]:
-        """Call it."""
+        """Call the method."""
         ...
 
     def options(self, **options: object) -> RemoteMethod[T_co]:
-        """Give it so that it is called with these options."""
+        """Return the method with call options."""
         ...
 
 
 class RemoteStream(Protocol[T_co]):
-    """A method of an actor that is a streaming generator, as Ray gives it."""
+    """Method of a Ray actor that is a streaming generator."""
 
     def remote(self, *arguments: object) -> AsyncIterator[Awaitable[T_co]]:
-        """Call it."""
+        """Call the method."""
         ...
 
     def options(self, **options: object) -> RemoteStream[T_co]:
-        """Give it so that it is called with these options."""
+        """Return the method with call options."""
         ...
 
 
 class WorkerHandle(Protocol):
-    """A `Worker` in a process of its own."""
+    """Handle of an actor that runs a `Worker`."""
 
     initialize: RemoteMethod[WorkerInfo]
     run: RemoteStream[list[Message]]
@@ -65,7 +65,16 @@ class WorkerHandle(Protocol):
 
 @dataclass
 class ActorSlot:
-    """One slot's process. `up` gives where it is; `stream` is there during an attempt."""
+    """Process of one slot.
+
+    Attributes:
+        actor: Handle of the actor.
+        info: Node and process, as soon as the process is ready.
+        run_task: Receives the messages of the process during an attempt.
+        on_messages: Receives the messages during an attempt.
+        is_marked_dead: Whether the process died or cannot be used further.
+        is_retired: Whether the process must not run another attempt.
+    """
 
     actor: WorkerHandle
     info: asyncio.Future[WorkerInfo]
@@ -76,21 +85,21 @@ class ActorSlot:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process is known to be gone, or has not come up."""
+        """True if the process is known to be dead or failed to start."""
         return self.is_marked_dead or (self.info.done() and self.info.exception() is not None)
 
     @property
     def is_running(self) -> bool:
-        """Whether its function has not ended."""
+        """True until the training function has ended."""
         return self.run_task is not None and not self.run_task.done()
 
 
 class ActorPool:
     """One actor per slot.
 
-    A pool of fixed size has one placement. An elastic one has none of its own: the actors that do
-    not fit stay pending, which costs nothing and tells an autoscaler what is missing. Both stay in
-    the group `around` the process that hosts the run, if there is one with room.
+    A pool of fixed size creates a placement group. An elastic pool does not: actors that do not fit
+    stay pending, which costs nothing and shows the demand to an autoscaler. Both use
+    `parent_placement` instead if it is not None.
     """
 
     def __init__(
@@ -104,53 +113,56 @@ class ActorPool:
         self._scaling = scaling
         self._run_path = run_path
         remote: Any = ray.remote  # its stub does not know concurrency groups
-        # A second thread for orders: `run` holds the first one as long as the function runs.
+        # A second thread for commands: `run` occupies the first one while the function runs.
         self._actor_class = remote(concurrency_groups={"control": 1})(Worker)
         self._runtime_env = dict(runtime_env) if runtime_env else None
         self._process_setup = process_setup
-        self._around = parent_placement
+        self._parent_placement = parent_placement
         self._placement: Placement | None = None
         self.slots: dict[int, ActorSlot] = {}
 
-    async def start(self, on_wait: OnWaiting) -> list[WorkerInfo]:
-        """Create what is missing, all at once, and wait until enough processes are up.
+    async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
+        """Create all missing processes at once and wait until enough of them are ready.
 
         Raises:
-            Exception: Whatever keeps one of them from starting.
+            Exception: A process failed to start.
         """
         if self._placement is None:
-            self._placement = self._around or self._create_placement()
-        # All at once: Ray starts processes side by side, and each takes seconds.
+            self._placement = self._parent_placement or self._create_placement()
+        # All at once: Ray starts processes in parallel, and each takes seconds.
         for slot in range(self._scaling.max_workers):
             if slot not in self.slots:
                 self._create_actor(slot)
         while not self._has_enough(is_settled=False):
-            # With as many as are wanted at the least, the start still waits a little for each
-            # further one: otherwise an elastic run would begin small and restart at its first
-            # checkpoint.
-            waiting = [each.info for each in self.slots.values() if not each.info.done()]
+            # Above the minimum, the start waits a little for each further worker. Otherwise an
+            # elastic run would start small and restart at its first checkpoint.
+            waiting = [slot.info for slot in self.slots.values() if not slot.info.done()]
             timeout = SETTLE_SECONDS if self._has_enough(is_settled=True) else START_NOTICE_S
-            arrived, _ = await asyncio.wait(
+            ready, _ = await asyncio.wait(
                 waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )
-            if not arrived and self._has_enough(is_settled=True):
+            if not ready and self._has_enough(is_settled=True):
                 break
-            if not arrived:
+            if not ready:
                 remove_orphaned_groups()
-                on_wait(len(self.list_ready()), self._is_placed())
-        return [member.info.result() for member in self.list_ready()]
+                on_waiting(len(self.list_ready()), self._is_placed())
+        return [slot.info.result() for slot in self.list_ready()]
 
     def list_ready(self) -> list[ActorSlot]:
-        """Give the processes that are up, or have failed to be, by slot."""
-        members = (self.slots[slot] for slot in sorted(self.slots))
-        return [member for member in members if member.info.done()]
+        """Return the processes that are ready or have failed to start, by slot."""
+        slots = (self.slots[index] for index in sorted(self.slots))
+        return [slot for slot in slots if slot.info.done()]
 
     def _has_enough(self, *, is_settled: bool) -> bool:
-        """Whether an attempt can start; `settled`: nobody else has come for a while."""
-        wanted = self._scaling.min_workers if is_settled else self._scaling.max_workers
-        for member in self.list_ready():
-            member.info.result()  # raises what kept the process from starting
-        return len(self.list_ready()) >= wanted
+        """Return whether an attempt can start.
+
+        Args:
+            is_settled: Whether no further process has become ready for a while.
+        """
+        required = self._scaling.min_workers if is_settled else self._scaling.max_workers
+        for slot in self.list_ready():
+            slot.info.result()  # raises the error of a process that failed to start
+        return len(self.list_ready()) >= required
 
     def _is_placed(self) -> bool:
         return self._placement is not None and self._placement.is_ready
@@ -159,16 +171,16 @@ class ActorPool:
         return None if self._scaling.elasticity_enabled else Placement.create(self._scaling)
 
     def _create_actor(self, slot: int) -> None:
-        # Ray refuses CPU, GPU and memory among the other resources.
+        # Ray rejects CPU, GPU, and memory among the other resources.
         resources = self._scaling.bundle
         options: dict[str, object] = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
             "memory": resources.pop("memory", None),
             "resources": resources,
-            # Ray's own restart would give a process that no attempt knows.
+            # Ray's own restart would create a process that no attempt knows.
             "max_restarts": 0,
-            "scheduling_strategy": "DEFAULT",  # not in a group around that has no room
+            "scheduling_strategy": "DEFAULT",  # not a surrounding group without room
         }
         if self._placement is not None:
             options["scheduling_strategy"] = self._placement.get_scheduling_strategy(slot)
@@ -177,35 +189,35 @@ class ActorPool:
         if self._runtime_env:
             options["runtime_env"] = self._runtime_env
         actor = self._actor_class.options(**options).remote(self._run_path)
-        # Called before it is up: Ray sends the call along, and the answer says that it is.
-        up = asyncio.ensure_future(await_reference(actor.initialize.remote(self._process_setup)))
-        self.slots[slot] = ActorSlot(actor, up)
+        # Called before the actor is ready: Ray queues the call, and its result shows readiness.
+        info = asyncio.ensure_future(await_reference(actor.initialize.remote(self._process_setup)))
+        self.slots[slot] = ActorSlot(actor, info)
 
     def _kill_actor(self, slot: int) -> None:
-        member = self.slots.pop(slot)
-        # Before the kill, or they would tell of a death that is wanted.
-        for task in (member.info, member.run_task):
+        actor_slot = self.slots.pop(slot)
+        # Cancelled before the kill, so that they do not report an intended death.
+        for task in (actor_slot.info, actor_slot.run_task):
             if task is not None:
                 task.cancel()
-        ray.kill(member.actor)  # type: ignore[arg-type]  # it is a handle of Ray's
+        ray.kill(actor_slot.actor)  # type: ignore[arg-type]  # it is a Ray actor handle
 
     def kill_slots(self, slots: Iterable[int], *, should_replace: bool) -> None:
-        """Kill the processes of some slots, and perhaps start others there."""
+        """Kill the processes in some slots and optionally start new ones there."""
         for slot in slots:
             self._kill_actor(slot)
             if should_replace:
                 self._create_actor(slot)
 
     def kill_all(self) -> None:
-        """Kill every process and give up their placement."""
+        """Kill all processes and release the placement."""
         for slot in list(self.slots):
             self._kill_actor(slot)
         if self._placement is not None:
-            # Last: Ray kills who lies in a group that is removed, and would tell of deaths.
+            # Last: Ray kills the actors in a removed group, which would be reported as deaths.
             self._placement.release()
             self._placement = None
 
 
 async def await_reference(reference: Awaitable[T]) -> T:
-    """Await an object reference, which is no coroutine."""
+    """Await an object reference, which is not a coroutine."""
     return await reference

@@ -1,6 +1,6 @@
-"""All that asks Ray about its nodes: what they have, which are about to go, whether more can come.
+"""Connect to Ray and query its nodes, actors, and autoscaler.
 
-Ray has no public call for half of that; every use of `ray._private` is in this file.
+Ray has no public API for about half of this. All uses of `ray._private` are in this module.
 """
 
 from __future__ import annotations
@@ -36,60 +36,60 @@ _SUPPRESSED_MESSAGES = (
 )
 _SUPPRESSED_LOGGERS = ("authentication.authentication_token_setup", "worker")
 
-_PLACEMENT_RELEASE_S = 3.0  # that a trial which has ended may hold its placement group yet
+_PLACEMENT_RELEASE_S = 3.0  # time that an ended trial may take to release its placement group
 
 _connect_lock = threading.Lock()  # ray.init() is not safe from several threads
 
 
 def connect_to_ray() -> None:
-    """Stay in this process's Ray, or join the one `RAY_ADDRESS` names, or start a local one."""
+    """Use the Ray of this process, connect to the one in `RAY_ADDRESS`, or start a local one."""
     import ray
 
     with _connect_lock:
         if not ray.is_initialized():
-            starts_its_own = "RAY_ADDRESS" not in os.environ
-            # A dashboard is more processes and a longer start, for a Ray that ends with this
-            # script. Of a Ray that is there already, others have decided.
-            dashboard = False if starts_its_own else None
+            starts_local_ray = "RAY_ADDRESS" not in os.environ
+            # A dashboard means more processes and a longer start, for a Ray that ends with this
+            # script. An existing cluster has its own setting.
+            dashboard = False if starts_local_ray else None
             start = partial(ray.init, logging_level=logging.WARNING, include_dashboard=dashboard)
-            with _suppress_startup_messages() if starts_its_own else contextlib.nullcontext():
+            with _suppress_startup_messages() if starts_local_ray else contextlib.nullcontext():
                 _run_in_permanent_thread(start)
 
 
 _DEATH = re.compile(
     r"A worker died or was killed .*Node ID: (?P<node>\w+).*Worker PID: (?P<pid>\d+)", re.DOTALL
 )
-_own_workers: set[tuple[str, str]] = set()
+_watched_workers: set[tuple[str, str]] = set()
 
 
-def hide_deaths_of(workers: Iterable[WorkerInfo]) -> None:
-    """Keep Ray from printing its own paragraph when one of these workers dies.
+def suppress_death_messages(workers: Iterable[WorkerInfo]) -> None:
+    """Suppress the paragraph that Ray prints when one of these workers dies.
 
-    Drawbar reports the death, with its cause. Ray has no setting for single processes, so the
+    Drawbar reports the death with its cause. Ray has no setting for single processes, so the
     function that prints errors of raylets in this process is wrapped.
     """
     from ray._private import worker as ray_worker
 
     print_lines: Any = getattr(ray_worker, "print_to_stdstream", None)
-    if print_lines is not None and not _own_workers:
+    if print_lines is not None and not _watched_workers:
 
-        def print_unless_own(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            is_own = data.get("pid") == "raylet" and all(map(_is_own_death, data["lines"]))
-            if not is_own:
+        def print_unless_watched(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            is_watched = data.get("pid") == "raylet" and all(map(_is_watched_death, data["lines"]))
+            if not is_watched:
                 print_lines(data, *args, **kwargs)
 
-        ray_worker.print_to_stdstream = print_unless_own
-    _own_workers.update((each.node_id, str(each.pid)) for each in workers)
+        ray_worker.print_to_stdstream = print_unless_watched
+    _watched_workers.update((worker.node_id, str(worker.pid)) for worker in workers)
 
 
-def _is_own_death(line: str) -> bool:
+def _is_watched_death(line: str) -> bool:
     death = _DEATH.match(line)
-    return death is not None and (death["node"], death["pid"]) in _own_workers
+    return death is not None and (death["node"], death["pid"]) in _watched_workers
 
 
 @contextlib.contextmanager
 def _suppress_startup_messages() -> Iterator[None]:
-    """Leave out what Ray logs when it is started or found as here, and nobody can act on."""
+    """Suppress messages that Ray logs at every start and that need no action."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(_SUPPRESSED_MESSAGES)
@@ -105,16 +105,16 @@ def _suppress_startup_messages() -> Iterator[None]:
 
 
 def _run_in_permanent_thread(start_ray: Callable[[], object]) -> None:
-    """Start Ray for as long as this process lives, whichever thread asks for it.
+    """Start Ray for as long as this process lives, in whichever thread this is called.
 
-    Linux ends Ray's processes with the very thread that has started them (PR_SET_PDEATHSIG).
+    Linux ends Ray's processes together with the thread that started them (PR_SET_PDEATHSIG).
     """
     if threading.current_thread() is threading.main_thread():
         start_ray()
         return
     started = Future[None]()
 
-    def stay() -> None:
+    def start_and_block() -> None:
         try:
             start_ray()
         except BaseException as error:
@@ -123,41 +123,41 @@ def _run_in_permanent_thread(start_ray: Callable[[], object]) -> None:
             started.set_result(None)
             threading.Event().wait()
 
-    # ray-project/ray#7150 has set that signal; the thread it is bound to must live as long as Ray
-    # is to.
-    threading.Thread(target=stay, name="drawbar-ray", daemon=True).start()
+    # Ray sets that signal since ray-project/ray#7150. The thread must live as long as Ray.
+    threading.Thread(target=start_and_block, name="drawbar-ray", daemon=True).start()
     started.result()
 
 
 def is_ray_client() -> bool:
-    """Whether this process is a Ray Client (`ray.init("ray://...")`)."""
+    """Return whether this process is a Ray Client (`ray.init("ray://...")`)."""
     from ray.util.client import ray as client
 
     return bool(client.is_connected())  # type: ignore[no-untyped-call]  # Ray has no types here
 
 
 def has_started_ray() -> bool:
-    """Whether this process has started the Ray that it is connected to."""
+    """Return whether this process has started the Ray that it is connected to."""
     from ray._private.worker import _global_node
 
     return _global_node is not None and not is_ray_client() and bool(_global_node.is_head())
 
 
 def try_connect_to_ray() -> str:
-    """Make sure of a connection to a Ray that is running; says why there is none, "" if there is.
+    """Connect to a running Ray cluster if this process is not connected.
 
-    That may be that none runs here, or that the one which does takes another token.
+    Returns:
+        The reason why no cluster could be joined, or an empty string if there is a connection.
     """
     import ray
 
     with _connect_lock:
         if not ray.is_initialized():
             try:
-                # Not `connect_to_ray()`: who only looks for a run must not start a Ray of his own.
+                # Not `connect_to_ray()`: looking for a run must not start a Ray cluster.
                 with _suppress_startup_messages():
                     ray.init(address="auto", logging_level=logging.WARNING)
-            except Exception as error:  # Ray raises bare ones, too
-                return f"no Ray could be joined: {error}"
+            except Exception as error:  # Ray raises plain exceptions too
+                return f"no Ray cluster could be joined: {error}"
     return ""
 
 
@@ -165,36 +165,42 @@ _READ_ONLY_NODE_TYPE = re.compile(r"node_[0-9a-f]{56}")
 
 
 def check_cluster_fits(scaling: ScalingConfig) -> None:
-    """Refuse workers that the connected Ray cluster can never hold; see `check_group_fits`."""
+    """Reject workers that the connected cluster can never hold. See `check_group_fits`."""
     check_group_fits(
         list_node_resources(),
         scaling.bundle,
         scaling.min_workers,
         scaling.placement_strategy,
         scaling.label_selectors[: scaling.min_workers],
-        autoscaling=can_autoscale(),
+        can_autoscale=can_autoscale(),
     )
 
 
-def check_dataset_cpus(scaling: ScalingConfig, lazy: Sequence[str]) -> None:
-    """Refuse workers that starve their datasets on the connected cluster; see
-    `check_cpus_for_datasets`."""
-    if lazy and scaling.max_workers:
-        workers = scaling.max_workers
+def check_dataset_cpus(scaling: ScalingConfig, streamed_datasets: Sequence[str]) -> None:
+    """Reject workers that leave no CPU for datasets. See `check_cpus_for_datasets`."""
+    if streamed_datasets and scaling.max_workers:
         check_cpus_for_datasets(
-            list_node_resources(), scaling.bundle, workers, lazy, autoscaling=can_autoscale()
+            list_node_resources(),
+            scaling.bundle,
+            scaling.max_workers,
+            streamed_datasets,
+            can_autoscale=can_autoscale(),
         )
 
 
-def check_unreserved_dataset_cpus(lazy: Sequence[str]) -> None:
-    """Refuse datasets for which placement groups leave no CPU; see `check_unreserved_cpus`."""
-    until = time.monotonic() + _PLACEMENT_RELEASE_S
-    while lazy:
+def check_unreserved_dataset_cpus(streamed_datasets: Sequence[str]) -> None:
+    """Reject datasets for which placement groups leave no CPU. See `check_unreserved_cpus`."""
+    deadline = time.monotonic() + _PLACEMENT_RELEASE_S
+    while streamed_datasets:
         try:
-            nodes = list_node_resources()
-            check_unreserved_cpus(nodes, _count_reserved_cpus(), lazy, autoscaling=can_autoscale())
+            check_unreserved_cpus(
+                list_node_resources(),
+                _count_reserved_cpus(),
+                streamed_datasets,
+                can_autoscale=can_autoscale(),
+            )
         except InsufficientResourcesError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(_PLACEMENT_RELEASE_S / 10)
         else:
@@ -204,32 +210,33 @@ def check_unreserved_dataset_cpus(lazy: Sequence[str]) -> None:
 def _count_reserved_cpus() -> float:
     from ray.util import placement_group_table
 
-    groups = [each for each in placement_group_table().values() if each["state"] == "CREATED"]
+    groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
     bundles = [bundle for group in groups for bundle in group["bundles"].values()]
     return float(sum(bundle.get("CPU", 0.0) for bundle in bundles))
 
 
 class ActorInfo(TypedDict, total=False):
-    """What Ray has noted of an actor, of which this is wanted."""
+    """The part of Ray's record of an actor that is used here."""
 
     Address: dict[str, str]
     Pid: int
 
 
-def get_actor_info(actor: str) -> ActorInfo:
-    """Give what Ray has noted of the actor of this id, which needs no answer of its process."""
-    noted: ActorInfo = {}
-    with contextlib.suppress(Exception):  # an interface of Ray's that is not public
+def get_actor_info(actor_id: str) -> ActorInfo:
+    """Return Ray's record of an actor, without a call to its process."""
+    info: ActorInfo = {}
+    with contextlib.suppress(Exception):  # not a public API of Ray
         from ray._private.state import actors
 
-        noted = actors(actor_id=actor)
-    return noted
+        info = actors(actor_id=actor_id)
+    return info
 
 
 def get_ray_worker_id() -> str:
-    """Give the id by which Ray knows this process: a driver, or what an actor or a task runs in.
+    """Return Ray's ID of this process: a driver, or the process of an actor or a task.
 
-    That of a Ray Client is its server's, or "" in versions of Ray where a client cannot ask for it.
+    For a Ray Client this is the ID of its server process, or "" if Ray's version does not support
+    it.
     """
     import ray
 
@@ -239,29 +246,29 @@ def get_ray_worker_id() -> str:
 
 
 def is_process_dead(worker_id: str) -> bool:
-    """Whether the process of this id has ended, or its node has, by what Ray has noted."""
+    """Return whether the process with this ID or its node has died, according to Ray."""
     import ray
 
-    with contextlib.suppress(Exception):  # an interface of Ray's that is not public
+    with contextlib.suppress(Exception):  # not a public API of Ray
         from ray._private.state import state
         from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defined]  # Protobuf makes it
 
         accessor = state._connect_and_get_accessor()
-        noted = accessor.get_worker_info(ray.WorkerID.from_hex(worker_id))
-        known = WorkerTableData.FromString(noted)
-        # Of a process that went with its node Ray notes no end.
-        node = known.worker_address.node_id.hex()
+        record = accessor.get_worker_info(ray.WorkerID.from_hex(worker_id))
+        worker = WorkerTableData.FromString(record)
+        # If a process dies with its node, Ray does not record the end of the process.
+        worker_node = worker.worker_address.node_id.hex()
         nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
-        return not known.is_alive or not any(
-            each["NodeID"] == node and each["Alive"] for each in nodes
+        return not worker.is_alive or not any(
+            node["NodeID"] == worker_node and node["Alive"] for node in nodes
         )
     return False
 
 
 def get_remaining_resources(reserved: Mapping[str, float]) -> dict[str, float]:
-    """Say what is left of the cluster beside workers that hold so much.
+    """Return the CPUs and GPUs of the cluster that are not reserved by workers.
 
-    Nothing is said without workers, and of a cluster that grows by itself.
+    Returns an empty dict without workers and for an autoscaling cluster.
     """
     if not reserved or can_autoscale():
         return {}
@@ -271,23 +278,23 @@ def get_remaining_resources(reserved: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_validation_fits(resources: Mapping[str, float]) -> None:
-    """Refuse validations that no node of the connected cluster can ever run."""
+    """Reject validations that no node of the connected cluster can run."""
     nodes = list_node_resources()
     if can_autoscale() or any(count_fitting_bundles(node.total, resources) for node in nodes):
         return
     raise InsufficientResourcesError(
-        f"one validation needs {format_resources(resources)}, and no node of this cluster has "
-        "that, even if "
-        "all is free. Ask for less in ValidationConfig.ray_remote_kwargs, or add a larger node"
+        f"one validation needs {format_resources(resources)}, which no node of this cluster has, "
+        "even if everything is free. Lower the resources in ValidationConfig.ray_remote_kwargs, or "
+        "add a larger node"
     )
 
 
 def list_node_resources() -> list[NodeResources]:
-    """Ask the connected Ray for its live nodes. Ray Client cannot: it does not see what is free."""
+    """Return the live nodes of the connected cluster. Not available in a Ray Client."""
     import ray
     from ray._private.state import available_resources_per_node
 
-    # `ray.available_resources()` adds all nodes up, and what no single one of them has is no room.
+    # `ray.available_resources()` adds up all nodes, but a bundle must fit on a single one.
     available = available_resources_per_node()  # type: ignore[no-untyped-call]  # Ray has no types here
     return [
         NodeResources(
@@ -303,9 +310,10 @@ def list_node_resources() -> list[NodeResources]:
 
 
 def get_draining_nodes() -> dict[str, int]:
-    """Ask the connected Ray which nodes are to be taken away: id to deadline.
+    """Return the draining nodes of the connected cluster, by ID.
 
-    The deadline is in milliseconds since the epoch, 0 if none is known. There is no public call.
+    Values are deadlines in milliseconds since the epoch, 0 if unknown. Ray has no public API for
+    this.
     """
     from ray._private.state import state
 
@@ -314,9 +322,10 @@ def get_draining_nodes() -> dict[str, int]:
 
 
 def is_node_available(node_id: str) -> bool:
-    """Whether a node is alive and is not to be taken away.
+    """Return whether a node is alive and not draining.
 
-    Ray takes some 15 s to count a node as dead whose raylet vanished; so the raylet is called too.
+    Ray takes about 15 s to mark a node as dead whose raylet vanished, so the raylet is contacted
+    too.
     """
     import ray
 
@@ -324,8 +333,8 @@ def is_node_available(node_id: str) -> bool:
     node = nodes.get(node_id)
     if node is None or not node["Alive"] or node_id in get_draining_nodes():
         return False
-    # ray.nodes() would say "alive" for that long, and a death would cost a budget of failures that
-    # it should not.
+    # ray.nodes() would report "alive" for that long, and a death would wrongly use up a failure
+    # budget.
     address = (node["NodeManagerAddress"], node["NodeManagerPort"])
     try:
         socket.create_connection(address, timeout=1).close()
@@ -335,12 +344,14 @@ def is_node_available(node_id: str) -> bool:
 
 
 def can_autoscale() -> bool:
-    """Whether the connected Ray cluster has an autoscaler that could add nodes.
+    """Return whether the connected cluster has an autoscaler that could add nodes.
 
-    There is no public call for this. It is true if the cluster's configuration has a group of nodes
-    that may grow; if autoscaler v2 runs and Ray nodes carry the node group that it gave them; or if
-    the status of autoscaler v1 names node types, where a cluster without one shows a `node_<id>`
-    for each node.
+    Ray has no public API for this. It is true in one of these cases:
+
+    - The configuration of the cluster has a node group that may grow.
+    - Autoscaler v2 runs and nodes have the label of a node group that it assigned.
+    - The status of autoscaler v1 lists node types. Without an autoscaler it lists a `node_<id>` for
+      each node.
     """
     from ray._private.state import state
     from ray.experimental.internal_kv import _internal_kv_get
@@ -357,6 +368,6 @@ def can_autoscale() -> bool:
 
 
 def has_launchable_node_types(status: bytes) -> bool:
-    """Whether this status of autoscaler v1, JSON, names types of nodes that it can launch."""
+    """Return whether a status of autoscaler v1 (JSON) lists node types that it can launch."""
     node_types = json.loads(status).get("autoscaler_report", {}).get("active_nodes", {})
     return any(not _READ_ONLY_NODE_TYPE.fullmatch(node_type) for node_type in node_types)

@@ -1,7 +1,7 @@
-"""How the processes of a launcher's group talk to rank 0's, which hosts their run.
+"""Connections between rank 0 and the other processes of a torchrun group.
 
-Rank 0 listens, and puts its address and a key of its own making into the launcher's store. What
-comes over the wire is unpickled, but only of whoever has proved that it knows the key.
+Rank 0 listens on a port and puts its address and a random key into the store of the launcher.
+Messages are unpickled, but only from processes that have proved that they know the key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from drawbar.train._worker.stack import Stack
 
 @dataclass(frozen=True)
 class Hello:
-    """The first thing that a peer says."""
+    """First message of a peer."""
 
     rank: int
     info: WorkerInfo
@@ -40,21 +40,21 @@ class Hello:
 
 @dataclass(frozen=True)
 class Opened:
-    """The answer to `Hello`: the run is open."""
+    """Reply to `Hello`: the run is open."""
 
     directory: RunDirectory
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Run an attempt."""
+    """Command to start an attempt."""
 
     assignment: Assignment
 
 
 @dataclass(frozen=True)
 class Obey:
-    """Take an order, if it is of this attempt."""
+    """Command for the session of an attempt. Ignored if it is for an earlier attempt."""
 
     attempt: int
     order: Order
@@ -62,20 +62,20 @@ class Obey:
 
 @dataclass(frozen=True)
 class StackAsked:
-    """Say where the threads of this process stand."""
+    """Request for the stacks of the threads of this process."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Execute:
-    """Run a packed (function, args, kwargs) for a backend."""
+    """Request to call a serialized (function, args, kwargs) for a backend."""
 
     number: int
     call: Serialized
 
     def answer(self) -> Answer:
-        """Do it; gives what came of it, whatever that is."""
+        """Call the function and return its result or its traceback."""
         try:
             function, args, kwargs = self.call.deserialize()
             return Answer(self.number, serialize(function(*args, **kwargs)))
@@ -85,28 +85,28 @@ class Execute:
 
 @dataclass(frozen=True)
 class Over:
-    """The run has ended; `ending` is the packed `Ending`. Nothing comes after it."""
+    """Command to end the run, with the pickled `RunOutcome`. It is the last one."""
 
     ending: bytes
 
 
 @dataclass(frozen=True)
 class Said:
-    """A message of the training function."""
+    """Message of the training function."""
 
     message: Message
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The function has ended; None after a Ctrl-C, which is no failure."""
+    """End of the training function, with None after a Ctrl-C, which is not a failure."""
 
     message: Message | None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was asked under this number: a stack, a packed value, or why there is none."""
+    """Reply to a request: a stack, a serialized value, or an error."""
 
     number: int
     value: Stack | Serialized | None = None
@@ -115,14 +115,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """The peer asks for the end of the run."""
+    """Request of a peer to stop the run."""
 
     save: bool
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Stands for what a peer says no more: its process is gone."""
+    """Stands in for further messages of a peer whose process died."""
 
     detail: str
 
@@ -132,7 +132,7 @@ ToPeer = Begin | Obey | StackAsked | Execute | Over
 
 
 class Invitation(TypedDict, total=False):
-    """What rank 0 puts into the launcher's store: how it is reached, or why there is no run."""
+    """Entry of rank 0 in the store: its address, or the error that prevented the run."""
 
     host: str
     port: int
@@ -141,24 +141,26 @@ class Invitation(TypedDict, total=False):
 
 
 class Wire:
-    """A connection. Any thread sends, one receives."""
+    """A connection on which any thread sends and one thread receives."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
 
     def send(self, thing: object) -> None:
-        """Send something; if nobody receives any more, that shows where this side receives."""
-        # Outside the lock, and outside `suppress`: what does not pickle is an error of the caller.
+        """Send an object. A broken connection is reported where this side receives."""
+        # Outside the lock and `suppress`: an object that cannot be pickled is an error of the
+        # caller.
         data = pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
         with self._sending, contextlib.suppress(OSError):
             self._connection.send_bytes(data)
 
     def receive(self) -> Any:
-        """Wait for something.
+        """Wait for the next object and return it.
 
         Raises:
-            EOFError, OSError: The other side is gone.
+            EOFError: The other side closed the connection.
+            OSError: The connection is broken.
         """
         return pickle.loads(self._connection.recv_bytes())
 
@@ -169,14 +171,14 @@ class Wire:
 
 @dataclass
 class Peers:
-    """The peers, as the process of rank 0 has them.
+    """Connections of rank 0 to its peers.
 
     Args:
-        count: How many there are.
-        host: The address to listen at.
+        count: Number of peers.
+        host: Address to listen on.
 
     Attributes:
-        infos: Where those are that have come.
+        infos: Node and process of each peer that has connected, by rank.
     """
 
     count: int
@@ -184,8 +186,8 @@ class Peers:
     infos: dict[int, WorkerInfo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # What comes in is unpickled, so whoever can reach the port could run code here; the
-        # launcher shares the key with its own processes only.
+        # Objects are unpickled, so a process that reaches the port could run code here. The
+        # launcher shares the key only with its own processes.
         self._key = secrets.token_bytes(32)
         self._listener = Listener((self.host, 0), authkey=self._key)
         self._wires: dict[int, Wire] = {}
@@ -193,16 +195,19 @@ class Peers:
         self._closed = threading.Event()
         self._heard: Future[Callable[[int, FromPeer], object]] = Future()
 
-    def hear(self, what: Callable[[int, FromPeer], object]) -> None:
-        """From now on, call this with a peer's rank and what it says, in a thread of that peer's.
+    def hear(self, handler: Callable[[int, FromPeer], object]) -> None:
+        """Set the handler of messages. It is called in one thread per peer.
 
-        What they have said before waits until then.
+        Messages that arrived before are handled now.
+
+        Args:
+            handler: Called with the rank of a peer and its message.
         """
-        self._heard.set_result(what)
+        self._heard.set_result(handler)
 
     def invite(self, store: LauncherStore, key: str, directory: RunDirectory) -> None:
-        """Have them come to the run that is open now."""
-        # Before the address is known: who reads it connects at once.
+        """Publish the address of rank 0, so that the peers join the run."""
+        # Accept before the address is published: a peer that reads it connects at once.
         accept = threading.Thread(
             target=self._accept, args=(directory,), name="drawbar-peers", daemon=True
         )
@@ -211,30 +216,30 @@ class Peers:
         store.set(key, json.dumps({"host": host, "port": port, "key": self._key.hex()}))
 
     def refuse(self, store: LauncherStore, key: str, error: Exception) -> None:
-        """Publish why there is no run."""
+        """Publish the error that prevented the run."""
         self._closed.set()
         self._listener.close()
         store.set(key, json.dumps({"refused": f"{type(error).__name__}: {error}"}))
 
     def wait(self, seconds: float) -> int:
-        """Wait until all have come, but not longer than that; gives how many have."""
+        """Wait up to `seconds` for all peers to join and return how many have joined."""
         with self._came:
             self._came.wait_for(lambda: len(self.infos) == self.count, seconds)
             return len(self.infos)
 
     def send(self, rank: int, thing: ToPeer) -> None:
-        """Tell one something."""
+        """Send a command to one peer."""
         self._wires[rank].send(thing)
 
     def send_all(self, thing: ToPeer) -> None:
-        """Tell all who have come something."""
+        """Send a command to all peers that have joined."""
         for wire in list(self._wires.values()):
             wire.send(thing)
 
     def _accept(self, directory: RunDirectory) -> None:
         with self._listener:
             while len(self._wires) < self.count and not self._closed.is_set():
-                # Neither a port scanner nor a peer that dies while it connects ends the loop.
+                # The loop must survive port scanners and peers that die while they connect.
                 try:
                     wire = Wire(self._listener.accept())
                     hello = wire.receive()
@@ -251,20 +256,29 @@ class Peers:
         with self._came:
             self.infos[hello.rank] = hello.info
             self._came.notify_all()
-        hear = self._heard.result()
+        handler = self._heard.result()
         try:
             while True:
-                hear(hello.rank, wire.receive())
+                handler(hello.rank, wire.receive())
         except (EOFError, OSError) as error:
-            hear(hello.rank, Lost(f"its connection to rank 0 ended: {error or 'closed'}"))
+            handler(hello.rank, Lost(f"its connection to rank 0 ended: {error or 'closed'}"))
 
 
 def meet_rank_zero(store: LauncherStore, key: str, hello: Hello) -> tuple[Wire, RunDirectory]:
-    """Go to the process of rank 0, once that has opened the run; gives the run's directory.
+    """Connect to rank 0 as soon as it has opened the run.
+
+    Args:
+        store: Store of the launcher.
+        key: Key under which rank 0 publishes its address.
+        hello: First message to send.
+
+    Returns:
+        The connection, and the directory of the run.
 
     Raises:
-        ControllerError: It could not open the run.
-        OSError, EOFError: It is gone already.
+        ControllerError: Rank 0 could not open the run.
+        EOFError: Rank 0 has closed the connection.
+        OSError: Rank 0 cannot be reached.
     """
     invitation: Invitation = json.loads(store.get(key))
     if "refused" in invitation:
@@ -277,5 +291,5 @@ def meet_rank_zero(store: LauncherStore, key: str, hello: Hello) -> tuple[Wire, 
 
 
 def peer_address(ranks: Ranks) -> str:
-    """Give the address at which the other ranks reach this process."""
+    """Return the address at which the other ranks reach this process."""
     return LOOPBACK if ranks.local_world_size == ranks.world_size else get_node_address()

@@ -1,8 +1,8 @@
-"""Where workers lie: in a placement group of their run's own, or in the one that they come from.
+"""Placement group for workers: a new one, or the one around this process.
 
-A process that Ray has placed in a group which takes child tasks, such as a trial of Ray Tune, has
-the resources of its run there already. Asking for them once more, outside, would have trials that
-fill the cluster wait for each other for ever.
+A process in a placement group that captures child tasks, such as a trial of Ray Tune, already has
+the resources of its run. If it requested them again outside of the group, trials that fill the
+cluster would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from drawbar.train._worker_group.capacity import count_fitting_bundles
 from drawbar.train._worker_group.cluster import get_ray_worker_id, is_process_dead
 
 _RELEASE_TIMEOUT_S = 1.0
-_GROUP_NAME_PREFIX = "drawbar-"  # the host's id follows, and what makes the name the group's alone
+_GROUP_NAME_PREFIX = "drawbar-"  # followed by the worker ID of the host and a unique suffix
 
 
 class Placement:
-    """The bundles of one placement group that the workers of a run get, by slot."""
+    """Bundles of a placement group for the workers of a run, by slot."""
 
     def __init__(self, group: PlacementGroup, bundles: Sequence[int], *, is_owned: bool) -> None:
         self._group = group
         self._bundles = bundles
-        self._own = is_owned
+        self._is_owned = is_owned
 
     @classmethod
     def create(cls, scaling: ScalingConfig) -> Self:
-        """Ask Ray for a group of the run's own."""
+        """Request a new placement group from Ray."""
         count = scaling.max_workers
         if ray.get_runtime_context().get_actor_id() is not None:
-            # by the actor before this one: a sweep starts trial after trial
+            # Of the previous trial: Ray Tune runs trials one after the other in an actor.
             remove_orphaned_groups()
         group = placement_group(
-            # Ray refuses a bundle without any resource.
+            # Ray rejects a bundle without resources.
             [scaling.bundle or {"CPU": 0.001}] * count,
             strategy=scaling.placement_strategy,
             bundle_label_selector=scaling.label_selectors or None,
@@ -57,58 +57,59 @@ class Placement:
 
     @classmethod
     def from_current_group(cls, scaling: ScalingConfig) -> Self | None:
-        """Give the group that this process lies in, if it takes child tasks and holds the workers.
+        """Return the placement group around this process, if it can hold the workers.
 
-        To be called in the thread that Ray calls: others of a task do not know its group.
+        The group must capture child tasks. Must be called in the thread that Ray uses for the task
+        or actor: other threads do not know the group.
         """
         if not ray.is_initialized() or (group := get_current_placement_group()) is None:
             return None
         context = ray.get_runtime_context()
-        taken = context.get_assigned_resources()  # type: ignore[no-untyped-call]  # it has no types
+        used = context.get_assigned_resources()  # type: ignore[no-untyped-call]  # it has no types
         count = scaling.max_workers
-        bundles = find_free_bundles(group.bundle_specs, taken, scaling.bundle, count)
-        # All of them or none: with some outside, trials could wait for what others of them hold.
+        bundles = find_free_bundles(group.bundle_specs, used, scaling.bundle, count)
+        # All or none: with some workers outside, trials could wait for each other's resources.
         return cls(group, bundles, is_owned=False) if len(bundles) == count else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether all bundles have their nodes."""
+        """True if all bundles are placed on nodes."""
         table: dict[str, object] = placement_group_table(self._group)
         return bool(table["state"] == "CREATED")
 
     def get_scheduling_strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
-        """Say where the worker of a slot lies. What it starts itself goes anywhere."""
-        # Else what the function starts, such as tasks of Ray Data, would have to fit into the
-        # bundle that its worker fills, and wait for ever (ray-project/ray#17524).
+        """Return the placement of the worker in a slot. Its child tasks are placed anywhere."""
+        # Otherwise child tasks, such as tasks of Ray Data, would have to fit into the bundle that
+        # the worker fills, and would wait forever (ray-project/ray#17524).
         return PlacementGroupSchedulingStrategy(
             self._group, self._bundles[slot], placement_group_capture_child_tasks=False
         )
 
     def release(self) -> None:
-        """Let go of the resources, unless they are somebody else's.
+        """Release the resources, unless the placement group belongs to another owner.
 
-        Where Ray does not answer, they go with this process.
+        If Ray does not reply, they are released when this process ends.
         """
-        if self._own:
-            # Ray would wait a minute for its control service, and then end this very process.
-            thread = DaemonThreadPool(1, "drawbar-give-up")
-            removing = thread.submit(remove_placement_group, self._group)
+        if self._is_owned:
+            # Ray would wait a minute for its control service and then end this process.
+            thread = DaemonThreadPool(1, "drawbar-release")
+            removal = thread.submit(remove_placement_group, self._group)
             thread.shutdown(wait=False)
             with contextlib.suppress(TimeoutError):
-                removing.result(_RELEASE_TIMEOUT_S)
+                removal.result(_RELEASE_TIMEOUT_S)
 
 
 def remove_orphaned_groups() -> None:
-    """Remove the groups of runs that have gone with the process which hosted them.
+    """Remove the placement groups of runs whose host process died.
 
-    Ray keeps what an actor or a task has asked for until its job ends: what a trial that Ray Tune
-    has stopped held is nobody's, and the next one waits for it.
+    Ray keeps the groups of an actor or task until its job ends. Groups of a trial that Ray Tune has
+    stopped therefore block the next trial.
     """
-    for each in placement_group_table().values():
-        if not each["name"].startswith(_GROUP_NAME_PREFIX) or each["state"] == "REMOVED":
+    for entry in placement_group_table().values():
+        if not entry["name"].startswith(_GROUP_NAME_PREFIX) or entry["state"] == "REMOVED":
             continue
-        if is_process_dead(each["name"].removeprefix(_GROUP_NAME_PREFIX).partition("-")[0]):
-            group = ray.PlacementGroupID.from_hex(each["placement_group_id"])
+        if is_process_dead(entry["name"].removeprefix(_GROUP_NAME_PREFIX).partition("-")[0]):
+            group = ray.PlacementGroupID.from_hex(entry["placement_group_id"])
             remove_placement_group(PlacementGroup(group))
 
 
@@ -118,17 +119,20 @@ def find_free_bundles(
     required: Mapping[str, float],
     count: int,
 ) -> list[int]:
-    """Number the bundles that workers can get: one number for each, for `count` at the most.
+    """Return the index of a free bundle for each worker.
 
     Args:
-        bundles: Those of the group.
-        taken: What the asking process has of the first one, where Ray Tune puts it.
-        wanted: What a worker needs.
-        count: How many workers there are.
+        bundles: Resources of the bundles of the group.
+        used: Resources that this process uses in the first bundle, in which Ray Tune places it.
+        required: Resources of one worker.
+        count: Number of workers.
+
+    Returns:
+        At most `count` bundle indices; an index occurs once for each worker in the bundle.
     """
-    # Copies: they belong to Ray, which gives the same ones to the next who asks.
-    left = [dict(bundle) for bundle in bundles]
+    # Copies: Ray returns the same objects to other callers.
+    free = [dict(bundle) for bundle in bundles]
     for name, amount in used.items():
-        left[0][name] = left[0].get(name, 0) - amount
-    room = [min(count_fitting_bundles(bundle, required), count) for bundle in left]
-    return [number for number, holds in enumerate(room) for _ in range(holds)][:count]
+        free[0][name] = free[0].get(name, 0) - amount
+    room = [min(count_fitting_bundles(bundle, required), count) for bundle in free]
+    return [index for index, capacity in enumerate(room) for _ in range(capacity)][:count]

@@ -1,10 +1,10 @@
-"""From where the workers landed to their ranks.
+"""Assign ranks to workers by node and GPU.
 
-Ranks are contiguous per node, since frameworks take `rank - local_rank` for the node's first rank,
-and within a node they follow the GPUs, so that local rank i uses the i-th GPU. A node is a Ray node
-*id*: two Ray nodes may share a host and an address. The slot, which is the worker's bundle in the
-placement group, outlives the process in it; so a worker replaced in its slot, on the same node and
-GPUs, leaves every rank as it was.
+Ranks are contiguous per node, because frameworks compute `rank - local_rank` as the first rank of a
+node. Within a node they follow the GPUs, so that local rank i uses the i-th GPU. A node is a Ray
+node *ID*: two Ray nodes may share a host and an address. A slot is the index of a worker's bundle
+in the placement group and outlives the process in it. A worker that is replaced in its slot, on the
+same node and GPUs, therefore leaves all ranks unchanged.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from drawbar.train._messages import Ranks, WorkerInfo
 
 
 def assign_ranks(workers: Sequence[WorkerInfo]) -> list[Ranks]:
-    """Give each worker its ranks.
+    """Assign ranks to the workers.
 
     Args:
-        workers: Index i is the worker in slot i.
+        workers: Workers, by slot.
 
     Returns:
-        At index i the ranks of the worker in slot i. Nodes are numbered in the order in which the
-        slots first name them; within a node, workers go by their lowest GPU id, those without GPUs
-        by slot.
+        Ranks, by slot. Nodes are numbered in the order of their first slots. Within a node, workers
+        are sorted by their lowest GPU ID, or by slot if they have no GPU.
     """
     nodes: dict[str, list[int]] = {}
     for slot, worker in enumerate(workers):
@@ -46,13 +45,13 @@ def assign_ranks(workers: Sequence[WorkerInfo]) -> list[Ranks]:
 
 
 def sort_by_rank(workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]) -> list[WorkerInfo]:
-    """Put workers, given with their ranks, into rank order."""
+    """Return the workers in rank order."""
     pairs = zip(workers, ranks, strict=True)
     return [worker for worker, _ in sorted(pairs, key=lambda pair: pair[1].world_rank)]
 
 
 def get_gpu_sort_key(gpu_id: str) -> tuple[int, int, str]:
-    """Sort key of a GPU id: numbers by value ("2" before "10"), then UUIDs by text."""
+    """Return the sort key of a GPU ID: numbers by value ("2" before "10"), then UUIDs."""
     return (0, int(gpu_id), "") if gpu_id.isdecimal() else (1, 0, gpu_id)
 
 
@@ -61,25 +60,27 @@ def _get_lowest_gpu(worker: WorkerInfo) -> tuple[int, int, str]:
 
 
 def get_local_gpu_ids(count: int, local_rank: int = 0) -> tuple[str, ...]:
-    """Give the ids of a local rank's share of the GPUs that this process sees.
+    """Return the IDs of the GPUs of a local rank, among those visible to this process.
 
-    That is `count` of them, or as many as there are; rank 0 has the first ones.
+    Args:
+        count: Number of GPUs per rank. If there are too few, fewer are returned.
+        local_rank: Local rank; rank 0 gets the first GPUs.
     """
-    # CUDA is not asked: it would take memory on every GPU that it looks at.
+    # CUDA is not queried, because that would allocate memory on every GPU.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         devices = Path("/dev").glob("nvidia[0-9]*")
-        ids = sorted((each.name.removeprefix("nvidia") for each in devices), key=int)
+        ids = sorted((device.name.removeprefix("nvidia") for device in devices), key=int)
     else:
-        ids = [each.strip() for each in visible.split(",") if each.strip()]
+        ids = [gpu_id.strip() for gpu_id in visible.split(",") if gpu_id.strip()]
     return tuple(ids[local_rank * count : (local_rank + 1) * count])
 
 
 def format_visible_devices(workers_on_node: Sequence[WorkerInfo]) -> str:
-    """Give CUDA_VISIBLE_DEVICES for the workers of one node: all their GPUs, "" if they have none.
+    """Return CUDA_VISIBLE_DEVICES for the workers of one node, "" if they have no GPUs.
 
-    Each worker sees the GPUs of all, so that local rank i uses the i-th device and NCCL can reach a
-    neighbour's memory directly.
+    All workers see the GPUs of all, so that local rank i uses the i-th device and NCCL can access
+    the memory of other ranks directly.
     """
     gpu_ids = {gpu_id for worker in workers_on_node for gpu_id in worker.gpu_ids}
     return ",".join(sorted(gpu_ids, key=get_gpu_sort_key))

@@ -1,6 +1,7 @@
-"""The workers of a run on Ray: one call and one stream of what it says for each rank.
+"""Worker group of Ray actors.
 
-Ranks are given from outside with each attempt, to processes of an `ActorPool`.
+Each rank has one actor call and one stream of messages. The processes come from an `ActorPool`;
+each attempt assigns ranks to them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
 from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_reference
-from drawbar.train._worker_group.cluster import hide_deaths_of, is_node_available
+from drawbar.train._worker_group.cluster import is_node_available, suppress_death_messages
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
 P = ParamSpec("P")
@@ -31,118 +32,112 @@ R = TypeVar("R")
 
 SHUTDOWN_S = 2.0
 STACK_SECONDS = 2.0
-STOP_CHECK_S = 5.0  # Ray may have to start a process for that
+STOP_CHECK_S = 5.0  # Ray may have to start a process for the check
 
 
 class RayWorkerGroup:
-    """Workers as Ray actors: what they are told, and what they say.
+    """Workers as Ray actors.
 
     Args:
-        pool: Their processes.
-        payload: What every rank runs.
+        pool: Processes of the workers.
+        payload: Training function that every rank runs.
     """
 
     def __init__(self, pool: ActorPool, payload: ray.ObjectRef[Serialized]) -> None:
         self._pool = pool
-        self._payload = [payload]  # until stop(); Ray does not follow a reference in a list
+        self._payload = [payload]  # until stop(); Ray does not track references in lists
         self._ranks: dict[int, ActorSlot] = {}
         self._attempt = -1
-        self._undelivered_commands: set[asyncio.Future[None]] = set()  # not taken yet
+        self._undelivered_commands: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     # -- processes
 
-    async def start(self, on_wait: OnWaiting) -> list[WorkerInfo]:
-        """Create what is missing, all at once, and wait until enough processes are up."""
-        workers = await self._pool.start(on_wait)
-        hide_deaths_of(workers)
+    async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
+        """Create all missing processes at once and wait until enough of them are ready."""
+        workers = await self._pool.start(on_waiting)
+        suppress_death_messages(workers)
         return workers
 
     @property
     def num_idle_workers(self) -> int:
-        """Processes that came up too late for the attempt."""
-        return sum(member.run_task is None for member in self._pool.list_ready())
+        """Number of processes that became ready too late for the attempt."""
+        return sum(slot.run_task is None for slot in self._pool.list_ready())
 
     # -- one attempt
 
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Learn the rank of each worker that `start` gave."""
-        # Who has come since then is a spare, and gets no rank.
+        """Set the rank of each worker that `start` returned."""
+        # Not strict: workers that became ready since then are idle and have no rank.
         pairs = zip(ranks, self._pool.list_ready(), strict=False)
-        self._ranks = {each.world_rank: member for each, member in pairs}
+        self._ranks = {rank.world_rank: slot for rank, slot in pairs}
 
-    def run(self, assignments: Sequence[Assignment], hear: OnMessages) -> None:
-        """Begin an attempt: one call per worker, whose stream is read from now on."""
+    def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
+        """Start an attempt: one call per worker, whose stream is read from now on."""
         self._attempt = assignments[0].attempt
         for assignment in assignments:
             rank = assignment.ranks.world_rank
-            member = self._ranks[rank]
-            # A stream rather than calls of the driver: the worker says things in one order, Ray
-            # delivers them in that order, and its end tells of a death.
-            run = member.actor.run.options(num_returns="streaming")
+            slot = self._ranks[rank]
+            # A stream instead of calls of the driver: messages keep their order, and the end of the
+            # stream reports the death of the process.
+            run = slot.actor.run.options(num_returns="streaming")
             stream = run.remote(assignment, self._payload)
-            member.on_messages = hear
-            member.run_task = asyncio.ensure_future(
-                self._receive_messages(rank, member, stream, hear)
+            slot.on_messages = on_messages
+            slot.run_task = asyncio.ensure_future(
+                self._receive_messages(rank, slot, stream, on_messages)
             )
 
     async def _receive_messages(
         self,
         rank: int,
-        member: ActorSlot,
+        slot: ActorSlot,
         stream: AsyncIterator[Awaitable[list[Message]]],
-        hear: OnMessages,
+        on_messages: OnMessages,
     ) -> None:
         try:
             async for reference in stream:
                 messages = await reference
-                # Noted before the attempt hears: it may end by this very message, and then keeps or
-                # discards the process.
-                member.is_retired |= any(isinstance(each, Retired) for each in messages)
-                hear(rank, messages)
-        # The function's own exceptions are messages, so this is Drawbar's code in the worker, or a
-        # message that does not unpickle here. The process is of no use any more.
+                # Recorded before the attempt handles the messages: it may end with one of them, and
+                # then decides whether to keep the process.
+                slot.is_retired |= any(isinstance(message, Retired) for message in messages)
+                on_messages(rank, messages)
+        # Exceptions of the function are messages. This is an error in Drawbar's code in the worker,
+        # or a message that cannot be unpickled here, so the process cannot be used further.
         except RayTaskError as error:
-            member.is_marked_dead = True
-            hear(rank, [Failed(failure=describe_worker_error(rank, error))])
+            slot.is_marked_dead = True
+            on_messages(rank, [Failed(failure=describe_worker_error(rank, error))])
         except RayError as error:
-            member.is_marked_dead = True
-            # In a thread: it calls the node, which may not answer.
-            hear(
-                rank,
-                [
-                    await run_in_daemon_thread(
-                        _make_worker_died, error, member.info.result().node_id
-                    )
-                ],
-            )
+            slot.is_marked_dead = True
+            # In a thread: it calls the node, which may not reply.
+            death = await run_in_daemon_thread(_make_worker_died, error, slot.info.result().node_id)
+            on_messages(rank, [death])
 
-    def send_command(self, rank: int, order: Order) -> None:
-        """Give one rank an order; one that it cannot take fails it.
+    def send_command(self, rank: int, command: Order) -> None:
+        """Send a command to a rank. A rank that cannot handle it fails.
 
-        If its process is dead, its stream tells.
+        If the process is dead, its message stream reports the death.
         """
-        member = self._ranks[rank]
-        control = member.actor.obey.options(concurrency_group="control")
-        taken = asyncio.ensure_future(await_reference(control.remote(self._attempt, order)))
-        self._undelivered_commands.add(taken)
-        taken.add_done_callback(partial(self._on_command_delivered, rank, member))
+        slot = self._ranks[rank]
+        control = slot.actor.obey.options(concurrency_group="control")
+        delivery = asyncio.ensure_future(await_reference(control.remote(self._attempt, command)))
+        self._undelivered_commands.add(delivery)
+        delivery.add_done_callback(partial(self._on_command_delivered, rank, slot))
 
     def _on_command_delivered(
-        self, rank: int, member: ActorSlot, taken: asyncio.Future[None]
+        self, rank: int, slot: ActorSlot, delivery: asyncio.Future[None]
     ) -> None:
-        self._undelivered_commands.discard(taken)
-        error = None if taken.cancelled() else taken.exception()
-        if isinstance(error, RayTaskError) and member.on_messages is not None:
-            member.is_marked_dead = True
-            member.on_messages(rank, [Failed(failure=describe_worker_error(rank, error))])
+        self._undelivered_commands.discard(delivery)
+        error = None if delivery.cancelled() else delivery.exception()
+        if isinstance(error, RayTaskError) and slot.on_messages is not None:
+            slot.is_marked_dead = True
+            slot.on_messages(rank, [Failed(failure=describe_worker_error(rank, error))])
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
-        """Ask every rank where its threads stand; None for one that does not answer."""
-        answers = await asyncio.gather(*[_request_stack(member) for member in self._ranks.values()])
-        return dict(zip(self._ranks, answers, strict=True))
+        """Return the stack of every rank, or None for a rank that does not reply."""
+        stacks = await asyncio.gather(*[_request_stack(slot) for slot in self._ranks.values()])
+        return dict(zip(self._ranks, stacks, strict=True))
 
     async def end_attempt(
         self,
@@ -152,130 +147,129 @@ class RayWorkerGroup:
         should_replace: bool,
         is_user_request: bool = False,
     ) -> None:
-        """Interrupt every running function; kill whoever has not stopped in `grace` seconds."""
-        members = self._pool.slots
-        taking_part = [slot for slot, member in members.items() if member.run_task is not None]
-        dead = [slot for slot, member in members.items() if member.is_dead]
-        # First of all: their replacements come up while the others are still stopping.
+        """Interrupt functions and kill processes that do not stop within `grace` seconds."""
+        slots = self._pool.slots
+        participants = [index for index, slot in slots.items() if slot.run_task is not None]
+        dead = [index for index, slot in slots.items() if slot.is_dead]
+        # First, so that replacements start while the other processes are still stopping.
         self._pool.kill_slots(dead, should_replace=should_replace)
-        running = {rank: each.run_task for rank, each in self._ranks.items() if each.is_running}
+        running = {rank: slot.run_task for rank, slot in self._ranks.items() if slot.is_running}
         for rank in running:
             self.send_command(
                 rank, Interrupt(reason="the attempt is over", by_user=is_user_request)
             )
         if running:
             await asyncio.wait([task for task in running.values() if task], timeout=grace)
-        # A process is kept if its stream has ended: only then has its thread left user code, and
-        # nothing of the old attempt is written any more.
-        still_there = members.keys()  # none of them, if kill() was called meanwhile
-        for slot in (set(taking_part) - set(dead)) & still_there:
-            member = members[slot]
-            if member.is_dead or member.is_running or member.is_retired or not should_keep:
-                self._pool.kill_slots([slot], should_replace=should_replace)
-            member.run_task = None
+        # A process is kept only if its stream has ended: then its thread has left user code, and
+        # nothing of the old attempt is written later.
+        remaining = slots.keys()  # empty if kill() was called in the meantime
+        for index in (set(participants) - set(dead)) & remaining:
+            slot = slots[index]
+            if slot.is_dead or slot.is_running or slot.is_retired or not should_keep:
+                self._pool.kill_slots([index], should_replace=should_replace)
+            slot.run_task = None
 
     def relocate_on_next_start(self) -> None:
-        """Give up every process and their placement: the next start places all of them anew."""
+        """Kill all processes and release the placement, so that the next start places all again."""
         self.kill()
 
     # -- the end
 
     async def stop(self) -> None:
-        """Let idle processes run their exit handlers, kill all, give up their placement.
+        """Run exit handlers in idle processes, kill all processes, and release the placement.
 
-        A kill ends a process within some ten milliseconds; its own end would take it seconds.
+        A kill ends a process within about ten milliseconds; a regular exit takes seconds.
         """
-        leaving = [
-            asyncio.ensure_future(_shut_down_actor(member))
-            for member in self._pool.list_ready()
-            if not member.is_dead
+        shutdowns = [
+            asyncio.ensure_future(_shut_down_actor(slot))
+            for slot in self._pool.list_ready()
+            if not slot.is_dead
         ]
-        if leaving:
-            # Ray runs no atexit handlers of a killed actor (ray-project/ray#12805), so the worker
-            # is asked to.
-            await asyncio.wait(leaving, timeout=SHUTDOWN_S)
+        if shutdowns:
+            # Ray does not run the atexit handlers of a killed actor (ray-project/ray#12805), so the
+            # worker runs them on request.
+            await asyncio.wait(shutdowns, timeout=SHUTDOWN_S)
         self.kill()
-        # Ray keeps what a reference refers to for as long as anybody holds it; a `RunHandle` may
-        # live on.
+        # Ray keeps an object as long as a reference to it exists, and a `RunHandle` may outlive the
+        # run.
         self._payload.clear()
 
     def kill(self) -> None:
-        """Kill every process and give up their placement."""
+        """Kill all processes and release the placement."""
         self._pool.kill_all()
 
-    # -- the view that backends get
+    # -- methods for backends
 
     def execute_single_async(
         self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> ray.ObjectRef[R]:
-        """Run a function on one worker; gives an object reference."""
-        asked = self._ranks[rank].actor.execute.remote(serialize((function, args, kwargs)))
-        return cast("ray.ObjectRef[R]", asked)
+        """Call a function on one worker and return a reference to its result."""
+        reference = self._ranks[rank].actor.execute.remote(serialize((function, args, kwargs)))
+        return cast("ray.ObjectRef[R]", reference)
 
     def execute_async(
         self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> list[ray.ObjectRef[R]]:
-        """Run a function on every worker; gives object references in rank order."""
+        """Call a function on every worker and return references to the results, in rank order."""
         ranks = sorted(self._ranks)
         return [self.execute_single_async(rank, function, *args, **kwargs) for rank in ranks]
 
     def execute_single(
         self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run a function on one worker and wait for its result."""
+        """Call a function on one worker and wait for its result."""
         return ray.get(self.execute_single_async(rank, function, *args, **kwargs))
 
     def execute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run a function on every worker and wait for all results, in rank order."""
+        """Call a function on every worker and wait for all results, in rank order."""
         return list(ray.get(self.execute_async(function, *args, **kwargs)))
 
 
-async def _shut_down_actor(member: ActorSlot) -> None:
+async def _shut_down_actor(slot: ActorSlot) -> None:
     with contextlib.suppress(RayError):
-        await member.actor.shut_down.remote()
+        await slot.actor.shut_down.remote()
 
 
-async def _request_stack(member: ActorSlot) -> Stack | None:
-    # In the control group, and not for long: a call that holds the interpreter answers nobody,
-    # which is an answer too.
-    asked = member.actor.capture_stack.options(concurrency_group="control").remote()
+async def _request_stack(slot: ActorSlot) -> Stack | None:
+    # With a short timeout: a C call that holds the GIL keeps even the control thread from replying.
+    reference = slot.actor.capture_stack.options(concurrency_group="control").remote()
     try:
-        return await asyncio.wait_for(await_reference(asked), STACK_SECONDS)
+        return await asyncio.wait_for(await_reference(reference), STACK_SECONDS)
     except RayError:
         return None
     except TimeoutError:
-        return await _detect_stopped_worker(member.info.result())
+        return await _detect_stopped_worker(slot.info.result())
 
 
 async def _detect_stopped_worker(worker: WorkerInfo) -> Stack | None:
-    """Have another process of its node look whether a silent one is stopped."""
+    """Check in another process on the node whether an unresponsive worker is suspended."""
     node = NodeAffinitySchedulingStrategy(worker.node_id, soft=False)
     remote: Any = ray.remote  # its stub takes no options here
-    look = remote(detect_stopped_process).options(
+    check = remote(detect_stopped_process).options(
         num_cpus=0, max_retries=0, scheduling_strategy=node
     )
     with contextlib.suppress(RayError, TimeoutError):
-        found: Stack | None = await asyncio.wait_for(
-            await_reference(look.remote(worker.pid)), STOP_CHECK_S
+        stack: Stack | None = await asyncio.wait_for(
+            await_reference(check.remote(worker.pid)), STOP_CHECK_S
         )
-        return found
+        return stack
     return None
 
 
 def _make_worker_died(error: RayError, node_id: str) -> Gone:
-    """Describe a death; a worker whose node is gone or going was preempted."""
-    # Ray says so of a node that was drained. One that has vanished counts as alive for a while.
+    """Describe the death of a worker. It counts as preempted if its node is lost or draining."""
+    # Ray sets `preempted` for drained nodes. A lost node counts as alive for a while.
     preempted = bool(getattr(error, "preempted", False)) or not is_node_available(node_id)
     return Gone(detail=str(error), time=time.time(), preempted=preempted)
 
 
 def describe_worker_error(rank: int, error: RayTaskError) -> WorkerFailure:
-    """Describe a worker whose own code failed outside the training function."""
+    """Describe an error in Drawbar's own code in a worker."""
     return WorkerFailure(
         rank=rank,
         kind="exception",
         type_name=type(error.cause).__name__,
         message=str(error.cause),
-        traceback=str(error),  # Ray puts the remote one there
+        traceback=str(error),  # Ray puts the remote traceback there
         time=time.time(),
     )

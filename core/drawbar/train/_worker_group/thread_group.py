@@ -1,7 +1,8 @@
-"""Workers in this very process, without Ray: `num_workers=0`, and the worlds of `testing`.
+"""Worker group of threads in this process.
 
-With `num_workers=0` the function runs in the thread that called `fit()`, so that `pdb`, `input()`
-and a debugger's breakpoints work, while the controller goes on in its own thread.
+Used for `num_workers=0` and by `drawbar.train.testing`, without Ray. With `num_workers=0` the
+function runs in the thread that called `fit()`, so that `pdb`, `input()`, and breakpoints of a
+debugger work. The controller runs in a separate thread.
 """
 
 from __future__ import annotations
@@ -40,11 +41,10 @@ class ThreadWorkerGroup:
     """Workers as threads of this process.
 
     Args:
-        payload: What every rank runs.
-        count: Number of ranks.
-        spawn: Runs a job in the thread that is to be rank 0's, or None to start a thread for each
-            rank.
-        gpu_ids: The GPUs that each rank is told it has.
+        payload: Training function that every rank runs.
+        num_workers: Number of ranks.
+        submit_call: Runs a call in the thread of rank 0, or None to start a thread for each rank.
+        gpu_ids: GPU IDs that every rank reports.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class ThreadWorkerGroup:
         gpu_ids: tuple[str, ...] = (),
     ) -> None:
         self._payload = payload
-        self._count = num_workers
-        self._spawn = submit_call
+        self._num_workers = num_workers
+        self._submit_call = submit_call
         self._gpu_ids = gpu_ids
         self._sessions: dict[int, Session] = {}
         self._functions_ended: dict[int, asyncio.Event] = {}
@@ -65,62 +65,62 @@ class ThreadWorkerGroup:
 
     @property
     def num_idle_workers(self) -> int:
-        """Nobody comes late."""
+        """Always 0: threads start at once."""
         return 0
 
     def __len__(self) -> int:
-        return self._count
+        return self._num_workers
 
-    async def start(self, on_wait: OnWaiting) -> list[WorkerInfo]:
-        """Wait for uploads of the attempt before: there is no process to end them with."""
+    async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
+        """Return the workers after the uploads of the previous attempt have ended."""
         for session in self._sessions.values():
-            # An upload that is still writing would give its old bytes to the new attempt's
-            # checkpoint of that name.
+            # No process dies with the attempt, so an upload that is still writing would put its old
+            # bytes into a checkpoint of the same name in the new attempt.
             await run_in_daemon_thread(session.uploads.async_commits.join)
-        host = os.uname().nodename
-        here = WorkerInfo(
-            node_id=host,
+        hostname = os.uname().nodename
+        info = WorkerInfo(
+            node_id=hostname,
             node_ip="127.0.0.1",
-            hostname=host,
+            hostname=hostname,
             pid=os.getpid(),
             gpu_ids=self._gpu_ids,
         )
-        return [here] * self._count
+        return [info] * self._num_workers
 
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Slots are ranks here."""
+        """Do nothing: slots are ranks here."""
 
-    def run(self, assignments: Sequence[Assignment], hear: OnMessages) -> None:
-        """Begin an attempt."""
+    def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
+        """Start an attempt."""
         loop = asyncio.get_running_loop()
         for assignment in assignments:
             rank = assignment.ranks.world_rank
-            done = self._functions_ended[rank] = asyncio.Event()
-            say = partial(_send_from_thread, loop, hear, rank)
-            session = self._sessions[rank] = Session(assignment, say, self._caches[rank])
-            end = partial(_finish_from_thread, loop, hear, rank, done)
-            job = partial(self._run_rank, rank, session, say, end)
-            if self._spawn is not None:
-                self._spawn(job)
+            ended = self._functions_ended[rank] = asyncio.Event()
+            send = partial(_send_from_thread, loop, on_messages, rank)
+            session = self._sessions[rank] = Session(assignment, send, self._caches[rank])
+            on_end = partial(_finish_from_thread, loop, on_messages, rank, ended)
+            call = partial(self._run_rank, rank, session, send, on_end)
+            if self._submit_call is not None:
+                self._submit_call(call)
             else:
-                threading.Thread(target=job, name=f"rank-{rank}", daemon=True).start()
+                threading.Thread(target=call, name=f"rank-{rank}", daemon=True).start()
 
     def _run_rank(
         self,
         rank: int,
         session: Session,
-        say: Callable[[Message], None],
-        end: Callable[[Message | None], None],
+        send: Callable[[Message], None],
+        on_end: Callable[[Message | None], None],
     ) -> None:
-        # Only here is it known which one that is: `spawn` runs the job where `fit()` was called.
+        # The thread is known only here: `submit_call` runs this in the thread that called `fit()`.
         self._threads[rank] = threading.current_thread()
         run_train_loop_in_thread(
-            self._payload, session, say, end, is_only_rank=self._spawn is not None
+            self._payload, session, send, on_end, is_only_rank=self._submit_call is not None
         )
 
-    def send_command(self, rank: int, order: Order) -> None:
-        """Give one rank an order."""
-        self._sessions[rank].obey(order)
+    def send_command(self, rank: int, command: Order) -> None:
+        """Send a command to a rank."""
+        self._sessions[rank].obey(command)
 
     async def end_attempt(
         self,
@@ -130,8 +130,8 @@ class ThreadWorkerGroup:
         should_replace: bool,
         is_user_request: bool = False,
     ) -> None:
-        """Interrupt every running function and wait for it: a thread cannot be killed."""
-        running = [rank for rank, done in self._functions_ended.items() if not done.is_set()]
+        """Interrupt and wait for every running function. Threads cannot be killed."""
+        running = [rank for rank, ended in self._functions_ended.items() if not ended.is_set()]
         for rank in running:
             self.send_command(
                 rank, Interrupt(reason="the attempt is over", by_user=is_user_request)
@@ -141,28 +141,28 @@ class ThreadWorkerGroup:
                 await asyncio.wait_for(self._functions_ended[rank].wait(), grace)
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
-        """Look where every rank's thread stands."""
+        """Return the stack of every rank's thread."""
         return {rank: capture_stack(thread) for rank, thread in self._threads.items()}
 
     def relocate_on_next_start(self) -> None:
-        """There is nowhere to move to."""
+        """Do nothing: threads cannot be placed elsewhere."""
 
     async def stop(self) -> None:
-        """Interrupt what still runs: it would wait for ever for a controller that has failed."""
+        """Interrupt running functions, which would wait forever for a failed controller."""
         await self.end_attempt(grace=STOP_SECONDS, should_keep=True, should_replace=False)
 
     def kill(self) -> None:
-        """There is nothing to kill."""
+        """Do nothing: threads cannot be killed."""
 
     def execute_single_async(
         self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run a function here; gives its result."""
+        """Call a function in this thread and return its result."""
         return function(*args, **kwargs)
 
     def execute_async(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run a function once per rank, here; gives the results."""
-        return [function(*args, **kwargs) for _ in range(self._count)]
+        """Call a function once per rank in this thread and return the results."""
+        return [function(*args, **kwargs) for _ in range(self._num_workers)]
 
     execute_single = execute_single_async
     execute = execute_async
@@ -171,21 +171,22 @@ class ThreadWorkerGroup:
 def run_train_loop_in_thread(
     payload: TrainLoop,
     session: Session,
-    say: Callable[[Message], None],
+    send: Callable[[Message], None],
     on_end: Callable[[Message | None], None],
     *,
     is_only_rank: bool,
 ) -> None:
-    """Run the training function in this thread, and say how it ended.
+    """Run the training function in this thread and report how it ended.
 
     Args:
-        payload: What to run.
-        session: This rank's.
-        say: Takes what it says.
-        end: Gets its last message, or None after a Ctrl-C, which is raised here.
-        alone: No other rank is in this process: its environment, folder and streams are the rank's.
+        payload: The training function and its config.
+        session: Session of the rank.
+        send: Sends messages of the rank.
+        on_end: Receives the last message of the rank, or None after a Ctrl-C, which is raised here.
+        is_only_rank: Whether no other rank is in this process, so that its environment, working
+            directory, and streams belong to the rank.
     """
-    ending: Message | None = Interrupted()
+    last_message: Message | None = Interrupted()
     try:
         with preserve_environment() if is_only_rank else contextlib.nullcontext():
             log = session.directory.get_log_path(session.assignment.ranks.world_rank)
@@ -194,40 +195,42 @@ def run_train_loop_in_thread(
                 if is_only_rank
                 else contextlib.nullcontext()
             ):
-                config = copy.deepcopy(payload.config)  # as every process gets its own
-                own = dataclasses.replace(payload, config=config)
-                ending = run_train_loop(session, own, say, is_process_wide=is_only_rank)
+                config = copy.deepcopy(payload.config)  # worker processes have copies too
+                train_loop = dataclasses.replace(payload, config=config)
+                last_message = run_train_loop(
+                    session, train_loop, send, is_process_wide=is_only_rank
+                )
     except AttemptInterrupted:
-        pass  # a second one, while the first was being dealt with
+        pass  # a second interruption, during the handling of the first
     except KeyboardInterrupt:
-        ending = None  # Ctrl-C: it is no failure, and whoever called this stops the run
+        last_message = None  # Ctrl-C is not a failure: the caller stops the run
         raise
     except BaseException as error:
         failure = describe_exception(error, session.assignment, session.report_count)
-        ending = Failed(failure=failure)
+        last_message = Failed(failure=failure)
     finally:
-        on_end(ending)
+        on_end(last_message)
 
 
 def _send_from_thread(
-    loop: asyncio.AbstractEventLoop, hear: OnMessages, rank: int, message: Message
+    loop: asyncio.AbstractEventLoop, on_messages: OnMessages, rank: int, message: Message
 ) -> None:
-    loop.call_soon_threadsafe(hear, rank, [message])
+    loop.call_soon_threadsafe(on_messages, rank, [message])
 
 
 def _finish_from_thread(
     loop: asyncio.AbstractEventLoop,
-    hear: OnMessages,
+    on_messages: OnMessages,
     rank: int,
-    done: asyncio.Event,
-    ending: Message | None,
+    ended: asyncio.Event,
+    last_message: Message | None,
 ) -> None:
-    """Say how the function ended; whoever hears it must not interrupt this thread any more."""
+    """Report the end of the function. The thread must not be interrupted after this."""
 
-    def end() -> None:
-        done.set()
-        if ending is not None:
-            hear(rank, [ending])
+    def finish() -> None:
+        ended.set()
+        if last_message is not None:
+            on_messages(rank, [last_message])
 
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(end)
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for the message
+        loop.call_soon_threadsafe(finish)

@@ -1,7 +1,7 @@
-"""Workers that a launcher such as torchrun has started, of which this process is rank 0.
+"""Worker group of processes that torchrun started.
 
-Rank 0's function runs in the thread that called `fit()`, as with `num_workers=0`; the others run
-theirs in the same way, each in its own process, and say over a wire what they have to say.
+This process is rank 0. The training function of each rank runs in the thread that called `fit()`,
+as with `num_workers=0`. The other ranks send their messages to rank 0 over a connection.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ STOP_SECONDS = 1.0
 
 
 class TorchrunWorkerGroup:
-    """One worker in each process of a launcher's group.
+    """One worker in each process of a torchrun group.
 
     Args:
-        own: Rank 0, in this process.
-        here: Where that is.
-        peers: The other processes.
-        stop: Ends the run, in the name of a peer; gets whether to save first.
+        local_group: Group that contains rank 0, in this process.
+        local_info: Node and process of rank 0.
+        server: Connections to the other processes.
+        stop_run: Stops the run when a peer requests it. Receives whether to save first.
     """
 
     def __init__(
@@ -62,91 +62,93 @@ class TorchrunWorkerGroup:
         local_group: ThreadWorkerGroup,
         local_info: WorkerInfo,
         server: Peers,
-        stop: Callable[[bool], object],
+        stop_run: Callable[[bool], object],
     ) -> None:
-        self._own = local_group
-        self._here = local_info
-        self._peers = server
-        self._stop = stop
+        self._local_group = local_group
+        self._local_info = local_info
+        self._server = server
+        self._stop_run = stop_run
         self._loop = asyncio.get_running_loop()
         self._attempt = -1
-        self._hear: OnMessages = lambda rank, messages: None
-        self._functions_ended: dict[
-            int, asyncio.Event
-        ] = {}  # by rank of a peer: its function has ended
+        self._on_messages: OnMessages = lambda rank, messages: None
+        self._functions_ended: dict[int, asyncio.Event] = {}  # by rank of a peer
         self._request_ids = itertools.count()
-        self._pending_requests: dict[
-            int, tuple[int, Future[Answer]]
-        ] = {}  # by number: rank, and its answer
-        self._lost_peers: dict[int, str] = {}  # by rank of a peer: why it says nothing any more
+        # Rank and reply, by request ID.
+        self._pending_requests: dict[int, tuple[int, Future[Answer]]] = {}
+        self._lost_peers: dict[int, str] = {}  # cause, by rank
         server.hear(self._on_message_from_thread)
 
     @property
     def num_idle_workers(self) -> int:
-        """Nobody comes late."""
+        """Always 0: the number of processes is fixed."""
         return 0
 
     def __len__(self) -> int:
-        return 1 + self._peers.count
+        return 1 + self._server.count
 
-    async def start(self, on_wait: OnWaiting) -> list[WorkerInfo]:
+    async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
         """Wait until every process has called `fit()`."""
-        await self._own.start(on_wait)
-        come = 0
-        while come < self._peers.count:
-            come = await run_in_daemon_thread(self._peers.wait, JOIN_NOTICE_S)
-            if come < self._peers.count:
-                on_wait(1 + come, True)
-        return [self._here, *(self._peers.infos[rank] for rank in sorted(self._peers.infos))]
+        await self._local_group.start(on_waiting)
+        num_joined = 0
+        while num_joined < self._server.count:
+            num_joined = await run_in_daemon_thread(self._server.wait, JOIN_NOTICE_S)
+            if num_joined < self._server.count:
+                on_waiting(1 + num_joined, True)
+        return [
+            self._local_info,
+            *(self._server.infos[rank] for rank in sorted(self._server.infos)),
+        ]
 
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """The launcher has given them."""
+        """Do nothing: torchrun has assigned the ranks."""
 
-    def run(self, assignments: Sequence[Assignment], hear: OnMessages) -> None:
-        """Begin an attempt."""
-        self._attempt, self._hear = assignments[0].attempt, hear
-        self._own.run([each for each in assignments if each.ranks.world_rank == 0], hear)
+    def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
+        """Start an attempt."""
+        self._attempt, self._on_messages = assignments[0].attempt, on_messages
+        local = [assignment for assignment in assignments if assignment.ranks.world_rank == 0]
+        self._local_group.run(local, on_messages)
         for assignment in assignments:
             rank = assignment.ranks.world_rank
             if rank > 0:
                 self._functions_ended[rank] = asyncio.Event()
-                spec = dataclasses.replace(assignment.spec, surroundings=None)  # it has its own
-                self._peers.send(rank, Begin(dataclasses.replace(assignment, spec=spec)))
-        for rank, detail in list(self._lost_peers.items()):  # between its coming and now
+                # Peers have an environment already.
+                spec = dataclasses.replace(assignment.spec, surroundings=None)
+                self._server.send(rank, Begin(dataclasses.replace(assignment, spec=spec)))
+        for rank, detail in list(self._lost_peers.items()):  # lost after it joined
             self._on_message(rank, Lost(detail))
 
-    def _on_message_from_thread(self, rank: int, said: FromPeer) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._on_message, rank, said)
+    def _on_message_from_thread(self, rank: int, message: FromPeer) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+            self._loop.call_soon_threadsafe(self._on_message, rank, message)
 
-    def _on_message(self, rank: int, said: FromPeer) -> None:
-        match said:
+    def _on_message(self, rank: int, peer_message: FromPeer) -> None:
+        match peer_message:
             case Said(message):
-                self._hear(rank, [message])
+                self._on_messages(rank, [message])
             case Ended(message):
                 self._functions_ended[rank].set()
                 if message is not None:
-                    self._hear(rank, [message])
-            case Answer(number):
-                self._resolve_request(number, said)
+                    self._on_messages(rank, [message])
+            case Answer(request_id):
+                self._resolve_request(request_id, peer_message)
             case StopAsked(save):
-                self._stop(save)
+                self._stop_run(save)
             case Lost(detail):
                 self._lost_peers[rank] = detail
-                # Who has asked it waits in a thread, and nobody would answer any more.
-                for number, (asked, _) in list(self._pending_requests.items()):
-                    if asked == rank:
-                        self._resolve_request(number, Answer(number, error=detail))
+                # Threads are waiting for replies that the peer will never send.
+                for request_id, (requested_rank, _) in list(self._pending_requests.items()):
+                    if requested_rank == rank:
+                        self._resolve_request(request_id, Answer(request_id, error=detail))
                 if rank in self._functions_ended:
                     self._functions_ended[rank].set()
-                self._hear(rank, [Gone(detail=detail, time=time.time())])
+                self._on_messages(rank, [Gone(detail=detail, time=time.time())])
 
-    def send_command(self, rank: int, order: Order) -> None:
-        """Give one rank an order."""
+    def send_command(self, rank: int, command: Order) -> None:
+        """Send a command to a rank."""
         if rank == 0:
-            self._own.send_command(rank, order)
+            self._local_group.send_command(rank, command)
         else:
-            self._peers.send(rank, Obey(self._attempt, order))
+            self._server.send(rank, Obey(self._attempt, command))
 
     async def end_attempt(
         self,
@@ -156,71 +158,76 @@ class TorchrunWorkerGroup:
         should_replace: bool,
         is_user_request: bool = False,
     ) -> None:
-        """Interrupt every running function and wait for it: what a launcher started, it kills."""
-        running = {rank: done for rank, done in self._functions_ended.items() if not done.is_set()}
+        """Interrupt and wait for every running function. Only torchrun kills its processes."""
+        running = {
+            rank: ended for rank, ended in self._functions_ended.items() if not ended.is_set()
+        }
         for rank in running:
             self.send_command(
                 rank, Interrupt(reason="the attempt is over", by_user=is_user_request)
             )
-        local_group = self._own.end_attempt(
+        local_end = self._local_group.end_attempt(
             grace=grace, should_keep=should_keep, should_replace=should_replace
         )
-        waits = [asyncio.wait_for(done.wait(), grace) for done in running.values()]
-        # One that does not stop in time is the launcher's to kill; the others still get theirs.
-        await asyncio.gather(local_group, *waits, return_exceptions=True)
+        peer_ends = [asyncio.wait_for(ended.wait(), grace) for ended in running.values()]
+        # A function that does not stop in time must not shorten the time of the others.
+        await asyncio.gather(local_end, *peer_ends, return_exceptions=True)
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
-        """Ask every rank where its threads stand; None for one that does not answer."""
+        """Return the stack of every rank, or None for a rank that does not reply."""
         ranks = sorted(self._functions_ended)
-        asked = [asyncio.wrap_future(self._request(rank, StackAsked)) for rank in ranks]
-        if asked:
-            await asyncio.wait(asked, timeout=STACK_SECONDS)
-        found = await self._own.collect_stacks()
-        for rank, each in zip(ranks, asked, strict=True):
-            answer = each.result().value if each.done() else None
-            found[rank] = answer if isinstance(answer, Stack) else self._detect_stopped_peer(rank)
-            each.cancel()
-        return found
+        requests = [asyncio.wrap_future(self._request(rank, StackAsked)) for rank in ranks]
+        if requests:
+            await asyncio.wait(requests, timeout=STACK_SECONDS)
+        stacks = await self._local_group.collect_stacks()
+        for rank, request in zip(ranks, requests, strict=True):
+            value = request.result().value if request.done() else None
+            stacks[rank] = value if isinstance(value, Stack) else self._detect_stopped_peer(rank)
+            request.cancel()
+        return stacks
 
     def _detect_stopped_peer(self, rank: int) -> Stack | None:
-        """Look whether a peer is stopped, if it is on this machine."""
-        peer = self._peers.infos[rank]
-        return detect_stopped_process(peer.pid) if peer.hostname == self._here.hostname else None
+        """Return a stack that describes a suspended peer, if it is suspended and on this host."""
+        peer = self._server.infos[rank]
+        return (
+            detect_stopped_process(peer.pid) if peer.hostname == self._local_info.hostname else None
+        )
 
     def _request(
-        self, rank: int, question: Callable[[int], StackAsked | Execute]
+        self, rank: int, make_request: Callable[[int], StackAsked | Execute]
     ) -> Future[Answer]:
-        """Ask a peer something, from any thread."""
-        number, answer = next(self._request_ids), Future[Answer]()
-        self._pending_requests[number] = rank, answer
-        self._peers.send(rank, question(number))
-        if rank in self._lost_peers:  # looked at last: whoever is lost from now on is told of
-            self._resolve_request(number, Answer(number, error=self._lost_peers[rank]))
-        return answer
+        """Send a request to a peer, from any thread."""
+        request_id, reply = next(self._request_ids), Future[Answer]()
+        self._pending_requests[request_id] = rank, reply
+        self._server.send(rank, make_request(request_id))
+        # Checked last: a loss from now on resolves the pending requests of the peer.
+        if rank in self._lost_peers:
+            self._resolve_request(request_id, Answer(request_id, error=self._lost_peers[rank]))
+        return reply
 
-    def _resolve_request(self, number: int, answer: Answer) -> None:
-        _, asked = self._pending_requests.pop(number, (-1, None))
-        # Whoever has asked may have waited long enough.
-        if asked is not None and asked.set_running_or_notify_cancel():
-            asked.set_result(answer)
+    def _resolve_request(self, request_id: int, reply: Answer) -> None:
+        _, pending = self._pending_requests.pop(request_id, (-1, None))
+        # The requesting thread may have stopped waiting.
+        if pending is not None and pending.set_running_or_notify_cancel():
+            pending.set_result(reply)
 
     def relocate_on_next_start(self) -> None:
-        """The launcher has placed them."""
+        """Do nothing: torchrun has placed the processes."""
 
     async def stop(self) -> None:
-        """Interrupt what still runs."""
+        """Interrupt running functions."""
         await self.end_attempt(grace=STOP_SECONDS, should_keep=True, should_replace=False)
 
     def kill(self) -> None:
-        """What the launcher has started, it kills."""
+        """Do nothing: torchrun kills its processes."""
 
     def execute_single(
         self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run a function on one worker and wait for its result.
+        """Call a function on one worker and wait for its result.
 
         Raises:
-            RuntimeError: It raised there, or its process is gone.
+            RuntimeError: The function raised an exception on a peer, or its process died.
         """
         if rank == 0:
             return function(*args, **kwargs)
@@ -231,41 +238,40 @@ class TorchrunWorkerGroup:
         return result
 
     def execute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run a function on every worker and wait for all results, in rank order.
+        """Call a function on every worker and wait for all results, in rank order.
 
         Raises:
-            RuntimeError: It raised on a peer, or a process is gone.
+            RuntimeError: The function raised an exception on a peer, or a process died.
         """
-        # Packed once for all of them.
-        question = partial(Execute, call=serialize((function, args, kwargs)))
-        asked = {rank: self._request(rank, question) for rank in sorted(self._peers.infos)}
-        local_group = function(
-            *args, **kwargs
-        )  # meanwhile: the ranks may wait for each other in it
+        # Serialized once for all peers.
+        make_request = partial(Execute, call=serialize((function, args, kwargs)))
+        replies = {rank: self._request(rank, make_request) for rank in sorted(self._server.infos)}
+        # Called while the peers run it: the ranks may wait for each other in it.
+        local_result = function(*args, **kwargs)
         return [
-            local_group,
-            *(_get_result(rank, each).deserialize() for rank, each in asked.items()),
+            local_result,
+            *(_get_result(rank, reply).deserialize() for rank, reply in replies.items()),
         ]
 
-    # Without Ray there are no references: these give the results themselves.
+    # There are no object references without Ray, so these return the results.
     execute_single_async = execute_single
     execute_async = execute
 
 
-def _get_result(rank: int, asked: Future[Answer]) -> Serialized:
-    answer = asked.result()
-    if isinstance(answer.value, Serialized):
-        return answer.value
-    raise RuntimeError(f"rank {rank}, in what a hook of the backend runs there: {answer.error}")
+def _get_result(rank: int, pending: Future[Answer]) -> Serialized:
+    reply = pending.result()
+    if isinstance(reply.value, Serialized):
+        return reply.value
+    raise RuntimeError(f"a hook of the backend failed on rank {rank}: {reply.error}")
 
 
 def make_local_worker_info(ranks: Ranks, gpu_ids: tuple[str, ...]) -> WorkerInfo:
-    """Say where this process is. Two nodes of a launcher may be one machine."""
-    host = os.uname().nodename
+    """Return the node and process of this rank. Two torchrun nodes may be on one machine."""
+    hostname = os.uname().nodename
     return WorkerInfo(
-        node_id=f"{ranks.node_rank}@{host}",
+        node_id=f"{ranks.node_rank}@{hostname}",
         node_ip=peer_address(ranks),
-        hostname=host,
+        hostname=hostname,
         pid=os.getpid(),
         gpu_ids=gpu_ids,
     )

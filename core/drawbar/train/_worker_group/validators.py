@@ -1,4 +1,4 @@
-"""Running one validation: in a Ray task, or in a thread of this process."""
+"""Run one validation in a Ray task or in a thread."""
 
 from __future__ import annotations
 
@@ -28,63 +28,65 @@ from drawbar.train._worker.worker_env import get_runtime_env_vars, preserve_envi
 
 
 class Validator(Protocol):
-    """Runs the validation function somewhere.
+    """Runs the validation function.
 
     Attributes:
-        max_in_flight: How many at the same time.
-        resources: That each of them takes.
+        max_concurrent: Maximum number of concurrent validations.
+        resources: Resources of one validation.
     """
 
     max_concurrent: int
     resources: Mapping[str, float]
 
     async def run(
-        self, checkpoint: Checkpoint, validation: Validation, started: Callable[[], None]
+        self, checkpoint: Checkpoint, validation: Validation, on_started: Callable[[], None]
     ) -> Validation:
-        """Give what came of a validation. If this is cancelled, the function is ended.
+        """Run a validation and return it with its result. Cancelling this ends the function.
 
-        `started` is called when the function is about to run.
+        Args:
+            checkpoint: Checkpoint to validate.
+            validation: Arguments and timeout of the validation.
+            on_started: Called when the function is about to run.
         """
         ...
 
 
-# -- where it runs
+# -- implementations
 
 
 class RayValidator:
     """Runs each validation as a Ray task."""
 
-    def __init__(self, work: ValidationTask) -> None:
-        self.max_concurrent = work.max_concurrent
-        self.resources: Mapping[str, float] = work.task_resources
+    def __init__(self, task: ValidationTask) -> None:
+        self.max_concurrent = task.max_concurrent
+        self.resources: Mapping[str, float] = task.task_resources
         remote: Any = ray.remote  # its stub does not know streaming tasks
-        self._task = remote(num_returns="streaming", **work.task_options)(run_validation_task)
-        self._work = ray.put(work)
-        retries = work.task_options.get("max_retries")
+        self._run_task = remote(num_returns="streaming", **task.task_options)(run_validation_task)
+        self._task = ray.put(task)
+        retries = task.task_options.get("max_retries")
         tries = f", {retries + 1} times" if isinstance(retries, int) and retries else ""
-        # Ray says no more of it, and nothing of Drawbar's watches a process that Ray uses again.
+        # Ray reports nothing more specific, and no sentinel watches a process that Ray reuses.
         self._death_message = (
-            f"the process of its task died{tries}: by SIGKILL, as the kernel's OOM killer sends "
-            "it, by a crash in C code, or by os._exit. "
-            "Ray's worker logs on its node tell a crash; for more memory, set "
-            'ValidationConfig(ray_remote_kwargs={"memory": ...})'
+            f"the process of its task died{tries}: by SIGKILL (from the kernel's OOM killer, for "
+            "example), by a crash in C code, or by os._exit. Check Ray's worker logs on its node "
+            'for a crash, or set ValidationConfig(ray_remote_kwargs={"memory": ...}) to add memory'
         )
 
     async def run(
-        self, checkpoint: Checkpoint, validation: Validation, started: Callable[[], None]
+        self, checkpoint: Checkpoint, validation: Validation, on_started: Callable[[], None]
     ) -> Validation:
-        """Run it as a task whose time is counted from its start."""
-        stream = self._task.remote(self._work, checkpoint, validation)
+        """Run a validation as a task whose timeout starts when the task starts."""
+        stream = self._run_task.remote(self._task, checkpoint, validation)
         limit = asyncio.timeout(None)
         try:
             async with limit:
                 async for reference in stream:
-                    ended: Validation | None = await reference
-                    if ended is not None:
-                        return ended
-                    started()
+                    result: Validation | None = await reference
+                    if result is not None:
+                        return result
+                    on_started()
                     limit.reschedule(_compute_deadline(validation))
-            return validation.with_failure("its task ended without a word")
+            return validation.with_failure("its task ended without a result")
         except WorkerCrashedError:
             return validation.with_failure(self._death_message)
         except RayError as error:
@@ -102,14 +104,15 @@ class RayValidator:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationTask:
-    """What every task does, and where: plain data, made in the driver.
+    """Plain data that every validation task needs, created in the driver.
 
     Attributes:
-        function: The packed validation function, unpacked by tasks only.
-        options: Of the task, for `ray.remote`.
-        resources: That the task takes, by Ray's names.
-        max_in_flight: How many tasks run at the same time.
-        environment, surroundings: The driver's, as the training function gets them.
+        function: Serialized validation function, deserialized only in tasks.
+        task_options: Options of the task, for `ray.remote`.
+        task_resources: Resources of the task, by Ray's names.
+        max_concurrent: Maximum number of concurrent tasks.
+        env_vars: Environment variables, as for the training function.
+        surroundings: Environment of the driver, as for the training function.
     """
 
     function: Serialized
@@ -127,7 +130,7 @@ class ValidationTask:
         surroundings: DriverEnvironment,
         runtime_env: Mapping[str, object] | None,
     ) -> ValidationTask:
-        """Make it of what the trainer was given; `runtime_env` is that of the workers."""
+        """Create the task from a validation config and the `runtime_env` of the workers."""
         options: dict[str, object] = {"num_cpus": 0, **config.task_options}
         if runtime_env:
             options.setdefault("runtime_env", dict(runtime_env))
@@ -141,32 +144,31 @@ class ValidationTask:
         )
 
     def run(self, checkpoint: Checkpoint, validation: Validation) -> Validation:
-        """Call the function as the training function is called; leave the process as it was."""
+        """Call the function in the driver's environment, and restore the process afterwards."""
         if checkpoint.is_local and not Path(checkpoint.path).is_dir():
             return validation.with_failure(
-                f"node {os.uname().nodename} does not see {checkpoint.path}. Set "
-                "RunConfig.storage_path to a folder that all nodes share, or to an object store"
+                f"node {os.uname().nodename} cannot access {checkpoint.path}. Set "
+                "RunConfig.storage_path to a directory that all nodes share, or to an object store"
             )
         with preserve_environment(), self.surroundings.apply():
             os.environ.update({**self.env_vars, **get_runtime_env_vars()})
-            tries_again = bool(
-                self.task_options.get("retry_exceptions")
-            )  # Ray does, if it sees them
+            # Ray retries the task only if it sees the exception.
+            should_raise = bool(self.task_options.get("retry_exceptions"))
             return _call_validation_fn(
-                self.function.deserialize, checkpoint, validation, should_raise=tries_again
+                self.function.deserialize, checkpoint, validation, should_raise=should_raise
             )
 
 
 def run_validation_task(
     task: ValidationTask, checkpoint: Checkpoint, validation: Validation
 ) -> Iterator[Validation | None]:
-    """Say that the task runs, by None, and then what came of it."""
+    """Yield None when the task starts, and then the result of the validation."""
     yield None
     yield task.run(checkpoint, validation)
 
 
 class ThreadValidator:
-    """Runs each validation in a thread of this process, which ends with it."""
+    """Runs each validation in a thread of this process, which ends with the process."""
 
     def __init__(self, config: ValidationConfig) -> None:
         self.max_concurrent = config.max_concurrent
@@ -174,28 +176,28 @@ class ThreadValidator:
         self._function = config.fn
 
     async def run(
-        self, checkpoint: Checkpoint, validation: Validation, started: Callable[[], None]
+        self, checkpoint: Checkpoint, validation: Validation, on_started: Callable[[], None]
     ) -> Validation:
-        """Run it in a thread. At the end of its time that is interrupted, and not waited for."""
+        """Run a validation in a thread. After its timeout it is interrupted but not awaited."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Validation] = loop.create_future()
 
-        def tell(found: Validation) -> None:
+        def set_result(result: Validation) -> None:
             if not ended.done():
-                ended.set_result(found)
+                ended.set_result(result)
 
         user_code = InterruptScope()
 
-        def work() -> None:
-            with contextlib.suppress(RuntimeError, AttemptInterrupted):  # nobody waits any more
+        def run_in_thread() -> None:
+            with contextlib.suppress(RuntimeError, AttemptInterrupted):  # the loop may be closed
                 user_code.begin()
-                found = _call_validation_fn(lambda: self._function, checkpoint, validation)
+                result = _call_validation_fn(lambda: self._function, checkpoint, validation)
                 user_code.end()
-                loop.call_soon_threadsafe(tell, found)
+                loop.call_soon_threadsafe(set_result, result)
 
-        # A daemon: one that cannot be interrupted, in C code, must not hold the program up.
-        threading.Thread(target=work, name="validation", daemon=True).start()
-        started()
+        # A daemon thread: a function in C code cannot be interrupted and must not block the exit.
+        threading.Thread(target=run_in_thread, name="validation", daemon=True).start()
+        on_started()
         try:
             return await asyncio.wait_for(ended, validation.timeout_s)
         except TimeoutError:
@@ -213,14 +215,13 @@ def _call_validation_fn(
     *,
     should_raise: bool = False,
 ) -> Validation:
-    """Call the function; gives what came of it, whatever that is."""
+    """Call the validation function and return its metrics or its failure."""
     try:
         function = load()
-        # Copies: a function that changes what it is given must not change what the manifest says.
+        # Copies: the function must not be able to change the arguments in the manifest.
         metrics = function(checkpoint, **copy.deepcopy(validation.fn_kwargs))
     except BaseException as error:
-        # A `sys.exit()` in the function too is its failure, not the end of a process that Ray uses
-        # again.
+        # `sys.exit()` in the function is a failure too: it must not end a process that Ray reuses.
         if should_raise:
             raise
         return validation.with_failure(format_validation_error(error))
@@ -228,14 +229,14 @@ def _call_validation_fn(
         if not isinstance(metrics, Mapping):
             raise TypeError(f"the validation function must return a dict, found {metrics!r}")
         return validation.with_success(normalize(metrics))
-    except Exception as error:  # of a value, and no line of the function's has raised it
+    except Exception as error:  # caused by a value, not by a line of the function
         return validation.with_failure(
             f"{type(error).__name__}: {error}{_format_definition(function)}"
         )
 
 
 def _format_definition(function: object) -> str:
-    """Say where a function is defined, as far as it tells."""
+    """Return where a function is defined, if it has code."""
     code = getattr(inspect.unwrap(cast("Callable[..., object]", function)), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno}, {code.co_name})" if code else ""
 

@@ -1,4 +1,4 @@
-"""What a controller asks of its workers, wherever they are."""
+"""Interface between the controller and a worker group."""
 
 from __future__ import annotations
 
@@ -12,38 +12,46 @@ from drawbar.train._worker.stack import Stack
 
 OnMessages = Callable[[int, Sequence[Message]], None]
 OnWaiting = Callable[[int, bool], None]
-"""Gets how many processes are up, and whether all have their place."""
+"""Receives the number of ready processes, and whether all of them are placed."""
 
 
 class WorkerGroup(BackendWorkerGroup, Protocol):
-    """What the controller needs of a group of workers."""
+    """A group of workers, as the controller uses it."""
 
     @property
     def num_idle_workers(self) -> int:
-        """Processes that are up and do not take part in the attempt."""
+        """Number of ready processes that do not take part in the attempt."""
         ...
 
     async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
-        """Bring up every slot that has no living worker; gives where they are, by slot.
+        """Start a worker in every slot that has none, and wait for the workers.
 
-        An elastic group gives those that there is room for. `on_wait` is called now and then.
+        An elastic group returns as many workers as the cluster has room for.
+
+        Args:
+            on_waiting: Called repeatedly while the start takes long.
+
+        Returns:
+            The workers, by slot.
         """
         ...
 
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Learn the rank of each worker that `start` gave; from now on ranks are spoken of."""
+        """Set the rank of each worker that `start` returned. Other methods use ranks."""
         ...
 
-    def run(self, assignments: Sequence[Assignment], hear: OnMessages) -> None:
-        """Begin an attempt; `assignments` are by slot.
+    def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
+        """Start an attempt.
 
-        `hear(rank, messages)` is called on the event loop, in each rank's order. A process that
-        dies says `Gone`.
+        Args:
+            assignments: Assignments, by slot.
+            on_messages: Called on the event loop with a rank and its messages, in the order in
+                which the rank sent them. `Gone` reports that the process of the rank died.
         """
         ...
 
     def send_command(self, rank: int, order: Order) -> None:
-        """Give one rank an order, without waiting."""
+        """Send a command to a rank without waiting."""
         ...
 
     async def end_attempt(
@@ -54,24 +62,28 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         should_replace: bool,
         is_user_request: bool = False,
     ) -> None:
-        """Interrupt what still runs. Kept processes can run another attempt, others are killed.
+        """Interrupt the functions that are still running.
 
-        `replace` starts the replacements of the dead at once, while the others are still stopping.
+        Args:
+            grace: Seconds in which a function must end.
+            should_keep: Keep idle processes for another attempt instead of killing them.
+            should_replace: Start replacements of dead processes while others are still stopping.
+            is_user_request: The user requested the interruption.
         """
         ...
 
     async def stop(self) -> None:
-        """End every process, in an orderly way where it is idle, and give the resources back."""
+        """Shut down all processes, gracefully where they are idle, and release the resources."""
         ...
 
     def kill(self) -> None:
-        """End every process at once."""
+        """Kill every process immediately."""
         ...
 
     def relocate_on_next_start(self) -> None:
-        """Have the next start place every process anew."""
+        """Make the next start place all processes again."""
         ...
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
-        """Ask every rank where its threads stand; None for one that does not answer."""
+        """Return the stack of every rank, or None for a rank that does not reply."""
         ...

@@ -1,4 +1,4 @@
-"""What a killed host of a run had asked for is there for the next one."""
+"""Placement groups of a killed host are released for the next run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 ALL = ScalingConfig(num_workers=1, resources_per_worker={"CPU": 8})
 
 
-class Told(UserCallback):
+class SetsEvent(UserCallback):
     def __init__(self) -> None:
         self.event = threading.Event()
 
@@ -30,14 +30,14 @@ class Told(UserCallback):
 
 
 class Trial:
-    """A process that hosts runs, as a trial of Ray Tune whose function calls `fit()`."""
+    """Host process of runs, like a trial of Ray Tune whose function calls `fit()`."""
 
     def start(self, path: Path) -> None:
-        """Come back when the run's worker computes."""
-        told = Told()
-        config = RunConfig(storage_path=path, callbacks=[told])
+        """Start a run and return when its worker has reported."""
+        callback = SetsEvent()
+        config = RunConfig(storage_path=path, callbacks=[callback])
         self.run = DataParallelTrainer(endless, scaling_config=ALL, run_config=config).start()
-        assert told.event.wait(60)
+        assert callback.event.wait(60)
 
     def fit(self, path: Path) -> str:
         config = RunConfig(storage_path=path)
@@ -50,7 +50,7 @@ def endless() -> None:
     threading.Event().wait()
 
 
-def test_what_a_killed_task_had_asked_for_is_free_again(tmp_path: Path, pipe: Pipe) -> None:
+def test_placement_group_of_killed_task_is_removed(tmp_path: Path, pipe: Pipe) -> None:
     def sweep() -> None:
         Trial().start(tmp_path)
         pipe.say("computes")
@@ -64,8 +64,8 @@ def test_what_a_killed_task_had_asked_for_is_free_again(tmp_path: Path, pipe: Pi
     assert Trial().fit(tmp_path)
 
 
-def test_what_a_killed_actor_had_asked_for_is_free_again(tmp_path: Path) -> None:
-    """Ray by itself keeps it until the job ends."""
+def test_placement_group_of_killed_actor_is_removed(tmp_path: Path) -> None:
+    """Ray itself keeps the group until the job ends."""
     trials: list[Any] = [ray.remote(num_cpus=0)(Trial).remote() for _ in range(2)]
     ray.get(trials[0].start.remote(tmp_path))
     ray.kill(trials[0])
