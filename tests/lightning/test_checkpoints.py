@@ -167,10 +167,7 @@ class TestModelCheckpoint:
         with pytest.raises(WorkerGroupError, match=r"^rank 1: ValueError: the cause") as raised:
             fit(tmp_path, callbacks)
         assert "KeyError: 'behind it'" in str(raised.value)
-        assert (
-            "was not saved after this error, because not all ranks called save_checkpoint() within 0.1 s"
-            in str(raised.value)
-        )
+        assert "because not all ranks called save_checkpoint() within 0.1 s" in str(raised.value)
 
     def test_one_that_saves_the_last_too_goes_on_from_it(self, tmp_path: Path) -> None:
         def callbacks(pl: Any) -> list[Any]:
