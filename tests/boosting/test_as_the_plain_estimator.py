@@ -325,9 +325,9 @@ def test_xgboost_queries() -> None:
     by_argument = RayXGBRanker(**HERE).fit(frame, y, qid=qid)
     in_frame = RayXGBRanker(**HERE).fit(frame.assign(qid=qid), y)
     assert np.array_equal(by_argument.predict(frame), in_frame.predict(frame.assign(qid=qid)))
-    with pytest.raises(ValueError, match="qid must be sorted"):
+    with pytest.raises(ValueError, match="qid must be in ascending order"):
         RayXGBRanker(**HERE).fit(frame, y, qid=qid[::-1])
-    with pytest.raises(ValueError, match="of each evaluated set too"):
+    with pytest.raises(ValueError, match="also for each dataset in eval_set"):
         RayXGBRanker(**HERE).fit(frame, y, qid=qid, eval_set=[(frame, y)])
 
 

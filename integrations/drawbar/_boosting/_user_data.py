@@ -306,7 +306,6 @@ def _replace_with_null(missing: float, table: pa.Table) -> pa.Table:
 
 def unique_labels(dataset: FeatureData, label: ColumnData) -> Any:
     """Return the distinct labels of a Ray Dataset in ascending order."""
-
     return np.array(
         sorted({value for name in _as_name_list(label) for value in dataset.unique(name)})
     )
