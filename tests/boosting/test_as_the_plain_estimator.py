@@ -36,7 +36,7 @@ QUIET: dict[str, Any] = {"verbosity": -1}
 
 @pytest.fixture
 def rows() -> tuple[Any, Any]:
-    """Features and labels that have to do with each other; float32 holds each value."""
+    """Create features and correlated labels whose values float32 represents exactly."""
     random = np.random.default_rng(0)
     x = random.normal(size=(600, 4)).astype(np.float32).astype(np.float64)
     return x, (x[:, 0] + x[:, 1] ** 2 > 1).astype(int)
@@ -76,7 +76,7 @@ def test_xgboost_a_value_that_means_missing(rows: Any, missing: float, kind: str
 
 
 def test_xgboost_missing_values_of_a_ray_dataset_are_nulls() -> None:
-    with pytest.raises(ValueError, match="missing=-999 does not work with a Ray Dataset"):
+    with pytest.raises(ValueError, match="missing=-999 is not supported with a Ray Dataset"):
         RayXGBClassifier(missing=-999).fit(ray.data.from_items([{"a": 1.0, "y": 0}]), "y")
 
 
@@ -273,7 +273,7 @@ def test_columns_of_rows_to_evaluate_are_found_by_name(classifier: Any, rows: An
     evaluated = model.evals_result_ if classifier is RayLGBMClassifier else model.evals_result()
     left, right = evaluated.values()
     assert left == right
-    with pytest.raises(ValueError, match="have 3 features, but those to train on have 4"):
+    with pytest.raises(ValueError, match="have 3 features, but the training rows have 4"):
         clone(model).fit(x, y, eval_set=[(x[:, :3], y)])
 
 
@@ -307,7 +307,7 @@ def test_xgboost_several_outputs_and_weights_of_features(ours: Any, plain: Any, 
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        (RayXGBRegressor, "y has 2 columns in the rows to train on, and 1 in those to evaluate"),
+        (RayXGBRegressor, "y has 2 columns in the training rows, but 1 in the rows to evaluate"),
         (RayLGBMRegressor, "y must have one column, found 2"),
     ],
 )
@@ -325,9 +325,9 @@ def test_xgboost_queries() -> None:
     by_argument = RayXGBRanker(**HERE).fit(frame, y, qid=qid)
     in_frame = RayXGBRanker(**HERE).fit(frame.assign(qid=qid), y)
     assert np.array_equal(by_argument.predict(frame), in_frame.predict(frame.assign(qid=qid)))
-    with pytest.raises(ValueError, match="qid must be sorted"):
+    with pytest.raises(ValueError, match="qid must be in ascending order"):
         RayXGBRanker(**HERE).fit(frame, y, qid=qid[::-1])
-    with pytest.raises(ValueError, match="of each evaluated set too"):
+    with pytest.raises(ValueError, match="also for each dataset in eval_set"):
         RayXGBRanker(**HERE).fit(frame, y, qid=qid, eval_set=[(frame, y)])
 
 

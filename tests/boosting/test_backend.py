@@ -87,7 +87,7 @@ def test_only_code_of_the_user_has_scikit_learn_imported(
     ],
 )
 def test_anything_but_a_bool_is_refused(config: Make, option: str) -> None:
-    with pytest.raises(TypeError, match=rf"\.{option} must be True, False or None, found 'no'"):
+    with pytest.raises(TypeError, match=rf"\.{option} must be True, False, or None, found 'no'"):
         config(**{option: "no"})
 
 

@@ -169,26 +169,26 @@ def test_errors_name_what_is_wrong(run_config: RunConfig, tmp_path: Path) -> Non
         config = RunConfig(storage_path=tmp_path)
         return error_of(config, columns, ranks)
 
-    fine = {"y": [0, 1], "a": [1, 2]}
+    valid = {"y": [0, 1], "a": [1, 2]}
     assert "label_column is 'z', but datasets['train'] has the columns 'y', 'a'" in message(
-        ColumnRoles(label="z"), fine
+        ColumnRoles(label="z"), valid
     )
-    assert "feature 's' of datasets['train'] holds string; name it in categorical_features" in (
-        message(LABEL, {**fine, "s": ["p", "q"]})
+    assert "Feature 's' of datasets['train'] has type string. Add it to categorical_features" in (
+        message(LABEL, {**valid, "s": ["p", "q"]})
     )
-    assert "column 'y' of datasets['train'] must hold numbers, found string" in message(
+    assert "Column 'y' of datasets['train'] must be numeric, found string" in message(
         LABEL, {"y": ["no", "yes"], "a": [1, 2]}
     )
     assert "1 labels of datasets['train'] are null or NaN" in message(
         LABEL, {"y": [0, None], "a": [1, 2]}
     )
-    assert "'valid' are not those of 'train': missing ['a'], further ['b']" in message(
-        LABEL, fine, valid={"y": [0], "b": [1]}
+    assert "'valid' differ from 'train': missing ['a'], additional ['b']" in message(
+        LABEL, valid, valid={"y": [0], "b": [1]}
     )
-    assert "must be 0, 1, 2 ..., found -3" in message(
+    assert "must have integers from 0, found -3" in message(
         ColumnRoles(label="y", categorical=["a"]), {"y": [0, 1], "a": [1, -3]}
     )
-    assert "rows of group 5 in column 'g' of datasets['train'] lie apart" in message(
+    assert "Rows of group 5 (column 'g' of datasets['train']) are not contiguous" in message(
         ColumnRoles(label="y", group="g"), {"y": [0, 0, 0], "a": [1, 2, 3], "g": [5, 6, 5]}
     )
     assert "datasets['train'] has no rows" in message(LABEL, {"y": [], "a": []})
@@ -199,7 +199,7 @@ def test_workers_that_differ_all_get_the_error(run_config: RunConfig) -> None:
         run_config, LABEL, {"train": [{"y": [0], "a": [1]}]}, {"train": [{"y": [0], "b": [1]}]}
     )
     assert "'train (another worker's part)'" in text or "train (another worker's part)" in text
-    assert "missing ['a'], further ['b']" in text
+    assert "missing ['a'], additional ['b']" in text
 
 
 def test_a_survivor_reads_nothing_again(tmp_path: Path) -> None:

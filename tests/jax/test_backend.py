@@ -86,14 +86,14 @@ def test_several_slices_are_joined_to_one_program() -> None:
 
 
 def test_slices_of_which_one_lacks_workers_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="3 on 'a', 1 on 'b'; name each worker's slice by"):
+    with pytest.raises(RuntimeError, match="3 on 'a', 1 on 'b'. Assign each worker to a slice"):
         multislice_env(["a", "a", "a", "b"], 0, "10.0.0.1")
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
 def test_an_accelerator_that_the_workers_do_not_have_is_refused(kind: str) -> None:
     config = JaxConfig(**{f"use_{kind}": True})
-    with pytest.raises(ValueError, match=rf"set ScalingConfig\(use_{kind}=True\)"):
+    with pytest.raises(ValueError, match=rf"Set ScalingConfig\(use_{kind}=True\)"):
         config.check_requirements(ScalingConfig(num_workers=2))
 
 
@@ -119,7 +119,7 @@ def test_the_trainer_takes_only_a_jax_config() -> None:
 
 
 def test_ranks_in_threads_are_refused(run_config: RunConfig) -> None:
-    with pytest.raises(TrainingFailedError, match="JAX knows one rank per process"):
+    with pytest.raises(TrainingFailedError, match="JAX supports one rank per process"):
         run_in_threads(print, backend_config=JaxConfig(), run_config=run_config)
 
 
@@ -131,7 +131,7 @@ def test_a_script_that_joins_a_program_itself_is_told_to_leave_that_out(
         scaling_config=ScalingConfig(num_workers=0),
         run_config=run_config,
     )
-    with pytest.raises(TrainingFailedError, match=r"leave out its jax\.distributed\.initialize"):
+    with pytest.raises(TrainingFailedError, match=r"Remove jax\.distributed\.initialize"):
         trainer.fit()
 
 

@@ -134,19 +134,19 @@ def batches_of(x: Any, y: Any, size: int) -> Any:
 def test_what_does_not_fit_together_is_refused(run_config: RunConfig) -> None:
     x = np.arange(8)
     cases = (
-        (lambda: prepare_dataset(x, x, batch_size=1), "less than a row for each of 2 workers"),
-        (lambda: prepare_dataset(x, x[:3]), r"different numbers of rows: \[3, 8\]"),
+        (lambda: prepare_dataset(x, x, batch_size=1), "less than one row for each of 2 workers"),
+        (lambda: prepare_dataset(x, x[:3]), r"the same number of rows, found \[3, 8\]"),
         (
             lambda: prepare_dataset(DataLoader(TensorDataset(torch.arange(8))), batch_size=4),
-            "was given batches, a DataLoader",
+            "A DataLoader already defines targets",
         ),
-        (lambda: prepare_dataset(x, sample_weight=x), "sample_weight without y"),
-        (lambda: prepare_dataset(iter(x)), "a .*iterator, of which nobody knows how many rows"),
-        (lambda: prepare_dataset(DataLoader(Endless(), batch_size=2)), "with a known size"),
+        (lambda: prepare_dataset(x, sample_weight=x), "sample_weight=...\) needs y"),
+        (lambda: prepare_dataset(iter(x)), "data of known length, found .*iterator"),
+        (lambda: prepare_dataset(DataLoader(Endless(), batch_size=2)), "dataset of known length"),
     )
-    for number, (prepare, told) in enumerate(cases):
+    for number, (prepare, message) in enumerate(cases):
         config = replace(run_config, name=f"run-{number}")
-        assert all(re.search(told, text) for text in refusals(prepare, config))
+        assert all(re.search(message, text) for text in refusals(prepare, config))
 
 
 class Endless(IterableDataset[int]):

@@ -94,9 +94,9 @@ def test_what_other_callbacks_have_come_to_is_kept(run_config: RunConfig) -> Non
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"checkpoint_on": "epoch_stop"}, "'epoch_stop', which is no event; there are epoch_begin"),
+        ({"checkpoint_on": "epoch_stop"}, "unknown event 'epoch_stop'. Known events: epoch_begin"),
         ({"report_metrics_on": ["epochs"]}, "report_metrics_on has 'epochs'"),
-        ({"checkpoint_on": {"epoch_end": 0}}, "must be a whole number from 1, found 0"),
+        ({"checkpoint_on": {"epoch_end": 0}}, "must be a positive integer, found 0"),
     ],
 )
 def test_an_event_that_does_not_exist_is_refused(arguments: dict[str, Any], told: str) -> None:

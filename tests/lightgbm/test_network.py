@@ -159,7 +159,7 @@ def test_a_port_in_use_is_not_taken() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         taken = server.getsockname()[1]
-        with pytest.raises(OSError, match="no port of"), reserved_port(range(taken, taken + 1)):
+        with pytest.raises(OSError, match="No port of"), reserved_port(range(taken, taken + 1)):
             raise AssertionError
 
 

@@ -105,7 +105,7 @@ def test_checkpoints_every_so_often_and_at_the_end(fit: Callable[..., Result], b
     assert last.num_trees() == 10
     assert set(metrics_of(result)) == {"loss"}
     with pytest.raises(
-        FileNotFoundError, match=r"no 'model\.txt'; its files: forest.txt, progress.json"
+        FileNotFoundError, match=r"no 'model\.txt'. Its files: forest.txt, progress.json"
     ):
         RayTrainReportCallback.get_model(Checkpoint(names[-1]))
 

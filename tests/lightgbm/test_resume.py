@@ -206,7 +206,7 @@ def test_an_init_score_is_not_replaced(fit: Callable[..., Result]) -> None:
     def function() -> None:
         data = lightgbm.Dataset(rows.drop(columns="y"), rows["y"], init_score=rows["f2"])
         first = train({"verbosity": -1}, data, 5)
-        with pytest.raises(ValueError, match="has an init_score, which LightGBM replaces"):
+        with pytest.raises(ValueError, match="Cannot resume with a dataset that has an init_score"):
             train({"verbosity": -1}, data, 5, init_model=first)
 
     fit(function, num_workers=1)

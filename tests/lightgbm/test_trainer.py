@@ -266,7 +266,7 @@ def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
     data, valid = whole[:400], whole[400:]
     params = {"objective": "binary", "learning_rate": 0.5, "metric": ["auc", "binary_logloss"]}
     stops = {"n_estimators": 60, "early_stopping_round": 3}
-    with pytest.warns(UserWarning, match=r"params\['n_estimators'\]=60 is taken, and not num_"):
+    with pytest.warns(UserWarning, match=r"params\['n_estimators'\]=60 overrides num_"):
         result = declare({**params, **stops}, data, valid)  # which says num_boost_round=15
     said = declare(params, data, valid, num_boost_round=60, early_stopping_rounds=3)
     assert trees(booster_of(result)) == trees(booster_of(said))
@@ -278,23 +278,23 @@ def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
     ("options", "message"),
     [
         ({"label_column": "z"}, "label_column is 'z'"),
-        ({"label_column": ["y", "a"]}, "LightGBM learns one output"),
+        ({"label_column": ["y", "a"]}, "LightGBM supports one output"),
         ({"datasets": {}}, 'must have "train"'),
-        ({"params": {"machines": "a:1"}}, "network is Drawbar's"),
+        ({"params": {"machines": "a:1"}}, "is set by Drawbar"),
         ({"params": {"n_estimators": 0}}, "at least 1"),
         ({"params": {"tree_learner": "feature"}}, "'data' or 'voting'"),
         (
             {"params": {"max_bins": "many"}},
-            r"params\['max_bins'\] must be a whole number, found 'many'",
+            r"params\['max_bins'\] must be an integer, found 'many'",
         ),
-        ({"params": {"num_classes": 3.0}}, "must be a whole number, found 3.0"),
-        ({"params": {"n_jobs": 1.5}}, r"params\['n_jobs'\] must be a whole number, found 1.5"),
-        ({"params": {"data_seed": float("inf")}}, "must be a whole number, found inf"),
-        ({"params": {"linear_trees": True}}, "own model of its own rows"),
+        ({"params": {"num_classes": 3.0}}, "must be an integer, found 3.0"),
+        ({"params": {"n_jobs": 1.5}}, r"params\['n_jobs'\] must be an integer, found 1.5"),
+        ({"params": {"data_seed": float("inf")}}, "must be an integer, found inf"),
+        ({"params": {"linear_trees": True}}, "trains a separate model on each worker"),
         ({"params": {"interaction_constraints": [[0]]}}, "LightGBM crashes"),
         ({"early_stopping_rounds": 2}, "needs a dataset to evaluate"),
-        ({"train_loop_per_worker": print}, "says itself what is trained"),
-        ({"label_column": None}, "give a training function"),
+        ({"train_loop_per_worker": print}, "cannot be combined with a training function"),
+        ({"label_column": None}, "Pass either train_loop_per_worker"),
         ({"num_boost_round": 0}, "at least 1"),
         ({"lightgbm_config": 3}, "must be a LightGBMConfig"),
     ],
@@ -362,14 +362,14 @@ def test_labels_of_two_classes_may_be_minus_one_and_one(
 
 def test_a_label_out_of_range(declare: Callable[..., Result]) -> None:
     data = pd.DataFrame({"x": np.arange(20.0), "y": np.arange(20) % 4})
-    with pytest.raises(Exception, match=r"num_class 3 takes labels that are whole numbers"):
+    with pytest.raises(Exception, match=r"num_class 3 needs labels that are integers"):
         declare({"objective": "multiclass", "num_class": 3}, data)
 
 
 def test_more_threads_than_cpus_are_a_warning(ray_cluster: None) -> None:
     data = ray.data.from_pandas(pd.DataFrame({"x": [0.0, 1.0], "y": [0, 1]}))
     workers = ScalingConfig(num_workers=2)  # of one CPU
-    with pytest.warns(UserWarning, match=r"params\['num_threads'\] is 8"):
+    with pytest.warns(UserWarning, match=r"params\['num_threads'\]=8"):
         LightGBMTrainer(
             params={"nthread": 8},
             label_column="y",

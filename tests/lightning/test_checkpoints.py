@@ -141,9 +141,9 @@ class TestModelCheckpoint:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"save_last": "link"}, "has no second name"),
-            ({"filename": "{val/loss}"}, "would make folders in folders"),
-            ({"filename": "a/{epoch}", "auto_insert_metric_name": False}, "folders in folders"),
+            ({"save_last": "link"}, "is not supported"),
+            ({"filename": "{val/loss}"}, "would create nested directories"),
+            ({"filename": "a/{epoch}", "auto_insert_metric_name": False}, "nested directories"),
         ],
     )
     def test_what_cannot_be_committed_is_refused(
@@ -167,7 +167,7 @@ class TestModelCheckpoint:
         with pytest.raises(WorkerGroupError, match=r"^rank 1: ValueError: the cause") as raised:
             fit(tmp_path, callbacks)
         assert "KeyError: 'behind it'" in str(raised.value)
-        assert "was not saved for it: not every rank came within 0.1 s" in str(raised.value)
+        assert "because not all ranks called save_checkpoint() within 0.1 s" in str(raised.value)
 
     def test_one_that_saves_the_last_too_goes_on_from_it(self, tmp_path: Path) -> None:
         def callbacks(pl: Any) -> list[Any]:

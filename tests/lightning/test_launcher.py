@@ -158,7 +158,7 @@ def test_a_tuner_is_told_where_it_works(plain: Any, tmp_path: Path) -> None:
     from lightning.pytorch.tuner.tuning import Tuner
 
     tuner = Tuner(make_trainer(plain, tmp_path, RayDDPStrategy))
-    with pytest.raises(ValueError, match="whose workers would keep what it finds to themselves"):
+    with pytest.raises(ValueError, match="Lightning's Tuner does not support"):
         tuner.lr_find(plain.Digits(), plain.DigitsData(2))
 
 

@@ -32,7 +32,7 @@ def test_a_strategy_of_lightnings_own(run_config: RunConfig, strategy: str) -> N
     def function() -> None:
         prepare_trainer(L.Trainer(strategy=strategy, devices=1, **QUIET))
 
-    message = r"write Trainer\(strategy=drawbar.lightning.RayDDPStrategy\(\)\)"
+    message = r"Use Trainer\(strategy=drawbar.lightning.RayDDPStrategy\(\)\)"
     with pytest.raises(Exception, match=message):
         TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
 
@@ -45,14 +45,14 @@ def test_a_foreign_environment(run_config: RunConfig) -> None:
         plugins: Any = [SLURMEnvironment(auto_requeue=False)]
         prepare_trainer(L.Trainer(strategy=strategy, plugins=plugins, **QUIET))
 
-    message = r"was given SLURMEnvironment.* plugins=\[RayLightningEnvironment\(\)\]"
+    message = r"SLURMEnvironment cannot be used.* plugins=\[RayLightningEnvironment\(\)\]"
     with pytest.raises(Exception, match=message):
         TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
 
 
 def test_outside_a_training_function_without_num_workers() -> None:
     strategy: Any = RayDDPStrategy()
-    with pytest.raises(RuntimeError, match=r"write RayDDPStrategy\(num_workers=2\), or make the"):
+    with pytest.raises(RuntimeError, match=r"Use RayDDPStrategy\(num_workers=2\), or create the"):
         L.Trainer(strategy=strategy, **QUIET)
 
 
@@ -61,7 +61,7 @@ def test_num_workers_inside_a_training_function(run_config: RunConfig) -> None:
         strategy: Any = RayFSDPStrategy(num_workers=2)
         L.Trainer(strategy=strategy, **QUIET)
 
-    with pytest.raises(Exception, match=r"write RayFSDPStrategy\(\) there, and TorchTrainer\("):
+    with pytest.raises(Exception, match=r"Use RayFSDPStrategy\(\) here and TorchTrainer\("):
         TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
 
 
@@ -94,9 +94,9 @@ def test_workers_that_share_a_gpu_with_nccl() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_workers": 2, "scaling_config": HERE}, "put the first two into the ScalingConfig"),
-        ({"scaling_config": HERE}, "leave strategy= out"),
-        ({"use_gpu": True}, "say how many by num_workers="),
+        ({"num_workers": 2, "scaling_config": HERE}, "cannot be combined with scaling_config"),
+        ({"scaling_config": HERE}, "Remove strategy= from"),
+        ({"use_gpu": True}, "Set num_workers=N"),
         ({"num_workers": -1}, "num_workers"),
     ],
 )
@@ -111,7 +111,7 @@ def test_the_environment_outside_a_training_function() -> None:
 
 
 def python(code: str) -> str:
-    """What an error that ends a script says."""
+    """Run a script and return the last line of its stderr."""
     process = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     return process.stderr.strip().splitlines()[-1]
 
@@ -138,8 +138,8 @@ def error_of(make):
     except Exception as error:
         return str(error)
 
-untold = error_of(lambda: RayDDPStrategy(num_workers=2))
-assert 'drawbar.lightning.set_lightning_package("lightning")' in untold, untold
+unselected = error_of(lambda: RayDDPStrategy(num_workers=2))
+assert 'drawbar.lightning.set_lightning_package("lightning")' in unselected, unselected
 set_lightning_package("pytorch_lightning")
 other = error_of(lambda: L.Trainer(strategy=RayDDPStrategy()))
 assert "<RayDDPStrategy for pytorch_lightning>" in other, other  # Lightning's words, our name

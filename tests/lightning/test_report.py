@@ -26,8 +26,8 @@ def steps_saved(result: Result) -> list[int]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_n_train_steps": 0}, "every_n_train_steps must be a whole number from 1"),
-        ({"every_n_epochs": 1.5}, "every_n_epochs must be a whole number from 1"),
+        ({"every_n_train_steps": 0}, "every_n_train_steps must be a positive integer"),
+        ({"every_n_epochs": 1.5}, "every_n_epochs must be a positive integer"),
         ({"every_n_epochs": None}, "are both None"),
         ({"checkpoint_upload_mode": CheckpointUploadMode.NO_UPLOAD}, "SYNC or ASYNC"),
         ({"save_checkpoints": False, "validation": True}, "needs save_checkpoints=True"),
@@ -155,5 +155,5 @@ def test_a_rank_that_saves_alone_is_an_error(tmp_path: Path) -> None:
 
         return [OnlyRankZero()]
 
-    with pytest.raises(WorkerGroupError, match=r"save_checkpoint\(\) was called .*alone.ckpt"):
+    with pytest.raises(WorkerGroupError, match=r"save_checkpoint\(.*alone.ckpt.*was called"):
         fit(tmp_path, callbacks, max_epochs=2)

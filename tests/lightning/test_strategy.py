@@ -187,5 +187,5 @@ def test_auto_sizes_of_the_mesh(asked: Any, world: int, local: int, shape: tuple
 
 
 def test_a_mesh_of_the_wrong_size() -> None:
-    with pytest.raises(ValueError, match=r"data_parallel_size=3 .* do not make 8 workers"):
+    with pytest.raises(ValueError, match=r"data_parallel_size=3 .* do not fit 8 workers"):
         resolve_mesh_shape(3, 2, world_size=8, local_world_size=8)

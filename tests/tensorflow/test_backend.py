@@ -31,7 +31,7 @@ def test_the_trainer_takes_only_a_tensorflow_config() -> None:
 
 
 def test_ranks_in_threads_are_refused(run_config: RunConfig) -> None:
-    with pytest.raises(TrainingFailedError, match="TensorFlow knows one worker per process"):
+    with pytest.raises(TrainingFailedError, match="TensorFlow supports one worker per process"):
         run_in_threads(print, backend_config=TensorflowConfig(), run_config=run_config)
 
 
@@ -48,11 +48,11 @@ def test_models_become_checkpoints_and_back(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_a_model_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not say which of its files is the model"):
+    with pytest.raises(ValueError, match="does not name its model file"):
         TensorflowCheckpoint(tmp_path).get_model()
     with pytest.raises(ValueError, match=r"ends in \.h5, found 'a'"):
         TensorflowCheckpoint.from_h5("a")
-    with pytest.raises(ValueError, match="takes the path of a directory, found 'a'"):
+    with pytest.raises(ValueError, match="needs the path of an existing directory, found 'a'"):
         TensorflowCheckpoint.from_saved_model("a")
 
 

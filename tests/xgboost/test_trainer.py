@@ -57,7 +57,7 @@ class KillAfter18Rounds(TrainingCallback):
 
 
 def queries() -> pd.DataFrame:
-    """Forty queries of ten rows, which lie apart."""
+    """Create forty queries of ten rows that are not contiguous."""
     rng = np.random.default_rng(1)
     frame = pd.DataFrame(rng.integers(0, 8, (400, 5)), columns=list("abcde")).astype("float32")
     frame["query"] = np.arange(400) % 40
@@ -131,7 +131,7 @@ def test_a_training_function_reports_its_rounds(run_config: RunConfig) -> None:
     assert result.checkpoint is not None
     booster = RayTrainReportCallback.get_model(result.checkpoint, "m.json")
     assert booster.num_boosted_rounds() == 5
-    with pytest.raises(FileNotFoundError, match=r"no 'model\.ubj'; its files: m.json"):
+    with pytest.raises(FileNotFoundError, match=r"no 'model\.ubj'. Its files: m.json"):
         XGBoostTrainer.get_model(result.checkpoint)
 
 
@@ -143,17 +143,20 @@ LOGISTIC = {"objective": "binary:logistic"}
     ("arguments", "message"),
     [
         ({"label_column": "z"}, r"label_column is 'z', but datasets\['train'\] has .*'a', 's'"),
-        ({}, r"feature 's' of datasets\['train'\] holds .*; name it in categorical_features"),
+        ({}, r"Feature 's' of datasets\['train'\] has type .*Add it to categorical_features"),
         ({"label_column": ["y", "z"]}, r"label_column is 'z', but datasets\['train'\] has"),
         ({"datasets": {"train": FRAME.drop(columns="y")}}, "label_column is 'y', but datasets"),
         ({"early_stopping_rounds": 3}, "early_stopping_rounds=3 needs a dataset to evaluate"),
         ({"num_boost_round": 0}, "num_boost_round must be at least 1, found 0"),
         ({"params": {"device": "cuda"}}, r"'cuda', but the workers have no GPU.*use_gpu=True"),
-        ({"params": {"tree_method": "exact"}}, r"params\['tree_method'\] is 'exact'"),
+        ({"params": {"tree_method": "exact"}}, r"supports tree_method .*, found 'exact'"),
         ({"params": {"objective": "multi:softmax"}}, r"needs params\['num_class'\]"),
         ({"params": RANK}, "objective 'rank:ndcg' needs group_column"),
         ({"params": {"objective": "survival:aft"}}, "needs a lower and an upper bound"),
-        ({"train_loop_per_worker": loop}, "a training function says itself .* so params, label"),
+        (
+            {"train_loop_per_worker": loop},
+            "params, label_column.* cannot be combined with a training function",
+        ),
         ({"params": None}, "params and label_column"),
         ({"datasets": {"validation": None}}, r"datasets must have \"train\", found"),
     ],
@@ -169,7 +172,7 @@ def test_a_mistake_is_told_before_a_process_starts(arguments: Any, message: str)
 
 
 def test_more_threads_than_cpus_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"params\['nthread'\] is 8, but a worker has 2 CPUs"):
+    with pytest.warns(UserWarning, match=r"params\['nthread'\]=8 is more than the 2 CPUs"):
         XGBoostTrainer(
             params={**LOGISTIC, "nthread": 8},
             label_column="y",
@@ -181,7 +184,7 @@ def test_more_threads_than_cpus_are_warned_of() -> None:
 
 @pytest.mark.parametrize("name", ["nthread", "n_jobs"])
 def test_a_worker_of_one_cpu_is_the_default(name: str) -> None:
-    with pytest.warns(UserWarning, match="is 64, but a worker has 1 CPUs"):
+    with pytest.warns(UserWarning, match="=64 is more than the 1 CPUs"):
         XGBoostTrainer(
             params={**LOGISTIC, name: 64, "tree_method": None},
             label_column="y",

@@ -1,13 +1,12 @@
-"""What `drawbar.xgboost` and `drawbar.lightgbm` share. Users import those, not this.
+"""Shared implementation of drawbar.xgboost and drawbar.lightgbm. Not public.
 
-The way of the data: the trainer splits each dataset exactly, `load` reads a worker's part in one
-pass (`Columns` says which column is what) and has all ranks agree on one `Schema`, and the `Shard`
-that comes of it gives `Block`s of numbers, pass after pass, to the library's incremental
-construction.
+Data flow: the trainer splits each dataset. `load_shards` reads a worker's part once (`ColumnRoles`
+maps columns to roles), and all ranks agree on one `Schema`. The resulting `Shard` yields `Block`s
+of numbers, repeatedly if needed, from which the library builds its dataset.
 
-A library plugs in with a subclass of `Fit` (checks in the driver, trains on the workers), a
-`BoostingTrainer` around it, and a callback that tells `RoundReporter` of each round and keeps
-`Progress` in the checkpoints. No boosting library is imported here.
+A library adds a subclass of `TrainingSpec` (checks in the driver, trains on the workers), a
+subclass of `BoostingTrainer`, and a callback that calls `RoundReporter` after each round and stores
+`BoostingProgress` in checkpoints. This package imports no boosting library.
 """
 
 from drawbar._boosting._backend import BoostingConfig

@@ -1,4 +1,4 @@
-"""What the backend configs of both libraries share: how a worker's process imports the library."""
+"""BoostingConfig: which optional packages a worker imports with the library."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from drawbar.train.backend import BackendConfig, require_version
 
 @dataclass(frozen=True, kw_only=True)
 class BoostingConfig(BackendConfig):
-    """What both libraries can be told about the workers' processes.
+    """Configure the worker processes of a boosting library.
 
     Args:
         import_sklearn: Whether a worker imports scikit-learn with the library, which takes about a
-            second and is what the library's estimators need (`XGBClassifier`, `LGBMClassifier`).
-            Default: only where code of yours runs, as a training function, a callback or a metric.
+            second. The library's estimators (`XGBClassifier`, `LGBMClassifier`) need it. Default:
+            only if user code runs on workers, such as a training function, a callback, or a metric.
 
     Raises:
-        TypeError: `import_sklearn` is no bool.
+        TypeError: `import_sklearn` is not a bool.
     """
 
     library_module: ClassVar[str]
-    """The module to import."""
+    """Name of the module to import."""
     min_version: ClassVar[str]
-    """The oldest release of it that works."""
+    """Minimum supported version of the library."""
     optional_imports: ClassVar[tuple[str, ...]] = ("sklearn",)
-    """Packages that the library imports if they are there; each has an option `import_...`."""
+    """Optional dependencies of the library. Each has an option `import_...`."""
 
     import_sklearn: bool | None = None
 
@@ -39,21 +39,21 @@ class BoostingConfig(BackendConfig):
         for package, value in self._imports.items():
             if value is not None and not isinstance(value, bool):
                 raise TypeError(
-                    f"{type(self).__name__}.import_{package} must be True, False or None, "
-                    f"found {value!r}"
+                    f"{type(self).__name__}.import_{package} must be True, False, or None, "
+                    f"found {value!r}."
                 )
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check the library's version.
 
         Raises:
-            ImportError: It is too old.
+            ImportError: The library is not installed or too old.
         """
-        # As the module says: XGBoost comes in packages of several names.
-        found: str = importlib.import_module(self.library_module).__version__
+        # Ask the module, because XGBoost is distributed in packages with several names.
+        version: str = importlib.import_module(self.library_module).__version__
         require_version(
             self.library_module,
-            found,
+            version,
             self.min_version,
             requirement=f"drawbar[{self.library_module}]",
         )
@@ -63,20 +63,20 @@ class BoostingConfig(BackendConfig):
         return {package: getattr(self, f"import_{package}") for package in self.optional_imports}
 
     def with_resolved_imports(self, *, runs_user_code: bool) -> Self:
-        """Decide what the user has left open."""
+        """Return a copy in which options that are None are set to `runs_user_code`."""
         undecided = [package for package, value in self._imports.items() if value is None]
         return replace(self, **{f"import_{package}": runs_user_code for package in undecided})
 
     @property
     def skipped_imports(self) -> list[str]:
-        """The packages that are not imported; scikit-learn would import the others itself."""
+        """Packages that are not imported; empty if scikit-learn, which imports them, is."""
         if self.import_sklearn is not False:
             return []
         return [package for package, value in self._imports.items() if value is False]
 
     @property
     def process_setup_hook(self) -> Callable[[], object] | None:
-        """Import the library, if that is not to be done in the usual way."""
+        """Function that imports the library without the skipped packages, if there are any."""
         return (
             partial(import_without, self.skipped_imports, self.library_module)
             if self.skipped_imports
@@ -85,12 +85,12 @@ class BoostingConfig(BackendConfig):
 
 
 def import_without(packages: Sequence[str], library: str) -> None:
-    """Import a library that uses some packages if they are there, as if they were not.
+    """Import a library while some of its optional dependencies are hidden.
 
-    A package that this process has imported already is left to the library.
+    Packages that are already imported in this process stay visible.
     """
     blocked = [package for package in packages if package not in sys.modules]
-    sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]  # their import now fails
+    sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]  # None blocks the import
     try:
         importlib.import_module(library)
     finally:

@@ -1,4 +1,4 @@
-"""Blocks: a shard's rows as numbers, a piece at a time, kept in memory or on disk."""
+"""Blocks of numeric rows, stored in memory or on disk."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Some rows of a shard.
+    """Rows of a shard.
 
     Args:
-        features: float32 or float64, (rows,) for each feature; NaN is missing; a category is its
-            code.
-        label: float32, (rows,), or (rows, outputs) if there are several.
+        features: float32 or float64, (rows,) for each feature. NaN is missing. Categories are
+            stored as codes.
+        label: float32, (rows,), or (rows, outputs) for several outputs.
         weight: float32, (rows,).
-        group: int64, (rows,): number of the row's query in this shard, ascending from 0. No query
+        group: int64, (rows,): index of the row's query in this shard, ascending from 0. No query
             spans two blocks.
         base_margin: float32, (rows, columns): one column, or one for each class.
-        shared: Numbers of the features that take no memory of this process: they lie in Ray's
-            object store, or in a mapped file.
+        shared_features: Indices of features that take no memory of this process, because they are
+            in Ray's object store or in a mapped file.
     """
 
     features: tuple[Array, ...]
@@ -45,27 +45,27 @@ class Block:
         return len(self.label)
 
     def to_arrow(self) -> list[pa.Array]:
-        """Give the features as Arrow's columns, where they lie.
+        """Return the features as Arrow arrays without a copy.
 
         `pa.array` would import pandas, which takes 0.2 s.
         """
         return [
             pa.Array.from_buffers(
-                _ARROW_TYPES[each.dtype.name], len(each), [None, pa.py_buffer(each)]
+                _ARROW_TYPES[array.dtype.name], len(array), [None, pa.py_buffer(array)]
             )
-            for each in self.features
+            for array in self.features
         ]
 
     def to_numpy(self) -> Array:
-        """Give the features as (rows, features), which is a copy."""
+        """Return a copy of the features with shape (rows, features)."""
         return np.stack(self.features, axis=1)
 
     def map(self, function: Callable[[Array], Array], *, skip_shared: bool = False) -> Block:
-        """Give a block of arrays that a function makes of this one's.
+        """Apply a function to all arrays and return a new block.
 
         Args:
             function: Called with each array, always in the same order.
-            own: Leave the shared features as they are.
+            skip_shared: Whether to keep shared features unchanged.
         """
         features = tuple(
             array if skip_shared and number in self.shared_features else function(array)
@@ -83,67 +83,68 @@ _NON_FEATURE_FIELDS = ("label", "weight", "group", "base_margin")
 
 
 def slice_block(block: Block, rows: slice) -> Block:
-    """Give some rows of a block, without a copy."""
+    """Return a range of rows of a block without a copy."""
     return block.map(lambda array: array[rows])
 
 
 def concat_blocks(blocks: Sequence[Block]) -> Block:
-    """Give the rows of several blocks as one."""
+    """Concatenate the rows of several blocks."""
     if len(blocks) == 1:
         return blocks[0]
     features = zip(*(block.features for block in blocks), strict=True)
     other_arrays = {
         name: [getattr(block, name) for block in blocks] for name in _NON_FEATURE_FIELDS
     }
-    whole: dict[str, Any] = {
-        name: np.concatenate(each) for name, each in other_arrays.items() if each[0] is not None
+    concatenated: dict[str, Any] = {
+        name: np.concatenate(arrays)
+        for name, arrays in other_arrays.items()
+        if arrays[0] is not None
     }
-    return Block(features=tuple(map(np.concatenate, features)), **whole)
+    return Block(features=tuple(map(np.concatenate, features)), **concatenated)
 
 
 class BlockStore(ABC):
-    """Keeps blocks in the order in which they came."""
+    """Ordered storage of blocks."""
 
     @abstractmethod
     def append(self, block: Block) -> None:
-        """Keep a block."""
+        """Append a block."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Block]:
-        """Give the blocks; every iteration is a new pass."""
+        """Iterate over the blocks from the first one."""
 
     @abstractmethod
     def new_empty(self) -> BlockStore:
-        """Make a store of this kind, in the same place."""
+        """Create an empty store of the same kind and location."""
 
 
 class MemoryBlockStore(BlockStore):
-    """Keeps the blocks in memory."""
+    """Block store in memory."""
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
 
     def append(self, block: Block) -> None:
-        """Keep a block."""
+        """Append a block."""
         self._blocks.append(block)
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks)
 
     def new_empty(self) -> MemoryBlockStore:
-        """Make another one."""
+        """Create an empty store."""
         return MemoryBlockStore()
 
 
 class DiskBlockStore(BlockStore):
-    """Keeps the blocks in a file without a name, of which nothing is left however the process ends.
+    """Block store in an unnamed file, which is deleted however the process ends.
 
-    The blocks that it gives are views of the file: they take pages of the system's cache, no memory
-    of this process, and may be used as long as one likes. Features that are shared already stay
-    where they are.
+    The blocks are views of the mapped file. They use the page cache instead of process memory and
+    stay valid without a time limit. Features that are already shared are not written.
 
     Args:
-        folder: Where the file is. Default: the system's folder for such.
+        folder: Directory of the file. Default: the system's temporary directory.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -152,10 +153,10 @@ class DiskBlockStore(BlockStore):
         weakref.finalize(self, os.close, self._descriptor)
         self._sink = pa.OSFile(path, "wb")
         os.unlink(path)
-        self._blocks: list[Block] = []  # with nothing where an array is in the file
+        self._blocks: list[Block] = []  # with empty arrays in place of those in the file
 
     def append(self, block: Block) -> None:
-        """Write a block."""
+        """Write a block to the file."""
         self._blocks.append(block.map(self._write, skip_shared=True))
 
     def _write(self, array: Array) -> Array:
@@ -168,9 +169,9 @@ class DiskBlockStore(BlockStore):
         mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         reader = pa.BufferReader(pa.py_buffer(mapped))
         for block in self._blocks:
-            whole = block.map(lambda _: pa.ipc.read_tensor(reader).to_numpy(), skip_shared=True)
-            yield replace(whole, shared_features=frozenset(range(len(whole.features))))
+            loaded = block.map(lambda _: pa.ipc.read_tensor(reader).to_numpy(), skip_shared=True)
+            yield replace(loaded, shared_features=frozenset(range(len(loaded.features))))
 
     def new_empty(self) -> DiskBlockStore:
-        """Make another one."""
+        """Create an empty store in the same directory."""
         return DiskBlockStore(self._folder)

@@ -1,4 +1,4 @@
-"""A checkpoint that holds one booster, and the way out of any checkpoint that has one."""
+"""Checkpoints with one booster, and loading a booster from any checkpoint."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ T = TypeVar("T")
 
 
 class SavableBooster(Protocol):
-    """What both libraries' boosters can."""
+    """Booster of either library that can be saved to a file."""
 
     def save_model(self, filename: Path, /) -> object:
-        """Write the model into a file."""
+        """Write the model to a file."""
 
 
 B = TypeVar("B", bound=SavableBooster)
 
 
 class BoosterCheckpoint(Checkpoint, Generic[B]):
-    """A checkpoint that holds one booster, as a library's `RayTrainReportCallback` saves it."""
+    """Checkpoint with one booster, as saved by the library's `RayTrainReportCallback`."""
 
     MODEL_FILENAME: ClassVar[str]
 
     @classmethod
     def from_model(cls, booster: B, *, path: str | os.PathLike[str] | None = None) -> Self:
-        """Save a booster.
+        """Save a booster and return its checkpoint.
 
         Args:
-            booster: The booster.
-            path: The directory to save it in. Default: a new temporary one.
+            booster: Booster to save.
+            path: Directory to save it in. Default: a new temporary directory.
         """
         directory = Path(tempfile.mkdtemp(prefix="checkpoint_") if path is None else path)
         booster.save_model(directory / cls.MODEL_FILENAME)
@@ -45,9 +45,9 @@ def load_model(checkpoint: Checkpoint, filename: str, load: Callable[[Path], T])
     """Load the model of a checkpoint.
 
     Args:
-        checkpoint: Of a run whose callback saved it.
-        filename: As the callback had it.
-        load: Makes the library's model of a file.
+        checkpoint: Checkpoint that contains a model.
+        filename: Filename of the model, as passed to the callback that saved it.
+        load: Function of the library that loads a model from a file.
 
     Raises:
         FileNotFoundError: The checkpoint has no such file.
@@ -55,10 +55,10 @@ def load_model(checkpoint: Checkpoint, filename: str, load: Callable[[Path], T])
     with checkpoint.as_directory() as directory:
         path = Path(directory, filename)
         if not path.exists():
-            names = sorted(each.name for each in Path(directory).iterdir())
+            names = sorted(file.name for file in Path(directory).iterdir())
             files = ", ".join(name for name in names if name[0] != ".") or "none"
             raise FileNotFoundError(
-                f"{checkpoint.path} has no {filename!r}; its files: {files}. Pass the "
-                "filename that the callback was made with"
+                f"{checkpoint.path} has no {filename!r}. Its files: {files}. Pass the filename "
+                "that was passed to the callback."
             )
         return load(path)

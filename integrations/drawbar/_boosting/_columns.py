@@ -1,4 +1,4 @@
-"""Which column of a dataset plays which role."""
+"""Map dataset columns to roles: label, weight, group, base margin, feature."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRoles:
-    """The columns of a dataset by role.
+    """Columns of a dataset by role.
 
     Every column without a role is a feature, except for the index of a pandas DataFrame.
 
     Args:
-        label: What is learned: a column, or several for as many outputs.
-        weight: Weight of each row.
-        group: Query of each row, for ranking. Rows of one query lie side by side.
-        base_margin: Where each row's margin starts: a column, or several for as many classes.
-        categorical: Features whose values are categories, strings or integers from 0. A column of
-            Arrow's dictionary type (pandas' `category`) is categorical without being named.
+        label: Target column, or several columns for several outputs.
+        weight: Column with the weight of each row.
+        group: Column with the query of each row, for ranking. Rows of a query are contiguous.
+        base_margin: Column with the initial margin of each row, or one column for each class.
+        categorical: Features whose values are categories: strings, or integers from 0. Columns of
+            Arrow's dictionary type (`category` in pandas) are always categorical.
 
     Raises:
-        TypeError: A name is no string.
+        TypeError: A name is not a string.
         ValueError: A column has two roles.
     """
 
@@ -40,14 +40,14 @@ class ColumnRoles:
         object.__setattr__(self, "base_margin", tuple(margins or ()))
         if isinstance(self.categorical, str):
             raise TypeError(
-                f"categorical_features must be a list of columns, found {self.categorical!r}"
+                f"categorical_features must be a list of columns, found {self.categorical!r}."
             )
         object.__setattr__(self, "categorical", tuple(self.categorical))
         if not isinstance(self.label, str):
             if not isinstance(self.label, Sequence) or not self.label:
                 raise TypeError(
-                    f"label_column must be the name of a column, or a list of them, found "
-                    f"{self.label!r}"
+                    f"label_column must be a column name or a list of column names, found "
+                    f"{self.label!r}."
                 )
             object.__setattr__(self, "label", tuple(self.label))
         self._check_names()
@@ -59,46 +59,48 @@ class ColumnRoles:
             *(("categorical_features", c) for c in self.categorical),
         ):
             if not isinstance(name, str):
-                raise TypeError(f"{role} must name columns, found {name!r}")
+                raise TypeError(f"{role} must name columns, found {name!r}.")
             if name in roles:
-                raise ValueError(f"{name!r} is both the {roles[name]} and in {role}")
+                raise ValueError(
+                    f"Column {name!r} is both {roles[name]} and in {role}. Use it only once."
+                )
             roles[name] = role
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The columns that are learned."""
+        """Target columns."""
         return (self.label,) if isinstance(self.label, str) else tuple(self.label)
 
     @property
     def base_margins(self) -> tuple[str, ...]:
-        """The columns of the base margin, none if there is none."""
+        """Columns of the base margin; empty if there is none."""
         return tuple(self.base_margin or ())
 
     def assignments(self) -> Iterator[tuple[str, str]]:
-        """Give the trainer's argument and the column for each role that a column plays."""
-        for each in self.labels:
-            yield "label_column", each
+        """Yield the trainer's argument and the column for each column that has a role."""
+        for label in self.labels:
+            yield "label_column", label
         if self.weight is not None:
             yield "weight_column", self.weight
         if self.group is not None:
             yield "group_column", self.group
-        for each in self.base_margins:
-            yield "base_margin_column", each
+        for margin in self.base_margins:
+            yield "base_margin_column", margin
 
     def features(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Give the features among a dataset's columns, in their order."""
+        """Return the features among the columns of a dataset, in their order."""
         assigned = {name for _, name in self.assignments()}
         return tuple(name for name in names if name not in assigned and not _is_pandas_index(name))
 
     def validate(self, dataset: str, types: Mapping[str, pa.DataType | None]) -> None:
-        """Check that a dataset has the columns, and that its features can be learned from.
+        """Check that a dataset has the columns and that its features have supported types.
 
         Args:
-            dataset: Its name, for the message.
-            types: Arrow's type of each column, None where it is not known.
+            dataset: Name of the dataset, for error messages.
+            types: Arrow type of each column, or None if it is unknown.
 
         Raises:
-            ValueError: A column is missing, or has a type that is no number and no category.
+            ValueError: A column is missing, or is neither numeric nor categorical.
         """
         expected = (
             *self.assignments(),
@@ -108,7 +110,7 @@ class ColumnRoles:
             if name not in types:
                 raise ValueError(
                     f"{role} is {name!r}, but datasets[{dataset!r}] has the columns "
-                    f"{', '.join(map(repr, types)) or 'none'}"
+                    f"{', '.join(map(repr, types)) or 'none'}."
                 )
         validate_types(dataset, types, self)
 
@@ -119,33 +121,35 @@ def validate_types(
     """Check the types of a dataset's columns.
 
     Raises:
-        ValueError: A column can be neither a number nor a category.
+        ValueError: A column is neither numeric nor categorical.
     """
     import pyarrow.types as is_type
 
     for name, arrow_type in types.items():
         if arrow_type is None or _is_numeric(arrow_type) or _is_pandas_index(name):
             continue
-        text = is_type.is_string(arrow_type) or is_type.is_large_string(arrow_type)
-        if name == columns.group and text:
+        is_text = is_type.is_string(arrow_type) or is_type.is_large_string(arrow_type)
+        if name == columns.group and is_text:
             continue
         if any(name == assigned for _, assigned in columns.assignments()):
             raise ValueError(
-                f"column {name!r} of datasets[{dataset!r}] must hold numbers, found {arrow_type}; "
-                "encode it first"
+                f"Column {name!r} of datasets[{dataset!r}] must be numeric, found {arrow_type}. "
+                "Encode it as numbers."
             )
-        if is_type.is_dictionary(arrow_type) or (text and name in columns.categorical):
+        if is_type.is_dictionary(arrow_type) or (is_text and name in columns.categorical):
             continue
         advice = (
-            "name it in categorical_features, make it a pandas category, or drop it"
-            if text
-            else "make numbers of it, or drop it"
+            "Add it to categorical_features, convert it to a pandas category, or drop it."
+            if is_text
+            else "Convert it to numbers, or drop it."
         )
-        raise ValueError(f"feature {name!r} of datasets[{dataset!r}] holds {arrow_type}; {advice}")
+        raise ValueError(
+            f"Feature {name!r} of datasets[{dataset!r}] has type {arrow_type}. {advice}"
+        )
 
 
 def _is_pandas_index(name: str) -> bool:
-    """Whether a column is the index of a pandas DataFrame, as Arrow names it."""
+    """Return whether a column is the index of a pandas DataFrame, by its name in Arrow."""
     return name.startswith("__index_level_") and name.endswith("__")
 
 

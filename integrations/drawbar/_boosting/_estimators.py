@@ -1,7 +1,7 @@
-"""What the scikit-learn estimators of both libraries share.
+"""Base class of the scikit-learn estimators of both libraries.
 
-Such an estimator is the plain library's own, with `fit` done by a trainer: everything before (the
-checks, the classes) and after (attributes, `predict`) is the plain estimator's.
+The estimators are subclasses of the library's estimators whose `fit` uses a trainer. Checks before
+it, and attributes and `predict` after it, are those of the base class.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ DRAWBAR_PARAMETERS = ("scaling_config", "run_config")
 T = TypeVar("T", bound=type)
 
 PrepareBatch = Callable[[Any, Any], object]
-"""Gives the table to predict from, of an estimator and a batch of a Ray Dataset."""
+"""Function that returns the table to predict, from an estimator and a batch of a Ray Dataset."""
 
 
 class RayEstimator:
-    """The two arguments that a plain estimator gets in addition. Put it before that class.
+    """Mixin with the additional arguments of the estimators. Place it before the library's class.
 
     Args:
-        scaling_config: How many workers, on what. Default: one.
-        run_config: Where the run lies, restarts, output. Each `fit` is a run of its own, so a name
-            gets a suffix. Default: a folder that goes when `fit` ends, with warnings and errors
-            shown only.
-        plain: The plain estimator's own arguments.
+        scaling_config: Number of workers and their resources. Default: one worker.
+        run_config: Run configuration: storage, restarts, output. Each `fit` is a separate run, so a
+            suffix is added to `name`. Default: a temporary directory that is deleted when `fit`
+            ends, and only warnings and errors on the console.
+        plain: Arguments of the library's estimator.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class RayEstimator:
 
     @contextmanager
     def _trainer_configs(self) -> Iterator[dict[str, Any]]:
-        """Give a trainer's configs."""
+        """Yield the configurations of a trainer."""
         if self.run_config is not None:
             name = self.run_config.name and f"{self.run_config.name}_{secrets.token_hex(4)}"
             run_config = replace(self.run_config, name=name)
             yield {"scaling_config": self.scaling_config, "run_config": run_config}
             return
-        with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
-            quiet = LoggingConfig(log_level="WARNING")
-            run_config = RunConfig(storage_path=folder, logging_config=quiet)
+        with tempfile.TemporaryDirectory(prefix="drawbar-") as directory:
+            logging_config = LoggingConfig(log_level="WARNING")
+            run_config = RunConfig(storage_path=directory, logging_config=logging_config)
             yield {"scaling_config": self.scaling_config, "run_config": run_config}
 
 
 def add_drawbar_parameters(estimator: T) -> T:
-    """Give an estimator the signature of its plain one, with `DRAWBAR_PARAMETERS` added.
+    """Set the signature of an estimator to that of its base class plus `DRAWBAR_PARAMETERS`.
 
-    scikit-learn learns from it which parameters `get_params`, `clone` and a grid search have.
+    scikit-learn uses it to find the parameters for `get_params`, `clone`, and grid search.
     """
     estimator_class: Any = estimator
     plain: Any = next(
@@ -74,34 +74,34 @@ def add_drawbar_parameters(estimator: T) -> T:
     )
     signature = inspect.signature(plain.__init__)
     keyword = inspect.Parameter.KEYWORD_ONLY
-    own = [inspect.Parameter(name, keyword, default=None) for name in DRAWBAR_PARAMETERS]
+    added = [inspect.Parameter(name, keyword, default=None) for name in DRAWBAR_PARAMETERS]
     *named, rest = signature.parameters.values()
 
-    def __init__(self: Any, **arguments: object) -> None:  # one of this class alone
+    def __init__(self: Any, **arguments: object) -> None:  # a separate function for each class
         super(estimator_class, self).__init__(**arguments)
 
     __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]  # inspect reads it
-        parameters=[*named, *own, rest]
+        parameters=[*named, *added, rest]
     )
     estimator_class.__init__ = __init__
     return estimator
 
 
 def drop_drawbar_parameters(params: Mapping[str, object]) -> dict[str, object]:
-    """Give an estimator's parameters without those that the library does not know."""
+    """Return an estimator's parameters without `DRAWBAR_PARAMETERS`."""
     return {name: value for name, value in params.items() if name not in DRAWBAR_PARAMETERS}
 
 
 def make_predictor_factory(
     estimator: Any, method: str, prepare: PrepareBatch, options: Mapping[str, object]
 ) -> Callable[[], Predictor]:
-    """Give what makes, in a process that predicts, a function from features to predictions.
+    """Return a function that creates a predictor in each process that predicts.
 
     Args:
-        estimator: Fitted.
-        method: Its method that predicts, called with tables in memory.
-        prepare: Gives the table for it, of the estimator and a batch of a Ray Dataset.
-        options: Of the method.
+        estimator: Fitted estimator.
+        method: Name of the estimator's method that predicts a table.
+        prepare: Returns the table to predict, from the estimator and a batch of a Ray Dataset.
+        options: Arguments of the method.
     """
     local_estimator = copy.copy(estimator)
     local_estimator.scaling_config = local_estimator.run_config = None

@@ -1,4 +1,4 @@
-"""From the run's datasets to shards that all ranks agree on."""
+"""Load this worker's shards and agree on one schema with all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drawbar._boosting._shard import Shard
 from drawbar.train import collective, get_context, get_dataset_shard
 
 TableSource = Callable[[str], Iterable[object]]
-"""Gives this rank's Arrow tables of a dataset, by the dataset's name."""
+"""Function that returns this rank's Arrow tables of a dataset by name."""
 
 
 def load_shards(
@@ -27,22 +27,25 @@ def load_shards(
     folder: Path | None = None,
     should_cache: bool = False,
 ) -> dict[str, Shard]:
-    """Read this worker's part of each dataset, and agree with all ranks on what it means.
+    """Read this worker's part of each dataset and agree on a schema with all ranks.
 
-    A collective: every rank calls it, inside the training function. Each part is read once.
+    Collective: call it on all ranks, in the training function. Each part is read once.
 
     Args:
-        datasets: Names of the datasets, the training one first.
-        columns: Which column plays which role.
-        reading: How the library takes columns. Default: all as float32.
-        source: Where the tables come from. Default: the trainer's datasets.
-        on_disk: Keep the rows in files rather than in memory.
-        folder: Where these files are made. Default: the system's folder for such.
-        keep: Keep the rows as long as this process lives, so that a worker that survives another's
-            failure need not read them again.
+        datasets: Names of the datasets, with the training dataset first.
+        columns: Roles of the columns.
+        reading: Column formats that the library accepts. Default: float32 for all columns.
+        source: Source of the tables. Default: the trainer's datasets.
+        on_disk: Whether to store the rows in files instead of memory.
+        folder: Directory for these files. Default: the system's temporary directory.
+        should_cache: Whether to keep the rows while this process lives, so that a worker that
+            survives the failure of another one does not read them again.
+
+    Returns:
+        Shards by name of the dataset.
 
     Raises:
-        ValueError: The data cannot be used; every rank gets the same error.
+        ValueError: The data is invalid. Every rank raises the same error.
     """
     context = get_context()
     rank = context.get_world_rank()
@@ -60,7 +63,7 @@ def load_shards(
         context.cache[key] = loaded
     stores, local_summaries = loaded
     gathered: list[dict[str, ShardSummary]] = collective.all_gather(local_summaries)
-    summaries = {name: [each[name] for each in gathered] for name in datasets}
+    summaries = {name: [by_name[name] for by_name in gathered] for name in datasets}
     schema = build_schema(summaries)
     return {
         name: Shard(name, stores[name], summaries[name], rank, schema, columns) for name in datasets
@@ -76,7 +79,7 @@ def _read(
 ) -> ShardSummary:
     if source is not None:
         return read_blocks(name, source(name), columns, store, reading)
-    shard: Any = get_dataset_shard(name)  # its annotation is that of Ray Data's iterator
+    shard: Any = get_dataset_shard(name)  # annotated as Ray Data's iterator
     tables = shard.iter_arrow_tables()
     return read_blocks(
         name, tables, columns, store, reading, in_object_store=shard.is_in_object_store

@@ -1,4 +1,4 @@
-"""A metric of all workers' rows, out of what each knows of its own."""
+"""allreduce_metric: combine a metric over the rows of all workers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ from drawbar.train import collective
 
 
 def allreduce_metric(numerator: float, denominator: float) -> float:
-    """Reduce a metric of all workers' rows: the sum of numerators over the sum of denominators.
+    """Compute a metric over the rows of all workers: sum of numerators / sum of denominators.
 
-    For custom metrics, which see the rows of one worker only:
+    Use it in custom metrics, which see only the rows of one worker. Collective: call it on all
+    ranks.
 
-        def mean_error(predictions, data):
-            errors = abs(predictions - data.get_label())
-            return "mean_error", allreduce_metric(errors.sum(), len(errors))
+    Args:
+        numerator: Numerator of this worker, such as the sum of errors.
+        denominator: Denominator of this worker, such as the number of rows.
 
-    LightGBM wants a third value of such a function: whether higher is better. A collective: every
-    rank calls it. NaN if the denominators sum to 0.
+    Returns:
+        The global metric; NaN if the denominators sum to 0.
 
     Raises:
         RuntimeError: Called outside a training function.
+
+    Example:
+        ```python
+        def mean_error(predictions, data):
+            errors = abs(predictions - data.get_label())
+            # For LightGBM, also return whether higher values are better.
+            return "mean_error", allreduce_metric(errors.sum(), len(errors))
+        ```
     """
     parts = collective.all_gather((float(numerator), float(denominator)))
     numerators, denominators = zip(*parts, strict=True)
-    whole = sum(denominators)
-    return sum(numerators) / whole if whole else float("nan")
+    total = sum(denominators)
+    return sum(numerators) / total if total else float("nan")

@@ -1,4 +1,4 @@
-"""Distributed prediction: a booster over a Ray Dataset, batch by batch."""
+"""Distributed prediction over a Ray Dataset."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 Predictor = Callable[[object], Any]
-"""Gives the predictions for a pandas table of features."""
+"""Function that returns the predictions for a pandas table of features."""
 
 
 def predict_dataset(
@@ -24,16 +24,19 @@ def predict_dataset(
     output_column: str,
     **options: Any,
 ) -> Dataset:
-    """Add predictions to a dataset. Lazy, as Ray Data is.
+    """Add a prediction column to a dataset. Lazy, like Ray Data.
 
     Args:
-        dataset: Rows with the features among their columns.
-        make_predictor: Called once in each process that predicts; what it holds is pickled once.
-        features: The columns to predict from, in the model's order.
-        keep_columns: Columns to keep beside the prediction; None for all.
-        output_column: Name of the prediction: a number, or a list of one for each class.
-        options: Of `Dataset.map_batches`, such as `batch_size`, `compute` and `num_gpus`.
-            Default of `compute`: a pool of 1 to 8 actors.
+        dataset: Dataset that contains the features.
+        make_predictor: Called once in each process that predicts. It is pickled once.
+        features: Columns to predict from, in the order of the model.
+        keep_columns: Columns to keep in addition to the prediction; None for all.
+        output_column: Name of the prediction: a number, or a list with one number per class.
+        options: Arguments of `Dataset.map_batches`, such as `batch_size`, `compute`, and
+            `num_gpus`. Default of `compute`: a pool of 1 to 8 actors.
+
+    Returns:
+        The dataset with predictions.
 
     Raises:
         ValueError: The dataset lacks a feature.
@@ -42,7 +45,7 @@ def predict_dataset(
     missing = [name for name in features if name not in columns]
     if missing:
         raise ValueError(
-            f"the model's features {missing} are not in the dataset, which has {columns}"
+            f"The dataset lacks the model's features {missing}. Its columns are {columns}."
         )
     if not options.keys() & {"compute", "concurrency"}:
         from ray.data import ActorPoolStrategy
@@ -57,7 +60,7 @@ def predict_dataset(
 
 
 class _PredictionWorker:
-    """Loads the model once, predicts many batches."""
+    """Actor that loads the model once and predicts batches."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class _PredictionWorker:
         self._output = output_column
 
     def __call__(self, batch: pd.DataFrame) -> pd.DataFrame:
-        predicted = np.asarray(self._predict(batch[self._features]))
-        kept = batch if self._keep_columns is None else batch[list(self._keep_columns)]
-        values = predicted if predicted.ndim == 1 else list(predicted)
-        return kept.assign(**{self._output: values})
+        predictions = np.asarray(self._predict(batch[self._features]))
+        output = batch if self._keep_columns is None else batch[list(self._keep_columns)]
+        values = predictions if predictions.ndim == 1 else list(predictions)
+        return output.assign(**{self._output: values})

@@ -1,8 +1,7 @@
-"""How far a training has come: a file beside the model in each checkpoint.
+"""Boosting progress stored next to the model in a checkpoint.
 
-A booster knows its trees and nothing of how they were found. To go on as if nothing had happened, a
-resumed run also needs the evaluations so far. What early stopping has seen follows from these: the
-library's own callback is shown them again.
+A booster stores its trees, but not the evaluations so far, which a resumed run needs. Early
+stopping derives its state from them: on resume, the library's callback receives them again.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from drawbar.train import Checkpoint
 FILENAME = "progress.json"
 
 EvaluationHistory = dict[str, dict[str, Any]]
-"""The evaluations: dataset to metric to a list of one value per round."""
+"""Evaluations: dataset to metric to a list with one value per round."""
 
 
 @dataclass(frozen=True)
 class BoostingProgress:
-    """What was done before this attempt.
+    """Progress before this attempt.
 
     Args:
-        rounds: Number of boosting rounds done.
-        history: The evaluations of these rounds, without those before what the training began with.
-        details: What else the library must know; JSON-able.
+        rounds: Number of completed boosting rounds.
+        history: Evaluations of these rounds, without the rounds of an initial model.
+        details: Additional state of the library. Must be JSON-serializable.
     """
 
     rounds: int = 0
@@ -37,25 +36,25 @@ class BoostingProgress:
 
     @property
     def first_recorded_round(self) -> int:
-        """The first round that the history knows."""
-        values = [each for by_metric in self.history.values() for each in by_metric.values()]
+        """First round that is in the history."""
+        values = [values for by_metric in self.history.values() for values in by_metric.values()]
         return self.rounds - max(map(len, values), default=0)
 
     def iter_rounds(self) -> Iterator[EvaluationHistory]:
-        """Give the evaluations of each round from `first` on, as a history of one round."""
+        """Yield the evaluations of each round in the history, as a history of one round."""
         for number in range(self.rounds - self.first_recorded_round):
             yield {
                 dataset: {metric: [values[number]] for metric, values in by_metric.items()}
                 for dataset, by_metric in self.history.items()
             }
 
-    def save(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder."""
-        (folder / FILENAME).write_text(json.dumps(asdict(self)))
+    def save(self, directory: Path) -> None:
+        """Write the progress to a checkpoint directory."""
+        (directory / FILENAME).write_text(json.dumps(asdict(self)))
 
     @staticmethod
     def load(checkpoint: Checkpoint) -> BoostingProgress | None:
-        """Read it from a checkpoint; None if that has none, as one that the user's code made."""
-        with checkpoint.as_directory() as folder:
-            path = Path(folder, FILENAME)
+        """Read the progress from a checkpoint; None for checkpoints that user code saved."""
+        with checkpoint.as_directory() as directory:
+            path = Path(directory, FILENAME)
             return BoostingProgress(**json.loads(path.read_text())) if path.exists() else None

@@ -1,7 +1,7 @@
-"""Arrow tables to blocks of numbers, in one pass, with what the other ranks must know of them.
+"""Convert Arrow tables to blocks of numbers in one pass.
 
-Categories become codes in the order in which this rank meets them; only when all ranks have told
-theirs is it known which number each has. So codes are renumbered as the blocks are used.
+Categories get codes in the order in which this rank reads them. Global codes are known only after
+all ranks have exchanged their summaries, so codes are converted when blocks are used.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from drawbar._boosting._block import Array, Block, BlockStore, concat_blocks, sl
 from drawbar._boosting._columns import ColumnRoles
 
 BLOCK_BYTES = 4 << 20
-"""How large the features of a block are, at the most about: small beside a shard, large beside the
-cost of a call."""
+"""Approximate maximum size of a block's features. Small compared to a shard, and large enough to
+make the cost of a call negligible."""
 
 _WIDE = (pa.float64(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64())
-"""Types with values that float32 cannot hold."""
+"""Types with values that float32 cannot represent."""
 
 
 @dataclass(frozen=True)
 class ColumnFormat:
-    """How a library takes columns.
+    """Column formats that a library accepts.
 
     Args:
-        doubles: Features that float32 cannot hold (of doubles, and of integers beyond 16 bits) are
-            read as float64. Otherwise all are float32.
-        negative_is_missing: Negative integers that are categories are missing values. Otherwise
-            they are refused.
+        keep_float64: Whether features that float32 cannot represent (doubles, and integers of more
+            than 16 bits) are read as float64. Otherwise, all features are float32.
+        negative_is_missing: Whether negative integer categories are missing values. Otherwise, they
+            are rejected.
     """
 
     keep_float64: bool = False
@@ -42,13 +42,13 @@ class ColumnFormat:
 
 @dataclass
 class LabelRange:
-    """What is known of labels: the bounds are infinite, and the wrong way round, if there is none.
+    """Range of labels. Without labels, `low` is inf and `high` is -inf.
 
     Args:
-        low: The smallest.
-        high: The largest.
-        whole_numbers: Whether there are no others.
-        missing: How many are null or NaN.
+        low: Smallest label.
+        high: Largest label.
+        whole_numbers: Whether all labels are integers.
+        missing: Number of labels that are null or NaN.
     """
 
     low: float = np.inf
@@ -57,16 +57,16 @@ class LabelRange:
     missing: int = 0
 
     def update(self, labels: Array) -> None:
-        """Take note of more labels."""
-        known = labels[~np.isnan(labels)]
-        self.missing += labels.size - len(known)
-        if len(known):
-            self.low = min(self.low, float(known.min()))
-            self.high = max(self.high, float(known.max()))
-            self.whole_numbers = self.whole_numbers and bool((known == np.floor(known)).all())
+        """Add labels to the range."""
+        valid = labels[~np.isnan(labels)]
+        self.missing += labels.size - len(valid)
+        if len(valid):
+            self.low = min(self.low, float(valid.min()))
+            self.high = max(self.high, float(valid.max()))
+            self.whole_numbers = self.whole_numbers and bool((valid == np.floor(valid)).all())
 
     def merge(self, other: LabelRange) -> LabelRange:
-        """Give the range of two ranks' labels together."""
+        """Return the combined range of two ranks."""
         return LabelRange(
             low=min(self.low, other.low),
             high=max(self.high, other.high),
@@ -77,16 +77,15 @@ class LabelRange:
 
 @dataclass
 class ShardSummary:
-    """What a rank tells the others about its part of one dataset.
+    """Summary of a rank's part of a dataset, exchanged between the ranks.
 
     Args:
         rows: Number of rows.
         groups: Number of queries.
-        features: The features, in their order; None if the rank saw no column at all.
-        categories: The values of each feature that has categories by name, in the order of their
-            codes here.
-        texts: Which of these came as plain strings, so that their order says nothing.
-        highest: The highest code of each categorical feature of integers.
+        features: Features in order; None if the rank received no columns.
+        categories: Values of each feature with named categories, in the order of this rank's codes.
+        string_features: Features that are plain strings, so that the order of values is arbitrary.
+        max_codes: Highest code of each categorical feature of integers.
         label: Range of the labels.
     """
 
@@ -111,17 +110,20 @@ def read_blocks(
     """Read a rank's part of a dataset into a store, in one pass.
 
     Args:
-        dataset: Name of the dataset, for messages.
-        tables: Arrow tables, or record batches.
-        columns: Which column plays which role.
-        store: Where the blocks go.
-        reading: How the library takes columns. Default: all as float32.
-        in_object_store: Whether the tables lie in Ray's object store. Columns of the type to read,
-            without nulls, are then left there. What is in use stays there, or in a file if the
-            store is too small (https://docs.ray.io/en/latest/ray-core/objects/object-spilling.html).
+        dataset: Name of the dataset, for error messages.
+        tables: Arrow tables or record batches.
+        columns: Roles of the columns.
+        store: Destination of the blocks.
+        reading: Column formats that the library accepts. Default: float32 for all columns.
+        in_object_store: Whether the tables are in Ray's object store. Columns that need no
+            conversion are then not copied. Ray keeps objects in use there, or spills them to disk
+            (https://docs.ray.io/en/latest/ray-core/objects/object-spilling.html).
+
+    Returns:
+        Summary of the part.
 
     Raises:
-        ValueError: The columns cannot be used; the message says which and why.
+        ValueError: A column is invalid.
     """
     reader = BlockReader(dataset, columns, store, reading or ColumnFormat(), in_object_store)
     for table in tables:
@@ -152,11 +154,11 @@ class BlockReader:
     def add(self, table: pa.Table) -> None:
         self._check_columns(table)
         features = self.summary.features or ()
-        pieces = math.ceil(4 * table.num_rows * max(len(features), 1) / BLOCK_BYTES)
-        step = math.ceil(table.num_rows / max(pieces, 1))
+        num_slices = math.ceil(4 * table.num_rows * max(len(features), 1) / BLOCK_BYTES)
+        step = math.ceil(table.num_rows / max(num_slices, 1))
         for start in range(0, table.num_rows, max(step, 1)):
-            piece = table.slice(start, step)
-            self._append(self._make_block(piece, features))
+            rows = table.slice(start, step)
+            self._append(self._make_block(rows, features))
 
     def finish(self) -> ShardSummary:
         self._flush()
@@ -165,17 +167,17 @@ class BlockReader:
 
     def _check_columns(self, table: pa.Table) -> None:
         if not table.schema.names:
-            return  # Ray Data's empty block
+            return  # an empty block of Ray Data
         names = table.schema.names
         self._columns.validate(self._dataset, dict(zip(names, table.schema.types, strict=True)))
-        found = self._columns.features(names)
+        features = self._columns.features(names)
         known = self.summary.features
         if known is None:
-            self.summary.features = found
-        elif set(found) != set(known):
+            self.summary.features = features
+        elif set(features) != set(known):
             raise ValueError(
-                f"blocks of datasets[{self._dataset!r}] differ in the columns "
-                f"{sorted(set(found) ^ set(known))}"
+                f"All blocks of datasets[{self._dataset!r}] must have the same columns, but only "
+                f"some have {sorted(set(features) ^ set(known))}."
             )
 
     def _make_block(self, table: pa.Table, names: tuple[str, ...]) -> Block:
@@ -214,31 +216,32 @@ class BlockReader:
         return codes
 
     def _check_codes(self, name: str, codes: Array) -> None:
-        known = codes[~np.isnan(codes)]
-        if not len(known):
+        valid = codes[~np.isnan(codes)]
+        if not len(valid):
             return
-        if known.min() < 0 or (known != np.floor(known)).any():
+        if valid.min() < 0 or (valid != np.floor(valid)).any():
+            invalid = valid[(valid < 0) | (valid != np.floor(valid))][0]
             raise ValueError(
-                f"categorical feature {name!r} of datasets[{self._dataset!r}] holds numbers, which "
-                f"must be 0, 1, 2 ..., found {known[(known < 0) | (known != np.floor(known))][0]:g}"
+                f"Categorical feature {name!r} of datasets[{self._dataset!r}] must have integers "
+                f"from 0, found {invalid:g}."
             )
-        self.summary.max_codes[name] = max(self.summary.max_codes.get(name, 0), int(known.max()))
+        self.summary.max_codes[name] = max(self.summary.max_codes.get(name, 0), int(valid.max()))
 
     def _encode_categories(self, name: str, column: pa.Array | pa.ChunkedArray) -> Array:
-        """Give codes of this rank's own; missing is NaN."""
+        """Return this rank's codes of the values; missing values are NaN."""
         known = self._codes.setdefault(name, {})
-        pieces = [np.empty(0, dtype=np.float32)]
+        parts = [np.empty(0, dtype=np.float32)]
         for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
             values = chunk.dictionary.to_pylist()
             local_codes = np.array(
                 [known.setdefault(v, len(known)) for v in values], dtype=np.float32
             )
             codes = chunk.indices.cast(pa.int64()).fill_null(len(local_codes)).to_numpy()
-            pieces.append(np.append(local_codes, np.float32(np.nan))[codes])
-        return np.concatenate(pieces)
+            parts.append(np.append(local_codes, np.float32(np.nan))[codes])
+        return np.concatenate(parts)
 
     def _number_groups(self, column: pa.ChunkedArray) -> Array:
-        """Number the queries of the next rows."""
+        """Return the index of each row's query."""
         values = column.to_numpy()
         if not len(values):
             return np.empty(0, dtype=np.int64)
@@ -248,9 +251,9 @@ class BlockReader:
         for value in values[begins].tolist():
             if value in self._ended_groups:
                 raise ValueError(
-                    f"the rows of group {value!r} in column {self._columns.group!r} of "
-                    f"datasets[{self._dataset!r}] lie apart; sort the dataset by it, or set "
-                    'DataConfig(uneven_rows="keep", group_column=...)'
+                    f"Rows of group {value!r} (column {self._columns.group!r} of "
+                    f"datasets[{self._dataset!r}]) are not contiguous. Sort the dataset by it, or "
+                    f'set DataConfig(uneven_rows="keep", group_column={self._columns.group!r}).'
                 )
             self._ended_groups.add(value)
         numbered: Array = self.summary.groups - 1 + np.cumsum(begins)
@@ -259,21 +262,21 @@ class BlockReader:
         return numbered
 
     def _append(self, block: Block) -> None:
-        """Keep whole blocks of about one size; rows of the last query may still follow."""
+        """Store blocks of similar size with complete queries. More rows of the last may follow."""
         self.summary.rows += len(block)
         self._pending.append(block)
-        values = sum(len(each) * len(each.features) for each in self._pending)
+        values = sum(len(pending) * len(pending.features) for pending in self._pending)
         if 4 * values < BLOCK_BYTES // 2:
             return
         if self._columns.group is None:
             self._flush()
             return
-        whole = concat_blocks(self._pending)
-        assert whole.group is not None
-        end = int(np.searchsorted(whole.group, whole.group[-1]))
-        self._pending = [slice_block(whole, slice(0, end))]
+        rows = concat_blocks(self._pending)
+        assert rows.group is not None
+        end = int(np.searchsorted(rows.group, rows.group[-1]))
+        self._pending = [slice_block(rows, slice(0, end))]
         self._flush()
-        self._pending = [slice_block(whole, slice(end, None))]
+        self._pending = [slice_block(rows, slice(end, None))]
 
     def _flush(self) -> None:
         if sum(map(len, self._pending)):
@@ -282,27 +285,27 @@ class BlockReader:
 
 
 def to_float_array(column: pa.Array | pa.ChunkedArray, *, doubles: bool = False) -> Array:
-    """Give an Arrow column as float32, or as float64 if that is asked for and needed; null is NaN.
+    """Convert an Arrow column to float32, or to float64 if `doubles` is set and it is needed.
 
-    Integers of more than 16 bits need it, as do doubles and decimals.
+    Doubles, decimals, and integers of more than 16 bits need float64. Null becomes NaN.
     """
-    wide = column.type in _WIDE or is_type.is_decimal(column.type)
-    wanted = pa.float64() if doubles and wide else pa.float32()
+    is_wide = column.type in _WIDE or is_type.is_decimal(column.type)
+    target_type = pa.float64() if doubles and is_wide else pa.float32()
     floats = column
-    if column.type != wanted:  # a cast imports Arrow's kernels, which takes 0.04 s
-        floats = column.cast(wanted, safe=False)
+    if column.type != target_type:  # a cast imports Arrow's kernels, which takes 0.04 s
+        floats = column.cast(target_type, safe=False)
     if isinstance(floats, pa.ChunkedArray):
-        one = floats.num_chunks == 1  # combine_chunks() would copy it
-        floats = floats.chunk(0) if one else floats.combine_chunks()
+        is_single = floats.num_chunks == 1  # combine_chunks() would copy it
+        floats = floats.chunk(0) if is_single else floats.combine_chunks()
     if floats.null_count:
         floats = floats.fill_null(float("nan"))
     return np.from_dlpack(floats)  # to_numpy() would import pandas, which takes 0.2 s
 
 
 def _shares_memory(column: pa.ChunkedArray, values: Array) -> bool:
-    """Whether numbers are a column's own, rather than made of them."""
+    """Return whether an array shares the memory of a column."""
     return any(
-        own is not None and own.address <= values.ctypes.data < own.address + own.size
+        buffer is not None and buffer.address <= values.ctypes.data < buffer.address + buffer.size
         for chunk in column.chunks
-        for own in chunk.buffers()
+        for buffer in chunk.buffers()
     )

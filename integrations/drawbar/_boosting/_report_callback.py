@@ -1,4 +1,4 @@
-"""Reports of boosting rounds: metrics after each, a checkpoint every few and at the end."""
+"""RoundReporter: report boosting rounds and save checkpoints."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from drawbar.train import ValidationTaskConfig, checkpoint_dir, get_context, rep
 from drawbar.train.backend import report_buffered
 
 MetricSelection = str | Sequence[str] | Mapping[str, str]
-"""Names of metrics, or names to report and what they are called in the library."""
+"""Names of metrics, or a dict from reported names to the library's names."""
 
 
 class RoundReporter:
-    """What both libraries' `RayTrainReportCallback` do, once told that a round is over.
+    """Reports and checkpoints of both libraries' `RayTrainReportCallback`.
 
-    Every rank reports its metrics after every round, which costs a round a few microseconds; the
-    driver hears of it within a quarter of a second. Only rank 0 saves.
+    Every rank reports its metrics after every round, which takes a few microseconds. The driver
+    receives them within a quarter of a second. Only rank 0 saves checkpoints.
 
     Args:
-        metrics: Which to report: one name or several as `<dataset>-<metric>`, or a dict from the
-            name to report to that one. Default: all.
-        frequency: Save a checkpoint every so many rounds; 0 for none on the way.
-        checkpoint_at_end: Save one when training has ended.
+        metrics: Metrics to report: one name or several as `<dataset>-<metric>`, or a dict from
+            reported name to this name. Default: all.
+        frequency: Save a checkpoint every n rounds; 0 to save only at the end.
+        checkpoint_at_end: Whether to save a checkpoint at the end of training.
         results_postprocessing_fn: Called with the evaluations so far, as
-            `{"<dataset>-<metric>": [value of each round]}`; gives the metrics to report instead of
-            the newest values.
-        validation: Have each checkpoint validated, as for `drawbar.train.report`.
+            `{"<dataset>-<metric>": [value of each round]}`. Returns the metrics to report in place
+            of the latest values.
+        validation: Whether to validate each checkpoint. See `drawbar.train.report()`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
@@ -42,9 +42,9 @@ class RoundReporter:
         validation: bool | ValidationTaskConfig,
     ) -> None:
         if isinstance(frequency, bool) or not isinstance(frequency, int):
-            raise TypeError(f"frequency must be an int, found {frequency!r}")
+            raise TypeError(f"frequency must be an int, found {frequency!r}.")
         if frequency < 0:
-            raise ValueError(f"frequency must not be negative, found {frequency}")
+            raise ValueError(f"frequency must not be negative, found {frequency}.")
         if isinstance(metrics, str):
             metrics = [metrics]
         if metrics is None or isinstance(metrics, Mapping):
@@ -59,18 +59,18 @@ class RoundReporter:
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether a function of the user makes the metrics."""
+        """Whether a user function computes the metrics."""
         return self._postprocess is not None
 
     def on_round_end(
         self, num_rounds: int, history: EvaluationHistory, save: Callable[[Path], None]
     ) -> None:
-        """Report a round.
+        """Report a round, with a checkpoint if one is due.
 
         Args:
-            done: Number of rounds done, those before a resume included.
-            history: The evaluations of these rounds.
-            save: Writes model and progress into a folder.
+            num_rounds: Number of completed rounds, including those before a resume.
+            history: Evaluations of these rounds.
+            save: Writes model and progress to a directory.
         """
         if self._frequency and num_rounds % self._frequency == 0:
             self._report_checkpoint(num_rounds, history, save)
@@ -80,7 +80,7 @@ class RoundReporter:
     def on_training_end(
         self, num_rounds: int, history: EvaluationHistory, save: Callable[[Path], None]
     ) -> None:
-        """Report the end of training, if its last round was not saved already."""
+        """Report a checkpoint at the end of training, unless the last round was already saved."""
         if self._checkpoint_at_end and num_rounds > self._last_saved_round:
             self._report_checkpoint(num_rounds, history, save)
 
@@ -109,7 +109,7 @@ class RoundReporter:
         unknown = set(self._names.values()) - set(values)
         if unknown:
             raise ValueError(
-                f"RayTrainReportCallback is to report {sorted(unknown)}, but the evaluations are "
-                f"{sorted(values) or 'none'}"
+                f"RayTrainReportCallback(metrics=) has {sorted(unknown)}, but the evaluations are "
+                f"{sorted(values) or 'none'}."
             )
         return {name: values[source][-1] for name, source in self._names.items()}

@@ -1,7 +1,8 @@
-"""What all ranks agree on before training: the features, their order, the number of each category.
+"""Feature schema that all ranks agree on before training.
 
-A library that is given other columns or other category codes on some rank trains nonsense without a
-word. Here every rank sees every rank's summary and comes to the same schema, or to the same error.
+If a rank passes other columns or category codes to the library, training yields a wrong model
+without an error. All ranks therefore derive the same schema, or the same error, from the summaries
+of all ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from drawbar._boosting._reader import LabelRange, ShardSummary
 
 @dataclass(frozen=True)
 class Feature:
-    """One column of the matrix.
+    """Column of the feature matrix.
 
     Args:
-        name: The column's name.
-        categories: The value of each code, or None for a number.
-        has_named_categories: Whether they are values that the codes stand for, such as strings, or
-            integers that are their own codes.
+        name: Name of the column.
+        categories: Value of each code; None for a numeric feature.
+        has_named_categories: Whether codes stand for other values, such as strings. Otherwise,
+            categories are integers that are their own codes.
     """
 
     name: str
@@ -35,22 +36,22 @@ class Feature:
 
 @dataclass(frozen=True)
 class Schema:
-    """The features in the order that all ranks use."""
+    """Features in the order that all ranks use."""
 
     features: tuple[Feature, ...]
 
     @property
     def names(self) -> list[str]:
-        """The names of the features."""
+        """Names of the features."""
         return [feature.name for feature in self.features]
 
     def matches(self, local: ShardSummary) -> bool:
-        """Whether a rank's own order and codes are those of the schema."""
+        """Return whether a rank's order and codes equal the schema's."""
         recoded = (new != np.arange(len(new)) for new in self._code_mappings(local).values())
         return local.features == tuple(self.names) and not any(map(np.any, recoded))
 
     def convert(self, block: Block, local: ShardSummary) -> Block:
-        """Give a block of this rank's own order and codes in those of the schema."""
+        """Convert a block from this rank's order and codes to the schema's."""
         if self.matches(local):
             return block
         order = [(local.features or ()).index(name) for name in self.names]
@@ -64,7 +65,7 @@ class Schema:
         return replace(block, features=tuple(features), shared_features=frozenset(shared))
 
     def _code_mappings(self, local: ShardSummary) -> dict[int, Array]:
-        """Give the new codes of a rank's own, for each column with categories by name."""
+        """Return the schema's code of each local code, for columns with named categories."""
         return {
             column: _code_mapping(local.categories[feature.name], feature.categories or ())
             for column, feature in enumerate(self.features)
@@ -73,13 +74,13 @@ class Schema:
 
 
 def build_schema(summaries: Mapping[str, Sequence[ShardSummary]]) -> Schema:
-    """Come to the schema of all datasets of all ranks.
+    """Derive the schema from all datasets of all ranks.
 
     Args:
-        summaries: Every rank's summary for each dataset; the first dataset is the training one.
+        summaries: Summaries of all ranks for each dataset. The first dataset is the training one.
 
     Raises:
-        ValueError: The datasets do not go together; the message names columns and ranks.
+        ValueError: The datasets are not compatible.
     """
     datasets = list(summaries)
     training = datasets[0]
@@ -87,63 +88,66 @@ def build_schema(summaries: Mapping[str, Sequence[ShardSummary]]) -> Schema:
     for dataset in datasets:
         rows = sum(summary.rows for summary in summaries[dataset])
         if not rows:
-            raise ValueError(f"datasets[{dataset!r}] has no rows")
+            raise ValueError(f"datasets[{dataset!r}] has no rows.")
         _require_same_features(
             training, names, dataset, _common_features(dataset, summaries[dataset])
         )
         _check_labels(dataset, label_range(summaries[dataset]))
-    everyone = [summary for each in summaries.values() for summary in each]
-    return Schema(tuple(_merge_feature(name, everyone) for name in names))
+    all_summaries = [summary for ranks in summaries.values() for summary in ranks]
+    return Schema(tuple(_merge_feature(name, all_summaries) for name in names))
 
 
 def label_range(summaries: Iterable[ShardSummary]) -> LabelRange:
-    """Give the range of all ranks' labels."""
+    """Return the range of the labels of all ranks."""
     return reduce(LabelRange.merge, (summary.label for summary in summaries))
 
 
 def _common_features(dataset: str, summaries: Sequence[ShardSummary]) -> tuple[str, ...]:
     known = [summary.features for summary in summaries if summary.features is not None]
     if not known:
-        raise ValueError(f"datasets[{dataset!r}] has no rows")
-    for each in known[1:]:
-        _require_same_features(dataset, known[0], f"{dataset} (another worker's part)", each)
+        raise ValueError(f"datasets[{dataset!r}] has no rows.")
+    for features in known[1:]:
+        _require_same_features(dataset, known[0], f"{dataset} (another worker's part)", features)
     return known[0]
 
 
 def _require_same_features(
-    left: str, ours: Sequence[str], right: str, theirs: Sequence[str]
+    first: str, first_names: Sequence[str], second: str, second_names: Sequence[str]
 ) -> None:
-    missing, extra = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+    missing = sorted(set(first_names) - set(second_names))
+    extra = sorted(set(second_names) - set(first_names))
     if missing or extra:
         raise ValueError(
-            f"the features of {right!r} are not those of {left!r}: "
-            f"missing {missing or 'none'}, further {extra or 'none'}"
+            f"The features of {second!r} differ from {first!r}: "
+            f"missing {missing or 'none'}, additional {extra or 'none'}."
         )
 
 
 def _check_labels(dataset: str, label: LabelRange) -> None:
     if label.missing:
         raise ValueError(
-            f"{label.missing} labels of datasets[{dataset!r}] are null or NaN; drop these rows"
+            f"{label.missing} labels of datasets[{dataset!r}] are null or NaN. Drop these rows."
         )
 
 
 def _merge_feature(name: str, summaries: Sequence[ShardSummary]) -> Feature:
-    """Give a feature with the union of all ranks' categories: in the order they share, or sorted.
+    """Merge a feature of all ranks: the union of categories, in their common order or sorted.
 
-    pandas' and Arrow's own categories have names also where these are 0, 1, 2 ...: in a table whose
-    column has others of them, they have other codes.
+    Categories of pandas' and Arrow's categorical types are named even if they are 0, 1, 2, ...,
+    because a table with other categories in this column has other codes.
     """
     lists = [s.categories[name] for s in summaries if name in s.categories]
-    highest = [s.max_codes[name] for s in summaries if name in s.max_codes]
-    if lists and highest:
-        raise ValueError(f"feature {name!r} holds categories by name and integers, by turns")
-    if highest:
-        return Feature(name, tuple(range(max(highest) + 1)))
+    max_codes = [s.max_codes[name] for s in summaries if name in s.max_codes]
+    if lists and max_codes:
+        raise ValueError(
+            f"Feature {name!r} mixes named categories and integers. Use one kind in all datasets."
+        )
+    if max_codes:
+        return Feature(name, tuple(range(max(max_codes) + 1)))
     if not lists:
         return Feature(name)
-    texts = any(name in summary.string_features for summary in summaries)
-    if not texts and all(each == lists[0] for each in lists):
+    has_strings = any(name in summary.string_features for summary in summaries)
+    if not has_strings and all(values == lists[0] for values in lists):
         return Feature(name, tuple(lists[0]), has_named_categories=True)
     return Feature(name, tuple(sorted(set().union(*lists))), has_named_categories=True)
 

@@ -1,4 +1,4 @@
-"""A worker's part of a dataset as both libraries take it: blocks of numbers, again and again."""
+"""Shard: one rank's rows of a dataset as an iterable of blocks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from drawbar._boosting._schema import Schema, label_range
 
 
 class Shard:
-    """One rank's rows of one dataset. Each iteration is a new pass over blocks.
+    """One rank's rows of one dataset. Each iteration yields all blocks again.
 
-    A worker without rows would stop the libraries, so it gives one row that counts nothing: its
-    features are missing and its weight is 0. All ranks of that dataset then have weights.
+    The libraries cannot train without rows. A worker without rows therefore yields one row with
+    missing features and weight 0, and all ranks of that dataset get weights.
 
     Args:
         name: Name of the dataset.
-        store: The rank's own blocks.
-        summaries: Every rank's summary of the dataset.
-        rank: This rank.
-        schema: What all ranks agreed on.
-        columns: Which column plays which role.
+        store: Blocks of this rank.
+        summaries: Summaries of all ranks for the dataset.
+        rank: Rank of this worker.
+        schema: Schema that all ranks agreed on.
+        columns: Roles of the columns.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Shard:
 
     @property
     def label_range(self) -> LabelRange:
-        """The range of the labels of all ranks."""
+        """Range of the labels of all ranks."""
         return self._label
 
     @property
     def num_rows(self) -> int:
-        """Number of this rank's own rows, 0 if a pass gives one that counts nothing."""
+        """Number of this rank's rows; 0 if iteration yields only a placeholder."""
         return self._summary.rows
 
     @property
@@ -62,7 +62,7 @@ class Shard:
         return self._total_rows
 
     def __len__(self) -> int:
-        """Number of rows that a pass over this shard gives: at least 1."""
+        """Return the number of rows of an iteration, including a placeholder: at least 1."""
         return max(self._summary.rows, 1)
 
     def __iter__(self) -> Iterator[Block]:
@@ -70,23 +70,23 @@ class Shard:
             yield self._placeholder_block()
             return
         for block in self._store:
-            translated = self.schema.convert(block, self._summary)
+            converted = self.schema.convert(block, self._summary)
             if self._needs_weights and block.weight is None:
-                yield replace(translated, weight=np.ones(len(block), dtype=np.float32))
+                yield replace(converted, weight=np.ones(len(block), dtype=np.float32))
             else:
-                yield translated
+                yield converted
 
     def list_blocks(self) -> list[Block]:
-        """Give all blocks at once; if the rows wait on disk, they take no memory there either."""
+        """Return all blocks. Blocks on disk take no memory in the list either."""
         if not self._summary.rows or self.schema.matches(self._summary):
             return list(self)
-        translated = self._store.new_empty()
+        converted = self._store.new_empty()
         for block in self:
-            translated.append(block)
-        return list(translated)
+            converted.append(block)
+        return list(converted)
 
     def _placeholder_block(self) -> Block:
-        """Give a row that counts nothing."""
+        """Return one row with weight 0."""
         columns = self.columns
         outputs = 1 if len(columns.labels) == 1 else (1, len(columns.labels))
         return Block(

@@ -1,4 +1,4 @@
-"""Tables in memory as datasets: a pandas DataFrame or an Arrow table."""
+"""Recognize pandas and Arrow tables without importing pandas."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 Table: TypeAlias = "pd.DataFrame | pa.Table"
 
 
-def is_table(given: object) -> TypeGuard[Table]:
-    """Whether something is a table; imports neither library, as whoever has one has done that."""
+def is_table(value: object) -> TypeGuard[Table]:
+    """Return whether a value is a table. Imports neither pandas nor Arrow."""
     kinds = [
         getattr(sys.modules.get(module), name, None)
         for module, name in (("pandas", "DataFrame"), ("pyarrow", "Table"))
     ]
-    return any(isinstance(kind, type) and isinstance(given, kind) for kind in kinds)
+    return any(isinstance(kind, type) and isinstance(value, kind) for kind in kinds)
 
 
 def column_types(table: Table) -> dict[str, pa.DataType]:
-    """Give Arrow's type of each column."""
+    """Return the Arrow type of each column."""
     import pyarrow as pa
 
     schema = table.schema if isinstance(table, pa.Table) else pa.Schema.from_pandas(table)

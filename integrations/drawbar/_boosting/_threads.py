@@ -1,4 +1,4 @@
-"""How many threads a library may use on this worker."""
+"""Warn when a library would use more threads than a worker has CPUs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from drawbar.train import ScalingConfig
 
 
 def worker_threads() -> int:
-    """Give the number of threads of this worker's share of the node, at least 1."""
+    """Return the number of threads for this worker, at least 1."""
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(threads) if threads.isdecimal() else os.cpu_count() or 1
 
 
 def warn_oversubscribed_threads(name: str, threads: object, scaling_config: ScalingConfig) -> None:
-    """Warn in the driver if a library is told to use more threads than a worker has CPUs.
+    """Warn in the driver if a library would use more threads than a worker has CPUs.
 
     Args:
-        name: The library's parameter.
-        threads: Its value; None, or not positive, if the worker's own share is used.
-        scaling_config: What the workers have.
+        name: Parameter of the library.
+        threads: Value of the parameter; None or not positive for the worker's default.
+        scaling_config: Resources of the workers.
     """
     cpus = scaling_config.num_cpus_per_worker
-    shared = scaling_config.max_workers > 0 and cpus > 0
-    if not shared or not isinstance(threads, Integral) or threads <= max(cpus, 1):
+    has_cpu_limit = scaling_config.max_workers > 0 and cpus > 0
+    if not has_cpu_limit or not isinstance(threads, Integral) or threads <= max(cpus, 1):
         return
     warnings.warn(
-        f"params[{name!r}] is {threads}, but a worker has {cpus:g} CPUs, so its threads wait for "
-        "each other; leave it out, or give each worker as many CPUs in "
-        f"ScalingConfig(resources_per_worker={{'CPU': {threads}}})",
+        f"params[{name!r}]={threads} is more than the {cpus:g} CPUs of a worker, so its threads "
+        "wait for each other. Remove it, or set "
+        f"ScalingConfig(resources_per_worker={{'CPU': {threads}}}).",
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""The trainer of both libraries: around a training function, or around a declared `Fit`."""
+"""BoostingTrainer: base class of XGBoostTrainer and LightGBMTrainer."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ ROLE_BY_ARGUMENT = {
     "base_margin_column": "base_margin",
     "categorical_features": "categorical",
 }
-"""A trainer's arguments to what they are in `Columns`."""
+"""Arguments of a trainer and the corresponding fields of `ColumnRoles`."""
 
 
 class BoostingTrainer(DataParallelTrainer):
-    """Run a training function, or a declared training, with a library's workers connected.
+    """Run a training function, or training described by parameters, with connected workers.
 
     Unless `dataset_config` is set, all datasets are split between the workers and every row is
     used. If the objective averages percentiles over the workers, the training rows are shuffled
     before the split. A dataset may be a table: a pandas DataFrame or an Arrow table.
 
     Args:
-        train_loop_per_worker: The training function, if there is one.
-        spec_class: The library's declared training.
-        declared: The arguments of the declarative form, None where one was not given: those in
-            `ROLE_BY_ARGUMENT`, and fields of `spec_class`.
-        backend_config: How the library's workers meet.
+        train_loop_per_worker: Training function, if there is one.
+        spec_class: The library's subclass of `TrainingSpec`.
+        spec_arguments: Arguments of the form with parameters, None for those that are not set:
+            the keys of `ROLE_BY_ARGUMENT`, and fields of `spec_class`.
+        backend_config: Configuration of the library's workers.
 
-    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
+    Other arguments and errors: see `drawbar.train.DataParallelTrainer`.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class BoostingTrainer(DataParallelTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
-        given = {name: value for name, value in spec_arguments.items() if value is not None}
+        arguments = {name: value for name, value in spec_arguments.items() if value is not None}
         train_func_or_spec: TrainFunction | TrainingSpec
         if train_loop_per_worker is None:
             restarts = run_config is not None and run_config.failure_config.max_failures != 0
-            train_func_or_spec = _make_spec(spec_class, given, datasets, keep_data=restarts)
+            train_func_or_spec = _make_spec(spec_class, arguments, datasets, keep_data=restarts)
         else:
-            train_func_or_spec = _require_no_spec_arguments(train_loop_per_worker, given)
+            train_func_or_spec = _require_no_spec_arguments(train_loop_per_worker, arguments)
         if dataset_config is None:
             dataset_config = _default_data_config(train_func_or_spec, scaling_config)
         elif _needs_random_samples(
@@ -124,7 +124,7 @@ def _default_data_config(
 def _needs_random_samples(
     train_func_or_spec: TrainFunction | TrainingSpec, scaling_config: ScalingConfig | None
 ) -> bool:
-    """Return True if each worker needs a random sample of the training rows."""
+    """Return whether each worker needs a random sample of the training rows."""
     is_split = scaling_config is not None and scaling_config.max_workers > 1
     return (
         is_split
@@ -144,34 +144,38 @@ def _warn_of_order() -> None:
 
 
 def _require_no_spec_arguments(
-    function: TrainFunction, given: Mapping[str, object]
+    function: TrainFunction, arguments: Mapping[str, object]
 ) -> TrainFunction:
-    if given:
+    if arguments:
         raise TypeError(
-            f"a training function says itself what is trained, so {', '.join(given)} must be "
-            "left out, or the function"
+            f"{', '.join(arguments)} cannot be combined with a training function. Remove one of "
+            "them."
         )
     return function
 
 
 def _make_spec(
     spec_class: type[TrainingSpec],
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     datasets: Mapping[str, object] | None,
     *,
     keep_data: bool,
 ) -> TrainingSpec:
-    if not {"params", "label_column"} <= set(given):
-        raise TypeError("give a training function; or params and label_column, and no function")
+    if not {"params", "label_column"} <= set(arguments):
+        raise TypeError("Pass either train_loop_per_worker, or params and label_column.")
     if "train" not in (datasets or {}):
-        raise ValueError(f'datasets must have "train", found {sorted(datasets or {}) or "none"}')
-    given = spec_class.resolve_aliases(given)
-    roles = {ROLE_BY_ARGUMENT[name]: given.pop(name) for name in ROLE_BY_ARGUMENT if name in given}
+        raise ValueError(f'datasets must have "train", found {sorted(datasets or {}) or "none"}.')
+    arguments = spec_class.resolve_aliases(arguments)
+    roles = {
+        ROLE_BY_ARGUMENT[name]: arguments.pop(name)
+        for name in ROLE_BY_ARGUMENT
+        if name in arguments
+    }
     return spec_class(
         columns=ColumnRoles(**roles),
         datasets=("train", *(name for name in datasets or () if name != "train")),
         cache_data=keep_data,
-        **given,
+        **arguments,
     )
 
 
@@ -179,13 +183,14 @@ def validate_dataset(name: str, dataset: Dataset, columns: ColumnRoles) -> None:
     """Check a dataset's columns, as far as they are known before it is computed.
 
     Raises:
-        ValueError: A column is missing, or holds neither numbers nor categories.
+        ValueError: A column is missing, or is neither numeric nor categorical.
     """
     schema = dataset.schema(fetch_if_missing=False)
     if schema is None:
         return
     import pyarrow as pa
 
-    found = schema.base_schema
-    types = found.types if isinstance(found, pa.Schema) else [None] * len(schema.names)
+    base_schema = schema.base_schema
+    is_arrow = isinstance(base_schema, pa.Schema)
+    types = base_schema.types if is_arrow else [None] * len(schema.names)
     columns.validate(name, dict(zip(schema.names, types, strict=True)))

@@ -1,7 +1,7 @@
-"""The declarative form: what to train on which columns, without a training function.
+"""TrainingSpec: training described by parameters instead of a function.
 
-A library plugs in by a subclass of `Fit` with two methods: `check`, in the driver, and `train`, on
-each worker with the loaded shards. The object itself is the training function.
+A library implements two methods in a subclass: `validate`, called in the driver, and `train`,
+called on each worker with the loaded shards. The object itself is used as the training function.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from drawbar.train import ScalingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec(ABC):
-    """A training that is declared rather than written. It is pickled to the workers.
+    """Training that is described by parameters and columns. It is pickled to the workers.
 
     Args:
-        params: The library's own parameters.
-        columns: Which column plays which role.
+        params: Parameters of the library.
+        columns: Roles of the columns.
         datasets: Names of the datasets, "train" first. All others are evaluated every round.
-        num_boost_round: Rounds in total, those before a resume included.
+        num_boost_round: Total number of rounds, including those before a resume.
         early_stopping_rounds: Stop when the last metric on the last dataset has not improved for
-            so many rounds. None: never.
-        callbacks: The library's own callbacks, pickled to each worker.
-        external_memory: Keep rows on disk rather than in memory: True, or the folder to keep them.
-        keep_data: Keep what was read as long as the process lives, for a restart after a failure.
+            this number of rounds. None disables early stopping.
+        callbacks: Callbacks of the library, pickled to each worker.
+        external_memory: Whether to store rows on disk instead of memory, or the directory for it.
+        cache_data: Whether to keep loaded data while the process lives, for restarts.
     """
 
     stages_on_disk: ClassVar[bool] = False
-    """Whether rows wait on disk for the library to take them, also without external memory."""
+    """Whether rows are on disk until the library reads them, also without external memory."""
 
     column_format: ClassVar[ColumnFormat] = ColumnFormat()
-    """How the library takes columns."""
+    """Column formats that the library accepts."""
 
     parameter_aliases: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """What the library calls an argument where it stands in `params`: argument to names."""
+    """Names in `params` that stand for an argument: argument to names."""
 
     params: Mapping[str, object]
     columns: ColumnRoles
@@ -58,56 +58,56 @@ class TrainingSpec(ABC):
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, Mapping):
-            raise TypeError(f"params must be a dict, found {self.params!r}")
+            raise TypeError(f"params must be a dict, found {self.params!r}.")
         _require_positive_int("num_boost_round", self.num_boost_round)
         if self.early_stopping_rounds is not None:
             _require_positive_int("early_stopping_rounds", self.early_stopping_rounds)
             if len(self.datasets) == 1:
                 raise ValueError(
                     f"early_stopping_rounds={self.early_stopping_rounds} needs a dataset to "
-                    'evaluate besides "train"; add one, such as datasets={"train": ..., '
-                    '"validation": ...}'
+                    'evaluate in addition to "train". Add one, for example '
+                    'datasets={"train": ..., "validation": ...}.'
                 )
 
     @classmethod
     def resolve_aliases(cls, given: Mapping[str, object]) -> dict[str, Any]:
-        """Take what `params` says of the other arguments out of it, as the library does.
+        """Move aliases of other arguments from `params` to these arguments, like the library.
 
-        It wins, with a warning, over an argument that says something else. A number of rounds for
-        early stopping that is not positive turns that off, and None is nothing.
+        They override different values of the arguments with a warning. Values of None are ignored,
+        and early stopping with a number of rounds that is not positive is disabled.
         """
         arguments, params = dict(given), given["params"]
         if not isinstance(params, Mapping):
-            raise TypeError(f"params must be a dict, found {params!r}")
-        spelled = {
-            name: argument for argument, names in cls.parameter_aliases.items() for name in names
+            raise TypeError(f"params must be a dict, found {params!r}.")
+        by_alias = {
+            alias: argument for argument, names in cls.parameter_aliases.items() for alias in names
         }
-        arguments["params"] = {name: params[name] for name in params if name not in spelled}
+        arguments["params"] = {name: params[name] for name in params if name not in by_alias}
         for name, value in params.items():
-            argument = spelled.get(name)
+            argument = by_alias.get(name)
             if argument is None or value is None:
                 continue
             if arguments.get(argument, value) != value:
                 warnings.warn(
-                    f"params[{name!r}]={value!r} is taken, and not {argument}="
-                    f"{arguments[argument]!r}",
+                    f"params[{name!r}]={value!r} overrides {argument}={arguments[argument]!r}. "
+                    "Set only one of them.",
                     stacklevel=6,
                 )
             arguments[argument] = value
         rounds = arguments.get("early_stopping_rounds")
-        if "early_stopping_rounds" in spelled.values() and isinstance(rounds, int) and rounds <= 0:
+        if "early_stopping_rounds" in by_alias.values() and isinstance(rounds, int) and rounds <= 0:
             del arguments["early_stopping_rounds"]
         return arguments
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether code of the user runs on the workers."""
+        """Whether user code runs on the workers."""
         return any(getattr(callback, "runs_user_code", True) for callback in self.callbacks)
 
     @property
     @abstractmethod
     def averages_percentiles(self) -> bool:
-        """True if the objective sets leaf values to percentiles of a worker's rows.
+        """Whether the objective sets leaf values to percentiles of a worker's rows.
 
         The library averages these values over the workers. The result is close to the percentile of
         all rows only if each worker has a random sample of them.
@@ -115,23 +115,23 @@ class TrainingSpec(ABC):
 
     @property
     def storage_directory(self) -> Path | None:
-        """Where to keep rows on disk; None for the system's folder for such."""
+        """Directory for rows on disk; None for the system's temporary directory."""
         return None if isinstance(self.external_memory, bool) else Path(self.external_memory)
 
     @abstractmethod
     def validate(self, scaling_config: ScalingConfig) -> None:
-        """Check the parameters in the driver, before a process starts.
+        """Check the parameters in the driver, before any worker starts.
 
         Raises:
-            TypeError, ValueError: Training cannot work with them.
+            TypeError, ValueError: A parameter is invalid.
         """
 
     @abstractmethod
     def train(self, shards: dict[str, Shard]) -> None:
-        """Train on this worker and report each round; `shards` has the datasets in their order."""
+        """Train on this worker and report each round. `shards` is in the order of `datasets`."""
 
     def __call__(self) -> None:
-        """Load the data and train: the training function."""
+        """Load the data and train."""
         shards = load_shards(
             self.datasets,
             self.columns,
@@ -151,30 +151,30 @@ def validate_labels(
     high: float = float("inf"),
     whole_numbers: bool = False,
 ) -> None:
-    """Check the labels of all ranks against what an objective takes.
+    """Check the labels of all ranks against the requirements of an objective.
 
     Args:
-        shard: Any rank's shard of the dataset.
-        why: What wants it, such as "objective 'binary:logistic'".
-        low: The smallest label that may be.
-        high: The largest.
-        whole_numbers: Whether it must be a whole number.
+        shard: Shard of the dataset on any rank.
+        required_by: Description of what has the requirement, such as "objective 'binary:logistic'".
+        low: Smallest valid label.
+        high: Largest valid label.
+        whole_numbers: Whether labels must be integers.
 
     Raises:
-        ValueError: A label is outside; the message has what was found.
+        ValueError: A label is invalid.
     """
-    found: LabelRange = shard.label_range
-    kind = "whole numbers" if whole_numbers else "numbers"
-    if found.low < low or found.high > high or (whole_numbers and not found.whole_numbers):
+    labels: LabelRange = shard.label_range
+    kind = "integers" if whole_numbers else "numbers"
+    if labels.low < low or labels.high > high or (whole_numbers and not labels.whole_numbers):
         raise ValueError(
-            f"{required_by} takes labels that are {kind} from {low:g} to {high:g}, but column "
-            f"{shard.columns.label!r} of datasets[{shard.name!r}] goes from {found.low:g} to "
-            f"{found.high:g}{'' if found.whole_numbers else ', with fractions'}"
+            f"{required_by} needs labels that are {kind} from {low:g} to {high:g}, but column "
+            f"{shard.columns.label!r} of datasets[{shard.name!r}] goes from {labels.low:g} to "
+            f"{labels.high:g}{'' if labels.whole_numbers else ', with fractions'}."
         )
 
 
 def _require_positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, found {value!r}")
+        raise TypeError(f"{name} must be an int, found {value!r}.")
     if value < 1:
-        raise ValueError(f"{name} must be at least 1, found {value}")
+        raise ValueError(f"{name} must be at least 1, found {value}.")

@@ -1,4 +1,4 @@
-"""Rows as users of scikit-learn have them, on their way to a trainer as a Ray Dataset."""
+"""Convert arrays, tables, and Ray Datasets to datasets of a trainer."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ import pyarrow as pa
 
 LABEL, WEIGHT, GROUP = ("__label__", "__weight__", "__group__")
 OUTPUT, MARGIN = ("__label_{}__", "__margin_{}__")
-"""Columns beside the features; of the last two there are several."""
+"""Names of columns that are not features; labels and margins may have several columns."""
 
 
 FeatureData: TypeAlias = Any
 """A NumPy or SciPy array, a pandas or Arrow table, or a Ray Dataset."""
 
 ColumnData: TypeAlias = Any
-"""One value per row, array-like, or None. With a Ray Dataset, the name of its column.
+"""One value per row, array-like, or None. With a Ray Dataset, the name of a column.
 
-Where a row has several, they are columns, or the names of columns.
+If rows have several values, an array with columns, or a list of column names.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserData:
-    """Rows to learn from or to evaluate, as the user has them.
+    """Rows to train on or to evaluate, as passed by the user.
 
     Args:
-        features: A NumPy or SciPy array, a pandas or Arrow table; or a Ray Dataset. With that, the
-            others are names of its columns.
+        features: A NumPy or SciPy array, a pandas or Arrow table, or a Ray Dataset. With a Ray
+            Dataset, the other arguments are column names.
         label: One value per row, or one for each output.
         weight: One value per row.
-        group: The number of rows of each query, in order. For a Ray Dataset, the column with the
-            query.
-        margin: Where scores start: one value per row, or one for each class.
-        classes: What the codes 0, 1, ... of the labels stand for, if a Ray Dataset has it by value.
-        missing: The value of features that are missing, besides NaN.
-        absent: What a sparse matrix leaves out.
+        group: Number of rows of each query, in order. With a Ray Dataset, the column of the query.
+        margin: Initial scores: one value per row, or one for each class.
+        classes: Values of the label codes 0, 1, ..., if a Ray Dataset contains the values.
+        missing: Value of missing features, in addition to NaN.
+        sparse_fill_value: Value of entries that a sparse array omits.
     """
 
     features: FeatureData
@@ -54,34 +53,39 @@ class UserData:
 
     @property
     def labels(self) -> list[str]:
-        """The columns of the label: one, or one for each output."""
+        """Columns of the label: one, or one for each output."""
         count = self._num_columns(self.label)
         return [LABEL] if count == 1 else [OUTPUT.format(number) for number in range(count)]
 
     @property
     def margins(self) -> list[str]:
-        """The columns of the margin."""
+        """Columns of the margin."""
         if self.margin is None:
             return []
         return [MARGIN.format(number) for number in range(self._num_columns(self.margin))]
 
     def _num_columns(self, values: ColumnData) -> int:
-        """Give how many columns they are."""
+        """Return the number of columns of label or margin values."""
         if is_ray_dataset(self.features):
             return len(_as_name_list(values))
         shape = getattr(values, "shape", None) or np.asarray(values).shape
         return shape[1] if len(shape) > 1 else 1
 
     def feature_names(self, prefix: str) -> list[str]:
-        """Give the names of the features: their own, else the prefix and their numbers."""
+        """Return the feature names of a table, or the prefix with a number for arrays."""
         names = feature_names(self.features, prefix)
         if not is_ray_dataset(self.features):
             return names
-        taken = {self.weight, self.group, *_as_name_list(self.label), *_as_name_list(self.margin)}
-        return [name for name in names if name not in taken]
+        assigned = {
+            self.weight,
+            self.group,
+            *_as_name_list(self.label),
+            *_as_name_list(self.margin),
+        }
+        return [name for name in names if name not in assigned]
 
     def role_arguments(self) -> dict[str, Any]:
-        """Give a trainer's arguments that say which column is what."""
+        """Return the trainer's arguments for the roles of columns."""
         labels = self.labels
         return {
             "label_column": labels[0] if len(labels) == 1 else labels,
@@ -91,30 +95,33 @@ class UserData:
         }
 
     def to_dataset(self, names: Sequence[str], *, by_name: bool) -> Any:
-        """Give an Arrow table for the trainer, or what makes a Ray Dataset in it.
+        """Return an Arrow table for the trainer, or a function that creates a Ray Dataset.
 
         Args:
-            names: The names of the training rows' features.
-            by_name: Whether features with names of their own keep these, or get the others in turn.
+            names: Feature names of the training rows.
+            by_name: Whether named features keep their names. Otherwise, columns are renamed to
+                `names` by position.
         """
         if is_ray_dataset(self.features):
             if not math.isnan(self.missing):
                 raise ValueError(
-                    f"missing={self.missing} does not work with a Ray Dataset; make such values "
-                    "null, and leave missing out"
+                    f"missing={self.missing} is not supported with a Ray Dataset. Replace these "
+                    "values with null and remove missing."
                 )
             return partial(self._rename_columns)
-        own = by_name and has_feature_names(self.features)
+        keeps_names = by_name and has_feature_names(self.features)
         table = to_arrow_table(
-            self.features, feature_names(self.features) if own else names, self.sparse_fill_value
+            self.features,
+            feature_names(self.features) if keeps_names else names,
+            self.sparse_fill_value,
         )
         if not math.isnan(self.missing):
             table = _replace_with_null(self.missing, table)
         for name, values in self._iter_columns(table.num_rows):
             if len(values) != table.num_rows:
                 raise ValueError(
-                    f"the features have {table.num_rows} rows, but {name.strip('_')} has "
-                    f"{len(values)} values"
+                    f"The features have {table.num_rows} rows, but {name.strip('_')} has "
+                    f"{len(values)} values."
                 )
             table = table.append_column(name, pa.array(values))
         return table
@@ -133,7 +140,7 @@ class UserData:
                 yield MARGIN.format(number), margin[:, number]
 
     def _rename_columns(self) -> object:
-        """Give the user's dataset with our names for the columns that are no features."""
+        """Return the user's dataset with reserved names for columns that are not features."""
         names = {self.weight: WEIGHT, self.group: GROUP}
         names |= dict(zip(_as_name_list(self.label), self.labels, strict=True))
         names |= dict(zip(_as_name_list(self.margin), self.margins, strict=True))
@@ -146,152 +153,159 @@ class UserData:
 
 @dataclass(frozen=True)
 class EncodedDataset:
-    """A Ray Dataset on its way through a plain classifier, which numbers the labels it is given.
+    """Ray Dataset wrapped for the library's classifier, which encodes the labels it receives.
 
     Args:
-        dataset: The rows.
-        label: The column with the labels.
-        classes: The distinct labels of the training rows, which stand in for the column.
+        dataset: Rows.
+        label: Column with the labels.
+        classes: Distinct labels of the training rows, used in place of the column.
     """
 
-    to_dataset: FeatureData
+    dataset: FeatureData
     label: str
     classes: Any
 
 
 def fill_missing_columns(rows: Sequence[UserData], *, no_margin: float = 0.0) -> list[UserData]:
-    """Give all rows weights and margins if some have: ones, and what means no margin.
+    """Add weights and margins to all datasets if one of them has any.
+
+    Missing weights are 1, and missing margins are `no_margin`.
 
     Raises:
-        ValueError: A Ray Dataset lacks what others have, or the numbers of their outputs differ.
+        ValueError: A Ray Dataset lacks a column that others have, or numbers of outputs differ.
     """
-    outputs = [len(each.labels) for each in rows]
+    outputs = [len(data.labels) for data in rows]
     if len(set(outputs)) > 1:
-        found = ", ".join(map(str, outputs[1:]))
+        others = ", ".join(map(str, outputs[1:]))
         raise ValueError(
-            f"y has {outputs[0]} columns in the rows to train on, and {found} in those to evaluate"
+            f"y has {outputs[0]} columns in the training rows, but {others} in the rows to "
+            "evaluate. Use the same number of columns."
         )
-    weighted = any(each.weight is not None for each in rows)
-    margins = max(len(each.margins) for each in rows)
-    return [_fill_columns(each, weighted, np.full(margins, no_margin)) for each in rows]
+    has_weights = any(data.weight is not None for data in rows)
+    margins = max(len(data.margins) for data in rows)
+    return [_fill_columns(data, has_weights, np.full(margins, no_margin)) for data in rows]
 
 
-def _fill_columns(rows: UserData, weighted: bool, margin: Any) -> UserData:
-    lacking = [
+def _fill_columns(rows: UserData, has_weights: bool, margin: Any) -> UserData:
+    missing = [
         name
-        for name, lacks in (
-            ("weight", weighted and rows.weight is None),
+        for name, is_missing in (
+            ("weight", has_weights and rows.weight is None),
             ("margin", len(margin) > 0 and rows.margin is None),
         )
-        if lacks
+        if is_missing
     ]
-    if not lacking:
+    if not missing:
         return rows
     if is_ray_dataset(rows.features):
+        names = " and ".join(missing)
         raise ValueError(
-            f"a Ray Dataset of this fit has no {' and no '.join(lacking)}, but another data set "
-            "has; give all of them one, or none"
+            f"A Ray Dataset passed to fit() has no {names}, but another dataset has. Pass {names} "
+            "for all datasets or for none."
         )
     count = len(np.asarray(rows.label))
-    given: dict[str, Any] = {"weight": np.ones(count), "margin": np.tile(margin, (count, 1))}
-    return replace(rows, **{name: given[name] for name in lacking})
+    values: dict[str, Any] = {"weight": np.ones(count), "margin": np.tile(margin, (count, 1))}
+    return replace(rows, **{name: values[name] for name in missing})
 
 
 def single_output_data(features: FeatureData, label: ColumnData, **others: Any) -> UserData:
-    """Give rows of one output as a plain estimator's `fit` passes them on.
+    """Return rows with one output, as passed on by the `fit` of the library's estimator.
 
     Raises:
-        ValueError: There are several.
+        ValueError: There are several outputs.
     """
     if isinstance(features, EncodedDataset):
-        dataset, label, classes = features.to_dataset, features.label, features.classes
+        dataset, label, classes = features.dataset, features.label, features.classes
         return UserData(features=dataset, label=label, classes=list(classes), **others)
     rows = UserData(features=features, label=label, **others)
     if len(rows.labels) > 1:
-        raise ValueError(f"y must have one column, found {len(rows.labels)}")
+        raise ValueError(f"y must have one column, found {len(rows.labels)}.")
     return rows
 
 
 def _as_name_list(columns: ColumnData) -> list[str]:
-    """Give the columns of a Ray Dataset that the user has named: one, several or none."""
+    """Return the names of a Ray Dataset's columns as a list: one, several, or none."""
     return [columns] if isinstance(columns, str) else list(columns or ())
 
 
 def is_ray_dataset(value: object) -> bool:
-    """Whether it is a Ray Dataset; Ray Data is not imported for that."""
+    """Return whether a value is a Ray Dataset, without importing Ray Data."""
     return hasattr(value, "streaming_split")
 
 
 def feature_names(features: FeatureData, prefix: str = "") -> list[str]:
-    """Give the names of the features: those of a table, else the prefix and their numbers."""
-    named = getattr(features, "column_names", None)  # Arrow's
-    if named is None:
-        named = getattr(features, "columns", None)  # those of pandas, and of Ray Data
-    if named is not None:
-        return [str(name) for name in (named() if callable(named) else named)]
+    """Return the feature names of a table, or the prefix with a number for arrays."""
+    names = getattr(features, "column_names", None)  # Arrow
+    if names is None:
+        names = getattr(features, "columns", None)  # pandas and Ray Data
+    if names is not None:
+        return [str(name) for name in (names() if callable(names) else names)]
     shape = getattr(features, "shape", None) or np.asarray(features).shape
     return [f"{prefix}{number}" for number in range(shape[1])]
 
 
 def has_feature_names(features: FeatureData) -> bool:
-    """Whether the features have names of their own."""
+    """Return whether the features have names."""
     return hasattr(features, "columns") or hasattr(features, "column_names")
 
 
-def to_arrow_table(features: FeatureData, names: Sequence[str], absent: float = 0.0) -> pa.Table:
-    """Give features as an Arrow table.
+def to_arrow_table(
+    features: FeatureData, names: Sequence[str], fill_value: float = 0.0
+) -> pa.Table:
+    """Convert features to an Arrow table.
 
     Args:
-        features: A NumPy or SciPy array, a pandas or Arrow table, or what converts to an array.
-        names: Of the columns.
-        absent: What a SciPy array leaves out.
+        features: A NumPy or SciPy array, a pandas or Arrow table, or an array-like object.
+        names: Names of the columns.
+        fill_value: Value of entries that a SciPy array omits.
 
     Raises:
-        ValueError: There are not as many columns as names.
+        ValueError: The numbers of columns and names differ.
     """
     if isinstance(features, pa.Table):
         table = features
     elif hasattr(features, "iloc"):
         table = pa.Table.from_pandas(features, preserve_index=False)
     else:
-        array = _to_dense(features, absent) if hasattr(features, "tocoo") else np.asarray(features)
+        is_sparse = hasattr(features, "tocoo")
+        array = _to_dense(features, fill_value) if is_sparse else np.asarray(features)
         if array.dtype.kind not in "fiub":
             array = array.astype(np.float64)
         table = pa.table({str(number): column for number, column in enumerate(array.T)})
     if table.num_columns != len(names):
         raise ValueError(
-            f"the rows have {table.num_columns} features, but those to train on have {len(names)}"
+            f"The rows have {table.num_columns} features, but the training rows have {len(names)}."
         )
     return table.rename_columns(list(names))
 
 
-def _to_dense(sparse: Any, absent: float) -> Any:
+def _to_dense(sparse: Any, fill_value: float) -> Any:
     sparse = sparse.tocsr(copy=True)
     sparse.sum_duplicates()
     entries = sparse.tocoo()
-    array = np.full(entries.shape, absent, dtype=np.promote_types(entries.dtype, np.float32))
+    array = np.full(entries.shape, fill_value, dtype=np.promote_types(entries.dtype, np.float32))
     array[entries.row, entries.col] = entries.data
     return array
 
 
 def _replace_with_null(missing: float, table: pa.Table) -> pa.Table:
-    """Give a table with null in place of a value, which is compared as float32, as XGBoost does."""
+    """Replace a value by null. Values are compared as float32, like in XGBoost."""
     import pyarrow.compute as pc
     import pyarrow.types as is_type
 
     for number, column in enumerate(table.columns):
         kinds = (is_type.is_floating, is_type.is_integer, is_type.is_boolean)
         if any(is_kind(column.type) for is_kind in kinds):
-            found = pc.equal(
+            is_missing = pc.equal(
                 column.cast(pa.float32(), safe=False), pa.scalar(missing, pa.float32())
             )
-            known = pc.if_else(found, None, column)
-            table = table.set_column(number, table.column_names[number], known)
+            filled = pc.if_else(is_missing, None, column)
+            table = table.set_column(number, table.column_names[number], filled)
     return table
 
 
 def unique_labels(dataset: FeatureData, label: ColumnData) -> Any:
-    """Give the distinct labels of a Ray Dataset, ascending."""
+    """Return the distinct labels of a Ray Dataset in ascending order."""
     return np.array(
         sorted({value for name in _as_name_list(label) for value in dataset.unique(name)})
     )

@@ -1,7 +1,4 @@
-"""Where workers meet: ports that stay free until a framework binds them.
-
-The integrations share it. Users do not import it.
-"""
+"""Ports that stay free until a framework binds them. Shared by the integrations."""
 
 from drawbar._rendezvous._ports import held_port, reserved_port
 from drawbar.train.backend import set_public_module

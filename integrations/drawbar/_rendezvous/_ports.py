@@ -1,14 +1,14 @@
-"""Ports that a framework can bind itself, later.
+"""Hold or reserve TCP ports that a framework binds later.
 
-JAX's gRPC binds with SO_REUSEPORT, and torch's store with SO_REUSEADDR, as most servers do. So the
-port can be held by a socket that does so too, and is not listening.
+JAX's gRPC binds with SO_REUSEPORT, and torch's store with SO_REUSEADDR, like most servers. Their
+port can be held by a bound socket that sets the same options and does not listen.
 
-LightGBM and TensorFlow take a port number and bind it in C, without SO_REUSEPORT, so nobody can
-hold the port for them: a socket that is bound already makes them fail, and one that was bound and
-closed may be another's by then. So a port is reserved by a name: an abstract Unix socket called so.
-Such a name belongs to the network namespace, as ports do; one process can have it, and the kernel
-frees it however that process ends. All of Drawbar's workers look there first, and the ports lie
-outside the range from which the kernel gives ports to sockets that ask for any.
+LightGBM and TensorFlow bind a given port number in C without SO_REUSEPORT. They fail if the port is
+already bound, and a port that was bound and closed may be taken by another process. Ports for them
+are therefore reserved by name, with an abstract Unix socket. Its name is local to the network
+namespace like the port, only one process can bind it, and the kernel releases it when that process
+ends. All Drawbar workers check the name first, and the ports are outside the kernel's range for
+automatically assigned ports.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PREFERRED = range(20000, 30000)  # Ray's workers have 10002-19999, Kubernetes' node ports 30000-
+_PREFERRED = range(20000, 30000)  # Ray's workers use 10002-19999, Kubernetes node ports 30000-32767
 _ALL = range(1024, 65536)
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @contextmanager
 def held_port(host: str) -> Iterator[int]:
-    """Bind a free port without listening, so that only who asks for it by number gets it.
+    """Yield a free port that stays bound, without listening, while the context lasts.
 
-    And of these only who shares ports, as gRPC may, or may follow another one, as servers do.
+    Only sockets that request this port and share it (SO_REUSEPORT) or reuse it (SO_REUSEADDR) can
+    bind it.
 
     Args:
-        host: The address to bind it on.
+        host: Address to bind.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as holder:
@@ -44,32 +45,32 @@ def held_port(host: str) -> Iterator[int]:
 
 @contextmanager
 def reserved_port(candidates: range | None = None) -> Iterator[int]:
-    """Give a TCP port that is free on all interfaces and stays so while the context lasts.
+    """Yield a TCP port that is free on all interfaces and reserved while the context lasts.
 
     Args:
-        candidates: Where to look, as when a firewall lets only some ports through. Default: the
-            ports from 20000 to 29999, and if none of them is free all above 1023; without those
-            that the kernel gives out by itself, if there are others.
+        candidates: Ports to choose from, for example those that a firewall allows. Default: 20000
+            to 29999, then all above 1023, without the kernel's range for automatically assigned
+            ports if possible.
 
     Raises:
         OSError: None of the candidates is free.
     """
     for port in _shuffled(candidates):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
-            # The name first: it decides among Drawbar's own workers, and the look at the port among
-            # all.
+            # Bind the name first: it decides between Drawbar's workers. The port itself is then
+            # checked against all other processes.
             if _bind(name, f"\0drawbar-port-{port}") and _is_free(port):
                 yield port
                 return
-    raise OSError(errno.EADDRINUSE, f"no port of {candidates or _ALL} is free on this node")
+    raise OSError(errno.EADDRINUSE, f"No port of {candidates or _ALL} is free on this node.")
 
 
 def _shuffled(candidates: range | None) -> Iterator[int]:
-    """Go through the candidates in random order, so that many who start at once seldom meet."""
+    """Yield the candidates in random order, so that concurrent processes rarely collide."""
     if candidates is not None:
         yield from random.SystemRandom().sample(candidates, len(candidates))
         return
-    # Not by `random`, which a training function may have seeded alike on all ranks.
+    # Do not use the global generator, which a training function may seed equally on all ranks.
     ephemeral = _ephemeral()
     for ports in (_PREFERRED, _ALL):
         chosen = [port for port in ports if port not in ephemeral] or list(ports)
@@ -77,7 +78,7 @@ def _shuffled(candidates: range | None) -> Iterator[int]:
 
 
 def _ephemeral() -> range:
-    """Give the ports that the kernel chooses from; none where it does not tell."""
+    """Return the kernel's range for automatically assigned ports; empty if it is unknown."""
     try:
         low, high = map(int, _EPHEMERAL.read_text().split())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""JAX training functions on a group of Ray actors, with one global mesh."""
+"""JAX training on Ray, with one global mesh over all workers."""
 
 from drawbar.jax._backend import JaxBackend, JaxConfig
 from drawbar.jax._loop import load_state

@@ -1,9 +1,9 @@
-"""How JAX workers are set up: the settings, and what is done with them around the function.
+"""JaxConfig and the setup of JAX workers.
 
-The workers are made one JAX program of several processes by `jax.distributed.initialize`. A process
-can be part of one such program only, so a restart replaces all processes. Nobody leaves the program
-when its function returns, since that waits for all others: JAX does it by itself as the processes
-end, which they do together.
+`jax.distributed.initialize` connects the workers to one multi-process JAX program. A process can
+join only one program, so a restart replaces all processes. Workers do not leave the program when
+the training function returns, since this would wait for all others. JAX leaves it when the
+processes end, which they do together.
 """
 
 from __future__ import annotations
@@ -30,18 +30,26 @@ except ImportError as error:
 
 @dataclass(frozen=True)
 class JaxConfig(BackendConfig):
-    """How the workers become one JAX program, whose `jax.devices()` are those of all workers.
+    """Configure how the workers form one multi-process JAX program.
+
+    `jax.devices()` returns the devices of all workers.
 
     Args:
-        use_tpu: Compute on TPUs. Default: what the trainer's `ScalingConfig` says.
-        use_gpu: Compute on GPUs, a worker on those that Ray gave it. Default: likewise. With
-            neither the workers compute on their CPUs and exchange by gloo.
-        timeout_s: How long the workers wait for each other to come up, in whole seconds.
-        heartbeat_timeout_s: After how many seconds without a sign of life JAX itself takes another
-            process for dead and ends this one. Drawbar is faster where a process has died.
+        use_tpu: Whether to compute on TPUs. Default: the value of the trainer's `ScalingConfig`.
+        use_gpu: Whether to compute on GPUs, each worker on those that Ray assigned. Default: the
+            value of the trainer's `ScalingConfig`. Without TPUs and GPUs, workers compute on CPUs
+            and communicate with gloo.
+        timeout_s: Time to wait for all workers to connect, in whole seconds.
+        heartbeat_timeout_s: Time in seconds without a heartbeat after which JAX itself considers
+            another process dead and ends this one. Drawbar detects dead processes earlier.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
+
+    Example:
+        ```python
+        trainer = JaxTrainer(train_func, jax_config=JaxConfig(timeout_s=600))
+        ```
     """
 
     use_tpu: bool = False
@@ -52,58 +60,71 @@ class JaxConfig(BackendConfig):
     def __post_init__(self) -> None:
         for name in ("use_tpu", "use_gpu"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"JaxConfig.{name} must be a bool, found {getattr(self, name)!r}")
+                raise TypeError(f"JaxConfig.{name} must be a bool, found {getattr(self, name)!r}.")
         for name in ("timeout_s", "heartbeat_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"JaxConfig.{name} must be an int, found {value!r}")
+                raise TypeError(f"JaxConfig.{name} must be an int, found {value!r}.")
             if value < 1:
-                raise ValueError(f"JaxConfig.{name} must be at least 1 second, found {value}")
+                raise ValueError(f"JaxConfig.{name} must be at least 1 second, found {value}.")
         if self.use_gpu and self.use_tpu:
-            raise ValueError("JaxConfig has use_gpu=True and use_tpu=True; a worker uses one kind")
+            raise ValueError(
+                "JaxConfig has use_gpu=True and use_tpu=True, but workers use one kind of device. "
+                "Set only one of them."
+            )
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class with the controller's part, of which there is none."""
+        """Class of the backend."""
         return JaxBackend
 
     @property
     def process_setup_hook(self) -> Callable[[], object]:
-        """Import JAX, which takes about half a second."""
+        """Function that imports JAX, which takes about half a second."""
         return _import_jax
 
     @property
     def platform(self) -> str:
-        """The name by which JAX knows what is computed on: "tpu", "cuda" or "cpu"."""
+        """JAX's name of the platform: "tpu", "cuda", or "cpu"."""
         return "tpu" if self.use_tpu else "cuda" if self.use_gpu else "cpu"
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
-        """Check that the workers have what is to be computed on.
+        """Check that the workers have the devices on which to compute.
 
         Raises:
-            ValueError: They have not.
+            ValueError: The `ScalingConfig` does not request them.
         """
-        for kind, wanted, has in (
+        for kind, is_required, is_available in (
             ("gpu", self.use_gpu, scaling_config.use_gpu),
             ("tpu", self.use_tpu, scaling_config.use_tpu),
         ):
-            if wanted and not has:
+            if is_required and not is_available:
                 raise ValueError(
-                    f"JaxConfig has use_{kind}=True, but the workers have no {kind.upper()}; "
-                    f"set ScalingConfig(use_{kind}=True)"
+                    f"JaxConfig has use_{kind}=True, but the workers have no {kind.upper()}. "
+                    f"Set ScalingConfig(use_{kind}=True)."
                 )
 
     def train_func_context(self) -> AbstractContextManager[None]:
-        """Join the program before the training function."""
+        """Initialize jax.distributed for the training function."""
         return _set_up(self)
 
 
 class JaxBackend(Backend):
-    """JAX needs nothing in the controller, and a new process for each attempt."""
+    """Backend of JaxTrainer. It has no controller part, and each attempt uses new processes.
+
+    Example:
+        ```python
+        @dataclass(frozen=True)
+        class MyConfig(BackendConfig):
+            @property
+            def backend_cls(self):
+                return drawbar.jax.JaxBackend
+        ```
+    """
 
 
 def _import_jax() -> None:
-    """Unpickling this function has done it."""
+    """Do nothing. Unpickling this function imports JAX."""
 
 
 @contextmanager
@@ -111,8 +132,8 @@ def _set_up(config: JaxConfig) -> Iterator[None]:
     context = get_context()
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if threads.isdecimal():
-        os.environ.setdefault("NPROC", threads)  # the one setting that XLA's thread pools know
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # made as it is imported
+        os.environ.setdefault("NPROC", threads)  # the only setting of XLA's thread pools
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # defined at import time
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or config.platform)
     try:
         if context.get_world_size() > 1:
@@ -125,32 +146,32 @@ def _set_up(config: JaxConfig) -> Iterator[None]:
 
 @contextmanager
 def _explain_errors() -> Iterator[None]:
-    """Say what to do where a script joins a program of its own, as under another launcher."""
+    """Add advice to errors of a training function that calls jax.distributed.initialize()."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
         called = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
         if jax.distributed.initialize.__code__ in called:
             error.add_note(
-                "A JaxTrainer's workers are one JAX program before the training function begins: "
-                "leave out its jax.distributed.initialize()."
+                "JaxTrainer already initializes jax.distributed. Remove "
+                "jax.distributed.initialize() from your training function."
             )
         raise
 
 
 def _initialize_distributed(config: JaxConfig) -> None:
-    """Meet at rank 0, whose port is held before it is told and until JAX has bound it too."""
+    """Connect to rank 0, whose port is held until JAX has bound it, too."""
     context = get_context()
-    leads = context.get_world_rank() == 0
+    is_rank_zero = context.get_world_rank() == 0
     host = get_worker_address()
-    with held_port(host) if leads else nullcontext(0) as port:
+    with held_port(host) if is_rank_zero else nullcontext(0) as port:
         slice_name = _current_slice() if config.use_tpu else None
-        met = collective.all_gather((socket.gethostname(), os.getpid(), host, port, slice_name))
-        _check_processes([(node, pid) for node, pid, *_ in met])
-        _, _, coordinator, port, _ = met[0]
-        # Not those that a node has been given for other slices, with which TPUs wait for ever.
+        workers = collective.all_gather((socket.gethostname(), os.getpid(), host, port, slice_name))
+        _check_processes([(node, pid) for node, pid, *_ in workers])
+        _, _, coordinator, port, _ = workers[0]
+        # Overwrite the node's own variables: with values for other slices, TPUs would wait forever.
         if slice_env := multislice_env(
-            [each[-1] for each in met], context.get_world_rank(), coordinator
+            [worker[-1] for worker in workers], context.get_world_rank(), coordinator
         ):
             os.environ.update(slice_env)
             os.environ.setdefault("MEGASCALE_PORT", DEFAULT_MEGASCALE_PORT)
@@ -158,7 +179,7 @@ def _initialize_distributed(config: JaxConfig) -> None:
             f"{_format_host(coordinator)}:{port}",
             context.get_world_size(),
             context.get_world_rank(),
-            cluster_detection_method="deactivate",  # neither Slurm nor MPI has started this
+            cluster_detection_method="deactivate",  # the workers are not started by Slurm or MPI
             coordinator_bind_address=f"{_format_host(coordinator)}:{port}",
             initialization_timeout=config.timeout_s,
             heartbeat_timeout_seconds=config.heartbeat_timeout_s,
@@ -169,15 +190,15 @@ def _current_slice() -> str | None:
     import ray
 
     runtime = ray.get_runtime_context()
-    labels: Any = runtime.get_node_labels()  # strings, though Ray's types say lists
+    labels: Any = runtime.get_node_labels()  # strings, although typed as lists
     return slice_name(labels, runtime.get_node_id())
 
 
 def _check_processes(processes: list[tuple[str, int]]) -> None:
     if len(set(processes)) < len(processes):
         raise RuntimeError(
-            "JAX knows one rank per process, and these ranks are threads of one; use a JaxTrainer "
-            "with ScalingConfig(num_workers=...), or run_in_threads(num_workers=1)"
+            "JAX supports one rank per process, but these ranks are threads of one process. Use "
+            "JaxTrainer, or run_in_threads(num_workers=1)."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a training function calls: the state of the newest checkpoint, onto the devices of now."""
+"""load_state: load sharded JAX state, stored with Orbax, onto the current devices."""
 
 from __future__ import annotations
 
@@ -13,37 +13,45 @@ from drawbar.train.backend import get_agreed_checkpoint
 T = TypeVar("T")
 
 STATE_DIR = "state"
-"""The folder in a checkpoint that Orbax writes and reads."""
+"""Directory in a checkpoint that Orbax writes and reads."""
 
 
 def load_state(like: T) -> tuple[T, dict[str, Any]] | None:
-    """Load what `report_state` saved from the newest checkpoint of the run.
+    """Load the latest reported state onto the current devices.
 
-    All ranks must call it; each reads what its own devices need, also if the checkpoint was made by
-    another number of workers.
+    Call it on all ranks. Each rank reads the parts for its own devices, also if the number of
+    workers has changed.
 
     Args:
-        like: A tree as it was saved, such as the state that training begins with: tells the shapes,
-            the types and, by its arrays' shardings, which device gets what.
+        like: PyTree with the structure of the saved state, such as the initial state. It
+            determines shapes, dtypes and, by the shardings of its arrays, the devices.
 
     Returns:
-        The state, and the metrics that were reported with it; None if the run has no checkpoint
-        yet.
+        The state and the metrics that were reported with it; None if the run has no checkpoint yet.
 
     Raises:
-        ValueError: The checkpoint holds another tree, or other shapes.
-        FileNotFoundError: The checkpoint was not made by `report_state`.
+        ValueError: The checkpoint has another structure or other shapes.
+        FileNotFoundError: The checkpoint was not saved by `report_state`.
+
+    Example:
+        ```python
+        state, step = init_state(), 0
+        if (loaded := load_state(state)) is not None:
+            state, metrics = loaded
+            step = metrics["step"]
+        ```
     """
     checkpoint = get_agreed_checkpoint()
     if checkpoint is None:
         return None
-    from orbax.checkpoint import StandardCheckpointer  # half a second
+    from orbax.checkpoint import StandardCheckpointer  # takes half a second to import
 
-    with checkpoint.as_directory() as folder, StandardCheckpointer() as checkpointer:
-        state = Path(folder, STATE_DIR)
+    with checkpoint.as_directory() as directory, StandardCheckpointer() as checkpointer:
+        state = Path(directory, STATE_DIR)
         if not state.is_dir():
             raise FileNotFoundError(
-                f"{checkpoint} has no folder {STATE_DIR!r}, which drawbar.jax.report_state writes"
+                f"{checkpoint} has no directory {STATE_DIR!r}. Save it with "
+                "drawbar.jax.report_state()."
             )
         loaded: T = checkpointer.restore(
             state, jax.tree.map(_to_shape_struct, scalars_to_arrays(like))
@@ -52,13 +60,13 @@ def load_state(like: T) -> tuple[T, dict[str, Any]] | None:
 
 
 def scalars_to_arrays(tree: T) -> T:
-    """Give a tree without scalars of NumPy's, which Orbax saves and does not load: as arrays."""
+    """Convert NumPy scalars of a tree to arrays, since Orbax saves scalars but cannot load them."""
 
     def as_array(leaf: Any) -> Any:
         return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 
-    saved: T = jax.tree.map(as_array, tree)
-    return saved
+    converted: T = jax.tree.map(as_array, tree)
+    return converted
 
 
 def _to_shape_struct(leaf: object) -> object:

@@ -1,4 +1,4 @@
-"""From the arrays of all processes to `report()`."""
+"""report_state: save sharded JAX state with Orbax and report it."""
 
 from __future__ import annotations
 
@@ -23,47 +23,54 @@ def report_state(
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     validation: bool | ValidationTaskConfig = False,
 ) -> None:
-    """Report metrics with a checkpoint of a tree of arrays, each rank writing those that it holds.
+    """Save a sharded PyTree with Orbax and report it with metrics.
 
-    All ranks must call it. The folder `state` of the checkpoint is written by Orbax's
-    `StandardCheckpointer`, straight to where it stays: `load_state` reads it, as does Orbax alone.
-    The workers must share the folder that the run lies in.
+    Call it on all ranks. Each rank writes the arrays that it holds. Orbax's `StandardCheckpointer`
+    writes the directory `state` of the checkpoint in place; read it with `load_state` or Orbax. The
+    run's storage must be shared between the workers.
 
     Args:
-        state: A tree of arrays, whole or sharded over the devices of all ranks, and numbers.
-        metrics: As for `drawbar.train.report`. `load_state` returns them, so put what tells how far
-            the function has come among them, such as the step.
-        checkpoint_upload_mode: As for `drawbar.train.report`.
-        validation: As for `drawbar.train.report`.
+        state: PyTree of arrays, replicated or sharded over the devices of all ranks, and numbers.
+        metrics: See `drawbar.train.report()`. `load_state` returns them, so include the progress of
+            the training function, such as the step.
+        checkpoint_upload_mode: See `drawbar.train.report()`.
+        validation: See `drawbar.train.report()`.
 
     Raises:
-        RuntimeError: Called outside a training function, or another rank does not see the folder.
-    """
-    from orbax.checkpoint import StandardCheckpointer  # half a second
+        RuntimeError: Called outside a training function, or another rank cannot see the directory.
 
-    leads = get_context().get_world_rank() == 0
-    with checkpoint_dir() if leads else nullcontext(None) as local_directory:
-        folder = collective.broadcast_from_rank_zero(local_directory)
-        assert folder is not None  # rank 0 has one
-        _require_shared_directory(folder)
-        with StandardCheckpointer() as checkpointer:  # on the way out it waits until all is written
-            checkpointer.save(folder / STATE_DIR, scalars_to_arrays(state))
+    Example:
+        ```python
+        for step in range(start, num_steps):
+            state, loss = train_step(state, next(batches))
+            if step % 100 == 0:
+                report_state(state, {"step": step, "loss": float(loss)})
+        ```
+    """
+    from orbax.checkpoint import StandardCheckpointer  # takes half a second to import
+
+    is_rank_zero = get_context().get_world_rank() == 0
+    with checkpoint_dir() if is_rank_zero else nullcontext(None) as local_directory:
+        directory = collective.broadcast_from_rank_zero(local_directory)
+        assert directory is not None  # created on rank 0
+        _require_shared_directory(directory)
+        with StandardCheckpointer() as checkpointer:  # waits on exit until all files are written
+            checkpointer.save(directory / STATE_DIR, scalars_to_arrays(state))
         report(
             metrics,
             local_directory,
             checkpoint_upload_mode=checkpoint_upload_mode,
-            validation=leads and validation,
+            validation=is_rank_zero and validation,
         )
 
 
-def _require_shared_directory(folder: Path) -> None:
+def _require_shared_directory(directory: Path) -> None:
     missing_ranks = [
-        rank for rank, sees in enumerate(collective.all_gather(folder.is_dir())) if not sees
+        rank for rank, exists in enumerate(collective.all_gather(directory.is_dir())) if not exists
     ]
     if missing_ranks:
         raise RuntimeError(
-            f"rank 0 saves into {folder}, which ranks {missing_ranks} do not see: report_state "
-            "needs a "
-            "folder that all workers share; set RunConfig.storage_path to one that is mounted on "
-            "all nodes, or save each rank's own arrays into its own checkpoint_dir()"
+            f"report_state() needs a shared directory, but ranks {missing_ranks} cannot see "
+            f"{directory}. Set RunConfig(storage_path=...) to a directory that is mounted on all "
+            "nodes, or save each rank's arrays to its own checkpoint_dir()."
         )

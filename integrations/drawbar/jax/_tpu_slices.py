@@ -1,7 +1,7 @@
-"""Several slices of TPUs as one program: which slice each worker is on, and what libtpu is told.
+"""Find the TPU slice of each worker and build libtpu's multislice variables.
 
-Within a slice the chips have a network of their own; between slices libtpu goes over the hosts',
-and its processes meet at an address that they find in their environments.
+Within a slice, chips have a dedicated network. Between slices, libtpu uses the network of the
+hosts, and its processes connect to an address that they read from environment variables.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 DEFAULT_MEGASCALE_PORT = "8081"
-"""Where libtpu's processes meet, unless MEGASCALE_PORT is set; Ray Train has the same."""
+"""Port to which libtpu's processes connect, unless MEGASCALE_PORT is set. Same as in Ray Train."""
 
 
 def slice_name(labels: Mapping[str, str], node: str) -> str | None:
-    """Name the slice that a node is a host of.
+    """Return the name of the TPU slice of a node.
 
     Args:
-        labels: The node's, of which Ray sets those of TPUs itself.
-        node: Its id. A slice of one host has no name of its own.
+        labels: Labels of the node. Ray sets the TPU labels.
+        node: ID of the node, used as name of a slice with a single host, which has no name.
 
     Returns:
-        None if the labels do not say.
+        Name of the slice; None if the labels do not contain it.
     """
     if "ray.io/tpu-slice-name" in labels:
         return labels["ray.io/tpu-slice-name"]
@@ -29,26 +29,26 @@ def slice_name(labels: Mapping[str, str], node: str) -> str | None:
 
 
 def multislice_env(slices: Sequence[str | None], rank: int, leader: str) -> dict[str, str]:
-    """Give the variables by which libtpu joins slices; none where there is only one.
+    """Return the variables with which libtpu connects slices; empty for a single slice.
 
     Args:
-        slices: The slice of each rank. They are numbered in the order of the ranks, so that the
-            first is that of the leader.
-        rank: Whose variables they are.
-        leader: The address of rank 0.
+        slices: Slice of each rank. Slices are numbered in the order of ranks, so that rank 0 is in
+            the first one.
+        rank: Rank whose variables to return.
+        leader: Address of rank 0.
 
     Raises:
-        RuntimeError: A slice has fewer workers than another, so its hosts would wait for ever.
+        RuntimeError: Slices have different numbers of workers, so that hosts would wait forever.
     """
     workers_per_slice = Counter(slices)
     if len(workers_per_slice) < 2:
         return {}
     if len(set(workers_per_slice.values())) > 1:
         raise RuntimeError(
-            "the workers are on slices of TPUs in different numbers, "
+            "All TPU slices need the same number of workers, found "
             + ", ".join(f"{count} on {name!r}" for name, count in workers_per_slice.items())
-            + "; name each worker's slice by ScalingConfig(label_selector=[...]), with one "
-            '{"ray.io/tpu-slice-name": ...} per worker'
+            + ". Assign each worker to a slice with ScalingConfig(label_selector=[...]), with one "
+            '{"ray.io/tpu-slice-name": ...} per worker.'
         )
     return {
         "MEGASCALE_COORDINATOR_ADDRESS": leader,

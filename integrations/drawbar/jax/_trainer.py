@@ -1,4 +1,4 @@
-"""JaxTrainer: the trainer for functions written in JAX."""
+"""JaxTrainer: run a JAX training function on Ray workers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,38 @@ from drawbar.train.backend import TrainFunction, resolve_config
 
 
 class JaxTrainer(DataParallelTrainer):
-    """Run a JAX training function on every worker, all of them one program with one set of devices.
+    """Run a JAX training function on every worker, as one program with one set of devices.
 
-        def train_loop(config):
+    `jax.distributed` is initialized before the function starts; do not initialize it again. After a
+    failure, all processes are replaced, because JAX cannot leave a program whose peers are dead.
+
+    Args:
+        train_loop_per_worker: Training function; takes `train_loop_config` or nothing.
+        train_loop_config: Argument of the training function.
+        jax_config: Configuration of the JAX program; see `JaxConfig`.
+        scaling_config: Number of workers and their resources.
+        run_config: Run configuration: storage, restarts, callbacks.
+        datasets: Datasets by name, for `drawbar.train.get_dataset_shard()`.
+        dataset_config: Distribution of the datasets to the workers.
+        metadata: User data, for `drawbar.train.get_context().get_metadata()`.
+        resume_from_checkpoint: Checkpoint from which the first attempt starts.
+        validation_config: Validation of checkpoints. See `drawbar.train.report()`.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid; see `drawbar.train.DataParallelTrainer`.
+
+    Example:
+        ```python
+        def train_func(config):
             mesh = jax.make_mesh((jax.device_count(),), ("data",))
-            rows = NamedSharding(mesh, PartitionSpec("data"))
-            for batch in batches_of(jax.process_index()):
-                batch = jax.make_array_from_process_local_data(rows, batch)
+            sharding = NamedSharding(mesh, PartitionSpec("data"))
+            for batch in batches_for(jax.process_index()):
+                batch = jax.make_array_from_process_local_data(sharding, batch)
                 state, loss = step(state, batch)
             drawbar.jax.report_state(state, {"loss": float(loss)})
 
-        result = JaxTrainer(train_loop, scaling_config=ScalingConfig(num_workers=4)).fit()
-
-    `jax.distributed` is initialised before the function starts, so a script's own call goes away.
-    After a failure all processes are new: JAX cannot leave a program whose peers are dead.
-
-    Args:
-        train_loop_per_worker: The training function; takes `train_loop_config` or nothing.
-        jax_config: How the workers meet; see `JaxConfig`.
-
-    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
+        result = JaxTrainer(train_func, scaling_config=ScalingConfig(num_workers=4)).fit()
+        ```
     """
 
     def __init__(

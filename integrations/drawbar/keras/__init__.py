@@ -1,6 +1,6 @@
-"""`model.fit` of Keras 3 on a group of Ray actors, with whichever backend Keras has.
+"""Keras 3 model.fit on Ray, with the torch, jax, or tensorflow backend.
 
-Importing this imports neither Keras nor a backend: a trainer says which one the workers use.
+Importing this package imports neither Keras nor a backend. The trainer selects the backend.
 """
 
 from drawbar.keras._backend import KerasConfig

@@ -1,4 +1,4 @@
-"""Sums over the ranks and rows of all of them, by the collectives of Keras's backend."""
+"""Sum tensors and gather rows across ranks with the backend's collectives."""
 
 from __future__ import annotations
 
@@ -14,55 +14,56 @@ from drawbar.train import collective, get_context
 
 
 class AllReduce(Protocol):
-    """Takes one rank's tensors and gives, in their order, the sums over all ranks.
+    """Function that takes the tensors of one rank and returns their sums over all ranks.
 
-    If they are given a weight of this rank's, the means by those weights; with a weight of 0 what
-    is no number does no harm.
+    If `weight` is set, it returns means weighted by the `weight` of each rank. Tensors of ranks
+    with weight 0 are ignored, even if they contain NaN.
     """
 
     def __call__(self, tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]: ...
 
 
-_GROUP_KEY = 20_000  # of TensorFlow's strategies, which count from 1, none comes so far
+_GROUP_KEY = 20_000  # TensorFlow's strategies count from 1 and do not reach this key
 _instances = itertools.count(20_000)
-_IN_GRAPHS = 1 << 30  # the keys from here on
+_IN_GRAPHS = 1 << 30  # first key for collectives in graphs
 
 
 def make_allreduce(backend: str) -> AllReduce:
-    """Give how ranks sum tensors up; every rank must call it for the same ones in one order.
+    """Create the all-reduce function of a backend.
 
-    Every rank must also call this in the same order.
+    All ranks must call this function in the same order, and also the returned function, with the
+    same kinds of tensors.
     """
     return _torch_allreduce if backend == "torch" else _TensorFlowAllReduce()
 
 
 def to_numpy(tensor: Any) -> Any:
-    """Give a backend's tensor as a NumPy array."""
+    """Convert a backend's tensor to a NumPy array."""
     import numpy as np
 
-    on_host = tensor.detach().cpu() if hasattr(tensor, "detach") else tensor
-    return on_host.numpy() if hasattr(on_host, "numpy") else np.asarray(on_host)
+    host_tensor = tensor.detach().cpu() if hasattr(tensor, "detach") else tensor
+    return host_tensor.numpy() if hasattr(host_tensor, "numpy") else np.asarray(host_tensor)
 
 
-def all_gather_rows(own: Any) -> Any:
-    """Put the rows of all ranks together, rank 0's first. Takes and gives a NumPy array."""
+def all_gather_rows(rows: Any) -> Any:
+    """Concatenate the rows of all ranks, rank 0's first. Takes and returns a NumPy array."""
     import numpy as np
 
-    counts = collective.all_gather(len(own))
+    counts = collective.all_gather(len(rows))
     rank, backend = get_context().get_world_rank(), current_keras_backend()
     if backend == "jax":
         from jax.experimental.multihost_utils import process_allgather
 
-        padded = np.zeros((max(counts), *own.shape[1:]), own.dtype)
-        padded[: len(own)] = own
+        padded = np.zeros((max(counts), *rows.shape[1:]), rows.dtype)
+        padded[: len(rows)] = rows
         pairs = zip(process_allgather(padded), counts, strict=True)
         return np.concatenate([np.asarray(part)[:count] for part, count in pairs])
     from keras.ops import convert_to_tensor
 
-    all_rows = np.zeros((sum(counts), *own.shape[1:]), own.dtype)
-    all_rows[sum(counts[:rank]) :][: len(own)] = own
-    (reduce,) = make_allreduce(backend)([convert_to_tensor(all_rows)])
-    return to_numpy(reduce)
+    all_rows = np.zeros((sum(counts), *rows.shape[1:]), rows.dtype)
+    all_rows[sum(counts[:rank]) :][: len(rows)] = rows
+    (summed,) = make_allreduce(backend)([convert_to_tensor(all_rows)])
+    return to_numpy(summed)
 
 
 def _torch_allreduce(tensors: Sequence[Tensor], weight: Any = None) -> list[Tensor]:
@@ -86,18 +87,18 @@ def _torch_allreduce(tensors: Sequence[Tensor], weight: Any = None) -> list[Tens
 
     def split(flat: Any, parts: list[Any]) -> list[Any]:
         sizes = [part.numel() for part in parts]
-        pieces = flat[: sum(sizes)].split(sizes)
-        return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+        chunks = flat[: sum(sizes)].split(sizes)
+        return [chunk.reshape(part.shape) for chunk, part in zip(chunks, parts, strict=True)]
 
     return _reduce_by_dtype(tensors, concatenate, reduce, split)
 
 
 class _TensorFlowAllReduce:
-    """The sums of TensorFlow, as `Totals` says.
+    """All-reduce for TensorFlow; see `AllReduce`.
 
-    The ranks' sums meet by keys. In a graph the key follows from the function of the user's or of
-    Keras's that is traced, and from what it has summed up before: a rank may trace it anew alone,
-    say for a batch of another shape.
+    Collectives of the ranks are matched by keys. In a graph, the key is derived from the traced
+    function and the number of preceding collectives in it, because a single rank may trace the
+    function again, for example for a batch of another shape.
     """
 
     def __init__(self) -> None:
@@ -127,16 +128,16 @@ class _TensorFlowAllReduce:
             return tf.concat(flat if weight is None else [*flat, tf.ones([1], flat[0].dtype)], 0)
 
         def split(flat: Any, parts: list[Any]) -> list[Any]:
-            # Not every shape is known while a graph is traced.
+            # Some shapes are unknown while a graph is traced.
             sizes = tf.stack([tf.size(part) for part in parts])
-            pieces = tf.split(flat[: tf.reduce_sum(sizes)], sizes, num=len(parts))
+            chunks = tf.split(flat[: tf.reduce_sum(sizes)], sizes, num=len(parts))
             return [
-                tf.ensure_shape(tf.reshape(piece, tf.shape(part)), part.shape)
-                for piece, part in zip(pieces, parts, strict=True)
+                tf.ensure_shape(tf.reshape(chunk, tf.shape(part)), part.shape)
+                for chunk, part in zip(chunks, parts, strict=True)
             ]
 
-        own = [tf.convert_to_tensor(each) for each in tensors]
-        return _reduce_by_dtype(own, concatenate, reduce, split)
+        converted = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        return _reduce_by_dtype(converted, concatenate, reduce, split)
 
     def _next_key(self) -> int:
         import tensorflow as tf
@@ -145,10 +146,10 @@ class _TensorFlowAllReduce:
             return next(_instances)
         graph = tf.compat.v1.get_default_graph()
         while type(graph).__name__ != "FuncGraph" and hasattr(graph, "outer_graph"):
-            graph = graph.outer_graph  # from a branch or a loop to the function that it is in
+            graph = graph.outer_graph  # from a branch or loop to the function that contains it
         count = self._in_graphs.setdefault(graph, itertools.count())
-        told = f"{self._number} {getattr(graph, 'name', '')} {next(count)}"
-        return _IN_GRAPHS | (zlib.crc32(told.encode()) >> 2)
+        key = f"{self._number} {getattr(graph, 'name', '')} {next(count)}"
+        return _IN_GRAPHS | (zlib.crc32(key.encode()) >> 2)
 
 
 def _reduce_by_dtype(
@@ -157,10 +158,10 @@ def _reduce_by_dtype(
     reduce: Callable[[Tensor], Tensor],
     split: Callable[[Tensor, list[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
-    """Sum up all tensors of one type at once."""
+    """Reduce all tensors of the same dtype with one collective."""
     sums: dict[int, Tensor] = {}
-    for kind in dict.fromkeys(each.dtype for each in tensors):
-        chosen = [number for number, each in enumerate(tensors) if each.dtype == kind]
-        parts = [tensors[number] for number in chosen]
-        sums |= zip(chosen, split(reduce(concatenate(parts)), parts), strict=True)
-    return [sums[number] for number in range(len(tensors))]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        parts = [tensors[index] for index in indices]
+        sums |= zip(indices, split(reduce(concatenate(parts)), parts), strict=True)
+    return [sums[index] for index in range(len(tensors))]

@@ -1,8 +1,8 @@
-"""How Keras workers are set up: the backend of Keras, and how its processes meet.
+"""KerasConfig and the setup of Keras workers.
 
-Keras reads which backend it has as it is imported, once per process. So each worker's process
-imports it as soon as it is up; before the training function the backend's own processes meet as
-they do for a trainer of that framework, and all ranks get the same random seed.
+Keras selects its backend once per process, when it is imported. Each worker process therefore
+imports Keras at its start. Before the training function, the processes of the backend are connected
+as in the trainer of that framework, and all ranks get the same random seed.
 """
 
 from __future__ import annotations
@@ -48,15 +48,22 @@ _DEFAULT_CONFIGS = {"torch": _torch_config, "jax": _jax_config, "tensorflow": _t
 
 @dataclass(frozen=True)
 class KerasConfig(BackendConfig):
-    """Which backend Keras has in the workers, and how that one's processes meet.
+    """Select the Keras backend and configure its workers.
 
     Args:
-        keras_backend: "torch", "jax" or "tensorflow".
-        backend_config: A `TorchConfig`, `JaxConfig` or `TensorflowConfig`. Default: as the trainer
-            of that framework has it.
+        keras_backend: "torch", "jax", or "tensorflow".
+        backend_config: A `TorchConfig`, `JaxConfig`, or `TensorflowConfig`. Default: the default of
+            the trainer of that framework.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
+
+    Example:
+        ```python
+        from drawbar.torch import TorchConfig
+
+        config = KerasConfig("torch", backend_config=TorchConfig(backend="gloo"))
+        ```
     """
 
     keras_backend: KerasBackendName = "tensorflow"
@@ -66,41 +73,42 @@ class KerasConfig(BackendConfig):
         names = get_args(KerasBackendName)
         if self.keras_backend not in names:
             raise ValueError(
-                f"keras_backend must be one of {', '.join(map(repr, names))} or None, "
-                f"found {self.keras_backend!r}"
+                "KerasConfig(keras_backend=) must be 'torch', 'jax', or 'tensorflow', "
+                f"found {self.keras_backend!r}."
             )
         if self.backend_config is not None and not isinstance(self.backend_config, BackendConfig):
             raise TypeError(
-                f"KerasConfig.backend_config must be a BackendConfig, found {self.backend_config!r}"
+                "KerasConfig.backend_config must be a BackendConfig, "
+                f"found {self.backend_config!r}."
             )
 
     @property
     def framework_config(self) -> BackendConfig:
-        """How the backend's own processes meet."""
+        """Configuration of the framework that Keras uses as its backend."""
         require_package(self.keras_backend, extra=self.keras_backend)
         return self.backend_config or _DEFAULT_CONFIGS[self.keras_backend]()
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class with the controller's part: that of the backend."""
+        """Backend class of the framework."""
         return self.framework_config.backend_cls
 
     @property
     def process_setup_hook(self) -> Callable[[], object]:
-        """Import Keras with its backend, which takes seconds."""
+        """Function that imports Keras with its backend, which takes seconds."""
         return partial(_import_keras, self.keras_backend, self.framework_config.process_setup_hook)
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
-        """Check that Keras and the backend are installed, and what the backend's workers need.
+        """Check that Keras and the backend are installed, and the backend's own requirements.
 
         Raises:
-            ModuleNotFoundError: One of them is not; the message has the command that installs it.
+            ModuleNotFoundError: A package is missing. The message has the installation command.
         """
         require_package("keras", extra="keras")
         self.framework_config.check_requirements(scaling_config)
 
     def train_func_context(self) -> AbstractContextManager[None]:
-        """Have the backend's processes meet, and Keras use them all."""
+        """Connect the processes of the backend and distribute Keras models over them."""
         return _set_up(self)
 
 
@@ -114,11 +122,11 @@ def _import_keras(backend: str, framework_setup: Callable[[], object] | None) ->
 
 
 def current_keras_backend() -> KerasBackendName:
-    """Say which backend Keras has, or would have, in this process."""
-    found = os.environ.get(_BACKEND_ENV, "tensorflow")
+    """Return the backend that Keras has, or would have, in this process."""
+    backend = os.environ.get(_BACKEND_ENV, "tensorflow")
     if (keras := sys.modules.get("keras")) is not None and hasattr(keras, "backend"):
-        found = keras.backend.backend()
-    return cast(KerasBackendName, found)
+        backend = keras.backend.backend()
+    return cast(KerasBackendName, backend)
 
 
 @contextmanager
@@ -136,15 +144,19 @@ def _set_up(config: KerasConfig) -> Iterator[None]:
 
 @contextmanager
 def _keras_backend_env(backend: str) -> Iterator[None]:
-    """Have Keras have this backend, if it is imported only now."""
+    """Select the backend for the case that Keras is not imported yet.
+
+    Raises:
+        RuntimeError: Keras was already imported with another backend.
+    """
     before = os.environ.get(_BACKEND_ENV)
     os.environ[_BACKEND_ENV] = backend
     try:
-        if (found := current_keras_backend()) != backend:
+        if (current := current_keras_backend()) != backend:
             raise RuntimeError(
-                f"this trainer has keras_backend={backend!r}, but Keras was imported with "
-                f"{found!r} in this process, which cannot be changed any more. Import it inside "
-                f"the training function, or set {_BACKEND_ENV}={backend} before it is imported"
+                f"keras_backend={backend!r} cannot be used, because Keras was already imported "
+                f"with {current!r} in this process. Import keras in the training function, or set "
+                f"{_BACKEND_ENV}={backend} before the import."
             )
         yield
     finally:
@@ -158,7 +170,8 @@ def _distribute_model(keras: Any, backend: str) -> Iterator[None]:
     if backend == "tensorflow":
         import tensorflow as tf
 
-        tf.distribute.MultiWorkerMirroredStrategy()  # connects the workers, and is not used itself
+        # Creating the strategy connects the workers. The strategy itself is not used.
+        tf.distribute.MultiWorkerMirroredStrategy()
     if backend != "jax":
         yield
         return

@@ -1,6 +1,6 @@
-"""Synchronization of `BatchNormalization` over the replicas of PyTorch and TensorFlow.
+"""Synchronize `BatchNormalization` over the replicas of PyTorch and TensorFlow.
 
-JAX needs none of this: it computes a layer over the rows of all workers.
+JAX does not need this, because it computes a layer over the rows of all workers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def synchronize_batch_norm(model: Model, totals: AllReduce, *, all_layers: bool)
             "BatchNormalization normalizes by each worker's rows of a batch in "
             f"{', '.join(names[:3])} ({len(names)} in total), so losses differ from a run of one "
             "process. To normalize by all rows, set "
-            "prepare_model(model, sync_batch_norm=True)"
+            "prepare_model(model, sync_batch_norm=True)."
         )
 
 
@@ -54,7 +54,7 @@ def _synchronized_moments(layer: BatchNormLayer, model: Model, totals: AllReduce
 
     def compute(inputs: Any, mask: Any) -> tuple[Any, Any]:
         rows = model_state(model).rows
-        if rows is None:  # outside a step of `fit`, which the other ranks may not call
+        if rows is None:  # not in a step of `fit`, so the other ranks may not take part
             return compute_local(inputs, mask)
         ops = keras.ops
         axes = layer._reduction_axes
@@ -62,8 +62,8 @@ def _synchronized_moments(layer: BatchNormLayer, model: Model, totals: AllReduce
         sums = [count, ops.sum(values, axes), ops.sum(ops.square(values), axes)]
         rows = ops.cast(rows, inputs.dtype)
         # A rank without rows computes on a row of zeros, which must not count.
-        own = ops.stack(sums) * ops.cast(rows > 0, inputs.dtype)
-        total = _sum_over_ranks(own, rows, totals)
+        local_sums = ops.stack(sums) * ops.cast(rows > 0, inputs.dtype)
+        total = _sum_over_ranks(local_sums, rows, totals)
         mean = total[1] / ops.maximum(total[0], 1)
         variance = total[2] / ops.maximum(total[0], 1) - ops.square(mean)
         return mean, ops.maximum(variance, 0)
@@ -72,30 +72,30 @@ def _synchronized_moments(layer: BatchNormLayer, model: Model, totals: AllReduce
 
 
 def _masked(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, Any]:
-    """Return the inputs with masked entries set to 0, and the number of others per channel."""
+    """Return the inputs with masked entries set to 0, and the unmasked entries per channel."""
     ops = keras.ops
     if mask is None:
         shape = ops.shape(inputs)
         count = ops.cast(math.prod(shape[axis] for axis in axes), inputs.dtype)
         (channels,) = (size for axis, size in enumerate(shape) if axis not in axes)
         return inputs, count * ops.ones(channels, inputs.dtype)
-    chosen = ops.broadcast_to(ops.expand_dims(ops.cast(mask, "bool"), -1), ops.shape(inputs))
-    return ops.where(chosen, inputs, 0), ops.sum(ops.cast(chosen, inputs.dtype), axes)
+    unmasked = ops.broadcast_to(ops.expand_dims(ops.cast(mask, "bool"), -1), ops.shape(inputs))
+    return ops.where(unmasked, inputs, 0), ops.sum(ops.cast(unmasked, inputs.dtype), axes)
 
 
-def _sum_over_ranks(own: Any, rows: Any, totals: AllReduce) -> Any:
+def _sum_over_ranks(values: Any, rows: Any, totals: AllReduce) -> Any:
     """Sum a tensor over all ranks, with the gradient of the loss over all rows.
 
-    The loss of a rank is a mean over its rows, and gradients are averaged by rows later. So the
-    gradients with respect to the sum are weighted by rows here, and divided by the own rows.
+    The loss of a rank is a mean over its rows, and gradients are later averaged by rows. Gradients
+    with respect to the sum are therefore weighted by rows and divided by the rows of this rank.
     """
 
     @keras.ops.custom_gradient  # type: ignore[untyped-decorator]  # Keras has no types
-    def sum_over_ranks(own: Any) -> tuple[Any, Callable[..., Any]]:
+    def sum_over_ranks(values: Any) -> tuple[Any, Callable[..., Any]]:
         def compute_gradient(*args: Any, upstream: Any = None) -> Any:
             (total,) = totals([(args[-1] if upstream is None else upstream) * rows])
             return total / keras.ops.maximum(rows, 1)
 
-        return totals([own])[0], compute_gradient
+        return totals([values])[0], compute_gradient
 
-    return sum_over_ranks(own)
+    return sum_over_ranks(values)

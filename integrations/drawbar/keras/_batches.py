@@ -1,4 +1,4 @@
-"""Batches of which each worker has its rows, and which may begin in the middle. Imports Keras."""
+"""Keras datasets that yield this worker's rows and can start mid-epoch. Imports Keras."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from drawbar.train.backend import register_data_position
 
 NUM_PEEKED_BATCHES = 2
-"""How many batches Keras reads at most before the first epoch, to learn their shapes."""
+"""Maximum number of batches that Keras reads before the first epoch to find out shapes."""
 
 
 class ResumableBatches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
-    """Batches, in order, of which the epoch that a run goes on with leaves the first ones out.
+    """Sequence of batches that can skip the first batches of an epoch.
 
-    Keras asks once how many there are, and once more in each epoch, so an epoch may have fewer.
+    Keras requests the length once at the start and once per epoch, so an epoch may be shorter.
     """
 
     _num_batches_total: int
     _num_skipped = 0
 
     def skip_batches(self, batches: int) -> None:
-        """Have the next epoch begin after so many batches."""
+        """Skip the first batches of the next epoch."""
         self._num_skipped = batches
 
     def __len__(self) -> int:
@@ -33,21 +33,23 @@ class ResumableBatches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras ha
 
 
 class ArrayBatches(ResumableBatches):
-    """This worker's rows of every batch. The order of an epoch follows from its number alone.
+    """This worker's rows of every batch. The order depends only on the number of the epoch.
 
-    A checkpoint has that number, so a run that goes on has the order that it would have had.
+    Checkpoints store this number, so that a resumed run continues with the same order.
     """
 
     def __init__(
         self, data: Iterable[object], batch_size: int, *, shuffle: bool, rank: int, size: int
     ) -> None:
         super().__init__()
-        parts = [_to_arrays(each) for each in data if each is not None]
+        parts = [_to_arrays(part) for part in data if part is not None]
         if keras.backend.backend() == "tensorflow":
-            parts = keras.tree.lists_to_tuples(parts)  # tf.data takes a list for one tensor
-        lengths = {len(each) for each in keras.tree.flatten(parts)}
+            parts = keras.tree.lists_to_tuples(parts)  # tf.data converts a list to one tensor
+        lengths = {len(array) for array in keras.tree.flatten(parts)}
         if len(lengths) != 1:
-            raise ValueError(f"the arrays have different numbers of rows: {sorted(lengths)}")
+            raise ValueError(
+                f"All arrays must have the same number of rows, found {sorted(lengths)}."
+            )
         self.arrays = parts
         self.rows = lengths.pop()
         self.batch_size = batch_size
@@ -59,7 +61,7 @@ class ArrayBatches(ResumableBatches):
         self._cached_order: tuple[int, Any] = (-1, None)
         position = register_data_position("keras_dataset", lambda: self._epoch, add_index=True)
         if position is not None:
-            self._epoch = position - 1  # Keras ends an epoch before it begins the first
+            self._epoch = position - 1  # Keras calls on_epoch_end once before the first epoch
 
     def __getitem__(self, index: int) -> object:
         begin = (index + self._num_skipped) * self.batch_size
@@ -67,19 +69,20 @@ class ArrayBatches(ResumableBatches):
         return self._take_rows(rank_rows(rows, self.rank, self.size))
 
     def rank_slice(self) -> tuple[object, int]:
-        """Give this worker's part of all rows, in their own order, as one batch, and how many.
+        """Return this worker's part of all rows, in their original order, and its length.
 
-        Keras computes nothing of no rows, so then it is one, which is none of the part.
+        Keras cannot compute a batch without rows. If the part is empty, row 0 is returned with
+        length 0.
         """
         begin, end = (self.rows * rank // self.size for rank in (self.rank, self.rank + 1))
         return self._take_rows(range(begin, end) if end > begin else range(1)), end - begin
 
     def on_epoch_end(self) -> None:
-        """Go on to the next epoch's order; Keras calls it."""
+        """Switch to the order of the next epoch. Called by Keras."""
         self._epoch += 1
 
     def epoch_order(self) -> Any:
-        """Give the rows in the order of this epoch."""
+        """Return the rows in the order of this epoch."""
         if not self._shuffle:
             return range(self.rows)
         epoch, order = self._cached_order
@@ -89,25 +92,25 @@ class ArrayBatches(ResumableBatches):
         return order
 
     def _take_rows(self, rows: Any) -> Any:
-        if isinstance(rows, range):  # which needs no copy
+        if isinstance(rows, range):  # a slice avoids a copy
             rows = slice(rows.start, rows.stop, rows.step)
         batch = keras.tree.map_structure(lambda part: part[rows], self.arrays)
         return tuple(batch) if len(batch) > 1 else batch[0]
 
 
 def _to_arrays(data: Any) -> Any:
-    """Give a structure of arrays; numbers in lists are one array."""
+    """Convert leaves of a structure to arrays. A list of numbers becomes one array."""
     if isinstance(data, Mapping):
-        return {name: _to_arrays(each) for name, each in data.items()}
-    holds_arrays = any(hasattr(each, "shape") for each in keras.tree.flatten(data))
-    if isinstance(data, list | tuple) and holds_arrays:
-        arrays = [_to_arrays(each) for each in data]
+        return {name: _to_arrays(value) for name, value in data.items()}
+    has_arrays = any(hasattr(leaf, "shape") for leaf in keras.tree.flatten(data))
+    if isinstance(data, list | tuple) and has_arrays:
+        arrays = [_to_arrays(item) for item in data]
         return tuple(arrays) if isinstance(data, tuple) else arrays
     return np.asarray(data)
 
 
 class ShardedPyDataset(ResumableBatches):
-    """This worker's rows of the batches of a `PyDataset`, which every worker has as a whole."""
+    """This worker's rows of the batches of a `PyDataset` that every worker has."""
 
     def __init__(self, source: Any, rank: int, size: int) -> None:
         super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
@@ -118,29 +121,29 @@ class ShardedPyDataset(ResumableBatches):
 
     @property
     def num_batches(self) -> int | None:
-        """How many there are; None if there is no end to them."""
+        """Number of batches; None if it is infinite."""
         return None if self._source.num_batches is None else len(self)
 
     def __getitem__(self, index: int) -> object:
-        def share(part: Any) -> Any:
+        def shard(part: Any) -> Any:
             return None if part is None else rank_rows(np.asarray(part), self._rank, self._size)
 
-        return keras.tree.map_structure(share, self._source[index + self._num_skipped])
+        return keras.tree.map_structure(shard, self._source[index + self._num_skipped])
 
     def on_epoch_begin(self) -> None:
-        """Begin an epoch of the source; Keras calls it."""
+        """Start an epoch of the source. Called by Keras."""
         self._source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """End an epoch of the source; Keras calls it."""
+        """End an epoch of the source. Called by Keras."""
         self._source.on_epoch_end()
 
 
 def rank_rows(rows: Any, rank: int, size: int) -> Any:
-    """Take every `size`-th row; of a batch with fewer than workers, perhaps none.
+    """Return every `size`-th row. The result is empty if a batch has fewer rows than ranks.
 
-    JAX needs as many rows on each worker, so what is left over is not taken, and of a batch with
-    fewer than workers one that another one has too.
+    JAX needs the same number of rows on each worker, at least one. Remaining rows are dropped, and
+    if a batch has fewer rows than workers, some workers use the same row.
     """
     if keras.backend.backend() == "jax":
         number = len(rows)
@@ -149,7 +152,7 @@ def rank_rows(rows: Any, rank: int, size: int) -> Any:
 
 
 class SequentialBatches(ResumableBatches):
-    """Batches that can only be read in order, such as those of a `tf.data.Dataset`."""
+    """Batches that can only be read in order, for example of a `tf.data.Dataset`."""
 
     def __init__(self, source: Iterable[object], number: int) -> None:
         super().__init__()
@@ -164,9 +167,10 @@ class SequentialBatches(ResumableBatches):
 
 
 class RayDataBatches(ResumableBatches):
-    """A shard of Ray Data, which knows itself what was read of it before.
+    """Batches of a Ray Data shard, which tracks its own position.
 
-    What Keras reads before the first epoch is kept for it: a shard has an epoch only once.
+    Batches that Keras reads before the first epoch are kept, because a shard can be read only once
+    per epoch.
     """
 
     def __init__(
@@ -175,16 +179,16 @@ class RayDataBatches(ResumableBatches):
         super().__init__()
         self._batches = shard.iter_batches(batch_size=batch_size)
         self._num_batches_total = len(self._batches)
-        read = sum(workers * rows for workers, rows in shard.position()["read"])
-        left = len(shard) - read // shard.num_shards
-        self._num_consumed = self._num_batches_total - -(-left // batch_size)
+        read = sum(workers * rows for workers, rows in shard.encode_position()["read"])
+        remaining = len(shard) - read // shard.num_shards
+        self._num_consumed = self._num_batches_total - -(-remaining // batch_size)
         self._y = y
         self._sample_weight = sample_weight
         self._iterator: Iterator[dict[str, object]] = iter(())
         self._peeked: list[object] = []
 
     def skip_batches(self, batches: int) -> None:
-        """Have the next epoch begin where the shard does, which is after as many batches."""
+        """Skip the batches that the shard has consumed, unless `batches` is 0."""
         super().skip_batches(self._num_consumed if batches else 0)
 
     def __getitem__(self, index: int) -> object:
@@ -196,7 +200,7 @@ class RayDataBatches(ResumableBatches):
         self._peeked = [*self._peeked, batch] if index < NUM_PEEKED_BATCHES else []
         if index == len(self) - 1:
             self._peeked = []
-            next(self._iterator, None)  # so that the shard knows that it has been read to its end
+            next(self._iterator, None)  # so that the shard records the end of the epoch
         return batch
 
     def _to_keras_batch(self, columns: dict[str, object]) -> object:
@@ -215,5 +219,7 @@ def _pop_columns(columns: dict[str, object], names: str | Sequence[str] | None) 
 
 def _pop_column(columns: dict[str, object], name: str) -> object:
     if name not in columns:
-        raise KeyError(f"the shard has no column {name!r}; it has {', '.join(map(repr, columns))}")
+        raise KeyError(
+            f"The shard has no column {name!r}. Its columns are {', '.join(map(repr, columns))}."
+        )
     return columns.pop(name)

@@ -1,7 +1,7 @@
-"""What Keras's own callbacks write: rank 0 writes it, as one process would.
+"""Let only rank 0 write the files of Keras callbacks.
 
-The others have the same callbacks and save when rank 0 does, since that is a meeting of JAX's
-processes; what they write goes into a folder of their own, which is thrown away.
+Other ranks have the same callbacks and save together with rank 0, because saving is a collective
+with JAX. Their files are written to a temporary directory, which is deleted.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _RESTORED_PATHS: PathAttributes = {
         "_prev_training_metadata_path",
     ),
 }
-"""The attributes of callbacks that say where they write; of these, after all ranks have read."""
+"""Path attributes of callbacks. `_RESTORED_PATHS` are redirected after all ranks have read them."""
 
 
 @contextmanager
 def write_on_rank_zero(callbacks: list[Any]) -> Iterator[list[Any]]:
-    """Give the callbacks for a `fit` of this rank, which are themselves again afterwards."""
+    """Yield the callbacks for a `fit` of this rank, and restore their attributes afterwards."""
     if get_context().get_world_rank() == 0:
         yield callbacks
         return
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         redirected: list[tuple[Any, str, str]] = []
 
         def redirect(kinds: PathAttributes) -> None:
-            for each in callbacks:
-                own = Path(folder, str(id(each)))
-                named = (names for kind, names in kinds.items() if isinstance(each, kind))
-                for name in next(named, ()):
-                    redirected.append((each, name, getattr(each, name)))
-                    own.mkdir(exist_ok=True)
-                    setattr(each, name, str(own / Path(getattr(each, name)).name))
+            for callback in callbacks:
+                target = Path(directory, str(id(callback)))
+                matches = (names for kind, names in kinds.items() if isinstance(callback, kind))
+                for name in next(matches, ()):
+                    redirected.append((callback, name, getattr(callback, name)))
+                    target.mkdir(exist_ok=True)
+                    setattr(callback, name, str(target / Path(getattr(callback, name)).name))
 
         redirect(_OUTPUT_PATHS)
         last = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: redirect(_RESTORED_PATHS))
         try:
             yield [*callbacks, last]
         finally:
-            for each, name, path in redirected:
-                setattr(each, name, path)
+            for callback, name, path in redirected:
+                setattr(callback, name, path)

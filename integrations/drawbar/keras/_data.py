@@ -1,4 +1,4 @@
-"""Each worker's share of every batch, so that a batch size means what it means in one process."""
+"""prepare_dataset: shard each global batch across the workers."""
 
 from __future__ import annotations
 
@@ -21,53 +21,58 @@ def prepare_dataset(
     batch_size: int | None = None,
     shuffle: bool = False,
 ) -> Any:
-    """Give what `fit` and `evaluate` of this worker take, so that a batch is one of all workers.
+    """Shard data so that batch_size is the global batch size.
 
-    With `batch_size=64` each of four workers gets 16 rows of every batch, other ones.
+    With `batch_size=64` and four workers, each worker gets 16 different rows of every batch.
 
     Args:
-        x: What every worker has as a whole: arrays, or a structure of them, with a row per sample;
-            or batches with their targets and weights, as a `keras.utils.PyDataset`, a
-            `tf.data.Dataset` or a `torch.utils.data.DataLoader`, which must give the same ones on
-            every worker, as all that is seeded by Keras does. Or this worker's shard of a Ray Data
-            dataset, whose columns but for those of `y` and `sample_weight` are the input: an array
-            if it is one, else a dict of them.
-        y: The targets, if `x` is arrays; of a shard the name of a column, or several.
-        sample_weight: A weight per sample, if `x` is arrays; of a shard the name of a column.
-        batch_size: Rows of a batch, over all workers; only if `x` is no batches. Default: 32.
-        shuffle: Have arrays in another order in each epoch, the same one on all workers.
+        x: Data that every worker has in full: arrays or a structure of arrays, with one row per
+            sample; or batches with targets and weights, as a `keras.utils.PyDataset`, a
+            `tf.data.Dataset`, or a `torch.utils.data.DataLoader`. Batches must be the same on every
+            worker, which is the case if their order depends only on Keras's seed. Alternatively,
+            this worker's shard of a Ray Data dataset. Its columns other than `y` and
+            `sample_weight` are the input: one array if there is one column, else a dict.
+        y: Targets, if `x` is arrays. For a shard, one column name or several.
+        sample_weight: One weight per sample, if `x` is arrays. For a shard, a column name.
+        batch_size: Rows of a batch over all workers, for arrays and shards. Default: 32.
+        shuffle: Whether to shuffle arrays in each epoch, in the same order on all workers.
 
     Returns:
-        A `keras.utils.PyDataset`; of other batches, what they were.
+        A `keras.utils.PyDataset` for arrays and shards; for batches, an object of their kind.
 
     Raises:
-        ValueError: The batch size is less than the number of workers, is not one for each of them
-            to have as many rows of, for a shard, or is given for batches; there are weights
-            without targets.
-        TypeError: `x` is none of these, or nobody knows how many rows it has.
+        ValueError: `batch_size` is less than the number of workers, or, for a shard, not a multiple
+            of it; batches are combined with arguments for arrays; or `sample_weight` is set
+            without `y`.
+        TypeError: `x` has another type or an unknown number of rows.
+
+    Example:
+        ```python
+        def train_func():
+            model = prepare_model(make_model())
+            train_data = prepare_dataset(x, y, batch_size=64, shuffle=True)
+            model.fit(train_data, epochs=3, callbacks=[ReportCheckpointCallback()])
+        ```
     """
     context = get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     if hasattr(x, "iter_batches"):
         return _wrap_ray_data_shard(x, y, sample_weight, batch_size or 32, shuffle)
-    share = _sharding_function(x)
-    if share is None:
+    shard = _sharding_function(x)
+    if shard is None:
         if y is None and sample_weight is not None:
-            raise ValueError(
-                "prepare_dataset was given sample_weight without y, of whose loss it would be the "
-                "weight; give y too"
-            )
+            raise ValueError("prepare_dataset(sample_weight=...) needs y. Pass y, too.")
         return _shard_arrays((x, y, sample_weight), batch_size or 32, shuffle, rank, size)
     if y is not None or sample_weight is not None or batch_size is not None or shuffle:
         raise ValueError(
-            f"prepare_dataset was given batches, a {type(x).__name__}, which have their targets, "
-            "weights, size and order; y, sample_weight, batch_size and shuffle go with arrays"
+            f"A {type(x).__name__} already defines targets, weights, batch size, and order. "
+            "Remove y, sample_weight, batch_size, and shuffle."
         )
-    return share(x, rank, size)
+    return shard(x, rank, size)
 
 
 def _sharding_function(batches: Any) -> Callable[[Any, int, int], Any] | None:
-    """Give how such batches are shared; None if they are no batches."""
+    """Return the function that shards these batches; None if the data is not in batches."""
     if hasattr(batches, "element_spec"):
         return _shard_tf_dataset
     if hasattr(batches, "collate_fn"):
@@ -86,19 +91,18 @@ def _shard_arrays(
 
     if not hasattr(data[0], "__len__") and not isinstance(data[0], Mapping):
         raise TypeError(
-            f"prepare_dataset was given a {type(data[0]).__name__}, of which nobody knows how many "
-            "rows it has; give arrays, a keras.utils.PyDataset, a tf.data.Dataset, a DataLoader or "
-            "a Ray Data shard"
+            f"prepare_dataset needs data of known length, found {type(data[0]).__name__}. Pass "
+            "arrays, a keras.utils.PyDataset, a tf.data.Dataset, a DataLoader, or a Ray Data shard."
         )
     if batch_size < size:
         raise ValueError(
-            f"prepare_dataset has batch_size={batch_size}, which is less than a row for each of "
-            f"{size} workers"
+            f"batch_size={batch_size} is less than one row for each of {size} workers. Set at "
+            f"least batch_size={size}."
         )
-    if current_keras_backend() == "jax" and (left := batch_size % size):
+    if current_keras_backend() == "jax" and (num_dropped := batch_size % size):
         add_final_notice(
-            f"prepare_dataset has batch_size={batch_size}, of which {size} workers take as many "
-            f"rows each with JAX: {left} of every batch are left out; set a multiple of {size}"
+            f"batch_size={batch_size} is not a multiple of {size} workers, so JAX drops "
+            f"{num_dropped} rows of every batch. Set a multiple of {size}."
         )
     batches = ArrayBatches(data, batch_size, shuffle=shuffle, rank=rank, size=size)
     _warn_small_batch(batches.rows % batch_size, size)
@@ -106,12 +110,12 @@ def _shard_arrays(
 
 
 def _warn_small_batch(rows: int, size: int) -> None:
-    """Say of a batch what JAX makes of it, if it has fewer rows than there are workers."""
+    """Add a notice if a batch has fewer rows than workers, so that JAX counts rows repeatedly."""
     if current_keras_backend() == "jax" and 0 < rows < size:
         add_final_notice(
-            f"a batch of prepare_dataset has {rows} of the {size} rows that {size} workers need "
-            "with JAX: rows of it count several times in gradients and metrics; leave it out, or "
-            "set a batch_size that leaves more"
+            f"A batch has {rows} rows for {size} workers, so with JAX some rows count several "
+            "times in gradients and metrics. Drop the last batch, or choose a batch_size that "
+            f"leaves at least {size} rows."
         )
 
 
@@ -122,13 +126,13 @@ def _wrap_ray_data_shard(
 
     if shuffle:
         raise ValueError(
-            "prepare_dataset has shuffle=True for a shard, whose order is that of its dataset; "
-            "shuffle that, by Dataset.random_shuffle()"
+            "prepare_dataset(shuffle=True) does not support Ray Data shards. Shuffle the dataset "
+            "with Dataset.random_shuffle()."
         )
     if batch_size % shard.num_shards:
         raise ValueError(
-            f"prepare_dataset has batch_size={batch_size}, of which {shard.num_shards} workers "
-            "cannot have as many rows each of their shards; set a multiple of that"
+            f"batch_size={batch_size} is not a multiple of {shard.num_shards} workers. Set a "
+            f"multiple of {shard.num_shards}."
         )
     return RayDataBatches(shard, y, sample_weight, batch_size // shard.num_shards)
 
@@ -138,14 +142,14 @@ def _shard_tf_dataset(batches: Any, rank: int, size: int) -> Any:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def shard(*batch: object) -> object:
-        shared = tf.nest.map_structure(lambda part: rank_rows_in_graph(part, rank, size), batch)
-        return shared if len(batch) > 1 else shared[0]
+        sharded = tf.nest.map_structure(lambda part: rank_rows_in_graph(part, rank, size), batch)
+        return sharded if len(batch) > 1 else sharded[0]
 
     return batches.map(shard)
 
 
 def rank_rows_in_graph(rows: Any, rank: int, size: int) -> Any:
-    """Do what `own_rows` does, in a graph."""
+    """Return the same rows as `rank_rows`, in a TensorFlow graph."""
     import tensorflow as tf
 
     if current_keras_backend() == "jax":
@@ -160,8 +164,8 @@ def _shard_torch_loader(loader: Any, rank: int, size: int) -> Any:
 
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
         raise TypeError(
-            "prepare_dataset needs a DataLoader that makes batches, with a batch_size, of a "
-            "dataset with a known size; an IterableDataset shares its rows between the ranks itself"
+            "prepare_dataset needs a DataLoader with a batch_size and a dataset of known length. "
+            "An IterableDataset must split its rows between the ranks itself."
         )
     return DataLoader(
         loader.dataset,
@@ -177,7 +181,7 @@ def _shard_torch_loader(loader: Any, rank: int, size: int) -> Any:
 
 
 class _CollateAllowingEmpty:
-    """Makes a batch of a worker's rows, and of no rows one that has none."""
+    """Collate function that also supports batches without rows."""
 
     def __init__(self, collate: Callable[[Any], Any], dataset: Any) -> None:
         self._collate = collate
@@ -188,14 +192,14 @@ class _CollateAllowingEmpty:
             return self._collate(rows)
         import keras
 
-        some = self._collate([self._dataset[0]])
-        return keras.tree.map_structure(lambda part: part[:0], some)
+        example = self._collate([self._dataset[0]])
+        return keras.tree.map_structure(lambda part: part[:0], example)
 
 
 class _RankBatchSampler:
-    """The indices of this worker, of each batch that a sampler gives.
+    """Batch sampler that yields this worker's indices of each batch of another sampler.
 
-    What the sampler draws follows from the number of the epoch alone, as with arrays.
+    The order depends only on the number of the epoch, as for arrays.
     """
 
     def __init__(self, batches: Any, rank: int, size: int) -> None:
@@ -205,7 +209,7 @@ class _RankBatchSampler:
         self._epoch = -1
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins; one after the last, if `fit` is called again for epoch 0."""
+        """Set the epoch; at least one more than before, if `fit` starts again at epoch 0."""
         self._epoch = max(self._epoch + 1, epoch)
 
     def __len__(self) -> int:
@@ -218,7 +222,7 @@ class _RankBatchSampler:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(max(self._epoch, 0))
-            drawn = list(self._batches)
-        for batch in drawn:
+            batches = list(self._batches)
+        for batch in batches:
             _warn_small_batch(len(batch), self._size)
             yield rank_rows(batch, self._rank, self._size)

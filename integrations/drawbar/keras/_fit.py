@@ -1,4 +1,4 @@
-"""`fit` and `predict` of a prepared model."""
+"""Make model.fit resumable and distribute model.predict over the workers."""
 
 from __future__ import annotations
 
@@ -22,33 +22,39 @@ KerasMethod = Callable[..., Any]
 
 
 def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
-    """Have a `fit` go on where a loaded checkpoint was, also in the middle of an epoch.
+    """Make a `fit` resume from a loaded checkpoint, also in the middle of an epoch.
 
-    It trains no more if a callback had stopped it there.
+    If a callback stopped this run at that checkpoint, `fit` trains no further epochs.
 
-    Keras does not shuffle the batches of `prepare_dataset`, by numbers that each rank draws. When
-    it is over on one rank, all ranks have trained, and the files are there that rank 0 has written.
+    Keras does not shuffle the batches of `prepare_dataset`, since each rank would use other random
+    numbers. When `fit` returns on one rank, all ranks have trained, and rank 0 has written all
+    files.
     """
-
     parameters = inspect.signature(fit).parameters.values()
-    _, *named = (each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+    _, *names = (
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    )
 
     def resumable_fit(x: Any = None, *args: Any, **options: Any) -> Any:
         if isinstance(x, ResumableBatches) and options.get("validation_split"):
             raise ValueError(
-                f"fit has validation_split={options['validation_split']}, and batches of "
-                "prepare_dataset, which it cannot split; split the arrays, and give "
-                "validation_data=prepare_dataset(...) of the rest"
+                f"fit(validation_split={options['validation_split']}) does not support "
+                "prepare_dataset(). Split the arrays and pass "
+                "validation_data=prepare_dataset(x_val, y_val)."
             )
         if (
             isinstance(x, ResumableBatches)
             or hasattr(x, "element_spec")
             or hasattr(x, "batch_sampler")
         ):
-            options["shuffle"] = False  # of the last two it would only warn
-        options.update(zip(named, args, strict=False))
-        given = options.get("callbacks")
-        options["callbacks"] = keras.tree.flatten(getattr(given, "callbacks", given) or [])
+            options["shuffle"] = False  # for the last two, Keras would only warn
+        options.update(zip(names, args, strict=False))
+        callback_list = options.get("callbacks")
+        options["callbacks"] = keras.tree.flatten(
+            getattr(callback_list, "callbacks", callback_list) or []
+        )
         if (set_epoch := getattr(getattr(x, "batch_sampler", None), "set_epoch", None)) is not None:
             _prepend_callback(options, on_epoch_begin=lambda epoch, logs: set_epoch(epoch))
         if _was_stopped_early(model, options):
@@ -59,15 +65,15 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
         if rest is None and options.get("steps_per_epoch") is None and _should_use_tf_data(x):
             from drawbar.keras._tf_data import as_tf_dataset
 
-            x, in_order = as_tf_dataset(x)
-            options["callbacks"].insert(0, in_order)
+            x, epoch_order_callback = as_tf_dataset(x)
+            options["callbacks"].insert(0, epoch_order_callback)
         with warnings.catch_warnings(), write_on_rank_zero(options["callbacks"]) as callbacks:
-            if options.get("steps_per_epoch") is None:  # an epoch ends as its data does
+            if options.get("steps_per_epoch") is None:  # an epoch ends with its data
                 warnings.filterwarnings("ignore", "Your input ran out of data")
             options["callbacks"] = callbacks
-            history = fit(x if rest is None else rest, *args[len(named) :], **options)
+            history = fit(x if rest is None else rest, *args[len(names) :], **options)
         if rest is not None:
-            rest.skip_batches(0)  # whatever it is read for next
+            rest.skip_batches(0)  # later reads start at the first batch
         if get_context().get_world_size() > 1:
             collective.barrier()
         return history
@@ -76,28 +82,28 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
 
 
 def _resumes_after_last_batch(model: Model, options: dict[str, Any]) -> bool:
-    """Whether training goes on from an epoch's last batch, after which its order is over."""
-    begun = model_state(model).loaded_progress
-    is_before_end, begun.is_before_end = begun.is_before_end, False
-    return is_before_end and bool(options.get("initial_epoch", 0) == begun.epochs)
+    """Return whether training resumes after an epoch's last batch, whose order is used up."""
+    progress = model_state(model).loaded_progress
+    is_before_end, progress.is_before_end = progress.is_before_end, False
+    return is_before_end and bool(options.get("initial_epoch", 0) == progress.epochs)
 
 
 def _was_stopped_early(model: Model, options: dict[str, Any]) -> bool:
-    """Whether a callback has stopped this run's training where the checkpoint was.
+    """Return whether a callback stopped this run's training at the loaded checkpoint.
 
-    In another run, which is given that checkpoint, training goes on.
+    A different run that starts from this checkpoint continues training.
     """
-    begun = model_state(model).loaded_progress
-    in_this_run = begun.stopped_in == get_context().get_run_id()
-    return in_this_run and bool(options.get("initial_epoch", 0) == begun.epochs)
+    progress = model_state(model).loaded_progress
+    in_this_run = progress.stopped_in == get_context().get_run_id()
+    return in_this_run and bool(options.get("initial_epoch", 0) == progress.epochs)
 
 
 def _skip_training(model: Model, options: dict[str, Any]) -> None:
     model_state(model).loaded_progress = FitProgress()
-    options["initial_epoch"] = sys.maxsize  # however many epochs there are, none is left
+    options["initial_epoch"] = sys.maxsize  # no epoch is left for any value of `epochs`
 
     def stop(logs: object) -> None:
-        model.stop_training = True  # so that a checkpoint of the end says so too
+        model.stop_training = True  # so that a checkpoint at the end records the stop, too
 
     options["callbacks"].insert(0, keras.callbacks.LambdaCallback(on_train_begin=stop))
 
@@ -109,33 +115,33 @@ def _should_use_tf_data(data: object) -> bool:
 def _remaining_epoch(
     model: Model, data: object, options: dict[str, object]
 ) -> ResumableBatches | None:
-    """Give the data that the epoch in whose middle the checkpoint was goes on with.
+    """Return the data for the rest of the epoch in which the checkpoint was saved.
 
-    None if there is no such epoch; or if nobody knows how many batches it has, or they are not its
-    data's: it begins anew.
+    None if the checkpoint was not saved in mid-epoch, or if the number of batches per epoch is
+    unknown or set by `steps_per_epoch`. The epoch then starts from its first batch.
     """
-    begun, first = model_state(model).loaded_progress, options.get("initial_epoch", 0)
-    batches = begun.batches if first == begun.epochs else 0
+    progress, first = model_state(model).loaded_progress, options.get("initial_epoch", 0)
+    batches = progress.batches if first == progress.epochs else 0
     rest = _as_resumable(data) if batches and options.get("steps_per_epoch") is None else None
     if rest is None:
-        begun.batches = 0
+        progress.batches = 0
         return None
 
     def begin(epoch: int, logs: object) -> None:
         rest.skip_batches(batches if epoch == first else 0)
 
     def begin_batch(batch: int, logs: object) -> None:
-        # Keras goes by how many an epoch has. A step of TensorFlow's that finds no batch would
-        # have counted itself, and drawn its random numbers, so that later epochs were others.
+        # Keras uses the number of batches of a full epoch. A TensorFlow step without a batch would
+        # still count itself and draw random numbers, which would change later epochs.
         if batch >= len(rest):
-            raise StopIteration  # as Keras does where data runs out
-        if model_state(model).loaded_progress is begun:
-            restore_torch_rng(begun)  # the loader of the epoch that goes on has drawn one more
+            raise StopIteration  # as Keras does at the end of data
+        if model_state(model).loaded_progress is progress:
+            restore_torch_rng(progress)  # creating the loader has drawn one more number
 
     def end_batch(batch: int, logs: object) -> None:
-        if model_state(model).loaded_progress is begun:
+        if model_state(model).loaded_progress is progress:
             model_state(model).loaded_progress = FitProgress()
-            restore_metrics(model, begun)  # not before: TensorFlow makes them in the first batch
+            restore_metrics(model, progress)  # TensorFlow creates metrics in the first batch
 
     _prepend_callback(
         options,
@@ -152,7 +158,7 @@ def _prepend_callback(options: dict[str, Any], **events: KerasMethod) -> None:
 
 
 def _as_resumable(data: Any) -> ResumableBatches | None:
-    """Give data so that its first batches can be left out; None if nobody knows how many it has."""
+    """Wrap data so that its first batches can be skipped; None if its length is unknown."""
     if isinstance(data, ResumableBatches):
         return data if data.num_batches else None
     if hasattr(data, "element_spec"):
@@ -162,9 +168,9 @@ def _as_resumable(data: Any) -> ResumableBatches | None:
 
 
 def make_distributed_predict(model: Model, predict: KerasMethod) -> KerasMethod:
-    """Have a `predict` of arrays from `prepare_dataset` give all rows on every rank.
+    """Make `predict` return all rows on every rank if its data is from `prepare_dataset`.
 
-    Each computes a part of them. Anything else is computed by each rank for what it is given.
+    Each rank computes a part of arrays. For other data, each rank computes its own data.
     """
     if keras.backend.backend() == "jax":
         predict = _on_local_devices(model, predict)
@@ -173,17 +179,17 @@ def make_distributed_predict(model: Model, predict: KerasMethod) -> KerasMethod:
         if not isinstance(x, ArrayBatches):
             return predict(x, *args, **options)
         part, rows = x.rank_slice()
-        own = predict(part[0] if isinstance(part, tuple) else part, *args, **options)
-        return keras.tree.map_structure(lambda each: all_gather_rows(each[:rows]), own)
+        predictions = predict(part[0] if isinstance(part, tuple) else part, *args, **options)
+        return keras.tree.map_structure(lambda array: all_gather_rows(array[:rows]), predictions)
 
     return predict_all
 
 
 def _on_local_devices(model: Model, predict: KerasMethod) -> KerasMethod:
-    """`predict` on this worker alone.
+    """Return a `predict` that runs on this worker only.
 
-    JAX would take what every worker gives for its part of one batch, and leave the results apart.
-    So the model has its variables on this worker's own devices meanwhile.
+    JAX would treat the data of each worker as a part of one batch and leave the results
+    distributed. Therefore, the variables are placed on this worker's devices during the call.
     """
 
     def predict_alone(*args: object, **options: object) -> object:
@@ -193,7 +199,7 @@ def _on_local_devices(model: Model, predict: KerasMethod) -> KerasMethod:
         try:
             for variable, value in shared:
                 variable._value = keras.ops.convert_to_tensor(np.asarray(value))
-            model.predict_function = None  # one that was made for another placement
+            model.predict_function = None  # it may be compiled for another placement
             return predict(*args, **options)
         finally:
             for variable, value in shared:

@@ -1,7 +1,7 @@
-"""TensorFlow beside another backend: imported by whom uses it, and by nobody else.
+"""Delay Keras's import of TensorFlow until TensorFlow is used.
 
-Where it is installed, Keras imports it to set its seed, and to ask of all that is saved whether it
-is TensorFlow's: two seconds in each worker, and notices on the console, for nothing.
+If TensorFlow is installed, Keras imports it with every backend, to set its seed and to check
+whether saved objects are TensorFlow's. This takes two seconds per worker and prints messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def delay_tensorflow_import() -> None:
-    """Have Keras, in this process, take TensorFlow for missing until somebody imports it."""
+    """Hide TensorFlow from Keras in this process until other code imports it."""
     for name in ("saving.serialization_lib", "utils.rng_utils"):
         module: Any = importlib.import_module(f"keras.src.{name}")
         module.tf = _LazyTensorFlow()
@@ -24,7 +24,7 @@ def delay_tensorflow_import() -> None:
 
 
 class _LazyTensorFlow:
-    """TensorFlow as Keras asks for it."""
+    """Replacement for the TensorFlow module in Keras."""
 
     @property
     def available(self) -> bool:
@@ -35,7 +35,7 @@ class _LazyTensorFlow:
 
 
 class _SeedOnImportFinder(MetaPathFinder):
-    """Gives TensorFlow, as it is imported, the seed that Keras would have given it before."""
+    """Import hook that seeds TensorFlow with Keras's seed when it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

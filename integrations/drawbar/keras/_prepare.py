@@ -1,4 +1,4 @@
-"""What a training function calls: a model that all workers train, and how far the run has come."""
+"""prepare_model and load_state: train a model on all workers together, and resume it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ def prepare_model(model: Model, *, sync_batch_norm: bool = False) -> Model:
         RuntimeError: Called outside a training function.
 
     Example:
-        >>> model = prepare_model(make_model(), sync_batch_norm=True)
+        ```python
+        model = prepare_model(make_model(), sync_batch_norm=True)
+        ```
     """
     untyped_model: Any = model
     if not getattr(untyped_model, "compiled", False) or not untyped_model.built:
         missing = "compiled" if untyped_model.built else "built"
         raise ValueError(
-            f"The model {untyped_model.name!r} is not {missing}. Give it a keras.Input or call its "
-            "build(), then compile() it before prepare_model"
+            f"prepare_model() needs a built and compiled model, but {untyped_model.name!r} is not "
+            f"{missing}. Add a keras.Input or call build(), and call compile()."
         )
     from drawbar.keras._batch_norm import synchronize_batch_norm
     from drawbar.keras._fit import make_distributed_predict, make_resumable_fit
@@ -56,7 +58,7 @@ def prepare_model(model: Model, *, sync_batch_norm: bool = False) -> Model:
         current_keras_backend(),
         get_context().get_world_size(),
     )
-    has_replicas = size > 1 and backend != "jax"  # with JAX Keras computes over all workers
+    has_replicas = size > 1 and backend != "jax"  # JAX computes one model over all workers
     if has_replicas:
         require_mean_losses(untyped_model)
         broadcast_weights(untyped_model, make_allreduce(backend))
@@ -74,35 +76,48 @@ def prepare_model(model: Model, *, sync_batch_norm: bool = False) -> Model:
 
 
 def load_state(model: Any) -> int:
-    """Load the newest checkpoint of a `ReportCheckpointCallback` into a model and its optimizer.
+    """Load the latest checkpoint and return the epoch to resume from.
 
-    All ranks call it, before or after `prepare_model`.
+    The checkpoint must be from a `ReportCheckpointCallback`. Model and optimizer are restored. Call
+    it on all ranks, before or after `prepare_model`.
 
     Args:
         model: The model that was saved, compiled and built.
 
     Returns:
-        The epoch to go on with, for `fit(initial_epoch=...)`; 0 if the run has no checkpoint yet.
-        From the middle of an epoch the `fit` of a prepared model goes on there, with the metrics
-        gathered so far, if its data has a known number of batches; otherwise that epoch begins
-        anew. Where a callback had stopped this run's training it trains no more.
+        The epoch for `fit(initial_epoch=...)`; 0 if the run has no checkpoint yet. If the
+        checkpoint was saved in mid-epoch, the `fit` of a prepared model resumes there, with the
+        accumulated metrics, provided that the data has a known number of batches. Otherwise, the
+        epoch starts from its first batch. If a callback stopped this run's training at the
+        checkpoint, `fit` trains no further epochs.
 
     Raises:
-        FileNotFoundError: The checkpoint holds no model of that callback.
+        FileNotFoundError: The checkpoint has no model file of that callback.
+
+    Example:
+        ```python
+        model = prepare_model(make_model())
+        model.fit(
+            prepare_dataset(x, y, batch_size=64),
+            epochs=10,
+            initial_epoch=load_state(model),
+            callbacks=[ReportCheckpointCallback()],
+        )
+        ```
     """
     checkpoint = get_agreed_checkpoint()
     if checkpoint is None:
         return 0
-    with checkpoint.as_directory() as folder:
-        path = Path(folder, MODEL_FILE)
+    with checkpoint.as_directory() as directory:
+        path = Path(directory, MODEL_FILE)
         if not path.exists():
             raise FileNotFoundError(
-                f"{checkpoint} has no file {MODEL_FILE!r}, which ReportCheckpointCallback saves"
+                f"{checkpoint} has no file {MODEL_FILE!r}. Save it with ReportCheckpointCallback."
             )
         if getattr(model, "optimizer", None) is not None:
             model.optimizer.build(model.trainable_variables)
         model.load_weights(str(path))
-        progress = FitProgress.read(Path(folder))
+        progress = FitProgress.read(Path(directory))
     restore_seeds(model, progress)
     model_state(model).loaded_progress = progress
     return progress.epochs

@@ -1,6 +1,6 @@
-"""How far training has come, which lies beside the model in a checkpoint and is known of a model.
+"""Training progress stored next to the model in a checkpoint.
 
-`progress.json` has what is one value each, `progress.npz` the arrays.
+Scalars are stored in `progress.json`, arrays in `progress.npz`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ GENERATORS = "generators"
 
 @dataclass
 class FitProgress:
-    """What is done.
+    """Progress of `fit`.
 
     Args:
-        epochs: Whole epochs.
-        batches: Batches of the epoch after them.
-        events: How often each event was heard of.
-        callbacks: The state of other callbacks.
-        arrays: Lists of arrays, by name: of the metrics, of random seeds, of callbacks.
-        is_before_end: Whether the data has not heard yet of the last of these epochs' end.
-        stopped_in: The id of the run in which a callback has stopped training there; or nothing.
+        epochs: Completed epochs.
+        batches: Completed batches of the following epoch.
+        events: Number of occurrences of each Keras event.
+        callbacks: Scalar state of other callbacks.
+        arrays: Lists of arrays by name: metrics, random seeds, and state of callbacks.
+        is_before_end: Whether the data has not yet received `on_epoch_end` of the last epoch.
+        stopped_in: ID of the run in which a callback stopped training here, or "".
     """
 
     epochs: int = 0
@@ -44,27 +44,29 @@ class FitProgress:
     is_before_end: bool = False
     stopped_in: str = ""
 
-    def write(self, folder: Path) -> None:
-        """Write it into a checkpoint."""
+    def write(self, directory: Path) -> None:
+        """Write the progress to a checkpoint directory."""
         values = {**vars(self)}
         arrays = values.pop("arrays")
-        (folder / VALUES_FILE).write_text(json.dumps(values))
-        numbered = {f"{name}/{i}": each for name in arrays for i, each in enumerate(arrays[name])}
+        (directory / VALUES_FILE).write_text(json.dumps(values))
+        numbered = {
+            f"{name}/{index}": array for name in arrays for index, array in enumerate(arrays[name])
+        }
         if numbered:
             import numpy as np
 
-            np.savez(folder / ARRAYS, **numbered)
+            np.savez(directory / ARRAYS, **numbered)
 
     @classmethod
-    def read(cls, folder: Path) -> FitProgress:
-        """Read how far a checkpoint has come; nowhere if it does not say."""
-        if not (folder / VALUES_FILE).exists():
+    def read(cls, directory: Path) -> FitProgress:
+        """Read the progress from a checkpoint directory; zero progress if it has none."""
+        if not (directory / VALUES_FILE).exists():
             return cls()
-        progress = cls(**json.loads((folder / VALUES_FILE).read_text()))
-        if (folder / ARRAYS).exists():
+        progress = cls(**json.loads((directory / VALUES_FILE).read_text()))
+        if (directory / ARRAYS).exists():
             import numpy as np
 
-            with np.load(folder / ARRAYS) as numbered:
+            with np.load(directory / ARRAYS) as numbered:
                 for name in numbered.files:  # in the order in which they were written
                     progress.arrays.setdefault(name.rpartition("/")[0], []).append(numbered[name])
         return progress
@@ -76,15 +78,14 @@ def _identity_allreduce(tensors: Sequence[Tensor], weight: object = None) -> lis
 
 @dataclass
 class ModelState:
-    """What is known of a model.
+    """State of a model in this process.
 
     Args:
-        totals: Sums over the ranks; of one that JAX computes on all ranks, or of one rank, nothing
-            is left to sum up.
-        begun: The progress that was loaded, until a `fit` has gone on with it.
-        rows: How many rows this worker has of the batch, while a step runs on it.
-        last_rows: A variable: how many it had of the last batch.
-        is_prepared: Whether all workers train it together.
+        allreduce: Sums tensors over the ranks. With JAX or one rank, it returns them unchanged.
+        loaded_progress: Progress of the loaded checkpoint, until a `fit` has resumed from it.
+        rows: Number of this worker's rows in the current batch, during a step.
+        last_rows: Variable with the number of this worker's rows in the last batch.
+        is_prepared: Whether all workers train the model together.
     """
 
     allreduce: AllReduce = _identity_allreduce
@@ -98,18 +99,18 @@ _trainings: WeakKeyDictionary[object, ModelState] = WeakKeyDictionary()
 
 
 def model_state(model: object) -> ModelState:
-    """Give what is known of a model, which may be nothing yet."""
+    """Return the state of a model, which is created if necessary."""
     return _trainings.setdefault(model, ModelState())
 
 
 def extra_state(model: Model) -> dict[str, list[Any]]:
-    """Give what a model's own file leaves out. Ranks with replicas must all call it."""
-    if not hasattr(model, "metrics_variables"):  # of Keras 2
+    """Return state that Keras does not save with a model. Collective for ranks with replicas."""
+    if not hasattr(model, "metrics_variables"):  # Keras 2
         return {}
-    metrics = model_state(model).allreduce([each.value for each in model.metrics_variables])
+    metrics = model_state(model).allreduce([variable.value for variable in model.metrics_variables])
     return {
-        "metrics": [to_numpy(each) for each in metrics],
-        "seeds": [each.numpy() for each in _seed_variables(model)],
+        "metrics": [to_numpy(metric) for metric in metrics],
+        "seeds": [variable.numpy() for variable in _seed_variables(model)],
         GENERATORS: collective.all_gather(_torch_rng_state())
         if current_keras_backend() == "torch"
         else [],
@@ -117,22 +118,22 @@ def extra_state(model: Model) -> dict[str, list[Any]]:
 
 
 def restore_seeds(model: Model, progress: FitProgress) -> None:
-    """Have a model draw the numbers that it would have drawn."""
+    """Restore the random seeds of a model and of PyTorch."""
     restore_torch_rng(progress)
-    if found := progress.arrays.get("seeds"):
-        for variable, value in zip(_seed_variables(model), found, strict=False):
+    if seeds := progress.arrays.get("seeds"):
+        for variable, value in zip(_seed_variables(model), seeds, strict=False):
             variable.assign(value)
 
 
 def restore_torch_rng(progress: FitProgress) -> None:
-    """Have PyTorch draw the numbers that it would have drawn, on each rank its own."""
+    """Restore the random generators of PyTorch with the state of this rank."""
     if states := progress.arrays.get(GENERATORS):
         rank = get_context().get_world_rank()
         _set_torch_rng_state(states[rank if rank < len(states) else 0])
 
 
 def restore_metrics(model: Model, progress: FitProgress) -> None:
-    """Add what all ranks had gathered for metrics, on one of them if they are to be added up."""
+    """Restore accumulated metrics; with replicas only on rank 0, since they are summed later."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
     if model_state(model).allreduce is _identity_allreduce or get_context().get_world_rank() == 0:
@@ -142,24 +143,24 @@ def restore_metrics(model: Model, progress: FitProgress) -> None:
 
 
 def _torch_rng_state() -> Any:
-    """Give the state of PyTorch's own generators, which draw what a layer has no seed for."""
+    """Return the state of PyTorch's global generators, used by layers without their own seed."""
     import numpy as np
     import torch
 
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())
-    return np.concatenate([each.numpy() for each in states])
+    return np.concatenate([state.numpy() for state in states])
 
 
 def _set_torch_rng_state(state: Any) -> None:
     import torch
 
-    on_cpu = len(torch.get_rng_state())
-    torch.set_rng_state(torch.from_numpy(state[:on_cpu]))
-    if len(state) > on_cpu and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(state[on_cpu:]))
+    cpu_size = len(torch.get_rng_state())
+    torch.set_rng_state(torch.from_numpy(state[:cpu_size]))
+    if len(state) > cpu_size and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(state[cpu_size:]))
 
 
 def _seed_variables(model: Model) -> list[Variable]:
-    return [each for each in model.variables if "float" not in each.dtype]
+    return [variable for variable in model.variables if "float" not in variable.dtype]

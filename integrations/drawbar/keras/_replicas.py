@@ -1,10 +1,10 @@
-"""How replicas stay equal, with PyTorch and TensorFlow, where each worker has one.
+"""Keep model replicas equal with the torch and tensorflow backends.
 
-After rank 0's weights were copied to all, every step begins and ends with equal ones: the gradients
-are averaged before an optimizer gets them, by how many rows each rank had of the batch, and so is,
-in the same collective, what layers such as BatchNormalization have gathered. Metrics are added up
-when they are read: at the end of an epoch and of `evaluate`. A rank that has no row of a batch goes
-along with a row of zeros, of which nothing is counted.
+Rank 0's weights are copied to all ranks at the start. After that, every step keeps them equal:
+gradients are averaged before the optimizer uses them, weighted by the rows of each rank. The same
+collective averages statistics of layers such as BatchNormalization. Metrics are summed when they
+are read, at the end of an epoch and of `evaluate`. A rank that has no rows of a batch computes a
+row of zeros with weight 0.
 """
 
 from __future__ import annotations
@@ -24,26 +24,30 @@ from drawbar.train import collective, get_context
 Step = Callable[[Any], object]
 
 _patched_optimizers: WeakSet[Optimizer] = WeakSet()
-"""The optimizers that are given averages."""
+"""Optimizers whose `apply` already averages gradients."""
 
 
 def broadcast_weights(model: Model, totals: AllReduce) -> None:
-    """Give all ranks rank 0's weights, and its state of the optimizers."""
-    states = [variable for each in _find_optimizers(model) for variable in each.variables]
-    variables, leads = [*model.variables, *states], get_context().get_world_rank() == 0
-    floats = [each for each in variables if "float" in each.dtype]
-    # Not times 0: what is infinite on another rank would be no number on all of them.
-    own = [each.value if leads else keras.ops.zeros_like(each.value) for each in floats]
-    for variable, value in zip(floats, totals(own), strict=True):
+    """Copy rank 0's weights and optimizer state to all ranks."""
+    states = [variable for optimizer in _find_optimizers(model) for variable in optimizer.variables]
+    variables, is_rank_zero = [*model.variables, *states], get_context().get_world_rank() == 0
+    floats = [variable for variable in variables if "float" in variable.dtype]
+    # Use zeros_like instead of multiplying by 0, since infinite values would become NaN.
+    values = [
+        variable.value if is_rank_zero else keras.ops.zeros_like(variable.value)
+        for variable in floats
+    ]
+    for variable, value in zip(floats, totals(values), strict=True):
         variable.assign(value)
-    others = [each for each in variables if "float" not in each.dtype]  # counters and seeds
-    values = collective.broadcast_from_rank_zero([each.numpy() for each in others])
-    for variable, value in zip(others, values, strict=True):
-        variable.assign(value)
+    # Counters and seeds.
+    others = [variable for variable in variables if "float" not in variable.dtype]
+    arrays = collective.broadcast_from_rank_zero([variable.numpy() for variable in others])
+    for variable, array in zip(others, arrays, strict=True):
+        variable.assign(array)
 
 
 def synchronize_replicas(model: Model, totals: AllReduce) -> None:
-    """Have every step leave equal weights, also those with an optimizer of a later `compile`."""
+    """Make every step keep the replicas equal, also after the model is compiled again."""
     compile = model.compile
 
     def compile_and_average(*args: object, **options: object) -> None:
@@ -58,45 +62,44 @@ def synchronize_replicas(model: Model, totals: AllReduce) -> None:
 
 
 def require_mean_losses(model: Model) -> None:
-    """Refuse a loss that is a sum over rows: what workers have of it is averaged.
+    """Reject losses that are sums over rows, because gradients of workers are averaged.
 
     Raises:
-        ValueError: The model was compiled with such a loss.
+        ValueError: The model has a loss with `reduction="sum"`.
     """
-    for each in keras.tree.flatten(model.loss):
-        if getattr(each, "reduction", None) == "sum":
+    for loss in keras.tree.flatten(model.loss):
+        if getattr(loss, "reduction", None) == "sum":
             raise ValueError(
-                f"the loss {getattr(each, 'name', each)!r} has reduction='sum'; with this backend "
-                "of Keras's the workers' gradients are averaged, which would divide it by their "
-                "number. Set reduction='sum_over_batch_size', and a learning rate that is larger "
-                "by the batch size"
+                f"Loss {getattr(loss, 'name', loss)!r} uses reduction='sum', but the workers' "
+                "gradients are averaged. Use reduction='sum_over_batch_size' and multiply the "
+                "learning rate by the batch size."
             )
 
 
 def _find_optimizers(model: object) -> list[Optimizer]:
-    """Give those that a model trains with: its own, and others that a subclass has beside it."""
-    found: dict[int, Optimizer] = {}
-    for held in vars(model).values():
-        parts = held.values() if isinstance(held, Mapping) else held
-        for each in parts if isinstance(held, Mapping | list | tuple) else [held]:
-            if isinstance(each, keras.optimizers.Optimizer):
-                found[id(each)] = each
-    return list(found.values())
+    """Return all optimizers of a model, including additional ones of a subclass."""
+    optimizers: dict[int, Optimizer] = {}
+    for attribute in vars(model).values():
+        items = attribute.values() if isinstance(attribute, Mapping) else attribute
+        for item in items if isinstance(attribute, Mapping | list | tuple) else [attribute]:
+            if isinstance(item, keras.optimizers.Optimizer):
+                optimizers[id(item)] = item
+    return list(optimizers.values())
 
 
 def _track_batch_rows(model: Model) -> None:
-    """Have steps know how many rows this worker has of the batch; it may have none."""
+    """Record in each step how many rows of the batch this worker has; it may have none."""
     training = model_state(model)
     training.last_rows = keras.Variable(1.0, trainable=False, name="last_rows")
     read = model._get_metrics_result_or_logs
 
     def with_row_count(run: Step) -> Step:
         def step(data: object) -> object:
-            parts = (each for each in keras.tree.flatten(data) if each is not None)
+            parts = (part for part in keras.tree.flatten(data) if part is not None)
             training.rows = rows = keras.ops.shape(next(parts))[0]
-            has_some = isinstance(rows, int) and rows > 0  # in TensorFlow's graphs nobody knows
+            has_rows = isinstance(rows, int) and rows > 0  # unknown in TensorFlow's graphs
             try:
-                logs = run(data) if has_some else read(_run_on_empty_batch(model, run, data, rows))
+                logs = run(data) if has_rows else read(_run_on_empty_batch(model, run, data, rows))
             finally:
                 training.rows = None
             training.last_rows.assign(keras.ops.cast(rows, "float32"))
@@ -108,11 +111,11 @@ def _track_batch_rows(model: Model) -> None:
         with_row_count(model.train_step),
         with_row_count(model.test_step),
     )
-    model.test_function = None  # one that was made before
+    model.test_function = None  # discard a function traced with the old test_step
 
 
 def _run_on_empty_batch(model: Model, run: Step, data: object, rows: Any) -> object:
-    """Run a step on a row of zeros if this worker has none; its metrics then stay as they were."""
+    """Run a step on a row of zeros if the batch has no rows, and keep the metrics unchanged."""
 
     def or_zeros(part: Any) -> Any:
         def zeros() -> object:
@@ -120,7 +123,7 @@ def _run_on_empty_batch(model: Model, run: Step, data: object, rows: Any) -> obj
 
         return None if part is None else keras.ops.cond(rows == 0, zeros, lambda: part)
 
-    before = [(each, keras.ops.copy(each.value)) for each in model.metrics_variables]
+    before = [(variable, keras.ops.copy(variable.value)) for variable in model.metrics_variables]
     logs = run(keras.tree.map_structure(or_zeros, data))
     for variable, value in before:
         variable.assign(keras.ops.where(rows == 0, value, variable.value))
@@ -129,8 +132,8 @@ def _run_on_empty_batch(model: Model, run: Step, data: object, rows: Any) -> obj
 
 def _patch_optimizers(model: Model, totals: AllReduce) -> None:
     if keras.backend.backend() == "tensorflow":
-        model.jit_compile = False  # XLA knows no collectives of TensorFlow's
-    model.train_function = None  # one that was made before averages nothing
+        model.jit_compile = False  # XLA does not support TensorFlow's collectives
+    model.train_function = None  # discard a function traced without averaging
     for optimizer in _find_optimizers(model):
         if optimizer not in _patched_optimizers:
             _patched_optimizers.add(optimizer)
@@ -141,22 +144,25 @@ def _with_averaged_gradients(
     apply: Callable[..., object], model: Model, totals: AllReduce
 ) -> Callable[..., None]:
     def apply_averaged(grads: Sequence[Tensor | None], trainable_variables: object = None) -> None:
-        gathered = _layer_statistics(model)
-        given = [gradient for gradient in grads if gradient is not None]
+        statistics = _layer_statistics(model)
+        gradients = [gradient for gradient in grads if gradient is not None]
         rows = model_state(model).rows
         means = iter(
-            totals([*given, *(each.value for each in gathered)], weight=1 if rows is None else rows)
+            totals(
+                [*gradients, *(variable.value for variable in statistics)],
+                weight=1 if rows is None else rows,
+            )
         )
         averaged = [None if gradient is None else next(means) for gradient in grads]
         apply(averaged, trainable_variables)
-        for variable, value in zip(gathered, means, strict=True):
+        for variable, value in zip(statistics, means, strict=True):
             variable.assign(value)
 
     return apply_averaged
 
 
 def _layer_statistics(model: Model) -> list[Variable]:
-    """Give what layers change by themselves, without the weights of those that are frozen."""
+    """Return the non-trainable float variables of trainable layers, such as moving averages."""
     return [
         variable
         for layer in model._flatten_layers()
@@ -172,26 +178,27 @@ def _patch_metrics(model: Model, totals: AllReduce) -> None:
     def global_results(logs: object) -> object:
         are_metrics = result(logs) is not logs
         metrics, variables = _metric_values(model), model.metrics_variables
-        own = [variable.numpy() for variable in variables]
+        local_values = [variable.numpy() for variable in variables]
         for variable, value in zip(
-            variables, totals([each.value for each in variables]), strict=True
+            variables, totals([variable.value for variable in variables]), strict=True
         ):
             variable.assign(value)
         try:
-            metrics_of_all = _metric_values(model)
+            global_metrics = _metric_values(model)
         finally:
-            for variable, value in zip(variables, own, strict=True):
+            for variable, value in zip(variables, local_values, strict=True):
                 variable.assign(value)
         if are_metrics:
-            return metrics_of_all
-        assert isinstance(logs, Mapping)  # Keras takes nothing else
+            return global_metrics
+        assert isinstance(logs, Mapping)  # required by Keras
         rows = float(model_state(model).last_rows.numpy())
-        # A step of the user's own gave these: some may be metrics, what else they are is averaged.
+        # The logs are from a custom step. Logs that equal a metric get its global value; others are
+        # averaged.
         means = _weighted_means(
-            {"logs": logs, "is": _matching_metrics(logs, metrics)}, totals, rows
+            {"logs": logs, "is_metric": _matching_metrics(logs, metrics)}, totals, rows
         )
         return {
-            name: metrics_of_all[name] if to_numpy(means["is"][name]) == 1 else mean
+            name: global_metrics[name] if to_numpy(means["is_metric"][name]) == 1 else mean
             for name, mean in means["logs"].items()
         }
 
@@ -199,13 +206,13 @@ def _patch_metrics(model: Model, totals: AllReduce) -> None:
 
 
 def _metric_values(model: Model) -> dict[str, Any]:
-    """Give what the metrics say now: a result may be the very variable that the metric adds to."""
-    found = model.get_metrics_result()
-    return {name: np.array(to_numpy(each)) for name, each in found.items()}
+    """Return copies of the metrics' values, since a result may be the metric's own variable."""
+    results = model.get_metrics_result()
+    return {name: np.array(to_numpy(value)) for name, value in results.items()}
 
 
 def _matching_metrics(logs: Mapping[str, object], metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Say by 1 which logs are what this worker's metrics of their names say."""
+    """Return 1 for each log that equals this worker's metric of the same name, else 0."""
     return {
         name: float(name in metrics and np.allclose(metrics[name], to_numpy(log), rtol=1e-5))
         for name, log in logs.items()
@@ -214,5 +221,5 @@ def _matching_metrics(logs: Mapping[str, object], metrics: Mapping[str, Any]) ->
 
 def _weighted_means(values: Any, totals: AllReduce, rows: float) -> Any:
     """Average a structure of values by the workers' rows of the batch."""
-    own = [keras.ops.convert_to_tensor(each, "float32") for each in keras.tree.flatten(values)]
-    return keras.tree.pack_sequence_as(values, totals(own, weight=rows))
+    tensors = [keras.ops.convert_to_tensor(leaf, "float32") for leaf in keras.tree.flatten(values)]
+    return keras.tree.pack_sequence_as(values, totals(tensors, weight=rows))

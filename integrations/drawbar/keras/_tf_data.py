@@ -1,6 +1,6 @@
-"""The batches of arrays as TensorFlow reads them by itself, for `fit`.
+"""Read array batches with tf.data instead of Python calls.
 
-Those of a `PyDataset` cost it a call of Python's each, which is twice as much.
+Reading batches from a `PyDataset` needs one Python call per batch, which takes twice as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from drawbar.keras._data import rank_rows_in_graph
 
 
 def as_tf_dataset(batches: ArrayBatches) -> tuple[tf.data.Dataset, Any]:
-    """Give the batches of an epoch, and the callback with which each has its own order."""
+    """Return a dataset of the batches of an epoch, and a callback that sets each epoch's order."""
     with tf.device("CPU"):
         arrays = keras.tree.map_structure(tf.convert_to_tensor, batches.arrays)
         order = tf.Variable(np.asarray(batches.epoch_order()), dtype=tf.int64)
@@ -35,5 +35,5 @@ def as_tf_dataset(batches: ArrayBatches) -> tuple[tf.data.Dataset, Any]:
         order.assign(np.asarray(batches.epoch_order()))
 
     dataset = tf.data.Dataset.range(len(batches)).map(batch).prefetch(tf.data.AUTOTUNE)
-    # As Keras does with a `PyDataset`: it ends an epoch before it begins the first.
+    # Keras also calls on_epoch_end of a `PyDataset` once before the first epoch.
     return dataset, keras.callbacks.LambdaCallback(on_train_begin=advance, on_epoch_end=advance)

@@ -1,4 +1,4 @@
-"""KerasTrainer: the trainer for functions written in Keras 3."""
+"""KerasTrainer: run a Keras training function on Ray workers."""
 
 from __future__ import annotations
 
@@ -18,27 +18,39 @@ from drawbar.train.backend import BackendConfig, TrainFunction
 
 
 class KerasTrainer(DataParallelTrainer):
-    """Run a function with a `model.fit` of Keras 3 on every worker.
-
-        def train_loop(config):
-            model = prepare_model(make_model())  # built and compiled
-            data = prepare_dataset(x, y, batch_size=64)
-            begin = load_state(model)
-            callback = ReportCheckpointCallback()
-            model.fit(data, epochs=10, initial_epoch=begin, callbacks=[callback])
-
-        KerasTrainer(
-            train_loop, keras_backend="jax", scaling_config=ScalingConfig(num_workers=4)
-        ).fit()
+    """Run a Keras 3 training function with `model.fit` on every worker.
 
     Args:
-        train_loop_per_worker: The training function; takes `train_loop_config` or nothing.
-        keras_backend: "torch", "jax" or "tensorflow". Default: that of Keras in this process, if it
-            is imported, or else KERAS_BACKEND, or else "tensorflow".
-        backend_config: How the backend's processes meet: a `TorchConfig`, `JaxConfig` or
+        train_loop_per_worker: Training function; takes `train_loop_config` or nothing.
+        train_loop_config: Argument of the training function.
+        keras_backend: "torch", "jax", or "tensorflow". Default: the backend of Keras if it is
+            imported in this process, or else KERAS_BACKEND, or else "tensorflow".
+        backend_config: Configuration of the backend: a `TorchConfig`, `JaxConfig`, or
             `TensorflowConfig`.
+        scaling_config: Number of workers and their resources.
+        run_config: Run configuration: storage, restarts, callbacks.
+        datasets: Datasets by name, for `drawbar.train.get_dataset_shard()`.
+        dataset_config: Distribution of the datasets to the workers.
+        metadata: User data, for `drawbar.train.get_context().get_metadata()`.
+        resume_from_checkpoint: Checkpoint from which the first attempt starts.
+        validation_config: Validation of checkpoints. See `drawbar.train.report()`.
 
-    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
+    Raises:
+        TypeError, ValueError: An argument is invalid; see `drawbar.train.DataParallelTrainer`.
+
+    Example:
+        ```python
+        def train_func(config):
+            model = prepare_model(make_model())  # built and compiled
+            data = prepare_dataset(x, y, batch_size=64)
+            callback = ReportCheckpointCallback()
+            initial_epoch = load_state(model)
+            model.fit(data, epochs=10, initial_epoch=initial_epoch, callbacks=[callback])
+
+        KerasTrainer(
+            train_func, keras_backend="jax", scaling_config=ScalingConfig(num_workers=4)
+        ).fit()
+        ```
     """
 
     def __init__(

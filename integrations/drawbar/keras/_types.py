@@ -1,4 +1,4 @@
-"""What is used of Keras's models, which have no types."""
+"""Protocols for the Keras classes in use. Keras ships no type hints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Variable(Protocol):
     @property
     def value(self) -> Tensor: ...
 
-    def numpy(self) -> Any: ...  # an array of NumPy's, of whatever type
+    def numpy(self) -> Any: ...  # a NumPy array of any dtype
 
     def assign(self, value: object, /) -> object: ...
 
@@ -51,14 +51,14 @@ class BatchNormLayer(Layer, Protocol):
 
 
 class Optimizer(Protocol):
-    """What a model trains with."""
+    """An optimizer."""
 
     variables: Sequence[Variable]
     apply: Callable[..., object]
 
 
 class Model(Protocol):
-    """A model that is compiled."""
+    """A compiled model."""
 
     variables: Sequence[Variable]
     metrics_variables: Sequence[Variable]

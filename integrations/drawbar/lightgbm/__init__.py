@@ -1,7 +1,7 @@
-"""LightGBM on a group of Ray actors: declared, or with a training function of one's own.
+"""LightGBM training on Ray, with or without a training function.
 
-Its names are those of `drawbar.xgboost`, besides three for what XGBoost does by itself:
-`get_network_params`, `GlobalEvaluation` and `normalize_pandas_for_lightgbm`.
+It has the same names as `drawbar.xgboost`, and three for tasks that XGBoost handles itself:
+`get_network_params`, `GlobalEvaluation`, and `normalize_pandas_for_lightgbm`.
 """
 
 from drawbar._boosting import allreduce_metric

@@ -1,8 +1,8 @@
-"""How LightGBM workers meet: the settings, and the network that is up around the function.
+"""LightGBMConfig and the setup of LightGBM workers.
 
-LightGBM would connect the workers inside `lightgbm.train`, from a list of addresses in the
-parameters. Here they are connected before the training function starts, so that a `Dataset` that is
-made before the booster has its bins agreed as well, and a port is bound right after it was found.
+LightGBM would connect the workers in `lightgbm.train`, from a list of addresses in the parameters.
+Drawbar connects them before the training function starts. A `Dataset` that is created before the
+booster then has common bins as well, and a port is bound right after it was found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from drawbar.train import collective, get_context
 from drawbar.train.backend import Backend, get_worker_address, make_import_error, parse_duration
 
 try:
-    from lightgbm import Booster  # noqa: F401  # here first, for what the error says
+    from lightgbm import Booster  # noqa: F401  # the first import, for the error message
 except ImportError as error:
     raise make_import_error("lightgbm", extra="lightgbm") from error
 
@@ -31,27 +31,33 @@ from drawbar.lightgbm._network.sockets import reset_connections_on_failure
 from drawbar.lightgbm._parameters import drop_parameters, find_alias, get_parameter
 
 CONNECT_DELAY_S = 0.02
-"""How long rank 0 waits before it looks for the others; those between them wait less."""
+"""Delay in seconds with which rank 0 connects to the others. Higher ranks wait less."""
 
 
 @dataclass(frozen=True)
 class LightGBMConfig(BoostingConfig):
-    """How the workers' network is made that is up when the training function starts.
+    """Configure LightGBM's network between the workers.
 
     Args:
-        ports: The first and the last TCP port that workers may listen on, as when a firewall lets
-            only some through; a node needs one for each of its workers. Default: any free one,
-            preferably between 20000 and 29999.
-        timeout_s: How long a worker waits for another: seconds, or a timedelta; LightGBM counts
-            whole minutes.
+        port_range: First and last TCP port on which workers may listen, for example if a firewall
+            allows only some. A node needs one port per worker. Default: any free port, preferably
+            between 20000 and 29999.
+        timeout_s: Time to wait for other workers: seconds or a timedelta. LightGBM uses whole
+            minutes.
         import_sklearn: Whether a worker imports scikit-learn with LightGBM, which takes about a
-            second and is what `LGBMClassifier` and the like need. Default: only where code of
-            yours runs, as a training function, a callback or a metric.
-        import_pandas: Whether a worker that does without scikit-learn imports pandas, which takes
-            a fifth of a second and is what LightGBM needs to be given frames. Default: as above.
+            second. Estimators such as `LGBMClassifier` need it. Default: only if user code runs on
+            the workers, such as a training function, a callback, or a metric.
+        import_pandas: Whether a worker without scikit-learn imports pandas, which takes 0.2 s.
+            LightGBM needs it to accept DataFrames. Default: only if user code runs on the workers.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
+
+    Example:
+        ```python
+        config = LightGBMConfig(port_range=(20000, 20100))
+        trainer = LightGBMTrainer(train_func, lightgbm_config=config)
+        ```
     """
 
     library_module: ClassVar[str] = "lightgbm"
@@ -70,29 +76,39 @@ class LightGBMConfig(BoostingConfig):
             return
         if len(self.port_range) != 2 or not all(isinstance(port, int) for port in self.port_range):
             raise TypeError(
-                "LightGBMConfig.ports must be the first and the last port, found "
-                f"{self.port_range!r}"
+                "LightGBMConfig.port_range must be the first and the last port, found "
+                f"{self.port_range!r}."
             )
         if not 1024 <= self.port_range[0] <= self.port_range[1] <= 65535:
             raise ValueError(
-                "LightGBMConfig.ports must be the first and the last port, both from 1024 to "
-                f"65535, found {self.port_range!r}"
+                "LightGBMConfig.port_range must be the first and the last port, both from 1024 to "
+                f"65535, found {self.port_range!r}."
             )
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class with the controller's part."""
+        """Class of the backend."""
         return LightGBMBackend
 
     def train_func_context(self) -> AbstractContextManager[None]:
-        """Connect the workers before the training function, part them after it."""
+        """Connect the workers for the training function and disconnect them afterwards."""
         return _set_up(self)
 
 
 class LightGBMBackend(Backend):
-    """The controller's part: nothing. The workers tell each other where they are."""
+    """Backend of LightGBMTrainer. It has no controller part; worker processes are reused.
 
-    can_reuse_processes = True  # a network that has failed leaves nothing behind in the process
+    Example:
+        ```python
+        @dataclass(frozen=True)
+        class MyConfig(BackendConfig):
+            @property
+            def backend_cls(self):
+                return drawbar.lightgbm.LightGBMBackend
+        ```
+    """
+
+    can_reuse_processes = True  # a failed network leaves no state in the process
 
 
 @contextmanager
@@ -104,12 +120,12 @@ def _set_up(config: LightGBMConfig) -> Iterator[None]:
             call()
 
 
-# By thread: in the worlds of `drawbar.train.testing` the ranks are threads.
+# Thread-local, because ranks are threads in `drawbar.train.testing`.
 _success_callbacks = threading.local()
 
 
 def on_success(call: Callable[[], None]) -> None:
-    """Call something when the training function has returned; not if it has raised."""
+    """Register a function to call when the training function returns without an exception."""
     _success_callbacks.at.append(call)
 
 
@@ -125,7 +141,7 @@ def _network(config: LightGBMConfig) -> Iterator[None]:
         machines = collective.all_gather(f"{get_worker_address()}:{port}")
         time.sleep(_connect_delay())
         try:
-            assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
+            assert not isinstance(config.timeout_s, timedelta)  # converted in __post_init__
             _c_api.init_network(machines, port, math.ceil(config.timeout_s / 60))
             with reset_connections_on_failure(machines, port):
                 yield
@@ -134,36 +150,40 @@ def _network(config: LightGBMConfig) -> Iterator[None]:
 
 
 def _connect_delay() -> float:
-    """How many seconds this rank lets higher ones begin to listen.
+    """Return the delay in seconds with which this rank connects to higher ranks.
 
-    LightGBM's lower ranks connect to the higher ones, and wait 0.2 s if nobody listens yet.
+    LightGBM's lower ranks connect to higher ones, and retry after 0.2 s if these do not listen yet.
     """
     context = get_context()
     return CONNECT_DELAY_S * (1 - context.get_world_rank() / (context.get_world_size() - 1))
 
 
 def get_network_params(tree_learner: str = "data") -> dict[str, object]:
-    """Give the parameters that make `lightgbm.train` use this run's network and CPUs.
+    """Return parameters with which lightgbm.train uses the run's network and CPUs.
 
-    The network is up already, so there are no addresses and ports among them.
-
-        params = {"objective": "binary", **drawbar.lightgbm.get_network_params()}
+    The network is already connected, so the parameters contain no addresses or ports.
 
     Args:
-        tree_learner: "data", or "voting" for many features on a slow network; LightGBM has no
-            "feature" here. One worker alone has LightGBM's "serial".
+        tree_learner: "data", or "voting" for many features on a slow network. "feature" is not
+            available. A single worker always uses LightGBM's "serial".
 
     Returns:
-        `num_threads`, and with several workers `num_machines`, `tree_learner` and `pre_partition`.
+        `num_threads` and, with several workers, `num_machines`, `tree_learner`, `pre_partition`.
 
     Raises:
         RuntimeError: Called outside a training function.
-        ValueError: There is no such tree learner.
+        ValueError: The tree learner is not supported.
+
+    Example:
+        ```python
+        params = {"objective": "binary", **drawbar.lightgbm.get_network_params()}
+        booster = lightgbm.train(params, train_set)
+        ```
     """
     if tree_learner not in ("data", "voting"):
         raise ValueError(
-            f"tree_learner must be 'data' or 'voting', found {tree_learner!r}; LightGBM's Python "
-            "package has no 'feature', and one worker alone has 'serial' by itself"
+            f"tree_learner must be 'data' or 'voting', found {tree_learner!r}. LightGBM's Python "
+            "package does not support 'feature', and a single worker uses 'serial'."
         )
     workers = get_context().get_world_size()
     threads: dict[str, object] = {"num_threads": worker_threads()}
@@ -174,20 +194,22 @@ def get_network_params(tree_learner: str = "data") -> dict[str, object]:
 
 
 def add_network_parameters(params: Mapping[str, object]) -> dict[str, object]:
-    """Give the parameters with the run's network and this worker's threads where none are set.
+    """Add the run's network and this worker's threads to parameters that do not set them.
 
     Raises:
         RuntimeError: Called outside a training function.
-        ValueError: The tree learner does not work with workers.
+        ValueError: The tree learner does not support several workers.
     """
     learner = str(get_parameter(params, "tree_learner", "data")).removesuffix("_parallel")
     if int(get_parameter(params, "num_threads", 0)) <= 0:
         params = drop_parameters(params, "num_threads")
-    given = {name: value for name, value in params.items() if value is not None}
+    user_params = {name: value for name, value in params.items() if value is not None}
     network_params = get_network_params(learner)
     return {
         **{
-            name: network_params[name] for name in network_params if find_alias(given, name) is None
+            name: network_params[name]
+            for name in network_params
+            if find_alias(user_params, name) is None
         },
-        **given,
+        **user_params,
     }

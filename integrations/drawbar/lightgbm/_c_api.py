@@ -1,8 +1,8 @@
-"""LightGBM's C functions that its Python package does not wrap, or wraps only as a part of more.
+"""LightGBM C API functions that its Python package does not wrap.
 
 The C API (https://github.com/microsoft/LightGBM/blob/master/include/LightGBM/c_api.h) is stable and
-public; what is borrowed from the Python package is the loaded library and its error check. All that
-Drawbar needs of either is in this module.
+public. From the Python package, only the loaded library and its error check are used. All uses of
+either are in this module.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from drawbar.lightgbm._parameters import get_parameter
 Columns = npt.NDArray[np.float64]
 Int32Array = npt.NDArray[np.int32]
 
-_LIB: Any = basic._LIB  # type: ignore[attr-defined]  # imported there
+_LIB: Any = basic._LIB  # type: ignore[attr-defined]  # not in the type stubs
 
-_ZERO = 1e-35  # what LightGBM takes for zero, and leaves out of a sampled column
-_ARROW_ARRAY_BYTES, _ARROW_SCHEMA_BYTES = 80, 72  # of Arrow's C structures, on 64 bits
+_ZERO = 1e-35  # values up to this are zero for LightGBM and omitted from a sampled column
+_ARROW_ARRAY_BYTES, _ARROW_SCHEMA_BYTES = 80, 72  # sizes of Arrow's C structures on 64 bits
 
 
 def init_network(machines: Sequence[str], port: int, timeout_minutes: int) -> None:
-    """Connect this thread to all others; afterwards training in this thread is distributed.
+    """Connect this thread to all other ranks. Training in this thread is then distributed.
 
-    The network belongs to the thread: another thread of the same process has none.
+    The network belongs to the thread. Other threads of the process are not connected.
 
     Args:
         machines: "address:port" of each rank, in rank order.
-        port: This rank's port, bound here.
-        timeout_minutes: How long to wait for another rank.
+        port: This rank's port, which is bound here.
+        timeout_minutes: Time to wait for another rank.
 
     Raises:
-        LightGBMError: The port is taken, or a rank was not reached.
+        LightGBMError: The port is in use, or a rank cannot be reached.
     """
     _safe_call(
         _LIB.LGBM_NetworkInit(
@@ -54,21 +54,21 @@ def init_network(machines: Sequence[str], port: int, timeout_minutes: int) -> No
 
 
 def free_network() -> None:
-    """Close this thread's connections, if it has any."""
+    """Close this thread's connections, if there are any."""
     _safe_call(_LIB.LGBM_NetworkFree())
 
 
 def compute_bins(sample: Columns, rows: int, params: Mapping[str, object]) -> bytes:
-    """Find the bins of all features from a sample of rows; gives them in LightGBM's own format.
+    """Compute the bins of all features from a sample of rows, in LightGBM's format.
 
     Args:
-        sample: Features by rows. LightGBM sorts it in place, and so does this.
-        rows: How many rows the sample stands for.
-        params: Dataset parameters, such as `max_bin`; `num_threads`, at least 1, is among them;
-            categorical features by number.
+        sample: Sample with shape (features, rows). It is sorted in place, as in LightGBM.
+        rows: Number of rows that the sample represents.
+        params: Dataset parameters, such as `max_bin`. They must include `num_threads`, at least 1,
+            and categorical features as numbers.
 
     Raises:
-        LightGBMError: A parameter is wrong.
+        LightGBMError: A parameter is invalid.
     """
     all_rows = np.arange(sample.shape[1], dtype=np.int32)
     with ThreadPoolExecutor(int(get_parameter(params, "num_threads"))) as pool:
@@ -96,10 +96,10 @@ def compute_bins(sample: Columns, rows: int, params: Mapping[str, object]) -> by
 
 
 def _nonzero_values(column: Columns, all_rows: Int32Array) -> tuple[Columns, Int32Array]:
-    """Give a sampled column's values but zeros, ascending, and the rows that they were in.
+    """Return the nonzero values of a sampled column in ascending order, and their rows.
 
-    LightGBM too sorts the values and leaves the rows as they were; NumPy sorts several times
-    faster, and LightGBM is then through with them sooner. It takes NaN out before it sorts.
+    LightGBM also sorts only the values. NumPy sorts several times faster, and LightGBM is faster
+    with sorted values. LightGBM removes NaN before it sorts.
     """
     is_zero = np.abs(column) <= _ZERO
     rows = all_rows[~is_zero] if is_zero.any() else all_rows
@@ -112,13 +112,13 @@ def _nonzero_values(column: Columns, all_rows: Int32Array) -> tuple[Columns, Int
 def create_dataset(
     reference: bytes, batches: Sequence[pa.RecordBatch], params: Mapping[str, object]
 ) -> Dataset:
-    """Make a dataset of rows, with the bins of a reference.
+    """Create a dataset of rows with the bins of a reference.
 
-    LightGBM reads columns, as Arrow has them, a quarter faster than rows that are pushed.
+    LightGBM reads Arrow columns 25 % faster than pushed rows.
 
     Args:
-        reference: From `compute_bins`.
-        batches: The rows, at least one batch; they are read where they lie.
+        reference: Result of `compute_bins`.
+        batches: Rows, at least one batch. They are not copied.
         params: Dataset parameters.
     """
     text = _param_dict_to_str(dict(params)).encode()
@@ -132,7 +132,7 @@ def create_dataset(
         _LIB.LGBM_DatasetCreateFromSerializedReference(
             reference,
             ctypes.c_int32(len(reference)),
-            # One row, which nobody fills: only the bins are wanted.
+            # One row, which is never filled: only the bins are used.
             ctypes.c_int64(1),
             ctypes.c_int32(1),
             text,
@@ -153,15 +153,15 @@ def create_dataset(
 
 
 def prepend_trees(booster: Booster, earlier: Booster) -> None:
-    """Put the trees of an earlier booster before those of this one, which has none yet."""
+    """Insert the trees of an earlier booster into a booster that has no trees yet."""
     _safe_call(_LIB.LGBM_BoosterMerge(booster._handle, earlier._handle))
 
 
 def current_predictions(booster: Booster, data_index: int) -> npt.NDArray[np.float64]:
-    """Give the current predictions of a dataset that is attached to a booster.
+    """Return the current predictions for a dataset that is attached to a booster.
 
     Args:
-        booster: In training.
+        booster: Booster in training.
         data_index: 0 for the training data, then the validation sets in order.
     """
     length = ctypes.c_int64()
@@ -182,7 +182,7 @@ def _serialize_reference(handle: ctypes.c_void_p) -> bytes:
     )
     content = ctypes.create_string_buffer(length.value)
     start = ctypes.addressof(content)
-    numbers = range(length.value)  # the C API gives one byte at a time
+    numbers = range(length.value)  # the C API returns one byte at a time
     try:
         list(map(_BYTE_AT, repeat(buffer), numbers, range(start, start + length.value)))
     finally:
@@ -193,8 +193,8 @@ def _serialize_reference(handle: ctypes.c_void_p) -> bytes:
 _BYTE_AT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)(
     ("LGBM_ByteBufferGetAt", _LIB)
 )
-"""With types of its own, which are the package's to set for the function that all share. It has
-nothing to complain of but a number that is not below the length."""
+"""A separate function object, because the types of the shared one belong to LightGBM's package. Its
+only error is an index that is out of range, so the result is not checked."""
 
 
 def _pointers(arrays: Sequence[npt.NDArray[Any]], kind: type[Any]) -> object:

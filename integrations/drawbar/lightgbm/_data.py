@@ -1,11 +1,10 @@
-"""A worker's part of a dataset to a LightGBM `Dataset`, block by block.
+"""Build LightGBM datasets from shards, with bins shared by all ranks.
 
-LightGBM bins each feature before it trains. Left to itself, a group of workers shares the features
-out and each bins its own from a sample of its own rows, so that the model depends on which rows lie
-where. Here rank 0 bins all features from a sample of all rows, as one process does, and the others
-take its bins. Up to `bin_construct_sample_cnt` rows (200,000 by default) the sample is everything;
-beyond, it is chosen by row numbers in the whole dataset, so that it does not depend on the number
-of workers either.
+LightGBM bins features before it trains. By default, each worker bins some of the features from a
+sample of its own rows, so that the model depends on the distribution of rows. Here, rank 0 bins all
+features from a sample of all rows, like a single process, and sends the bins to the others. Up to
+`bin_construct_sample_cnt` rows (default: 200,000), all rows are used. Beyond that, rows are sampled
+by their numbers in the dataset, so that the sample does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ Float64Array = npt.NDArray[np.float64]
 
 
 def compute_shared_bins(shard: Shard, params: Mapping[str, object]) -> bytes:
-    """Give the bins of all features, the same on every rank. A collective.
+    """Return the bins of all features, the same on every rank. Collective.
 
     Args:
-        shard: The training data.
+        shard: Training data.
         params: LightGBM's parameters.
 
     Raises:
-        LightGBMError: A parameter is wrong.
+        LightGBMError: A parameter is invalid.
     """
     sample = _gather_sample(shard, params)
     if sample is None:
         return collective.broadcast_from_rank_zero(b"")
-    with ThreadPoolExecutor(1) as without_network:  # it belongs to this thread
+    with ThreadPoolExecutor(1) as without_network:  # the network belongs to this thread
         bins = without_network.submit(
             _c_api.compute_bins,
             sample,
@@ -57,14 +56,14 @@ def compute_shared_bins(shard: Shard, params: Mapping[str, object]) -> bytes:
 
 
 def _node_threads(params: Mapping[str, object]) -> dict[str, int]:
-    """Give rank 0 the threads of its neighbours too, who wait for it."""
-    own = int(get_parameter(params, "num_threads", worker_threads()))
-    threads = max(own, 1) * get_context().get_local_world_size()
+    """Return the number of threads of all workers on the node, since the others wait for rank 0."""
+    worker_count = int(get_parameter(params, "num_threads", worker_threads()))
+    threads = max(worker_count, 1) * get_context().get_local_world_size()
     return {str(find_alias(params, "num_threads") or "num_threads"): threads}
 
 
 def dataset_params(shard: Shard, params: Mapping[str, object]) -> dict[str, object]:
-    """Give a booster's parameters with the numbers of the features that are categorical."""
+    """Add the numbers of the categorical features to a booster's parameters."""
     categorical = [
         number for number, feature in enumerate(shard.schema.features) if feature.categories
     ]
@@ -75,17 +74,17 @@ def dataset_params(shard: Shard, params: Mapping[str, object]) -> dict[str, obje
 def make_dataset(
     shard: Shard, bins: bytes, params: Mapping[str, object], earlier: Booster | None = None
 ) -> Dataset:
-    """Make a LightGBM dataset of a shard, whose rows are never together in one array.
+    """Build a LightGBM dataset from a shard without copying all rows to one array.
 
     Args:
-        shard: The rows.
-        bins: From `compute_shared_bins`.
+        shard: Rows of this rank.
+        bins: Result of `compute_shared_bins`.
         params: LightGBM's parameters.
-        earlier: A booster whose predictions the rows start from.
+        earlier: Booster whose predictions are the initial scores.
     """
     blocks = shard.list_blocks()
-    alike = _unify_dtypes(blocks)
-    batches = [pa.record_batch(block.to_arrow(), shard.schema.names) for block in alike]
+    unified = _unify_dtypes(blocks)
+    batches = [pa.record_batch(block.to_arrow(), shard.schema.names) for block in unified]
     dataset = _c_api.create_dataset(bins, batches, dataset_params(shard, params))
     dataset.pandas_categorical = [
         list(feature.categories or ())
@@ -112,7 +111,7 @@ def make_dataset(
 
 
 def _unify_dtypes(blocks: Sequence[Block]) -> list[Block]:
-    """Give blocks in which each feature is float64 if it is in any: LightGBM is told one type."""
+    """Convert a feature to float64 in all blocks if it is in one, since LightGBM needs one type."""
     doubles = {
         number
         for block in blocks
@@ -132,14 +131,14 @@ def _unify_dtypes(blocks: Sequence[Block]) -> list[Block]:
 
 
 def _initial_scores(block: Block, earlier: Booster | None, params: Mapping[str, object]) -> Any:
-    """Give the score that each row starts from."""
+    """Return the initial score of each row."""
     margin = block.base_margin
     if margin is not None and margin.shape[1] == 1:
         margin = margin[:, 0]
     if earlier is None:
         return margin
-    # It sets the number of threads of the whole process. With another one than it was made for, a
-    # booster writes beyond its buffers.
+    # predict() sets the number of threads of the whole process. If it differs from the number with
+    # which a booster was created, that booster writes beyond its buffers.
     threads = get_parameter(params, "num_threads", worker_threads())
     predicted = earlier.predict(
         block.to_numpy(), raw_score=True, num_iteration=-1, num_threads=threads
@@ -148,10 +147,10 @@ def _initial_scores(block: Block, earlier: Booster | None, params: Mapping[str, 
 
 
 def _gather_sample(shard: Shard, params: Mapping[str, object]) -> Float64Array | None:
-    """Give rank 0 the sampled rows of all ranks in rank order, the others None. A collective.
+    """Return the sampled rows of all ranks in rank order on rank 0, else None. Collective.
 
-    They go straight to rank 0, block by block, since a sample is too large for Drawbar's own
-    channel; and they lie there as LightGBM takes them, features by rows.
+    The rows are sent directly to rank 0, block by block, because a sample is too large for
+    Drawbar's collectives. They are stored in LightGBM's layout (features, rows).
     """
     context = get_context()
     chosen = _sample_row_numbers(shard.num_total_rows, params)
@@ -161,37 +160,37 @@ def _gather_sample(shard: Shard, params: Mapping[str, object]) -> Float64Array |
         address, key = collective.broadcast_from_rank_zero(("", b""))
         with Client(address, authkey=key) as connection:
             connection.send(context.get_world_rank())
-            for piece in chunks:
-                connection.send(piece.dtype.str)
-                connection.send_bytes(piece.reshape(-1).view(np.uint8).data)
+            for chunk in chunks:
+                connection.send(chunk.dtype.str)
+                connection.send_bytes(chunk.reshape(-1).view(np.uint8).data)
         return None
     sample = np.empty((len(shard.schema.features), len(chosen)))
-    borders = np.searchsorted(chosen, firsts)  # of the ranks, in the sample
+    borders = np.searchsorted(chosen, firsts)  # start of each rank's rows in the sample
     rank_columns = [sample[:, begin:end] for begin, end in itertools.pairwise(borders)]
     key = secrets.token_bytes(32)
     with (
-        ThreadPoolExecutor(1) as meanwhile,
+        ThreadPoolExecutor(1) as background,
         Listener(
             (get_worker_address(), 0), backlog=context.get_world_size(), authkey=key
         ) as listener,
     ):
         collective.broadcast_from_rank_zero((listener.address, key))
-        own = meanwhile.submit(_copy_chunks, rank_columns[0], chunks)
+        local_copy = background.submit(_copy_chunks, rank_columns[0], chunks)
         for _ in range(1, context.get_world_size()):
             with listener.accept() as connection:
                 rank = connection.recv()
                 _copy_chunks(rank_columns[rank], _receive_chunks(connection, len(sample)))
-        own.result()
+        local_copy.result()
     return sample
 
 
 def _copy_chunks(part: Float64Array, chunks: Iterator[FloatArray]) -> None:
-    """Put pieces side by side until a part of the sample is full."""
+    """Copy chunks into a part of the sample until it is full."""
     start = 0
     while start < part.shape[1]:
-        piece = next(chunks)
-        part[:, start : start + piece.shape[1]] = piece
-        start += piece.shape[1]
+        chunk = next(chunks)
+        part[:, start : start + chunk.shape[1]] = chunk
+        start += chunk.shape[1]
 
 
 def _receive_chunks(connection: Connection[str, str], features: int) -> Iterator[FloatArray]:
@@ -201,17 +200,17 @@ def _receive_chunks(connection: Connection[str, str], features: int) -> Iterator
 
 
 def _iter_sampled_rows(shard: Shard, chosen: npt.NDArray[np.int64]) -> Iterator[FloatArray]:
-    """Give the rows of a shard that have the chosen numbers, block by block, features by rows."""
+    """Yield the chosen rows of a shard, block by block, with shape (features, rows)."""
     start = 0
     for block in shard if shard.num_rows else ():
-        here = chosen[(chosen >= start) & (chosen < start + len(block))] - start
-        if len(here):
-            yield np.stack([column[here] for column in block.features])
+        in_block = chosen[(chosen >= start) & (chosen < start + len(block))] - start
+        if len(in_block):
+            yield np.stack([column[in_block] for column in block.features])
         start += len(block)
 
 
 def _sample_row_numbers(rows: int, params: Mapping[str, object]) -> npt.NDArray[np.int64]:
-    """Give the numbers of the rows that are sampled, ascending."""
+    """Return the numbers of the sampled rows in ascending order."""
     count = int(get_parameter(params, "bin_construct_sample_cnt", 200_000))
     if rows <= count:
         return np.arange(rows)

@@ -1,6 +1,7 @@
-"""LightGBM's scikit-learn estimators, trained on workers.
+"""scikit-learn estimators that train LightGBM on Ray workers.
 
-scikit-learn is imported where it is used: a worker, which imports this module too, can do without.
+scikit-learn is imported only where it is used, because workers also import this module and may not
+need it.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from drawbar.lightgbm._trainer import LightGBMTrainer
 from drawbar.train import Checkpoint
 
 InitialModel: TypeAlias = Booster | LGBMModel | str | Path
-"""What to go on from; a str is a path, too."""
+"""Model to continue from; a str is a path, too."""
 
 
 class _RayLGBMModel(RayEstimator, LGBMModel):
     """`LGBMModel` whose `fit` trains on workers.
 
-    In the order of bases it stands behind the plain estimator, whose own `fit` (which numbers the
+    In the method resolution order, it comes after LightGBM's estimator, whose `fit` (which encodes
     classes) calls this one.
     """
 
@@ -50,7 +51,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         params = drop_drawbar_parameters(super()._process_params(stage))
         if stage == "fit":
             threads = get_parameter(self.get_params(), "num_threads", -1)
-            params["num_threads"] = max(threads, 0)  # 0: a worker's own share
+            params["num_threads"] = max(threads, 0)  # 0: the worker's number of CPUs
         return params
 
     def fit(
@@ -75,12 +76,12 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         eval_X: FeatureData = None,
         eval_y: ColumnData = None,
     ) -> Self:
-        """Do what `LGBMModel.fit` does, on workers."""
+        """Fit like `LGBMModel.fit`, on workers."""
         params = self._process_params("fit")
         rounds = {"early_stopping_rounds": _pop_parameter(params, "early_stopping_round")}
         custom = _add_metrics(params, eval_metric)
         original_X, (X, sample_weight) = X, self._validate_inputs(X, y, sample_weight)
-        named = isinstance(X, EncodedDataset) or has_feature_names(X)
+        has_names = isinstance(X, EncodedDataset) or has_feature_names(X)
         names = self._resolve_feature_names(X, feature_name)
         training = single_output_data(
             X,
@@ -96,15 +97,15 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
                 features,
                 label,
                 weight=self._eval_weights(eval_sample_weight, eval_class_weight, label, number),
-                group=_each(eval_group, number),
-                margin=_each(eval_init_score, number),
+                group=_get_item(eval_group, number),
+                margin=_get_item(eval_init_score, number),
             )
             for number, ((name, _), (features, label)) in enumerate(
                 zip(datasets, pairs, strict=True)
             )
             if name != "train"
         }
-        if len(evaluated) < len(pairs):  # LightGBM has metrics of its training rows without a copy
+        if len(evaluated) < len(pairs):  # LightGBM evaluates the training rows without a copy
             params["is_provide_training_metric"] = True
         rows = dict(
             zip(
@@ -116,7 +117,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         booster, progress = self._train(
             rows,
             names,
-            by_name=isinstance(feature_name, str) and named,
+            by_name=isinstance(feature_name, str) and has_names,
             params=params,
             categorical_features=_categorical_names(categorical_feature, names),
             callbacks=[RayTrainReportCallback(), *(callbacks or ())],
@@ -125,15 +126,15 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             **rounds,
         )
         self._set_fitted_attributes(
-            booster, progress, {"train": "training", **dict(datasets)}, named=named
+            booster, progress, {"train": "training", **dict(datasets)}, has_names=has_names
         )
         return self
 
-    def _resolve_feature_names(self, X: FeatureData, original_X: Any) -> list[str]:
-        """Give the names of the features; a Ray Dataset has its own."""
+    def _resolve_feature_names(self, X: FeatureData, feature_name: Any) -> list[str]:
+        """Return the names of the features; empty for a Ray Dataset, which has its own."""
         if isinstance(X, EncodedDataset) or is_ray_dataset(X):
             return []
-        return feature_names(X, "Column_") if isinstance(original_X, str) else list(original_X)
+        return feature_names(X, "Column_") if isinstance(feature_name, str) else list(feature_name)
 
     def _train(
         self,
@@ -144,12 +145,12 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         init_model: InitialModel | None,
         **options: Any,
     ) -> tuple[Booster, BoostingProgress]:
-        datasets = {name: each.to_dataset(names, by_name=by_name) for name, each in rows.items()}
-        with self._trainer_configs() as configs, tempfile.TemporaryDirectory() as folder:
-            earlier, before = _initial_checkpoint(init_model, Path(folder))
+        datasets = {name: data.to_dataset(names, by_name=by_name) for name, data in rows.items()}
+        with self._trainer_configs() as configs, tempfile.TemporaryDirectory() as directory:
+            earlier, num_initial_rounds = _initial_checkpoint(init_model, Path(directory))
             result = LightGBMTrainer(
                 datasets=datasets,
-                num_boost_round=before + self.n_estimators,
+                num_boost_round=num_initial_rounds + self.n_estimators,
                 resume_from_checkpoint=earlier,
                 **rows["train"].role_arguments(),
                 **configs,
@@ -165,9 +166,9 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         progress: BoostingProgress,
         display_names: Mapping[str, str],
         *,
-        named: bool,
+        has_names: bool,
     ) -> None:
-        """Set what plain LightGBM sets after training."""
+        """Set the attributes that LightGBM's estimator sets after training."""
         self._Booster = booster
         last = (
             booster.best_iteration - 1 - progress.first_recorded_round
@@ -175,8 +176,10 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             else -1
         )
         self._n_features = self.n_features_in_ = booster.num_feature()
-        self._fitted_with_feature_names = named
-        self._evals_result = {display_names[name]: each for name, each in progress.history.items()}
+        self._fitted_with_feature_names = has_names
+        self._evals_result = {
+            display_names[name]: values for name, values in progress.history.items()
+        }
         self._best_iteration = max(booster.best_iteration, 0)
         self._best_score = {
             data: {metric: values[last] for metric, values in by_metric.items()}
@@ -188,7 +191,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
     def _validate_inputs(
         self, X: FeatureData, y: ColumnData, weight: ColumnData
     ) -> tuple[FeatureData, ColumnData]:
-        """Check as `LGBMModel.fit` does."""
+        """Validate the inputs like `LGBMModel.fit`."""
         if isinstance(X, EncodedDataset) or is_ray_dataset(X):
             return X, weight
         if hasattr(X, "columns"):
@@ -202,22 +205,22 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         return X, None if weight is None else _check_sample_weight(weight, X)
 
     def _sample_weights(self, X: FeatureData, y: ColumnData, weight: ColumnData) -> ColumnData:
-        """Give the rows' weights, those of their classes included."""
+        """Return the weights of rows, multiplied by the weights of their classes."""
         if self._class_weight is None:
             self._class_weight = self.class_weight
         if self._class_weight is None:
             return weight
         if isinstance(X, EncodedDataset):
             raise ValueError(
-                f"class_weight={self._class_weight!r} needs the labels in memory; with a Ray "
-                "Dataset, put the weights into a column and name it in sample_weight"
+                f"class_weight={self._class_weight!r} needs the labels in memory. For a Ray "
+                "Dataset, add a column with the weights and pass its name as sample_weight."
             )
         return _with_class_weights(weight, self._class_weight, y)
 
     def _eval_weights(
         self, weights: object, class_weights: object, label: ColumnData, number: int
     ) -> ColumnData:
-        weight, by_class = _each(weights, number), _each(class_weights, number)
+        weight, by_class = _get_item(weights, number), _get_item(class_weights, number)
         if by_class is None:
             return weight
         if isinstance(by_class, dict) and self._class_map is not None:
@@ -225,7 +228,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         return _with_class_weights(weight, by_class, label)
 
     def predict(self, X: FeatureData, *args: Any, **options: Any) -> Any:
-        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        """Predict like the base class. A Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict(X, *args, **options)
         return predict_rows(self, "predict", X, options)
@@ -233,25 +236,118 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
 
 @add_drawbar_parameters
 class RayLGBMRegressor(LGBMRegressor, _RayLGBMModel):  # type: ignore[misc]  # two fits
-    """`lightgbm.LGBMRegressor`, trained on workers."""
+    """`lightgbm.LGBMRegressor` that trains on Ray workers.
+
+    Args:
+        boosting_type: Boosting type: "gbdt", "dart", or "rf".
+        num_leaves: Maximum number of leaves per tree.
+        max_depth: Maximum depth of a tree; -1 for no limit.
+        learning_rate: Learning rate.
+        n_estimators: Number of boosting rounds.
+        subsample_for_bin: Number of rows from which bins are computed.
+        objective: Objective; default: same as the base class.
+        class_weight: Weights of the classes.
+        min_split_gain: Minimum loss reduction of a split.
+        min_child_weight: Minimum sum of hessians in a leaf.
+        min_child_samples: Minimum number of rows in a leaf.
+        subsample: Share of rows for each tree.
+        subsample_freq: Sample rows every n rounds; 0 disables it.
+        colsample_bytree: Share of features for each tree.
+        reg_alpha: L1 regularization.
+        reg_lambda: L2 regularization.
+        random_state: Random seed.
+        n_jobs: Threads per worker. Default: the worker's number of CPUs.
+        importance_type: Type of feature importances: "split" or "gain".
+        scaling_config: Number of workers and their resources. Default: one worker.
+        run_config: Run configuration: storage, restarts, output. Default: a temporary directory.
+        kwargs: Other parameters of LightGBM.
+
+    Example:
+        ```python
+        model = RayLGBMRegressor(n_estimators=100, scaling_config=ScalingConfig(num_workers=4))
+        predictions = model.fit(X, y).predict(X)
+        ```
+    """
 
 
 @add_drawbar_parameters
 class RayLGBMRanker(LGBMRanker, _RayLGBMModel):  # type: ignore[misc]  # two fits
-    """`lightgbm.LGBMRanker`, trained on workers. The rows of a query go to one of them."""
+    """`lightgbm.LGBMRanker` that trains on Ray workers. All rows of a query go to one worker.
+
+    Args:
+        boosting_type: Boosting type: "gbdt", "dart", or "rf".
+        num_leaves: Maximum number of leaves per tree.
+        max_depth: Maximum depth of a tree; -1 for no limit.
+        learning_rate: Learning rate.
+        n_estimators: Number of boosting rounds.
+        subsample_for_bin: Number of rows from which bins are computed.
+        objective: Objective; default: same as the base class.
+        class_weight: Weights of the classes.
+        min_split_gain: Minimum loss reduction of a split.
+        min_child_weight: Minimum sum of hessians in a leaf.
+        min_child_samples: Minimum number of rows in a leaf.
+        subsample: Share of rows for each tree.
+        subsample_freq: Sample rows every n rounds; 0 disables it.
+        colsample_bytree: Share of features for each tree.
+        reg_alpha: L1 regularization.
+        reg_lambda: L2 regularization.
+        random_state: Random seed.
+        n_jobs: Threads per worker. Default: the worker's number of CPUs.
+        importance_type: Type of feature importances: "split" or "gain".
+        scaling_config: Number of workers and their resources. Default: one worker.
+        run_config: Run configuration: storage, restarts, output. Default: a temporary directory.
+        kwargs: Other parameters of LightGBM.
+
+    Example:
+        ```python
+        model = RayLGBMRanker(n_estimators=100, scaling_config=ScalingConfig(num_workers=4))
+        scores = model.fit(X, y, group=group).predict(X)
+        ```
+    """
 
 
 @add_drawbar_parameters
 class RayLGBMClassifier(LGBMClassifier, _RayLGBMModel):
-    """`lightgbm.LGBMClassifier`, trained on workers."""
+    """`lightgbm.LGBMClassifier` that trains on Ray workers.
+
+    Args:
+        boosting_type: Boosting type: "gbdt", "dart", or "rf".
+        num_leaves: Maximum number of leaves per tree.
+        max_depth: Maximum depth of a tree; -1 for no limit.
+        learning_rate: Learning rate.
+        n_estimators: Number of boosting rounds.
+        subsample_for_bin: Number of rows from which bins are computed.
+        objective: Objective; default: same as the base class.
+        class_weight: Weights of the classes.
+        min_split_gain: Minimum loss reduction of a split.
+        min_child_weight: Minimum sum of hessians in a leaf.
+        min_child_samples: Minimum number of rows in a leaf.
+        subsample: Share of rows for each tree.
+        subsample_freq: Sample rows every n rounds; 0 disables it.
+        colsample_bytree: Share of features for each tree.
+        reg_alpha: L1 regularization.
+        reg_lambda: L2 regularization.
+        random_state: Random seed.
+        n_jobs: Threads per worker. Default: the worker's number of CPUs.
+        importance_type: Type of feature importances: "split" or "gain".
+        scaling_config: Number of workers and their resources. Default: one worker.
+        run_config: Run configuration: storage, restarts, output. Default: a temporary directory.
+        kwargs: Other parameters of LightGBM.
+
+    Example:
+        ```python
+        model = RayLGBMClassifier(n_estimators=100, scaling_config=ScalingConfig(num_workers=4))
+        probabilities = model.fit(X, y).predict_proba(X)
+        ```
+    """
 
     def fit(self, X: FeatureData, y: ColumnData, *args: Any, **options: Any) -> Self:
-        """Do what `LGBMClassifier.fit` does, on workers."""
+        """Fit like `LGBMClassifier.fit`, on workers."""
         if is_ray_dataset(X):
             classes = unique_labels(X, y)
             sets = [
-                (EncodedDataset(*each, classes), classes)
-                for each in _as_list(options.get("eval_set"))
+                (EncodedDataset(*pair, classes), classes)
+                for pair in _as_list(options.get("eval_set"))
             ]
             options["eval_set"] = sets or None
             X, y = EncodedDataset(X, y, classes), classes
@@ -259,43 +355,49 @@ class RayLGBMClassifier(LGBMClassifier, _RayLGBMModel):
         return self
 
     def predict(self, X: FeatureData, *args: Any, **options: Any) -> Any:
-        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        """Predict like the base class. A Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict(X, *args, **options)
         return predict_rows(self, "predict", X, options)
 
     def predict_proba(self, X: FeatureData, *args: Any, **options: Any) -> Any:
-        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        """Predict probabilities like the base class. A Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict_proba(X, *args, **options)
         return predict_rows(self, "predict_proba", X, options)
 
 
-def _initial_checkpoint(model: InitialModel | None, folder: Path) -> tuple[Checkpoint | None, int]:
-    """Give what to go on from as a checkpoint, and its number of rounds."""
+def _initial_checkpoint(
+    model: InitialModel | None, directory: Path
+) -> tuple[Checkpoint | None, int]:
+    """Save an initial model as a checkpoint, and return it with its number of rounds."""
     if model is None:
         return None, 0
     if isinstance(model, LGBMModel):
         model = model.booster_
     booster = model if isinstance(model, Booster) else Booster(model_file=model)
-    booster.save_model(folder / RayTrainReportCallback.CHECKPOINT_NAME, num_iteration=-1)
-    return Checkpoint(folder), booster.current_iteration()
+    booster.save_model(directory / RayTrainReportCallback.CHECKPOINT_NAME, num_iteration=-1)
+    return Checkpoint(directory), booster.current_iteration()
 
 
 def _pop_parameter(params: dict[str, object], name: str) -> object:
-    found = find_alias(params, name)
-    return params.pop(found) if found else None
+    alias = find_alias(params, name)
+    return params.pop(alias) if alias else None
 
 
-def _add_metrics(params: dict[str, object], original_X: object) -> list[object]:
-    """Put the metrics of `fit` before the objective's own; gives the custom ones."""
+def _add_metrics(params: dict[str, object], eval_metric: object) -> list[object]:
+    """Add the metrics of `fit` before the objective's metrics. Return the custom ones."""
     metrics = (
-        original_X if isinstance(original_X, list) else [] if original_X is None else [original_X]
+        eval_metric
+        if isinstance(eval_metric, list)
+        else []
+        if eval_metric is None
+        else [eval_metric]
     )
-    own = params["metric"] if isinstance(params["metric"], list) else [params["metric"]]
-    built_in = [each for each in metrics if isinstance(each, str) and each not in own]
-    params["metric"] = [*built_in, *(each for each in own if each is not None)]
-    return [_EvalFunctionWrapper(each) for each in metrics if callable(each)]
+    defaults = params["metric"] if isinstance(params["metric"], list) else [params["metric"]]
+    built_in = [metric for metric in metrics if isinstance(metric, str) and metric not in defaults]
+    params["metric"] = [*built_in, *(metric for metric in defaults if metric is not None)]
+    return [_EvalFunctionWrapper(metric) for metric in metrics if callable(metric)]
 
 
 def _with_class_weights(weight: ColumnData, by_class: object, label: ColumnData) -> ColumnData:
@@ -312,7 +414,7 @@ def _as_list(eval_set: Any) -> list[tuple[FeatureData, ColumnData]]:
 def _eval_pairs(
     eval_set: object, eval_X: FeatureData, eval_y: ColumnData
 ) -> list[tuple[FeatureData, ColumnData]]:
-    """Give features and labels to evaluate, in whichever of two ways they were given."""
+    """Return features and labels to evaluate, from `eval_set` or `eval_X` and `eval_y`."""
     if eval_set is not None or eval_X is None:
         return _as_list(eval_set)
     if isinstance(eval_X, tuple):
@@ -322,24 +424,24 @@ def _eval_pairs(
 
 def _dataset_names(
     pairs: Sequence[tuple[FeatureData, ColumnData]],
-    original_X: Sequence[str] | str | None,
+    eval_names: Sequence[str] | str | None,
     training: tuple[FeatureData, ColumnData],
 ) -> list[tuple[str, str]]:
-    """Give for each pair the dataset's name, "train" for the training rows, and what users see."""
-    original_X = [original_X] if isinstance(original_X, str) else original_X
+    """Return the dataset name ("train" for the training rows) and the display name of each pair."""
+    eval_names = [eval_names] if isinstance(eval_names, str) else eval_names
     names: list[tuple[str, str]] = []
     for number, (features, label) in enumerate(pairs):
-        seen = _each(original_X, number)
+        display_name = _get_item(eval_names, number)
         if features is training[0] and label is training[1]:
-            names.append(("train", seen or "training"))
-        elif seen in {None, "train", *(name for name, _ in names)}:
-            names.append((f"valid_{number}", seen or f"valid_{number}"))
+            names.append(("train", display_name or "training"))
+        elif display_name in {None, "train", *(name for name, _ in names)}:
+            names.append((f"valid_{number}", display_name or f"valid_{number}"))
         else:
-            names.append((seen, seen))
+            names.append((display_name, display_name))
     return names
 
 
-def _each(values: Any, number: int) -> Any:
+def _get_item(values: Any, number: int) -> Any:
     if values is None:
         return None
     return values.get(number) if isinstance(values, dict) else values[number]
@@ -348,4 +450,4 @@ def _each(values: Any, number: int) -> Any:
 def _categorical_names(categorical: Any, names: Sequence[str]) -> list[str] | None:
     if isinstance(categorical, str):
         return None
-    return [each if isinstance(each, str) else names[each] for each in categorical]
+    return [feature if isinstance(feature, str) else names[feature] for feature in categorical]

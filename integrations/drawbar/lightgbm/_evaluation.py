@@ -1,17 +1,17 @@
-"""The numbers of all ranks' validation rows together, where LightGBM gives those of one rank.
+"""GlobalEvaluation: compute metrics over the rows of all ranks.
 
-LightGBM computes metrics on each rank's own rows. So ranks would see different numbers, and early
-stopping would end them on different rounds. After each round the ranks meet once, through Drawbar's
-own channel, and every rank gets the same global numbers:
+LightGBM computes metrics over each rank's rows. Ranks would see different values, and early
+stopping would end them at different rounds. After each round, the ranks therefore exchange their
+values with one collective, and every rank gets the same global values:
 
-- Means over rows, or over ranking groups, are weighted by the rows, or groups, they stand for:
-  exact. So are `rmse`, from the squares, and `gamma_deviance`, which is a sum.
-- `r2` is of the sums of squares around the mean of all labels: exact.
-- `auc` and `average_precision` need all predictions: exact, from every rank's scores, labels and
-  weights, which are gathered.
-- `auc_mu` and custom metrics are weighted means of what the ranks found. That is exact for a mean
-  over rows; a custom metric of another kind can be made global inside by `allreduce_metric`,
-  which gives all ranks the same number, and so does their mean.
+- Means over rows, or over ranking groups, are weighted by rows or groups, which is exact. `rmse`
+  (from its square) and `gamma_deviance` (a sum) are exact, too.
+- `r2` is computed from the sums of squares around the mean of all labels: exact.
+- `auc` and `average_precision` need all predictions. They are computed from the scores, labels, and
+  weights of all ranks: exact.
+- `auc_mu` and custom metrics are weighted means of the ranks' values. This is exact for a mean over
+  rows. Other custom metrics can call `allreduce_metric`, which returns the same value on all ranks,
+  so that the mean does not change it.
 """
 
 from __future__ import annotations
@@ -31,36 +31,40 @@ from drawbar.train import collective, get_context
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 ScoredRows: TypeAlias = tuple[Floats, npt.NDArray[np.bool_], npt.NDArray[Any]]
-"""Scores, whether the label is positive, weights."""
+"""Scores, whether labels are positive, and weights."""
 
 EvalResult: TypeAlias = Any
-"""LightGBM's `EvalResult`, before 4.7 a tuple: data, metric, value, whether higher is better."""
+"""LightGBM's `EvalResult`, before 4.7 a tuple: data, metric, value, is higher better."""
 
 _GROUP_METRICS = ("ndcg", "map")
 
 
 class GlobalEvaluation:
-    """A LightGBM callback that makes the round's evaluation global, before other callbacks see it.
+    """LightGBM callback that replaces local metrics with global metrics.
 
-    `RayTrainReportCallback` does this as well; use this one in a function that reports by itself.
+    Other callbacks, such as early stopping, then see the global values. `RayTrainReportCallback`
+    includes it. Use it in a training function that calls `report()` itself.
 
-        lightgbm.train(params, data, valid_sets=[shard], callbacks=[
-            drawbar.lightgbm.GlobalEvaluation(), lightgbm.early_stopping(5)])
+    Example:
+        ```python
+        callbacks = [drawbar.lightgbm.GlobalEvaluation(), lightgbm.early_stopping(5)]
+        lightgbm.train(params, train_set, valid_sets=[shard], callbacks=callbacks)
+        ```
     """
 
-    order = 5  # LightGBM's own: log_evaluation 10, record_evaluation 20, early_stopping 30
+    order = 5  # before LightGBM's log_evaluation (10), record_evaluation (20), early_stopping (30)
     before_iteration = False
 
     def __call__(self, env: CallbackEnv) -> None:
-        """Replace the numbers of this rank by those of all."""
-        found = env.evaluation_result_list
-        if found and isinstance(env.model, Booster):
-            found[:] = global_evaluation(env.model, found)
+        """Replace this rank's metrics by global metrics."""
+        results = env.evaluation_result_list
+        if results and isinstance(env.model, Booster):
+            results[:] = global_evaluation(env.model, results)
 
 
 @dataclass(frozen=True)
 class _SquareSums:
-    """Labels' weighted mean, and the sums of their squared distances from it and from scores."""
+    """Weighted mean of labels, and sums of squared distances of labels from it and from scores."""
 
     mean: float
     around_mean: float
@@ -69,13 +73,13 @@ class _SquareSums:
 
 @dataclass(frozen=True)
 class _RankMetric:
-    """What one rank knows of one metric: its value, for how much it stands, or what it is made of.
+    """Metric of one rank, with the data needed to combine it.
 
     Args:
-        value: Of this rank's rows.
-        weight: Of these rows, or groups.
-        rows: For an area.
-        squares: For `r2`.
+        value: Value over this rank's rows.
+        weight: Total weight of these rows or groups.
+        rows: Scores and labels, for metrics that need all rows.
+        squares: Sums of squares, for `r2`.
     """
 
     value: float
@@ -84,36 +88,36 @@ class _RankMetric:
     squares: _SquareSums | None
 
 
-def global_evaluation(booster: Booster, found: Sequence[EvalResult]) -> list[EvalResult]:
-    """Give the evaluation over all ranks' rows, the same list on every rank. A collective.
+def global_evaluation(booster: Booster, results: Sequence[EvalResult]) -> list[EvalResult]:
+    """Return the metrics over all ranks' rows, the same list on every rank. Collective.
 
     Args:
-        booster: In training, with its validation sets.
-        found: This rank's evaluation: the same metrics on every rank.
+        booster: Booster in training, with its validation sets.
+        results: Metrics of this rank. All ranks must have the same metrics.
     """
     if get_context().get_world_size() == 1:
-        return list(found)
-    everyone = collective.all_gather([_local_metric(booster, each) for each in found])
+        return list(results)
+    by_rank = collective.all_gather([_local_metric(booster, result) for result in results])
     return [
-        make_eval_result(each[0], each[1], _merge_metric(each[1], shares), each[3])
-        for each, shares in zip(found, zip(*everyone, strict=True), strict=True)
+        make_eval_result(result[0], result[1], _merge_metric(result[1], metrics), result[3])
+        for result, metrics in zip(results, zip(*by_rank, strict=True), strict=True)
     ]
 
 
 def make_eval_result(data: str, metric: str, value: float, maximize: bool) -> EvalResult:
-    """Give one number as this version of LightGBM gives it to callbacks."""
+    """Create a metric result in the format of this version of LightGBM."""
     kind = getattr(lightgbm, "EvalResult", None)
     fields = (data, metric, value, maximize)
     return kind(*fields) if kind else fields
 
 
-def _local_metric(booster: Booster, found: EvalResult) -> _RankMetric:
-    data, metric = found[0], found[1]
+def _local_metric(booster: Booster, result: EvalResult) -> _RankMetric:
+    data, metric = result[0], result[1]
     index = _dataset_index(booster, data)
     dataset = booster.valid_sets[index - 1] if index else booster.train_set
     rows = _scored_rows(booster, index, dataset) if metric in _METRICS_FROM_ALL_ROWS else None
     squares = _square_sums(booster, index, dataset) if metric == "r2" else None
-    return _RankMetric(float(found[2]), _metric_weight(dataset, metric), rows, squares)
+    return _RankMetric(float(result[2]), _metric_weight(dataset, metric), rows, squares)
 
 
 def _square_sums(booster: Booster, index: int, dataset: Dataset) -> _SquareSums | None:
@@ -121,14 +125,14 @@ def _square_sums(booster: Booster, index: int, dataset: Dataset) -> _SquareSums 
     if not weights.sum():
         return None
     mean = np.average(labels, weights=weights)
-    missed = labels - _c_api.current_predictions(booster, index)
+    residuals = labels - _c_api.current_predictions(booster, index)
     return _SquareSums(
-        float(mean), float(weights @ (labels - mean) ** 2), float(weights @ missed**2)
+        float(mean), float(weights @ (labels - mean) ** 2), float(weights @ residuals**2)
     )
 
 
 def _scored_rows(booster: Booster, index: int, dataset: Dataset) -> ScoredRows:
-    """Give what an area needs of each row, in as few bytes as can be: it is sent every round."""
+    """Return scores, labels, and weights in few bytes, because they are sent every round."""
     weight = dataset.get_weight()
     positive = np.asarray(dataset.get_label()) > 0
     weights = np.ones(len(positive), np.int8) if weight is None else np.asarray(weight, np.float32)
@@ -136,13 +140,13 @@ def _scored_rows(booster: Booster, index: int, dataset: Dataset) -> ScoredRows:
 
 
 def _dataset_index(booster: Booster, data: str) -> int:
-    """Give the number of a dataset among those of a booster: 0 is what it trains on."""
+    """Return the index of a dataset in a booster: 0 is the training data."""
     names = list(booster.name_valid_sets)
     return names.index(data) + 1 if data in names else 0
 
 
 def _metric_weight(dataset: Dataset, metric: str) -> float:
-    """Say for how much a rank's value of a metric stands: its rows or groups, by their weights."""
+    """Return the weight of a rank's metric: its weighted number of rows or groups."""
     group = dataset.get_group()
     if metric.partition("@")[0] not in _GROUP_METRICS or group is None:
         return float(_row_weights(dataset).sum())
@@ -157,16 +161,16 @@ def _row_weights(dataset: Dataset) -> Floats:
     return np.ones(dataset.num_data()) if weight is None else np.asarray(weight, dtype=np.float64)
 
 
-def _merge_metric(metric: str, shares: Sequence[_RankMetric]) -> float:
-    """Give the metric over all rows; a rank without rows knows nothing of it."""
-    shares = [share for share in shares if share.weight > 0]
+def _merge_metric(metric: str, rank_metrics: Sequence[_RankMetric]) -> float:
+    """Combine a metric of all ranks. Ranks without rows are ignored."""
+    rank_metrics = [item for item in rank_metrics if item.weight > 0]
     if metric in _METRICS_FROM_ALL_ROWS:
-        parts = zip(*(share.rows for share in shares if share.rows), strict=True)
+        parts = zip(*(item.rows for item in rank_metrics if item.rows), strict=True)
         return _METRICS_FROM_ALL_ROWS[metric](*map(np.concatenate, parts))
-    values = np.array([share.value for share in shares])
-    weights = np.array([share.weight for share in shares])
+    values = np.array([item.value for item in rank_metrics])
+    weights = np.array([item.weight for item in rank_metrics])
     if metric == "r2":
-        return _r2([share.squares for share in shares if share.squares], weights)
+        return _r2([item.squares for item in rank_metrics if item.squares], weights)
     if metric == "gamma_deviance":
         return float(values.sum())
     if metric == "rmse":
@@ -175,21 +179,21 @@ def _merge_metric(metric: str, shares: Sequence[_RankMetric]) -> float:
 
 
 def _r2(squares: Sequence[_SquareSums], weights: Floats) -> float:
-    """Give the share of the labels' variance that the scores explain; 1 or 0 if there is none."""
-    means = np.array([each.mean for each in squares])
+    """Return the explained share of the labels' variance; 1 or 0 if the variance is 0."""
+    means = np.array([item.mean for item in squares])
     between = weights @ (means - np.average(means, weights=weights)) ** 2
-    total = between + sum(each.around_mean for each in squares)
-    missed = sum(each.from_scores for each in squares)
-    return float(1 - missed / total) if total else float(missed == 0)
+    total = between + sum(item.around_mean for item in squares)
+    residual = sum(item.from_scores for item in squares)
+    return float(1 - residual / total) if total else float(residual == 0)
 
 
 def area_under_roc(scores: Floats, labels: Floats, weights: Floats) -> float:
-    """Give the weighted area under the ROC curve; 1 if there is one class only, as LightGBM has it.
+    """Return the weighted area under the ROC curve; 1 for a single class, as in LightGBM.
 
     Args:
-        scores: Higher for what is more likely positive; equal scores count half.
-        labels: Positive above 0.
-        weights: Of the rows.
+        scores: Scores, higher for positive rows. Ties count half.
+        labels: Labels, positive if above 0.
+        weights: Weights of the rows.
     """
     positive, negative = _weights_by_score(scores, labels, weights)
     total = positive.sum() * negative.sum()
@@ -198,21 +202,21 @@ def area_under_roc(scores: Floats, labels: Floats, weights: Floats) -> float:
 
 
 def average_precision(scores: Floats, labels: Floats, weights: Floats) -> float:
-    """Give the weighted average precision; 1 if there is no negative row, as LightGBM has it."""
+    """Return the weighted average precision; 1 without negative rows, as in LightGBM."""
     positive, negative = _weights_by_score(scores, labels, weights)
     if not positive.sum():
         return 0.0
-    found = np.cumsum(positive[::-1])
-    taken = np.cumsum((positive + negative)[::-1])
-    return float((positive[::-1] * found / taken).sum() / positive.sum())
+    positive_sums = np.cumsum(positive[::-1])
+    all_sums = np.cumsum((positive + negative)[::-1])
+    return float((positive[::-1] * positive_sums / all_sums).sum() / positive.sum())
 
 
 def _weights_by_score(scores: Floats, labels: Floats, weights: Floats) -> tuple[Floats, Floats]:
-    """Sum the weights of positive and of negative rows at each score, from low to high."""
-    _, place = np.unique(scores, return_inverse=True)
+    """Sum the weights of positive and of negative rows for each score, in ascending order."""
+    _, score_index = np.unique(scores, return_inverse=True)
     is_positive = labels > 0
-    positive = np.bincount(place, weights * is_positive).astype(np.float64)
-    negative = np.bincount(place, weights * ~is_positive).astype(np.float64)
+    positive = np.bincount(score_index, weights * is_positive).astype(np.float64)
+    negative = np.bincount(score_index, weights * ~is_positive).astype(np.float64)
     return positive, negative
 
 

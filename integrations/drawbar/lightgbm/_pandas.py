@@ -1,4 +1,4 @@
-"""pandas frames as LightGBM takes them."""
+"""normalize_pandas_for_lightgbm: convert Arrow-backed columns to NumPy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ _NULLABLE = {"i": "Int", "u": "UInt", "f": "Float"}
 
 
 def normalize_pandas_for_lightgbm(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Give a frame whose Arrow-backed numbers and booleans are NumPy's, which LightGBM takes.
+    """Convert Arrow-backed numbers and booleans of a DataFrame to types that LightGBM accepts.
 
-    The name is Ray Train's, so that a script which calls it moves over as it is.
+    `Dataset.to_pandas()` of Ray Data returns Arrow-backed columns. Missing values are kept, and
+    other columns are not changed. The function has the same name as in Ray Train.
 
-    `Dataset.to_pandas()` of Ray Data gives Arrow-backed columns. Gaps stay gaps, the values are not
-    looked at, and other columns are left as they are.
+    Args:
+        df: DataFrame with any columns.
+
+    Returns:
+        The DataFrame with pandas' nullable types in place of Arrow's.
+
+    Example:
+        ```python
+        df = drawbar.lightgbm.normalize_pandas_for_lightgbm(dataset.to_pandas())
+        data = lightgbm.Dataset(df.drop(columns="y"), df["y"])
+        ```
     """
     import pandas
 

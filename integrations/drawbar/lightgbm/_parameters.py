@@ -1,4 +1,4 @@
-"""LightGBM's parameters, by whichever of their names the user has chosen."""
+"""Look up, validate, and complete LightGBM parameters under any alias."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESERVED = (
     "machine_list_filename",
     "pre_partition",
 )
-"""What Drawbar sets."""
+"""Parameters that Drawbar sets."""
 
 _TRAINER_ARGUMENTS = {
     "categorical_feature": "the trainer's categorical_features",
@@ -25,16 +25,16 @@ _TRAINER_ARGUMENTS = {
     "weight_column": "the trainer's weight_column",
     "label_column": "the trainer's label_column",
 }
-"""What the trainer has an argument for."""
+"""Parameters that are arguments of the trainer."""
 
 PARAMETER_ALIASES = {
     "num_boost_round": tuple(_ConfigAliases.get("num_iterations")),
     "early_stopping_rounds": tuple(_ConfigAliases.get("early_stopping_round")),
 }
-"""The trainer's arguments that LightGBM takes from its parameters, under any of these names."""
+"""Arguments of the trainer and their aliases in LightGBM's parameters."""
 
 ROW_WISE_BINS, ROW_WISE_THREADS = 20_000, 16
-"""Up to how many bins and threads histograms are added up row by row."""
+"""Maximum numbers of bins and threads for which histograms are computed row-wise."""
 
 _INTEGER_PARAMETERS = (
     "num_threads",
@@ -43,13 +43,13 @@ _INTEGER_PARAMETERS = (
     "bin_construct_sample_cnt",
     "data_random_seed",
 )
-"""What Drawbar itself reckons with."""
+"""Integer parameters that Drawbar uses."""
 
 _SINGLE_WORKER_ONLY = {
-    "linear_tree": "LightGBM trains each worker's own model of its own rows",
+    "linear_tree": "LightGBM trains a separate model on each worker",
     "interaction_constraints": "LightGBM crashes (https://github.com/lightgbm-org/LightGBM/issues/5680)",
 }
-"""What works in one process only, and what happens otherwise."""
+"""Parameters that need a single process, and the effect with several workers."""
 
 PERCENTILE_OBJECTIVES = (
     *("regression_l1", "l1", "mae", "mean_absolute_error"),
@@ -65,94 +65,93 @@ _COUNTS = ("poisson", "tweedie")
 
 
 def find_alias(params: Mapping[str, object], name: str) -> str | None:
-    """Give the name, or alias, under which a parameter is set; None if it is not.
+    """Return the name or alias under which a parameter is set; None if it is not set.
 
-    LightGBM takes one that is None for not set.
+    A value of None counts as not set, as in LightGBM.
     """
     aliases = _ConfigAliases.get_sorted(name)
     return next((alias for alias in aliases if params.get(alias) is not None), None)
 
 
 def get_parameter(params: Mapping[str, object], name: str, default: object = None) -> Any:
-    """Give a parameter's value, by whichever name it is set."""
-    found = find_alias(params, name)
-    return default if found is None else params[found]
+    """Return the value of a parameter under any alias."""
+    alias = find_alias(params, name)
+    return default if alias is None else params[alias]
 
 
 def drop_parameters(params: Mapping[str, object], *names: str) -> dict[str, object]:
-    """Give the parameters without some, by whichever of their names they are set."""
-    left_out = {alias for name in names for alias in _ConfigAliases.get(name)}
-    return {name: value for name, value in params.items() if name not in left_out}
+    """Return the parameters without some of them, under any alias."""
+    dropped = {alias for name in names for alias in _ConfigAliases.get(name)}
+    return {name: value for name, value in params.items() if name not in dropped}
 
 
 def choose_histogram_layout(params: Mapping[str, object], features: int) -> dict[str, bool]:
-    """Give the parameter that says whether histograms are added up row by row.
+    """Return the parameter for row-wise histograms if they are faster.
 
-    LightGBM left to itself times both ways once, over all rows, before the first round. That takes
-    as long as a round or two; it may choose another way on each worker and at each start, and with
-    several threads the ways round differently; and deeper in a tree, where a leaf's rows lie apart,
-    the way by rows is faster for longer than there. LightGBM recommends it for many rows, few bins
-    and at most 16 threads (https://lightgbm.readthedocs.io/en/stable/Parameters.html, at
-    `force_row_wise`); how few was measured on two workers: 10 to 80 features of 255 bins took 0.79
-    to 0.91 of the time by columns, 160 took 1.08, 640 took 1.15. By rows takes one byte more for
-    each value, as does the comparison.
+    By default, LightGBM measures both methods over all rows before the first round. This takes as
+    long as one or two rounds, may select different methods on each worker and at each start, and
+    with several threads, their rounding differs. Deeper in a tree, where the rows of a leaf are
+    scattered, row-wise histograms are faster for more features than in the measurement. LightGBM
+    recommends them for many rows, few bins, and at most 16 threads
+    (https://lightgbm.readthedocs.io/en/stable/Parameters.html, `force_row_wise`). Measured with
+    two workers and 255 bins, relative to column-wise: 0.79 to 0.91 of the time for 10 to 80
+    features, 1.08 for 160, 1.15 for 640. Row-wise histograms, and LightGBM's measurement, need one
+    more byte per value.
 
     Args:
-        params: LightGBM's parameters, `num_threads` among them.
-        features: How many there are.
+        params: LightGBM's parameters, including `num_threads`.
+        features: Number of features.
 
     Returns:
-        `force_row_wise`, or nothing where the choice stays LightGBM's or is made already.
+        `force_row_wise`, or nothing if LightGBM should choose or the parameters already do.
     """
-    chosen = any(find_alias(params, name) for name in ("force_row_wise", "force_col_wise"))
+    is_set = any(find_alias(params, name) for name in ("force_row_wise", "force_col_wise"))
     bins = features * int(get_parameter(params, "max_bin", 255))
     threads = int(get_parameter(params, "num_threads"))
-    if chosen or get_parameter(params, "device_type", "cpu") != "cpu" or bins > ROW_WISE_BINS:
+    if is_set or get_parameter(params, "device_type", "cpu") != "cpu" or bins > ROW_WISE_BINS:
         return {}
     return {"force_row_wise": True} if 0 < threads <= ROW_WISE_THREADS else {}
 
 
 def check_parameters(params: Mapping[str, object], scaling_config: ScalingConfig) -> None:
-    """Check, in the driver, what does not depend on the data.
+    """Check the parameters in the driver, as far as they do not depend on the data.
 
     Raises:
-        ValueError: A parameter is not for the user to set, or does not work with workers.
+        ValueError: A parameter is reserved, or does not work with several workers.
     """
     for name in _RESERVED:
-        if (found := find_alias(params, name)) is not None:
+        if (alias := find_alias(params, name)) is not None:
+            raise ValueError(f"params[{alias!r}] is set by Drawbar. Remove it.")
+    for name, argument in _TRAINER_ARGUMENTS.items():
+        if (alias := find_alias(params, name)) is not None:
             raise ValueError(
-                f"params[{found!r}] is {params[found]!r}, but the workers' network is Drawbar's; "
-                "leave it out"
+                f"params[{alias!r}]={params[alias]!r} is not supported. Use {argument} instead."
             )
-    for name, instead in _TRAINER_ARGUMENTS.items():
-        if (found := find_alias(params, name)) is not None:
-            raise ValueError(f"params[{found!r}] is {params[found]!r}; use {instead} instead")
     learner = get_parameter(params, "tree_learner", "data")
     if learner not in ("data", "data_parallel", "voting", "voting_parallel"):
         raise ValueError(
-            f"params['tree_learner'] is {learner!r}; on several workers it must be 'data' or "
-            "'voting'; LightGBM's Python package has no 'feature'"
+            f"params['tree_learner'] must be 'data' or 'voting', found {learner!r}. LightGBM's "
+            "Python package does not support 'feature' with several workers."
         )
     if scaling_config.max_workers > 1:
         _check_distributed(params)
     for name in _INTEGER_PARAMETERS:
-        if (found := find_alias(params, name)) is not None and not _is_integer(params[found]):
-            raise ValueError(f"params[{found!r}] must be a whole number, found {params[found]!r}")
+        if (alias := find_alias(params, name)) is not None and not _is_integer(params[alias]):
+            raise ValueError(f"params[{alias!r}] must be an integer, found {params[alias]!r}.")
     warn_oversubscribed_threads("num_threads", get_parameter(params, "num_threads"), scaling_config)
 
 
 def _check_distributed(params: Mapping[str, object]) -> None:
     for name, reason in _SINGLE_WORKER_ONLY.items():
-        if (found := find_alias(params, name)) is not None and params[found]:
+        if (alias := find_alias(params, name)) is not None and params[alias]:
             raise ValueError(
-                f"params[{found!r}] is {params[found]!r}, but with several workers {reason}; "
-                "leave it "
-                "out, or train on one worker with more CPUs"
+                f"params[{alias!r}]={params[alias]!r} needs a single worker: with several, "
+                f"{reason}. Remove it, or set num_workers=1."
             )
 
 
 def _is_integer(value: object) -> bool:
-    """Whether LightGBM, which is given all as text, reads a whole number: of 3.0 it does not."""
+    """Return whether LightGBM reads a value, as text, as an integer. It does not accept 3.0."""
     try:
         int(str(value))
     except ValueError:
@@ -164,14 +163,13 @@ def check_labels(shard: Shard, params: Mapping[str, object]) -> None:
     """Check the labels of all ranks against the objective.
 
     Raises:
-        ValueError: A label is out of range; every rank gets the same error.
+        ValueError: A label is out of range. Every rank raises the same error.
     """
     objective = get_parameter(params, "objective", "regression")
     reason = f"objective {objective!r}"
     if objective == "binary":
-        validate_labels(
-            shard, reason, low=-1, high=1, whole_numbers=True
-        )  # what is above 0 is positive
+        # Labels above 0 are positive.
+        validate_labels(shard, reason, low=-1, high=1, whole_numbers=True)
     elif objective in _CLASSES:
         classes = int(get_parameter(params, "num_class", 1))
         reason = f"{reason} with num_class {classes}"

@@ -1,4 +1,4 @@
-"""Distributed prediction with a LightGBM booster."""
+"""predict: distributed prediction with a LightGBM booster."""
 
 from __future__ import annotations
 
@@ -25,20 +25,26 @@ def predict(
     predict_options: Mapping[str, object] | None = None,
     **options: object,
 ) -> Dataset:
-    """Predict the rows of a Ray Dataset, on as many CPUs as are free.
-
-        predictions = drawbar.lightgbm.predict(booster, dataset, keep_columns=["id"])
+    """Predict a Ray Dataset in parallel and add a prediction column.
 
     Args:
-        booster: Trained; its best round is used if one was found.
-        dataset: Rows with the booster's features among their columns, in any order.
-        keep_columns: Columns to keep beside the prediction. Default: all.
-        output_column: Name of the prediction: a number, or a list of one for each class.
+        booster: Trained booster. Its best round is used if early stopping determined one.
+        dataset: Dataset that contains the booster's features, in any order.
+        keep_columns: Columns to keep in addition to the prediction. Default: all.
+        output_column: Name of the prediction: a number, or a list with one number per class.
         predict_options: Arguments of `Booster.predict`, such as `raw_score=True`.
         options: Arguments of `Dataset.map_batches`, such as `batch_size` and `compute`.
 
+    Returns:
+        A lazy dataset with the kept columns and the prediction.
+
     Raises:
         ValueError: The dataset lacks a feature.
+
+    Example:
+        ```python
+        predictions = drawbar.lightgbm.predict(booster, dataset, keep_columns=["id"])
+        ```
     """
     make = partial(
         _predictor,
@@ -57,8 +63,8 @@ def predict(
 
 
 def predict_rows(estimator: Any, method: str, dataset: Dataset, options: dict[str, Any]) -> Dataset:
-    """Predict the rows of a Ray Dataset with a method of an estimator, and options of that."""
-    make = make_predictor_factory(estimator, method, _prepared, options)
+    """Predict a Ray Dataset with a method of an estimator."""
+    make = make_predictor_factory(estimator, method, _prepare_batch, options)
     features = _features(estimator.booster_, dataset)
     return _boosting.predict_dataset(
         dataset, make, features=features, keep_columns=None, output_column="prediction"
@@ -66,13 +72,13 @@ def predict_rows(estimator: Any, method: str, dataset: Dataset, options: dict[st
 
 
 def _features(booster: Booster, dataset: Dataset) -> list[str]:
-    """Give the columns that are a booster's features, in whose names a space is "_"."""
+    """Return the columns of a booster's features, whose names have "_" in place of spaces."""
     columns = dataset.columns() or []
     known = {**{name.replace(" ", "_"): name for name in columns}, **{n: n for n in columns}}
     return [known.get(name, name) for name in booster.feature_name()]
 
 
-def _prepared(estimator: Any, features: pd.DataFrame) -> pd.DataFrame:
+def _prepare_batch(estimator: Any, features: pd.DataFrame) -> pd.DataFrame:
     return _with_categories(estimator.booster_, features)
 
 
@@ -83,7 +89,7 @@ def _predictor(model: str, best_iteration: int, options: dict[str, Any]) -> Pred
 
 
 def _with_categories(booster: Booster, features: pd.DataFrame) -> pd.DataFrame:
-    """Make categories of plain strings, which LightGBM takes for an error."""
+    """Convert strings to categories, since LightGBM rejects strings."""
     import pandas as pd
 
     text = features.select_dtypes(include=["object", "string", "category"])

@@ -1,4 +1,4 @@
-"""LightGBM's callback that reports: metrics after every round, a checkpoint now and then."""
+"""RayTrainReportCallback: report boosting rounds and save the booster."""
 
 from __future__ import annotations
 
@@ -21,28 +21,34 @@ from drawbar.train import Checkpoint, ValidationTaskConfig
 
 
 class RayTrainReportCallback:
-    """Reports the metrics of every round, and saves the booster every so often.
+    """Report the metrics of every round, and save the booster every n rounds and at the end.
 
-    Pass it to `lightgbm.train(..., callbacks=[...])`, or to the `fit` of LightGBM's estimators. All
-    ranks must have it. The metrics are global, also for the callbacks that come after it, so that
-    `lightgbm.early_stopping` ends all ranks on one round; see `GlobalEvaluation`. The driver hears
-    of a round within a quarter of a second.
+    Pass it to `lightgbm.train(..., callbacks=[...])`, or to the `fit` of LightGBM's estimators, on
+    all ranks. The metrics are global, also for later callbacks, so that `lightgbm.early_stopping`
+    ends all ranks at the same round; see `GlobalEvaluation`. The driver receives a report within a
+    quarter of a second.
 
     Args:
-        metrics: Which to report: one name or several as `<dataset>-<metric>`, or a dict from the
-            name to report to that one; those of `lightgbm.cv` end in "-mean" and "-stdv". Default:
-            all.
-        filename: Name of the booster's file in a checkpoint; LightGBM's own text format.
-        frequency: Save every so many rounds; 0 for none on the way.
-        checkpoint_at_end: Save once more when the training function returns, unless the last round
-            was saved already.
+        metrics: Metrics to report: one name or several as `<dataset>-<metric>`, or a dict from
+            reported name to this name. Names from `lightgbm.cv` end in "-mean" and "-stdv".
+            Default: all.
+        filename: Filename of the booster in a checkpoint, in LightGBM's text format.
+        frequency: Save a checkpoint every n rounds; 0 to save only at the end.
+        checkpoint_at_end: Whether to save a checkpoint when the training function returns, unless
+            the last round was saved.
         results_postprocessing_fn: Called with the evaluations so far, as
-            `{"<dataset>-<metric>": [value of each round]}`; gives the metrics to report instead of
-            the newest values.
-        validation: Have each checkpoint validated, as for `drawbar.train.report`.
+            `{"<dataset>-<metric>": [value of each round]}`. Returns the metrics to report in place
+            of the latest values.
+        validation: Whether to validate each checkpoint. See `drawbar.train.report()`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
+
+    Example:
+        ```python
+        callback = RayTrainReportCallback(metrics="valid-auc", frequency=10)
+        drawbar.lightgbm.train(params, train_set, callbacks=[callback])
+        ```
     """
 
     CHECKPOINT_NAME = "model.txt"
@@ -72,11 +78,11 @@ class RayTrainReportCallback:
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether code of the user is in it; unlike other callbacks, most have none."""
+        """Whether the callback contains user code. Most objects of this class have none."""
         return type(self) is not RayTrainReportCallback or self._reports.runs_user_code
 
     def restore(self, progress: BoostingProgress) -> int:
-        """Go on after the rounds of an earlier attempt; gives the first that was seen."""
+        """Continue after the rounds of an earlier attempt. Return the first recorded round."""
         self._rounds, self._history = progress.rounds, progress.history
         self._maximized = set(progress.details.get("maximized", ()))
         self._first_round = progress.details.get("begin", 0)
@@ -88,7 +94,8 @@ class RayTrainReportCallback:
         self._record(env)
         if self._model is None:
             on_success(self._finish)
-        self._model = env.model if isinstance(env.model, Booster) else None  # lightgbm.cv has many
+        # lightgbm.cv passes several boosters, which are not saved.
+        self._model = env.model if isinstance(env.model, Booster) else None
         self._reports.on_round_end(self._rounds, self._history, self._save)
 
     def _record(self, env: CallbackEnv) -> None:
@@ -97,34 +104,34 @@ class RayTrainReportCallback:
             if maximize:
                 self._maximized.add(metric)
             values = {"": value} if not stdv else {"-mean": value, "-stdv": stdv[0]}
-            for suffix, each in values.items():
+            for suffix, suffix_value in values.items():
                 by_metric = self._history.setdefault(data, {})
-                by_metric.setdefault(metric + suffix, []).append(each)
+                by_metric.setdefault(metric + suffix, []).append(suffix_value)
 
     def _finish(self) -> None:
         if self._model is not None:
             self._reports.on_training_end(self._rounds, self._history, self._save)
 
-    def _save(self, folder: Path) -> None:
+    def _save(self, directory: Path) -> None:
         assert self._model is not None
-        self._model.save_model(folder / self.filename, num_iteration=-1)
+        self._model.save_model(directory / self.filename, num_iteration=-1)
         state = {
             "best_iteration": self._model.best_iteration,
             "maximized": sorted(self._maximized),
             "begin": self._first_round,
         }
-        BoostingProgress(self._rounds, self._history, state).save(folder)
+        BoostingProgress(self._rounds, self._history, state).save(directory)
 
     @classmethod
     def get_model(cls, checkpoint: Checkpoint, filename: str = CHECKPOINT_NAME) -> Booster:
-        """Load the booster of a checkpoint, which predicts by its best round if one was found.
+        """Load the booster of a checkpoint, with its best round if early stopping determined one.
 
         Args:
-            checkpoint: Of a run whose callback saved it.
-            filename: As the callback had it.
+            checkpoint: Checkpoint that this callback saved.
+            filename: Filename that was passed to the callback.
 
         Raises:
-            FileNotFoundError: The checkpoint has no such file.
+            FileNotFoundError: The checkpoint has no model file.
         """
         booster = load_model(checkpoint, filename, lambda path: Booster(model_file=path))
         progress = BoostingProgress.load(checkpoint)

@@ -1,4 +1,4 @@
-"""For the training function: `train`, which goes on where the run's newest checkpoint ends."""
+"""train: lightgbm.train that resumes from the run's latest checkpoint."""
 
 from __future__ import annotations
 
@@ -34,35 +34,47 @@ def train(
     keep_training_booster: bool = False,
     callbacks: Sequence[Callback] | None = None,
 ) -> Booster:
-    """Do what `lightgbm.train` does, on all workers, and resume: only what is left is trained.
+    """Run lightgbm.train on all workers, resuming from the latest checkpoint of the run.
 
-    The run's network and CPUs are used without `get_network_params`. A resumed training gives the
-    booster that an uninterrupted one would: the rounds keep their numbers, early stopping and
-    learning rates go on. LightGBM saves no state of its random draws, so that rows and features
-    (`bagging_fraction`, `feature_fraction`) are drawn anew; `dart` drops new trees only, and `rf`
-    begins anew.
+    It uses the run's network and CPUs without `get_network_params`. Training resumes with the same
+    round numbers and state of early stopping and learning rates, so that the booster equals the
+    result of an uninterrupted run. There are exceptions: LightGBM does not save the state of its
+    random generators, so rows and features (`bagging_fraction`, `feature_fraction`) are drawn
+    again, `dart` drops only new trees, and `rf` starts from scratch.
 
-    The arguments are those of `lightgbm.train`. With no `RayTrainReportCallback` among the
-    callbacks there is one with its defaults, which saves at the end; give one with a `frequency` to
-    go on from the middle after a failure.
+    The arguments are those of `lightgbm.train`. Without a `RayTrainReportCallback`, one with
+    default settings is added, which saves at the end. Pass one with a `frequency` to save during
+    training.
 
     Args:
         params: Parameters of the booster.
-        train_set: This worker's part of the training data. To resume, LightGBM needs its features:
-            one that has been constructed before needs `free_raw_data=False`.
-        num_boost_round: Rounds in total, those before a resume included.
-        valid_sets: What to evaluate each round.
-        valid_names: Their names.
-        feval: A custom metric, or a list of them; see `allreduce_metric` and `GlobalEvaluation`.
-        init_model: What to start from; its rounds do not count. A checkpoint of the run, which has
-            them too, goes before it.
-        keep_training_booster: Whether the booster that is given back can be trained further.
-        callbacks: Further callbacks.
+        train_set: This worker's part of the training data. To resume, LightGBM needs its features,
+            so a dataset that is already constructed needs `free_raw_data=False`.
+        num_boost_round: Total number of rounds, including those before a resume.
+        valid_sets: Datasets to evaluate each round.
+        valid_names: Names of these datasets.
+        feval: Custom metric, or a list of them; see `allreduce_metric` and `GlobalEvaluation`.
+        init_model: Model to continue from, unless the run has a checkpoint, which includes its
+            trees. Its rounds do not count.
+        keep_training_booster: Whether the returned booster can be trained further.
+        callbacks: Callbacks.
+
+    Returns:
+        The trained booster.
 
     Raises:
         RuntimeError: Called outside a training function.
-        ValueError: A parameter is wrong, or a dataset with an `init_score` is to be resumed, which
-            LightGBM would replace.
+        ValueError: A parameter is invalid, or training resumes with a dataset that has an
+            `init_score`, which LightGBM would replace.
+
+    Example:
+        ```python
+        def train_func(config):
+            rows = drawbar.train.get_dataset_shard("train").materialize().to_pandas()
+            train_set = lightgbm.Dataset(rows.drop(columns="y"), rows["y"])
+            callback = RayTrainReportCallback(frequency=10)
+            drawbar.lightgbm.train(config, train_set, 100, callbacks=[callback])
+        ```
     """
     params = add_network_parameters(params)
     rounds = int(get_parameter(params, "num_iterations", num_boost_round))
@@ -71,17 +83,19 @@ def train(
     valid_sets = [valid_sets] if isinstance(valid_sets, Dataset) else list(valid_sets or ())
     valid_names = [valid_names] if isinstance(valid_names, str) else list(valid_names or ())
 
-    reports = [each for each in all_callbacks if isinstance(each, RayTrainReportCallback)]
+    reports = [
+        callback for callback in all_callbacks if isinstance(callback, RayTrainReportCallback)
+    ]
     if not reports:
         reports = [RayTrainReportCallback()]
         all_callbacks = [*reports, *all_callbacks]
     initial = Booster(model_file=init_model) if isinstance(init_model, str | Path) else init_model
-    inherited = start_training()
+    resume_checkpoint = start_training()
     init_model, progress = load_resume_state(
-        None if is_random_forest(params) else inherited, reports[0], initial
+        None if is_random_forest(params) else resume_checkpoint, reports[0], initial
     )
     end = rounds + (0 if initial is None else initial.current_iteration())
-    begin = min(each.restore(progress) for each in reports)
+    begin = min(report.restore(progress) for report in reports)
     if init_model is not None:
         _require_no_init_score([train_set, *valid_sets])
         init_model.set_train_data_name(_train_data_name(train_set, valid_sets, valid_names))
@@ -101,17 +115,17 @@ def train(
         init_model=init_model,
         keep_training_booster=keep_training_booster,
         callbacks=[
-            _WithBeginIteration(begin, each, n - len(all_callbacks))
-            for n, each in enumerate(all_callbacks)
+            _WithBeginIteration(begin, callback, n - len(all_callbacks))
+            for n, callback in enumerate(all_callbacks)
         ],
     )
 
 
 class _WithBeginIteration:
-    """A callback that hears when the training has begun, where LightGBM says when it went on."""
+    """Callback wrapper that passes the first round of the training, not of the resumed part."""
 
     def __init__(self, begin: int, callback: Callback, order: int) -> None:
-        self.order = getattr(callback, "order", order)  # LightGBM's own default
+        self.order = getattr(callback, "order", order)  # default order, as in LightGBM
         self.before_iteration = getattr(callback, "before_iteration", False)
         self._begin = begin
         self._callback = callback
@@ -130,7 +144,7 @@ class _WithBeginIteration:
 
 
 def _early_stopping_callbacks(params: Mapping[str, object]) -> list[Callback]:
-    """Give what the parameters say of early stopping, as a callback that can be resumed."""
+    """Return a resumable callback for early stopping if the parameters enable it."""
     rounds = get_parameter(params, "early_stopping_round")
     return [early_stopping(rounds, params)] if rounds is not None and rounds > 0 else []
 
@@ -138,7 +152,7 @@ def _early_stopping_callbacks(params: Mapping[str, object]) -> list[Callback]:
 def _train_data_name(
     train_set: Dataset, valid_sets: Sequence[Dataset], names: Sequence[str]
 ) -> str:
-    """Give the name that the training data is evaluated by, which early stopping leaves out."""
+    """Return the name of the training data in evaluations, which early stopping ignores."""
     known = zip(valid_sets, names, strict=False)
     return next((name for data, name in known if data is train_set), "training")
 
@@ -149,7 +163,7 @@ def _is_stopped_by_replay(
     callbacks: Sequence[Callback],
     env: Callable[..., CallbackEnv],
 ) -> bool:
-    """Show the callbacks the rounds that were; says whether these end the training."""
+    """Replay earlier rounds to the callbacks. Return whether they stop training."""
     try:
         replay_evaluations(callbacks, progress, env)
     except EarlyStopException as stop:
@@ -161,29 +175,29 @@ def _is_stopped_by_replay(
 def _require_no_init_score(datasets: Sequence[Dataset]) -> None:
     if any(data.init_score is not None for data in datasets):
         raise ValueError(
-            "a dataset has an init_score, which LightGBM replaces by what the earlier trees "
-            "predict where a training goes on; train from the start, without a checkpoint or "
-            "init_model, or declare it: LightGBMTrainer(params=..., base_margin_column=...)"
+            "Cannot resume with a dataset that has an init_score, because LightGBM would replace "
+            "it. Start without a checkpoint or init_model, or use "
+            "LightGBMTrainer(params=..., base_margin_column=...)."
         )
 
 
 _FORESTS = ("rf", "random_forest")
-"""Whose trees LightGBM cannot put on earlier ones: a killed forest begins anew."""
+"""Boosting types to which LightGBM cannot add earlier trees. They always start from scratch."""
 
 _SEED_DEFAULTS = {"bagging_seed": 3, "feature_fraction_seed": 2, "extra_seed": 6, "drop_seed": 4}
-"""Seeds of what is drawn every round, and LightGBM's defaults."""
+"""Seeds of draws in every round, and LightGBM's default values."""
 
 _REPLAYABLE_CALLBACKS = (type(lightgbm.early_stopping(1)), type(lightgbm.record_evaluation({})))
-"""Callbacks whose state is the evaluations so far, and nothing else."""
+"""Callbacks whose state consists only of the evaluations."""
 
 
 def is_random_forest(params: Mapping[str, object]) -> bool:
-    """Whether each tree is of its own, so that there is nothing to go on from."""
+    """Return whether the trees are independent, so that training cannot be resumed."""
     return get_parameter(params, "boosting") in _FORESTS
 
 
 def offset_seeds(params: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Have a resumed training draw other rows and features than its first rounds did."""
+    """Change the seeds, so that a resumed training does not repeat the draws of earlier rounds."""
     if not rounds:
         return params
     seeds = {find_alias(params, name) or name: default for name, default in _SEED_DEFAULTS.items()}
@@ -191,7 +205,7 @@ def offset_seeds(params: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def early_stopping(rounds: int, params: Mapping[str, object]) -> Callback:
-    """Give LightGBM's own callback, with what the parameters say of it."""
+    """Create LightGBM's callback for early stopping with the options in the parameters."""
     callback: Callback = lightgbm.early_stopping(
         rounds,
         first_metric_only=bool(get_parameter(params, "first_metric_only", False)),
@@ -206,7 +220,7 @@ def load_resume_state(
     report: RayTrainReportCallback,
     initial: Booster | None = None,
 ) -> tuple[Booster | None, BoostingProgress]:
-    """Give what an earlier attempt, or another run, has left; else what to start from."""
+    """Return booster and progress of a checkpoint, or else of the initial model."""
     if checkpoint is not None:
         initial = report.get_model(checkpoint, report.filename)
         known = BoostingProgress.load(checkpoint)
@@ -221,21 +235,21 @@ def load_resume_state(
 def replay_evaluations(
     callbacks: Sequence[Callback], progress: BoostingProgress, env: Callable[..., CallbackEnv]
 ) -> None:
-    """Show the rounds of earlier attempts to the callbacks that are made of nothing else.
+    """Replay the rounds of earlier attempts to callbacks whose state is the evaluations.
 
     Raises:
-        EarlyStopException: One of them ends the training.
+        EarlyStopException: A callback stops training.
     """
     maximized = progress.details.get("maximized", ())
-    remembering = sorted(
-        (each for each in callbacks if isinstance(each, _REPLAYABLE_CALLBACKS)),
+    replayable = sorted(
+        (callback for callback in callbacks if isinstance(callback, _REPLAYABLE_CALLBACKS)),
         key=attrgetter("order"),
     )
     for iteration, evaluated in enumerate(progress.iter_rounds(), progress.first_recorded_round):
-        found = [
+        results = [
             make_eval_result(data, metric, values[0], metric in maximized)
             for data, by_metric in evaluated.items()
             for metric, values in by_metric.items()
         ]
-        for callback in remembering:
-            callback(env(iteration=iteration, evaluation_result_list=found))
+        for callback in replayable:
+            callback(env(iteration=iteration, evaluation_result_list=results))

@@ -1,4 +1,4 @@
-"""LightGBMTrainer: the trainer for LightGBM, with a training function or without one."""
+"""LightGBMTrainer: train LightGBM on Ray workers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,56 @@ from drawbar.train.backend import TrainFunction, resolve_config
 
 
 class LightGBMTrainer(BoostingTrainer):
-    """Train with LightGBM on every worker, with its network up.
+    """Train LightGBM on Ray workers, from parameters or with a training function.
 
-    Declared, without a training function:
+    With `params`, no function is needed; training resumes automatically with the remaining rounds.
+    With a training function, call `drawbar.lightgbm.train` or `lightgbm.train` in it. LightGBM's
+    network is connected before it starts.
 
+    Without a `dataset_config`, all datasets are split and every row is used. If the objective is
+    `l1`, `quantile`, or `mape`, the rows of "train" are shuffled before the split, because LightGBM
+    averages percentiles of each worker's rows.
+
+    Args:
+        train_loop_per_worker: Training function; takes `train_loop_config` or nothing. Cannot be
+            combined with the arguments from `params` to `external_memory`.
+        train_loop_config: Argument of the training function.
+        params: Parameters of `lightgbm.train`. `objective` may be a function. Defaults:
+            `num_threads` is the worker's number of CPUs, and `tree_learner` is "data". Aliases of
+            `num_boost_round` and `early_stopping_rounds` replace these arguments.
+        label_column: Target column.
+        num_boost_round: Total number of rounds, including those before a resume. Default: 100.
+        weight_column: Weight of each row.
+        group_column: Query of each row, for ranking. All rows of a query go to one worker.
+        base_margin_column: Column with initial raw scores (LightGBM's `init_score`), or one column
+            for each class.
+        categorical_features: Categorical features of strings, or of integers from 0. Columns of a
+            categorical type of pandas or Arrow are always categorical. Categories of all workers
+            are merged.
+        early_stopping_rounds: Stop all workers when no metric of any dataset except "train" has
+            improved for this number of rounds. `params` may have `first_metric_only`.
+        callbacks: Callbacks of `lightgbm.train`. A `RayTrainReportCallback` controls reports and
+            checkpoints. Default: report all metrics and save at the end.
+        feval: Custom metric of `lightgbm.train`, or a list of them; see `allreduce_metric`, and
+            `GlobalEvaluation` for the global values.
+        external_memory: Directory on the workers for rows until LightGBM has binned them; bins are
+            in memory. Default, and with True: the system's temporary directory.
+        lightgbm_config: Configuration of LightGBM's network; see `LightGBMConfig`.
+        scaling_config: Number of workers and their resources.
+        run_config: Run configuration: storage, restarts, callbacks.
+        datasets: Datasets by name: Ray Datasets, pandas DataFrames, or Arrow tables. With `params`,
+            "train" is the training data, and all others are evaluated every round.
+        dataset_config: Distribution of the datasets to the workers.
+        metadata: User data, for `drawbar.train.get_context().get_metadata()`.
+        resume_from_checkpoint: Checkpoint from which the first attempt starts.
+        validation_config: Validation of checkpoints. See `drawbar.train.report()`.
+
+    Raises:
+        TypeError, ValueError: An argument or a column is invalid; see
+            `drawbar.train.DataParallelTrainer`.
+
+    Example:
+        ```python
         result = LightGBMTrainer(
             params={"objective": "binary", "metric": ["binary_logloss", "auc"]},
             label_column="target",
@@ -29,50 +75,8 @@ class LightGBMTrainer(BoostingTrainer):
             early_stopping_rounds=10,
             scaling_config=ScalingConfig(num_workers=4),
         ).fit()
-        booster = RayTrainReportCallback.get_model(result.checkpoint)
-
-    Or with a function that calls `drawbar.lightgbm.train`, or `lightgbm.train` itself:
-
-        def train_loop(config):
-            data = lightgbm.Dataset(...)     # of this worker's rows
-            drawbar.lightgbm.train(config, data, callbacks=[RayTrainReportCallback(frequency=10)])
-
-        LightGBMTrainer(train_loop, train_loop_config={"objective": "binary"}, ...).fit()
-
-    Without a `dataset_config`, all datasets are split and every row is used. If the objective is
-    `l1`, `quantile`, or `mape`, the rows of "train" are shuffled before the split, because LightGBM
-    averages percentiles of each worker's rows. The declared form resumes automatically and trains
-    only the remaining rounds.
-
-    Args:
-        train_loop_per_worker: The training function; takes `train_loop_config` or nothing.
-        params: Parameters of `lightgbm.train`. `objective` may be a function. `num_threads` is the
-            worker's share of CPUs unless it is set, and `tree_learner` "data". LightGBM's names
-            of the number of rounds and of early stopping mean what they mean there.
-        label_column: The column to learn.
-        num_boost_round: Rounds in total, those before a resume included. Default: 100.
-        weight_column: Weight of each row.
-        group_column: Query of each row, for ranking. All rows of a query go to one worker.
-        base_margin_column: Where each row's raw score starts (LightGBM's `init_score`); for several
-            classes, a column for each.
-        categorical_features: Columns of categories: strings, or integers from 0. A column of
-            pandas' or Arrow's categorical type needs no mention. Categories are those of all
-            workers together.
-        early_stopping_rounds: Stop all workers when no metric of any dataset besides "train" has
-            improved for so many rounds; `params` may have `first_metric_only`.
-        callbacks: Callbacks of `lightgbm.train`. A `RayTrainReportCallback` among them says what is
-            reported and when it is saved; without one, everything, and at the end.
-        feval: A custom metric, or a list of them, as `lightgbm.train` takes them; see
-            `allreduce_metric`, and `GlobalEvaluation` for how they become global.
-        external_memory: The folder on the workers in which rows wait, in files, until LightGBM has
-            their bins, which stay in memory. Default, and with True: the system's folder for such.
-        lightgbm_config: How the workers' network is made.
-        datasets: For the declared form: "train", and any others, which are evaluated every round.
-
-    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
-
-    Raises:
-        TypeError, ValueError: An argument is wrong, or a column is missing or cannot be used.
+        booster = LightGBMTrainer.get_model(result.checkpoint)
+        ```
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class LightGBMTrainer(BoostingTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
-        declared = {
+        arguments = {
             "params": params,
             "label_column": label_column,
             "num_boost_round": num_boost_round,
@@ -116,7 +120,7 @@ class LightGBMTrainer(BoostingTrainer):
         super().__init__(
             train_loop_per_worker,
             spec_class=LightGBMTrainingSpec,
-            spec_arguments=declared,
+            spec_arguments=arguments,
             train_loop_config=train_loop_config,
             backend_config=resolve_config("lightgbm_config", lightgbm_config, LightGBMConfig),
             scaling_config=scaling_config,
@@ -130,9 +134,9 @@ class LightGBMTrainer(BoostingTrainer):
 
     @classmethod
     def get_model(cls, checkpoint: Checkpoint) -> Booster:
-        """Load the booster of a checkpoint that a `RayTrainReportCallback` has saved.
+        """Load the booster of a checkpoint that a `RayTrainReportCallback` saved.
 
         Raises:
-            FileNotFoundError: The checkpoint has no such model.
+            FileNotFoundError: The checkpoint has no model file.
         """
         return RayTrainReportCallback.get_model(checkpoint)

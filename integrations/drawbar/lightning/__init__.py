@@ -1,4 +1,4 @@
-"""Lightning's Trainer on a group of Ray actors, with `lightning` or with `pytorch_lightning`."""
+"""Lightning Trainer on Ray, for `lightning` and `pytorch_lightning`."""
 
 from drawbar.lightning._environment import RayLightningEnvironment
 from drawbar.lightning._logger import DrawbarLogger

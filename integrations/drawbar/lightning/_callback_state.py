@@ -1,4 +1,4 @@
-"""Transfer of callbacks' results from a worker's Trainer to the driver's."""
+"""Transfer of the callbacks' state from a worker's Trainer to the driver's Trainer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _CONTAINERS = (list, tuple, set, frozenset)
 
 @dataclass(frozen=True)
 class CallbackState:
-    """Results of a callback in a worker: its `state_dict()`, and public attributes with plain data.
+    """State of a callback in a worker: its `state_dict()` and its public plain attributes.
 
-    `state_dict()` alone is not enough: `ModelCheckpoint` does not load its `current_score` from
-    it, and few callbacks of users have one.
+    `state_dict()` alone is not enough: `ModelCheckpoint` does not restore `current_score` from
+    it, and most user-defined callbacks do not implement it.
     """
 
     state: dict[str, object]
@@ -46,7 +46,7 @@ class CallbackState:
                 try:
                     attributes[name] = _copy_plain(value)
                 except TypeError:
-                    continue  # the driver keeps its own object
+                    continue  # the driver keeps its existing value
         return cls(state, attributes)
 
     def load_into(self, callback: Any, *, fitted: bool) -> None:
@@ -54,12 +54,12 @@ class CallbackState:
 
         Args:
             callback: The callback that was sent to the workers.
-            fitted: Whether the workers ran `fit`. Otherwise `ModelCheckpoint` keeps its directory,
-                since its checkpoints are in an earlier run.
+            fitted: Whether the workers ran `fit`. Otherwise, `ModelCheckpoint` keeps its directory,
+                because its checkpoints belong to an earlier run.
         """
         state = dict(self.state)
         if "dirpath" in state:
-            # It would not load its scores if the two were different.
+            # ModelCheckpoint does not load its scores if the directories differ.
             if fitted:
                 callback.dirpath = state["dirpath"]
             else:
@@ -73,31 +73,32 @@ def collect_callbacks(trainer: Any, sent: Sequence[Callback]) -> list[CallbackSt
     """Collect the state of the callbacks that the driver has sent.
 
     Args:
-        trainer: The worker's Trainer. The module's `configure_callbacks` may have replaced some.
-        sent: The callbacks as they arrived.
+        trainer: The worker's Trainer. Its module's `configure_callbacks` may have replaced some.
+        sent: Callbacks as they were received from the driver.
     """
-    # state_key is a property of a type, or of a type and its settings.
-    replacements = {each.state_key: each for each in trainer.callbacks}
+    # state_key identifies a callback by its type, or by its type and its settings.
+    replacements = {callback.state_key: callback for callback in trainer.callbacks}
     current = [
-        each if any(each is other for other in trainer.callbacks)
-        else replacements.get(each.state_key, each)
-        for each in sent
-    ]  # fmt: skip
-    return [CallbackState.of(each) for each in current]
+        callback
+        if any(callback is other for other in trainer.callbacks)
+        else replacements.get(callback.state_key, callback)
+        for callback in sent
+    ]
+    return [CallbackState.of(callback) for callback in current]
 
 
 def _copy_plain(value: Any) -> Any:
-    """Copy numbers, texts, arrays, tensors, and built-in containers of them.
+    """Copy numbers, strings, arrays, tensors, and built-in containers of these.
 
     Raises:
-        TypeError: There is another object in it, which may be large or not picklable.
+        TypeError: The value contains another kind of object, which may be large or unpicklable.
     """
     if isinstance(value, _SCALARS):
         return value
     if type(value) is torch.Tensor:
         return value.detach().cpu()
     if type(value) is dict:
-        return {_copy_plain(key): _copy_plain(each) for key, each in value.items()}
+        return {_copy_plain(key): _copy_plain(item) for key, item in value.items()}
     if type(value) in _CONTAINERS:
-        return type(value)(_copy_plain(each) for each in value)
+        return type(value)(_copy_plain(item) for item in value)
     raise TypeError(f"not plain data: {type(value).__name__}")

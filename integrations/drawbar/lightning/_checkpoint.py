@@ -1,12 +1,10 @@
-"""Lightning's checkpoints are Drawbar's: where they lie, how they are committed and found again.
+"""Save and load Lightning checkpoints as committed checkpoints of the run.
 
-Every way of saving in Lightning goes through the strategy's `save_checkpoint`, on all ranks: that
-of `Trainer.save_checkpoint`, of `ModelCheckpoint`, of sharded strategies. A `CheckpointIO` plug-in
-would not do: DDP calls it on rank 0 alone; FSDP, DeepSpeed and DTensor strategies do not at all.
-So the strategies of `drawbar.lightning` have `CheckpointStrategyMixin` among their bases. What
-Lightning
-writes, a file or a directory of shards, lies in the committed checkpoint as `checkpoint.ckpt`, and
-is written there directly.
+`Trainer.save_checkpoint`, `ModelCheckpoint`, and sharded strategies all call the strategy's
+`save_checkpoint` on all ranks. A `CheckpointIO` plugin is not enough: DDP calls it only on rank 0,
+and the FSDP, DeepSpeed, and DTensor strategies do not call it. The strategies of
+`drawbar.lightning` therefore inherit from `CheckpointStrategyMixin`. Lightning's output, a file or
+a directory of shards, is written directly to `checkpoint.ckpt` in the committed checkpoint.
 """
 
 from __future__ import annotations
@@ -33,29 +31,29 @@ else:
 CHECKPOINT_NAME = "checkpoint.ckpt"
 
 SAVE_TIMEOUT_S = 300.0
-"""How long a rank that saves waits for the others to save too."""
+"""Time in seconds for which a saving rank waits for the other ranks."""
 
 SAVE_TIMEOUT_AFTER_ERROR_S = 10.0
-"""The same for one that saves because of an exception."""
+"""Time in seconds for which a rank that saves because of an exception waits for the others."""
 
 
 class CheckpointStrategyMixin(ParallelStrategy):
-    """The part of a strategy that deals with checkpoints, and with the position in the data."""
+    """Save and load checkpoints and data positions in a strategy."""
 
     @cached_property
     def _train_loaders(self) -> TrainLoaderTracker:
         return TrainLoaderTracker()
 
     def setup_environment(self) -> None:
-        """Begin a `fit`, or one of its companions."""
+        """Start `fit`, `validate`, `test`, or `predict`."""
         self._train_loaders.reset_numbering()
         super().setup_environment()
 
     def save_checkpoint(
         self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object = None
     ) -> None:
-        """Save where Lightning says. In the run's directory, that is a report with a checkpoint."""
-        if not is_in_training_function():  # the driver, when the workers are gone
+        """Save to the given path; a path in the run directory is reported as a checkpoint."""
+        if not is_in_training_function():  # the driver, after the workers have ended
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         name, error = run_checkpoint_name(filepath), sys.exception()
@@ -73,23 +71,23 @@ class CheckpointStrategyMixin(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
     ) -> dict[str, object]:
-        """Load from where Lightning says; what is in remote storage is fetched."""
+        """Load from the given path, and download the checkpoint first if it is remote."""
         with (
             open_local(Path(checkpoint_path)) as path,
-            self.convert_for_loading(path) as on_these_workers,
+            self.convert_for_loading(path) as loadable_path,
         ):
-            # Validation and test go through all of their data, however far training has come.
+            # Validation and test always use all of their data.
             if _get_trainer(self).state.fn == "fit":
-                self._train_loaders.go_on_from(Checkpoint(path.parent))
-            loaded: dict[str, object] = super().load_checkpoint(on_these_workers, *args, **kwargs)
+                self._train_loaders.resume_from(Checkpoint(path.parent))
+            loaded: dict[str, object] = super().load_checkpoint(loadable_path, *args, **kwargs)
         return loaded
 
     def convert_for_loading(self, path: Path) -> AbstractContextManager[Path]:
-        """Give a checkpoint as this many workers can load it. Most can be loaded by any number."""
+        """Convert a checkpoint for the current number of workers, if its format needs it."""
         return nullcontext(path)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove what `ModelCheckpoint` does not keep; never the run's newest checkpoint."""
+        """Delete a checkpoint that `ModelCheckpoint` drops, except the newest of the run."""
         name = run_checkpoint_name(filepath)
         if name is None:
             super().remove_checkpoint(filepath)
@@ -97,7 +95,7 @@ class CheckpointStrategyMixin(ParallelStrategy):
             discard_checkpoint(name)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Have the checkpoints carry how far a training loader has come."""
+        """Store the position of a training data loader in checkpoints."""
         dataloader = super().process_dataloader(dataloader)
         if ShardBatches.is_shard_loader(dataloader):
             return ShardBatches(dataloader)
@@ -110,7 +108,7 @@ class CheckpointStrategyMixin(ParallelStrategy):
 
 
 def _get_trainer(strategy: ParallelStrategy) -> Trainer:
-    assert strategy.lightning_module is not None  # it is running
+    assert strategy.lightning_module is not None  # set while the Trainer runs
     return strategy.lightning_module.trainer
 
 
@@ -118,15 +116,15 @@ def _get_trainer(strategy: ParallelStrategy) -> Trainer:
 
 
 def _wait_for_all_ranks(filepath: str | Path, error: BaseException | None) -> None:
-    """Wait for all ranks, since Lightning does, and without end, when it has saved.
+    """Wait for all ranks with a timeout, because Lightning waits without one after saving.
 
     Args:
-        filepath: Where to.
-        error: Because of which exception, if of one: maybe not on every rank.
+        filepath: Path that is being saved.
+        error: Exception because of which this rank saves, if any. Other ranks may not have it.
 
     Raises:
-        RuntimeError: They do not all come.
-        BaseException: The same, with `error`: that is the cause.
+        RuntimeError: Not all ranks called `save_checkpoint` in time.
+        BaseException: `error`, if it is not None and not all ranks called in time.
     """
     seconds = SAVE_TIMEOUT_S if error is None else SAVE_TIMEOUT_AFTER_ERROR_S
     try:
@@ -134,24 +132,23 @@ def _wait_for_all_ranks(filepath: str | Path, error: BaseException | None) -> No
         return
     except TimeoutError:
         pass
-    # Not in there: raised while another is handled, it would lose its own cause.
+    # Raise outside the handler, so that TimeoutError does not replace the cause of `error`.
     if error is not None:
         error.add_note(
-            f"{str(filepath)!r} was not saved for it: not every rank came within {seconds:g} s, "
-            "and Lightning has all of them take part"
+            f"{str(filepath)!r} was not saved after this error, because not all ranks called "
+            f"save_checkpoint() within {seconds:g} s."
         )
         raise error
     raise RuntimeError(
-        f"trainer.save_checkpoint() was called for {str(filepath)!r} on rank "
-        f"{get_context().get_world_rank()}, but within {seconds:g} s not on every rank; "
-        "Lightning has all of them take part, so call it on every rank, and not only where "
-        "trainer.is_global_zero: rank 0 alone writes the file"
+        f"trainer.save_checkpoint({str(filepath)!r}) was called on rank "
+        f"{get_context().get_world_rank()}, but not on all ranks within {seconds:g} s. "
+        "Call it on every rank, not only if trainer.is_global_zero; only rank 0 writes the file."
     )
 
 
 @contextmanager
 def shared_checkpoint_dir() -> Iterator[Path]:
-    """Give all ranks one new directory for their checkpoint, which rank 0 makes."""
+    """Create a new checkpoint directory on rank 0 and yield it on all ranks."""
     if get_context().get_world_rank() == 0:
         with train.checkpoint_dir() as path:
             yield collective.broadcast_from_rank_zero(path)
@@ -160,12 +157,12 @@ def shared_checkpoint_dir() -> Iterator[Path]:
 
 
 def report_shared_checkpoint(metrics: Mapping[str, object], path: Path, **options: Any) -> None:
-    """Report, on all ranks, the checkpoint that they have written into one directory.
+    """Report a checkpoint directory that all ranks have written to. Call it on all ranks.
 
-    One rank of each node offers what lies there. On a shared filesystem that is the same again,
-    which is stored once; without one it is this node's share.
+    One rank of each node offers the directory's files. On a shared filesystem these are the same
+    files, which are stored once. Without one, they are the files of that node.
     """
-    sync_report_index()  # and when all ranks have come here, all files are written
+    sync_report_index()  # also a barrier: all ranks have written their files
     if get_context().get_local_rank() == 0 and path.is_dir():
         train.report(metrics, checkpoint=path, **options)
     else:
@@ -173,41 +170,42 @@ def report_shared_checkpoint(metrics: Mapping[str, object], path: Path, **option
 
 
 def logged_metrics(trainer: Trainer) -> dict[str, object]:
-    """Give what the model has logged, and the epoch and step at which it is reported."""
-    where = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-    return {**trainer.callback_metrics, **where}
+    """Return the logged metrics with the current epoch and step."""
+    progress = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+    return {**trainer.callback_metrics, **progress}
 
 
-# -- where they lie
+# -- paths
 
 
 def run_checkpoint_name(filepath: str | Path) -> str | None:
-    """Give the name of the run's checkpoint that a path of Lightning's is in; None if in none."""
+    """Return the name of the run's checkpoint that contains a Lightning path, or None."""
     path = Path(filepath)
     in_run = path.name == CHECKPOINT_NAME and path.parent.parent == get_context().get_storage()
     return path.parent.name if in_run else None
 
 
 def lightning_checkpoint_path(checkpoint: Checkpoint) -> Path:
-    """Give the path of Lightning's own checkpoint in one of Drawbar's.
+    """Return the path of the Lightning checkpoint inside a checkpoint of the run.
 
-    For remote storage it is that in the run's work folder, where nothing lies: see `local`.
+    For a remote checkpoint, this is a path in the run's local work directory that does not exist.
+    `open_local` maps it to the remote files.
     """
-    folder = Path(checkpoint.path)
+    directory = Path(checkpoint.path)
     if not checkpoint.is_local:
-        folder = get_context().get_storage() / folder.name
-    return folder / CHECKPOINT_NAME
+        directory = get_context().get_storage() / directory.name
+    return directory / CHECKPOINT_NAME
 
 
 @contextmanager
 def open_local(path: Path) -> Iterator[Path]:
-    """Give a path at which a checkpoint can be read: the same, unless it is in remote storage."""
+    """Yield a path from which a checkpoint can be read, and download it if it is remote."""
     checkpoint = None if path.exists() else _find_committed(path)
     if checkpoint is None:
         yield path
     else:
-        with checkpoint.as_directory() as folder:
-            yield Path(folder, CHECKPOINT_NAME)
+        with checkpoint.as_directory() as directory:
+            yield Path(directory, CHECKPOINT_NAME)
 
 
 def _find_committed(path: Path) -> Checkpoint | None:

@@ -1,9 +1,9 @@
-"""How far Lightning's training loaders have come, put into every checkpoint.
+"""Store the position of training data loaders in checkpoints.
 
-Lightning's loops remember how many batches were trained on, but a loader begins anew, so that a run
-that goes on in mid-epoch would see the beginning of the data again and never the end. Here the
-sampler that Lightning has put into a loader is exchanged for one that gives the same order and can
-begin later in it, on any number of workers.
+Lightning restores the number of processed batches, but its data loaders restart at the first batch.
+A run resumed in mid-epoch would repeat the beginning of the data and skip the end. This module
+replaces the sampler that Lightning adds to a loader by one with the same order that can start at
+any position, with any number of workers.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 
 class TrainLoaderTracker:
-    """The training loaders of a Trainer, and where they go on."""
+    """Track the training data loaders of a Trainer and the positions from which they resume."""
 
     def __init__(self) -> None:
-        self._numbers = Counter[int]()  # loaders made for an epoch
+        self._numbers = Counter[int]()  # loaders created per epoch
         self._recorded: dict[str, Any] = {}
 
     def reset_numbering(self) -> None:
-        """Have the loaders that are made next named like those of any other `fit`.
+        """Restart the numbering, so that loader names do not depend on earlier `fit` calls.
 
-        One may follow another in this attempt, or Lightning's `Tuner`, that does not in the next.
+        An earlier `fit` or a run of Lightning's `Tuner` may be missing in the next attempt.
         """
         self._numbers.clear()
 
-    def go_on_from(self, checkpoint: Checkpoint) -> None:
-        """Have the loaders that are made next begin where this checkpoint was made."""
+    def resume_from(self, checkpoint: Checkpoint) -> None:
+        """Resume loaders that are created from now on at the positions of a checkpoint."""
         manifest = checkpoint.manifest
         self._recorded = {} if manifest is None else dict(manifest.data_positions)
 
     def make_resumable(self, dataloader: object, trainer: Trainer) -> object:
-        """Give a loader whose position is in the checkpoints, begun where the run goes on.
+        """Return a loader that resumes and whose position is stored in checkpoints.
 
-        That is a copy of a `DataLoader` that has torch's own `DistributedSampler`, which Lightning
-        puts in place of a random or sequential one; any other object is given back as it is.
+        This is a copy of a `DataLoader` with torch's `DistributedSampler`, which Lightning adds
+        in place of a random or sequential sampler. Any other object is returned unchanged.
         """
         if not isinstance(dataloader, DataLoader):
             return dataloader
@@ -62,23 +62,23 @@ class TrainLoaderTracker:
         name = self._next_loader_name(trainer.current_epoch)
         register_data_position(name, progress.record)
         if recorded := self._recorded.pop(name, None):
-            progress.go_on_from(EpochPosition(**recorded))
+            progress.resume_from(EpochPosition(**recorded))
         return loader
 
     def _next_loader_name(self, epoch: int) -> str:
-        """Name a loader by its number, which begins anew when loaders are made anew."""
+        """Return the name of the epoch's next loader; recreated loaders get the same names."""
         self._numbers[epoch] += 1
         return f"lightning.train_dataloader-{self._numbers[epoch]}"
 
 
 class ShardBatches:
-    """Batches of a dataset's shard. A pass that has none is followed by the next one.
+    """Batches of a dataset shard, where an empty iteration is followed by the next epoch.
 
-    After a restart the first pass gives what is left of the epoch. Where the checkpoint was made at
-    its very end that is nothing, and Lightning is in the next epoch already.
+    After a restart, the first iteration yields the rest of the epoch. If the checkpoint was saved
+    at the end of an epoch, nothing is left, but Lightning has already started the next epoch.
 
     Args:
-        batches: As `iter_torch_batches` gives them; each iteration is a pass.
+        batches: Result of `iter_torch_batches`; each iteration is one epoch.
     """
 
     def __init__(self, batches: Any) -> None:
@@ -86,7 +86,7 @@ class ShardBatches:
 
     @staticmethod
     def is_shard_loader(dataloader: object) -> bool:
-        """Whether a loader gives such batches: it is of no class of torch's or the user's then."""
+        """Return whether a loader is the result of `iter_torch_batches`."""
         return type(dataloader).__module__.startswith("drawbar.train.")
 
     def __iter__(self) -> Iterator[object]:
@@ -101,22 +101,22 @@ class ShardBatches:
         return len(self._batches)
 
 
-def _to_epoch_sampler(given: DistributedSampler[int]) -> EpochSampler[int]:
-    """Give a sampler with the same items in the same order, that can begin anywhere in it."""
-    whole: DistributedSampler[int] = DistributedSampler(
-        given.dataset, num_replicas=1, rank=0, shuffle=given.shuffle, seed=given.seed
+def _to_epoch_sampler(sampler: DistributedSampler[int]) -> EpochSampler[int]:
+    """Return a sampler with the same items in the same order that can start at any position."""
+    all_items: DistributedSampler[int] = DistributedSampler(
+        sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
     )
     return EpochSampler(
-        whole,
-        rank=given.rank,
-        world_size=given.num_replicas,
-        seed=given.seed,
-        drop_last=given.drop_last,
+        all_items,
+        rank=sampler.rank,
+        world_size=sampler.num_replicas,
+        seed=sampler.seed,
+        drop_last=sampler.drop_last,
     )
 
 
 class LoaderPosition:
-    """Lightning's count of batches, as samples that all ranks together have consumed."""
+    """Position of a loader: Lightning's batch count as samples consumed by all ranks together."""
 
     def __init__(self, sampler: EpochSampler[int], batches: BatchSampler, fit_loop: Any) -> None:
         self._sampler = sampler
@@ -124,12 +124,13 @@ class LoaderPosition:
         self._items = batches.batch_size * sampler.num_replicas
         self._count = fit_loop.epoch_loop.batch_progress
         self._resumed: EpochPosition | None = None
-        self._num_skipped_batches = 0  # batches of the resumed epoch before it was resumed
+        self._num_skipped_batches = 0  # batches of the resumed epoch before the resume
 
-    def go_on_from(self, position: EpochPosition) -> None:
-        """Begin there, and have Lightning's count say how many batches of the epoch are left.
+    def resume_from(self, position: EpochPosition) -> None:
+        """Resume at a position and adjust Lightning's batch count.
 
-        They are others than it has recorded if the number of workers has changed.
+        The number of remaining batches differs from the recorded one if the number of workers has
+        changed.
         """
         self._sampler.resume_from(position)
         if position.length is None:
@@ -139,8 +140,10 @@ class LoaderPosition:
             - self._num_remaining_batches(position)
             - self._count.current.processed
         )
-        for each in ("ready", "started", "processed", "completed"):
-            setattr(self._count.current, each, getattr(self._count.current, each) + correction)
+        for counter in ("ready", "started", "processed", "completed"):
+            setattr(
+                self._count.current, counter, getattr(self._count.current, counter) + correction
+            )
         self._resumed, self._num_skipped_batches = position, self._count.current.processed
 
     def _num_remaining_batches(self, position: EpochPosition) -> int:
@@ -152,12 +155,12 @@ class LoaderPosition:
         return num_rank_items(items, batches.batch_size, drop_last=batches.drop_last)
 
     def record(self) -> dict[str, object]:
-        """Give the position as plain values."""
+        """Return the position as plain values."""
         start = self._sampler.current_position
         if start.length is None:
             return asdict(start)
-        before = self._num_skipped_batches if start == self._resumed else 0
-        now = start.advance((self._count.current.processed - before) * self._items)
-        if self._count.is_last_batch or now.consumed == now.length:
-            now = EpochPosition(seed=now.seed, epoch=now.epoch + 1)
-        return asdict(now)
+        num_skipped = self._num_skipped_batches if start == self._resumed else 0
+        position = start.advance((self._count.current.processed - num_skipped) * self._items)
+        if self._count.is_last_batch or position.consumed == position.length:
+            position = EpochPosition(seed=position.seed, epoch=position.epoch + 1)
+        return asdict(position)

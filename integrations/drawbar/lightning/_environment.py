@@ -1,4 +1,4 @@
-"""RayLightningEnvironment: Lightning takes its ranks from the run."""
+"""RayLightningEnvironment: ranks and sizes from the run."""
 
 from __future__ import annotations
 
@@ -17,67 +17,79 @@ else:
 class RayLightningEnvironment(
     LateBoundBase, ClusterEnvironment, base="plugins.environments.ClusterEnvironment"
 ):
-    """Tells Lightning this worker's ranks and sizes, as `drawbar.train.get_context()` has them.
+    """Cluster environment that provides the ranks and sizes of the run.
 
-    The strategies of `drawbar.lightning` use it by themselves, so that a Trainer needs no
-    `plugins=[RayLightningEnvironment()]`; it does no harm.
+    The values come from `drawbar.train.get_context()`. The strategies of `drawbar.lightning` add
+    this environment automatically; `plugins=[RayLightningEnvironment()]` is allowed but not needed.
 
     Every method raises RuntimeError outside a training function.
+
+    Args:
+        *args: Positional arguments of Lightning's `ClusterEnvironment`, which has none.
+        **kwargs: Keyword arguments of Lightning's `ClusterEnvironment`, which has none.
+
+    Example:
+        ```python
+        trainer = L.Trainer(
+            strategy=drawbar.lightning.RayDDPStrategy(),
+            plugins=[drawbar.lightning.RayLightningEnvironment()],
+        )
+        ```
     """
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: the workers run already."""
+        """Always True, because Ray has already started the workers."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Address of the process group's store: MASTER_ADDR, which `drawbar.torch` sets.
+        """Address of the process group's store (MASTER_ADDR, set by `drawbar.torch`).
 
         Raises:
-            RuntimeError: It is not set, since the run has no process group of `drawbar.torch`.
+            RuntimeError: MASTER_ADDR is not set, because the run has no torch process group.
         """
         return _require_env("MASTER_ADDR")
 
     @property
     def main_port(self) -> int:
-        """Port of the process group's store: MASTER_PORT, which `drawbar.torch` sets.
+        """Port of the process group's store (MASTER_PORT, set by `drawbar.torch`).
 
         Raises:
-            RuntimeError: It is not set, since the run has no process group of `drawbar.torch`.
+            RuntimeError: MASTER_PORT is not set, because the run has no torch process group.
         """
         return int(_require_env("MASTER_PORT"))
 
     @staticmethod
     def detect() -> bool:
-        """Whether this process is inside a training function."""
+        """Return whether this process runs a training function."""
         return is_in_training_function()
 
     def world_size(self) -> int:
-        """Number of workers."""
+        """Return the number of workers."""
         return get_context().get_world_size()
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the run knows."""
+        """Do nothing. Sizes come from the run."""
 
     def global_rank(self) -> int:
-        """This worker's number among all, from 0."""
+        """Return this worker's rank among all workers, from 0."""
         return get_context().get_world_rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the run knows."""
+        """Do nothing. Ranks come from the run."""
 
     def local_rank(self) -> int:
-        """This worker's number among those on its node, from 0."""
+        """Return this worker's rank on its node, from 0."""
         return get_context().get_local_rank()
 
     def node_rank(self) -> int:
-        """Number of this node among those with workers, from 0."""
+        """Return the index of this worker's node, from 0."""
         return get_context().get_node_rank()
 
 
 def is_in_training_function() -> bool:
-    """Whether this is a worker, inside the training function that a Drawbar trainer runs."""
+    """Return whether this code runs in the training function of a Drawbar trainer."""
     try:
         get_context()
     except RuntimeError:
@@ -90,6 +102,6 @@ def _require_env(variable: str) -> str:
         return os.environ[variable]
     except KeyError:
         raise RuntimeError(
-            f"{variable} is not set in this worker; run the training function with "
-            'drawbar.torch.TorchTrainer and TorchConfig(init_method="env"), which is the default'
+            f"{variable} is not set in this worker. Run the training function with "
+            'drawbar.torch.TorchTrainer and TorchConfig(init_method="env"), the default.'
         ) from None

@@ -1,9 +1,9 @@
-"""A Trainer in the driver that runs on workers: what is sent there, and what comes back.
+"""Run a Trainer that was created in the driver on Ray workers.
 
-Lightning asks its strategy's launcher to run `fit` and its companions. This one starts a run of
-`drawbar.torch.TorchTrainer` whose training function is: the Trainer, as it was made in the driver,
-takes its place in the worker and is called with the same arguments. What the user may look at
-afterwards is sent back by rank 0 and put into the driver's Trainer.
+Lightning calls the strategy's launcher to run `fit`, `validate`, `test`, and `predict`. This
+launcher starts a run of `drawbar.torch.TorchTrainer` whose training function calls the same method
+on a copy of the Trainer with the same arguments. Rank 0 returns the Trainer's state, which is then
+loaded into the driver's Trainer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerLaunchConfig:
-    """The workers that a strategy was told to start."""
+    """Configuration of the workers that a strategy starts."""
 
     scaling_config: ScalingConfig
     run_config: RunConfig
@@ -45,48 +45,48 @@ class WorkerLaunchConfig:
         scaling_config: ScalingConfig | None,
         run_config: RunConfig | None,
     ) -> Self | None:
-        """Make it of a strategy's arguments; None if they ask for no workers.
+        """Create the configuration from a strategy's arguments; None if they start no workers.
 
         Raises:
-            TypeError, ValueError: They contradict each other, or one is wrong.
+            TypeError, ValueError: An argument is invalid or conflicts with another one.
         """
         if scaling_config is not None and (num_workers is not None or use_gpu):
             raise ValueError(
-                f"num_workers={num_workers}, use_gpu={use_gpu} and scaling_config were given; "
-                "put the first two into the ScalingConfig"
+                "num_workers and use_gpu cannot be combined with scaling_config. Use "
+                f"ScalingConfig(num_workers={num_workers}, use_gpu={use_gpu})."
             )
         if num_workers is not None:
             scaling_config = ScalingConfig(num_workers=num_workers, use_gpu=use_gpu)
         if scaling_config is not None:
             if scaling_config.max_workers == 0:
                 raise ValueError(
-                    "num_workers=0 is this very process, for which a Trainer needs no strategy of "
-                    "drawbar.lightning; leave strategy= out"
+                    "num_workers=0 trains in this process, which needs no drawbar.lightning "
+                    "strategy. Remove strategy= from the Trainer."
                 )
             return cls(scaling_config, run_config or RunConfig())
         if use_gpu or run_config is not None:
             raise ValueError(
-                "use_gpu and run_config are for workers that the Trainer starts; say how many by "
-                "num_workers=, or leave them to TorchTrainer, if it runs this as training function"
+                "use_gpu and run_config need num_workers. Set num_workers=N, or pass them to "
+                "TorchTrainer if this code runs in its training function."
             )
         return None
 
     def run_config_for(self, trainer: Trainer) -> RunConfig:
-        """Give the settings of one call: a run that has a name is that of `fit`, to be resumed."""
+        """Return the run configuration of one call. Only `fit` uses the run's name and resumes."""
         if trainer.state.fn == "fit":
             return self.run_config
         return dataclasses.replace(self.run_config, name=None, resume="auto")
 
 
 class ProcessGroupOptions(TypedDict, total=False):
-    """What the user said about the process group, as arguments of `TorchConfig`."""
+    """Process group options set by the user, as arguments of `TorchConfig`."""
 
     backend: str
     timeout_s: float
 
 
 class RayLauncher:
-    """Does on workers what a Trainer in the driver is asked for. Lightning calls it."""
+    """Launcher that runs the methods of a driver's Trainer on Ray workers."""
 
     is_interactive_compatible = True
 
@@ -97,18 +97,18 @@ class RayLauncher:
     def launch(
         self, function: Callable[..., object], *args: object, trainer: Trainer, **kwargs: object
     ) -> Any:
-        """Do on the workers what the Trainer is about to do here, and give rank 0's result.
+        """Run a Trainer method on the workers and return rank 0's result.
 
         Raises:
-            ValueError: Lightning's `Tuner` calls: what it finds would stay in the workers.
-            TrainingFailedError: A worker failed, see `TorchTrainer.fit`.
+            ValueError: The caller is Lightning's `Tuner`, whose results would stay in the workers.
+            TrainingFailedError: A worker failed; see `TorchTrainer.fit`.
             UserAbort: Ctrl-C stopped the run.
         """
         if is_tuner_run(trainer):
             raise ValueError(
-                f"Tuner was given a Trainer with {type(trainer.strategy).__name__}(num_workers=...)"
-                ", whose workers would keep what it finds to themselves; tune with a Trainer that "
-                "has no strategy=, or inside the function that drawbar.torch.TorchTrainer runs"
+                f"Lightning's Tuner does not support {type(trainer.strategy).__name__}"
+                "(num_workers=...): its results would stay in the workers. Use a Trainer without "
+                "strategy=, or run the Tuner in a training function of drawbar.torch.TorchTrainer."
             )
         state = ReproducibilityState.capture()
 
@@ -125,27 +125,27 @@ class RayLauncher:
         try:
             outcomes = run.fit().return_values
         except UserAbort as abort:
-            print(abort)  # Lightning ends the process without a word
+            print(abort)  # Lightning ends the process without a message
             raise
         outcome = outcomes[0]
         if outcome is None:
             raise RuntimeError(
-                "the workers are done, but what they have for this process cannot be pickled; the "
-                "lines above say what it is"
+                "Training finished, but the result of rank 0 could not be pickled. The error is "
+                "logged above."
             )
         outcome.apply_to(trainer)
         if outcome.state.fn != "predict":
             return outcome.result
-        return interleave_predictions([each.result for each in outcomes], outcome.dataloaders)
+        return interleave_predictions([item.result for item in outcomes], outcome.dataloaders)
 
     def kill(self, signum: object) -> None:
-        """Do nothing: workers end with their run."""
+        """Do nothing. Workers end with their run."""
 
 
 def _run_in_worker(
     trainer: Trainer, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> TrainerResult:
-    """Run the method that was called on the driver's Trainer, and return its outcome."""
+    """Run the method that was called on the driver's Trainer and return its result."""
     strategy: Any = trainer.strategy
     callbacks = list(cast("Any", trainer).callbacks)
     strategy.attach_to_worker(trainer)
@@ -158,7 +158,7 @@ def _run_in_worker(
 
 @dataclass(frozen=True)
 class ReproducibilityState:
-    """What a process has set beside its variables: random generators, and torch's flags."""
+    """Random generator states and torch flags of a process."""
 
     python: tuple[object, ...]
     numpy: Any
@@ -168,7 +168,7 @@ class ReproducibilityState:
 
     @classmethod
     def capture(cls) -> Self:
-        """Give that of this process."""
+        """Capture the state of this process."""
         return cls(
             python=random.getstate(),
             numpy=np.random.get_state(),
@@ -181,7 +181,7 @@ class ReproducibilityState:
         )
 
     def restore(self) -> None:
-        """Make it that of this process."""
+        """Apply the state to this process."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -192,7 +192,7 @@ class ReproducibilityState:
 
 @dataclass(frozen=True)
 class TrainerResult:
-    """What a worker's Trainer has after a call: all that is not in a folder by then."""
+    """State of a worker's Trainer after a call, except for files on disk."""
 
     result: object
     dataloaders: int
@@ -205,11 +205,11 @@ class TrainerResult:
 
     @classmethod
     def from_trainer(cls, trainer: Any, callbacks: Sequence[Callback], result: Any) -> Self:
-        """Collect the outcome of a call.
+        """Collect the state of a Trainer after a call.
 
         Args:
             trainer: The worker's Trainer.
-            callbacks: The driver's callbacks, as they arrived.
+            callbacks: The driver's callbacks, as received by the worker.
             result: Return value of the call.
         """
         is_fit, is_predict = trainer.state.fn == "fit", trainer.state.fn == "predict"
@@ -225,7 +225,7 @@ class TrainerResult:
         )
 
     def apply_to(self, trainer: Any) -> None:
-        """Load the outcome into the driver's Trainer, and the weights into its module."""
+        """Load the state into the driver's Trainer, and the weights into its module."""
         trainer.state = self.state
         for name, values in self.metrics.items():
             known = getattr(trainer, name)
@@ -244,7 +244,7 @@ class TrainerResult:
 
 
 def _try_pickle(logger: object) -> bytes | None:
-    """Pickle a logger, with the folder or run that it has begun; None if it cannot be."""
+    """Pickle a logger with its open directory or run. Return None if that is not possible."""
     try:
         pickled: bytes = cloudpickle.dumps(logger)
     except Exception:
@@ -256,24 +256,24 @@ _METRIC_ATTRIBUTES = ("callback_metrics", "logged_metrics", "progress_bar_metric
 
 
 def load_weights(weights: Mapping[str, object], module: torch.nn.Module) -> None:
-    """Load trained weights into the driver's module; warns if it has other ones."""
+    """Load trained weights into the driver's module, and warn about parameters that differ."""
     missing, unexpected = module.load_state_dict(weights, strict=False)
     if missing or unexpected:
         warnings.warn(
-            f"{type(module).__name__} has other weights here than in the workers, so that not all "
-            f"came back; only here: {missing}, only there: {unexpected}. What configure_model() "
-            "makes is made in the workers alone: load it from a checkpoint",
+            f"Not all weights were returned: {type(module).__name__} has different parameters in "
+            f"this process (only here: {missing}; only in the workers: {unexpected}). Load modules "
+            "that configure_model() creates from a checkpoint.",
             stacklevel=2,
         )
 
 
 def interleave_predictions(predictions: Sequence[Any], dataloaders: int) -> Any:
-    """Put the ranks' predictions together: the first batch of each rank, the second of each ...
+    """Merge the ranks' predictions: the first batch of each rank, then the second, and so on.
 
     Args:
-        predictions: What `predict` gave on each rank: a list of batches, for several dataloaders a
-            list of such lists; None if predictions were not to be returned.
-        dataloaders: How many dataloaders there were.
+        predictions: Results of `predict` on each rank: a list of batches or, for several
+            dataloaders, a list of lists; None if `predict` ran with `return_predictions=False`.
+        dataloaders: Number of dataloaders.
     """
     if None in predictions:
         return None

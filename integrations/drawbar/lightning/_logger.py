@@ -1,4 +1,4 @@
-"""DrawbarLogger: what the model logs, as it logs it, in the run's journal."""
+"""DrawbarLogger: report every logged value to the run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,25 @@ else:
 
 
 class DrawbarLogger(LateBoundBase, Logger, base="loggers.Logger"):
-    """A Lightning logger that reports every value of `self.log` to the run.
+    """Lightning logger that reports every value of `self.log` to the run.
 
-    Each rank reports its own values, without waiting for the others and without a checkpoint, when
-    Lightning logs: every `log_every_n_steps` steps, and at the end of epochs and validations. They
-    are in the journal, in `Result.metrics_dataframe` and in callbacks' `after_report`.
+    Each rank reports its values when Lightning logs: every `log_every_n_steps` steps, and after
+    epochs and validations. Reports do not wait for other ranks and have no checkpoint. The values
+    are in the journal, in `Result.metrics_dataframe`, and in `after_report` of callbacks.
 
-    Hyperparameters are not metrics; they are in Lightning's checkpoints.
+    Hyperparameters are not reported as metrics; Lightning stores them in its checkpoints.
+
+    Args:
+        *args: Positional arguments of Lightning's `Logger`, which has none.
+        **kwargs: Keyword arguments of Lightning's `Logger`, which has none.
+
+    Example:
+        ```python
+        trainer = L.Trainer(
+            strategy=drawbar.lightning.RayDDPStrategy(),
+            logger=drawbar.lightning.DrawbarLogger(),
+        )
+        ```
     """
 
     @property
@@ -33,19 +45,19 @@ class DrawbarLogger(LateBoundBase, Logger, base="loggers.Logger"):
 
     @property
     def version(self) -> str:
-        """Identity of the run, the same over restarts."""
+        """Run ID, which stays the same across restarts."""
         return get_context().get_run_id()
 
     @property
     def save_dir(self) -> str:
-        """The run's directory."""
+        """Run directory."""
         return str(get_context().get_storage())
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Report the values, with the step that Lightning logs them for."""
+        """Report the values with the step to which Lightning assigns them."""
         train.report({**metrics, "step": step})
 
     def log_hyperparams(
         self, params: dict[str, object] | Namespace, *args: object, **kwargs: object
     ) -> None:
-        """Do nothing."""
+        """Do nothing. Lightning stores hyperparameters in its checkpoints."""

@@ -1,8 +1,9 @@
-"""Without a report callback, a `ModelCheckpoint` decides when to save; where and how is Drawbar's.
+"""Make ModelCheckpoint save committed checkpoints of the run.
 
-`ModelCheckpoint` chooses a path before it saves, remembers it, and deletes by it. It is told such
-names that this is the path of the committed checkpoint, `<run>/epoch=0-step=10/checkpoint.ckpt`. So
-`best_model_path`, `best_k_models` and `fit(ckpt_path="best")` are as in plain Lightning.
+Without a report callback, `ModelCheckpoint` decides when to save. It chooses a path before it
+saves, remembers it, and uses it to delete the file. It is therefore configured to generate the
+paths of committed checkpoints, such as `<run>/epoch=0-step=10/checkpoint.ckpt`. `best_model_path`,
+`best_k_models`, and `fit(ckpt_path="best")` then work as in plain Lightning.
 """
 
 from __future__ import annotations
@@ -24,22 +25,24 @@ REPLACED_ATTRIBUTES = ("dirpath", "filename", "CHECKPOINT_NAME_LAST", "FILE_EXTE
 
 
 def decide_who_saves(trainer: Any, package: Package) -> None:
-    """Have one callback save into the run: the report callback, or else each `ModelCheckpoint`.
+    """Select what saves into the run: the report callback or, without one, `ModelCheckpoint`.
 
-    Beside a report callback the `ModelCheckpoint` that Lightning adds by itself is left out, and
-    one that was asked for anything saves where it says, as in plain Lightning.
+    With a report callback, the `ModelCheckpoint` that Lightning adds by default is removed. One
+    that has settings saves to its own directory, as in plain Lightning.
 
     Raises:
-        ValueError: A `ModelCheckpoint` asks for what cannot be committed.
+        ValueError: A setting of `ModelCheckpoint` does not work for committed checkpoints.
     """
     model_checkpoint = import_lightning_class("callbacks.ModelCheckpoint", package)
-    callbacks = [each for each in trainer.callbacks if isinstance(each, model_checkpoint)]
-    reports = any(
-        isinstance(each, RayTrainReportCallback) and each.save_checkpoints
-        for each in trainer.callbacks
+    callbacks = [
+        callback for callback in trainer.callbacks if isinstance(callback, model_checkpoint)
+    ]
+    has_report_callback = any(
+        isinstance(callback, RayTrainReportCallback) and callback.save_checkpoints
+        for callback in trainer.callbacks
     )
     for callback in callbacks:
-        if not reports:
+        if not has_report_callback:
             save_into_run(callback)
         elif _has_default_settings(callback, model_checkpoint()):
             trainer.callbacks.remove(callback)
@@ -47,22 +50,22 @@ def decide_who_saves(trainer: Any, package: Package) -> None:
 
 def _has_default_settings(callback: ModelCheckpoint, default: ModelCheckpoint) -> bool:
     settings = ("state_key", "dirpath", "filename", "save_top_k", "save_last", "save_weights_only")
-    return all(getattr(callback, each) == getattr(default, each) for each in settings)
+    return all(getattr(callback, name) == getattr(default, name) for name in settings)
 
 
 def save_into_run(callback: ModelCheckpoint) -> None:
-    """Give a `ModelCheckpoint` the names of committed checkpoints.
+    """Make a `ModelCheckpoint` generate the paths of committed checkpoints.
 
-    Its `dirpath` becomes the run's directory, whatever it was. Its `filename` names the directory
-    of the checkpoint, and gets the step if that is not in it: each checkpoint has its own name.
+    Its `dirpath` is replaced by the run directory. Its `filename` becomes the name of the
+    checkpoint directory; the step is appended if it is missing, so that every name is unique.
 
     Raises:
-        ValueError: Its `filename` has a "/", or it has `save_last="link"`.
+        ValueError: `filename` contains "/", or `save_last` is "link".
     """
     if callback.save_last == "link":
         raise ValueError(
-            'ModelCheckpoint has save_last="link", but a committed checkpoint has no second name; '
-            "leave it out: the run always keeps its newest checkpoint"
+            'ModelCheckpoint(save_last="link") is not supported, because a committed checkpoint '
+            "has only one name. Remove save_last; the run always keeps its newest checkpoint."
         )
     inserts_names = callback.auto_insert_metric_name
     names: dict[str, Any] = {
@@ -78,12 +81,11 @@ def save_into_run(callback: ModelCheckpoint) -> None:
 
 
 def _checkpoint_name_template(filename: str, inserts_names: bool) -> str:
-    written = filename if inserts_names else re.sub(r"\{.*?\}", "", filename)
-    if "/" in written:
+    static_name = filename if inserts_names else re.sub(r"\{.*?\}", "", filename)
+    if "/" in static_name:
         raise ValueError(
-            f"ModelCheckpoint has filename={filename!r}, which would make folders in folders; "
-            'write for example filename="epoch={epoch}-loss={val/loss:.2f}", '
-            "auto_insert_metric_name=False"
+            f"ModelCheckpoint(filename={filename!r}) would create nested directories. Use for "
+            'example filename="epoch={epoch}-loss={val/loss:.2f}", auto_insert_metric_name=False.'
         )
     if "{step" in filename:
         return filename

@@ -1,11 +1,10 @@
-"""Which package Lightning comes from: `lightning`, or `pytorch_lightning`.
+"""Select between the `lightning` and `pytorch_lightning` packages.
 
-The two hold the same classes twice over, and a Trainer refuses a strategy, an environment or a
-plug-in whose base is the other package's. Which one the user means cannot be known while
-`drawbar.lightning` is imported: import sorters put that line first. So a class here names its base
-and stays without it; the base is put in when an object is made. By then the user has imported the
-package that the model and the Trainer are from, and only that one. This module alone decides, and
-neither package is imported to find out.
+Both packages contain the same classes, and a Trainer rejects a strategy, environment, or plugin
+whose base class is from the other package. When `drawbar.lightning` is imported, the user's package
+may not be imported yet, since import sorters move that line up. Classes therefore only name their
+base class, and it is bound when an object is created. By then, the user has imported one package.
+This module selects the package without importing either of them.
 """
 
 from __future__ import annotations
@@ -30,24 +29,35 @@ _selected_package: Package | None = None
 
 
 def set_lightning_package(package: Package) -> None:
-    """Say which package the objects made from now on are for, where a process imports both.
+    """Select the Lightning package if a process imports both.
+
+    It applies to objects that are created afterwards.
+
+    Args:
+        package: "lightning" or "pytorch_lightning", the package of your Trainer.
 
     Raises:
         ValueError: `package` is neither "lightning" nor "pytorch_lightning".
+
+    Example:
+        ```python
+        drawbar.lightning.set_lightning_package("pytorch_lightning")
+        trainer = pytorch_lightning.Trainer(strategy=drawbar.lightning.RayDDPStrategy())
+        ```
     """
     global _selected_package
     if package not in get_args(Package):
         names = " or ".join(map(repr, get_args(Package)))
-        raise ValueError(f"package must be {names}, found {package!r}")
+        raise ValueError(f"package must be {names}, found {package!r}.")
     _selected_package = package
 
 
 def detect_package() -> Package:
-    """Name the package of the user's Trainer: the one imported, else the one installed.
+    """Return the package of the user's Trainer: the imported one, or else the installed one.
 
     Raises:
         ModuleNotFoundError: Neither is installed.
-        RuntimeError: Both are imported, and `set_lightning_package` has not said which.
+        RuntimeError: Both are imported, and `set_lightning_package` was not called.
     """
     if _selected_package is not None:
         return _selected_package
@@ -55,48 +65,48 @@ def detect_package() -> Package:
     imported = [name for name in names if sys.modules.get(_ROOTS[name])]
     if len(imported) > 1:
         raise RuntimeError(
-            "this process has imported both lightning and pytorch_lightning, whose classes do not "
-            "go together; import one of them only, or say which one your Trainer is from by "
-            'drawbar.lightning.set_lightning_package("lightning") or ("pytorch_lightning")'
+            "Both lightning and pytorch_lightning are imported, and their classes cannot be mixed. "
+            'Import one, or call drawbar.lightning.set_lightning_package("lightning") or '
+            '("pytorch_lightning").'
         )
-    found: list[Package] = imported or installed_packages()
-    if not found:
+    candidates: list[Package] = imported or installed_packages()
+    if not candidates:
         raise ModuleNotFoundError(
-            'drawbar.lightning needs Lightning; run: pip install "drawbar[lightning]"'
+            'drawbar.lightning needs Lightning. Run: pip install "drawbar[lightning]"'
         )
-    return found[0]
+    return candidates[0]
 
 
 def installed_packages() -> list[Package]:
-    """List the packages that are installed, without importing them."""
+    """Return the installed packages without importing them."""
     return [name for name in get_args(Package) if importlib.util.find_spec(name) is not None]
 
 
 def import_lightning_class(path: str, package: Package) -> Any:
-    """Give a class of a package by its path below the root, such as "strategies.DDPStrategy"."""
+    """Import a class of a package by its path, for example "strategies.DDPStrategy"."""
     module, _, name = f"{_ROOTS[package]}.{path}".rpartition(".")
     try:
-        found: str = importlib.import_module(package).__version__
+        version: str = importlib.import_module(package).__version__
     except (ImportError, AttributeError) as error:
         raise make_import_error(package, extra="lightning") from error
     require_version(
-        package, found, MIN_VERSION, requirement=f"{package.replace('_', '-')}>={MIN_VERSION}"
+        package, version, MIN_VERSION, requirement=f"{package.replace('_', '-')}>={MIN_VERSION}"
     )
     return getattr(importlib.import_module(module), name)
 
 
 class LateBoundBase:
-    """A class whose base is a class of Lightning, from the package that the user's Trainer is of.
+    """Class whose Lightning base class is bound when an object is created.
 
         class RayLightningEnvironment(LateBoundBase, ClusterEnvironment, base="plugins...."):
 
-    For type checkers the base is named in the usual way too; when the program runs, that name is
-    `object`, and making an object gives one of a subclass that has both. `isinstance`, subclasses,
-    `super()`, pickle and copy work as usual.
+    The base is also listed as usual for type checkers; at run time, that name is `object`. Creating
+    an object returns an instance of a subclass with both bases. `isinstance`, subclassing,
+    `super()`, pickle, and copy work as usual.
     """
 
     package: ClassVar[Package]
-    """The package that an object is for."""
+    """Package from which the base class of this object comes."""
 
     _base: ClassVar[str]
 
@@ -120,7 +130,7 @@ _bound_classes: dict[tuple[type[LateBoundBase], Package], type[LateBoundBase]] =
 
 
 def bind_base(cls: type[T], package: Package) -> type[T]:
-    """Give the subclass of a class of `LateBoundBase` that has its base, of a given package."""
+    """Return the subclass of a `LateBoundBase` class with its base class from a package."""
     if (cls, package) not in _bound_classes:
         _bound_classes[cls, package] = _create_bound_class(cls, package)
     return cast("type[T]", _bound_classes[cls, package])

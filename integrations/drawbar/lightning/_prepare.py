@@ -1,4 +1,4 @@
-"""prepare_trainer: a Trainer is looked over before it is used on the workers."""
+"""prepare_trainer: validate a Trainer and enable resume."""
 
 from __future__ import annotations
 
@@ -17,33 +17,51 @@ _REPLACEMENT_STRATEGIES = {
     "DeepSpeedStrategy": "RayDeepSpeedStrategy",
     "ModelParallelStrategy": "RayModelParallelStrategy",
 }
-"""Which strategy to write instead of one of Lightning's; for any other it is RayDDPStrategy."""
+"""Replacements of Lightning's strategies; for all others, it is RayDDPStrategy."""
 
 
 def prepare_trainer(trainer: TrainerT) -> TrainerT:
-    """Check that a Lightning Trainer works on this run's workers, and give it back.
+    """Validate a Trainer for this run and make `fit()` resume.
 
-    Its `fit` then goes on from the run's newest checkpoint, if there is one that Lightning wrote
-    and no `ckpt_path` is given; and what its `ModelCheckpoint` saves are checkpoints of the run.
+    `fit()` resumes from the run's newest checkpoint if Lightning wrote it and no `ckpt_path` is
+    passed. Checkpoints that `ModelCheckpoint` saves become checkpoints of the run.
+
+    Args:
+        trainer: The `lightning` or `pytorch_lightning` Trainer of this worker. It is modified.
+
+    Returns:
+        The same Trainer.
 
     Raises:
-        ValueError: Its strategy is not one of `drawbar.lightning`, so that each worker would train
-            alone; or it was given another environment than `RayLightningEnvironment`; or its
-            callbacks cannot save into the run. The message says what to write instead.
+        ValueError: The strategy is not from `drawbar.lightning`, so that each worker would train
+            alone; or the Trainer has a cluster environment other than `RayLightningEnvironment`; or
+            its callbacks cannot save into the run. The message names the replacement.
+
+    Example:
+        ```python
+        def train_func():
+            trainer = L.Trainer(max_epochs=3, strategy=drawbar.lightning.RayDDPStrategy())
+            trainer = drawbar.lightning.prepare_trainer(trainer)
+            trainer.fit(MyModule(), datamodule=MyDataModule())
+
+        drawbar.torch.TorchTrainer(
+            train_func, scaling_config=drawbar.train.ScalingConfig(num_workers=2)
+        ).fit()
+        ```
     """
     untyped_trainer: Any = trainer
     if not isinstance(untyped_trainer.strategy, LateBoundBase):
-        found = type(untyped_trainer.strategy).__name__
-        ours = _REPLACEMENT_STRATEGIES.get(found, "RayDDPStrategy")
+        strategy_name = type(untyped_trainer.strategy).__name__
+        replacement = _REPLACEMENT_STRATEGIES.get(strategy_name, "RayDDPStrategy")
         raise ValueError(
-            f"the Trainer's strategy is {found}, which knows nothing of the run's workers; write "
-            f"Trainer(strategy=drawbar.lightning.{ours}()) with the same arguments"
+            f"{strategy_name} does not work with the workers of a run. Use "
+            f"Trainer(strategy=drawbar.lightning.{replacement}()) with the same arguments."
         )
     environment = untyped_trainer._accelerator_connector._cluster_environment_flag
     if environment is not None and not isinstance(environment, RayLightningEnvironment):
         raise ValueError(
-            f"the Trainer was given {type(environment).__name__}, but its ranks are those of the "
-            "run; leave it out of plugins=, or write plugins=[RayLightningEnvironment()]"
+            f"{type(environment).__name__} cannot be used, because the run assigns the ranks. "
+            "Remove it from plugins=, or use plugins=[RayLightningEnvironment()]."
         )
     decide_who_saves(untyped_trainer, untyped_trainer.strategy.package)
     replace_rich_progress_bar(untyped_trainer, untyped_trainer.strategy.package)

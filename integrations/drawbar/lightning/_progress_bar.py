@@ -1,26 +1,23 @@
-"""Lightning's progress bar, on the one line that the run's console redraws."""
+"""Replace the Rich progress bar where it cannot redraw."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drawbar.lightning._package import Package, import_lightning_class
 
-if TYPE_CHECKING:
-    pass
-
 
 def replace_rich_progress_bar(trainer: Any, package: Package) -> None:
-    """Put Lightning's tqdm bar in the place of its rich one, unless rich can redraw here.
+    """Replace Lightning's Rich bar by its tqdm bar if Rich cannot redraw here.
 
-    On a worker it cannot: its output is no terminal, and rich then draws once, when all is over.
-    What tqdm writes the driver's console shows in place. A subclass of the user's own stays.
+    A worker's output is not a terminal, so that Rich would draw only once, at the end. The driver's
+    console redraws the output of tqdm in place. User-defined subclasses are not replaced.
     """
     rich_bar = import_lightning_class("callbacks.RichProgressBar", package)
     tqdm_bar = import_lightning_class("callbacks.TQDMProgressBar", package)
-    for place, callback in enumerate(trainer.callbacks):
+    for index, callback in enumerate(trainer.callbacks):
         if type(callback) is rich_bar and not _can_rich_redraw():
-            trainer.callbacks[place] = tqdm_bar(refresh_rate=callback.refresh_rate)
+            trainer.callbacks[index] = tqdm_bar(refresh_rate=callback.refresh_rate)
 
 
 def _can_rich_redraw() -> bool:

@@ -1,4 +1,4 @@
-"""RayTrainReportCallback: what the model logs becomes reports, with checkpoints."""
+"""RayTrainReportCallback: report logged metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,25 +21,34 @@ else:
 
 
 class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback"):
-    """Reports the logged metrics, and a checkpoint with them, every so many steps or epochs.
+    """Report logged metrics and checkpoints every n steps or epochs.
 
-    The metrics are the Trainer's `callback_metrics` on each rank, with `epoch` and `step`. The
-    checkpoint is Lightning's own, as `checkpoint.ckpt` in Drawbar's: a file or, from FSDP, DTensor
-    and DeepSpeed strategies, a directory of shards that each rank writes.
+    Each rank reports the Trainer's `callback_metrics` with `epoch` and `step`. A checkpoint has
+    Lightning's checkpoint as `checkpoint.ckpt`: a file or, with the FSDP, DTensor, and DeepSpeed
+    strategies, a directory of shards that all ranks write.
 
     Args:
-        checkpoint_upload_mode: SYNC, the default, waits until a checkpoint is committed; ASYNC
-            trains on meanwhile.
-        validation: Have each checkpoint validated by the trainer's `validation_config`; see
-            `drawbar.train.report`.
-        every_n_train_steps: Report when so many optimizer steps are done. Default: not by steps.
-        every_n_epochs: Report at the end of each so-manieth training epoch, after its validation.
-            None: not by epochs. A step that is the last of such an epoch is left to its end.
-        save_checkpoints: Whether reports have a checkpoint. If not, and the Trainer has a
-            `ModelCheckpoint`, that one decides when to save.
+        checkpoint_upload_mode: SYNC (default) waits until a checkpoint is committed; ASYNC
+            continues training in the meantime.
+        validation: Whether to validate each checkpoint with the trainer's `validation_config`, or
+            how. See `drawbar.train.report()`.
+        every_n_train_steps: Report after every n optimizer steps. Default: no reports by steps.
+        every_n_epochs: Report after every n-th training epoch and its validation. None disables
+            reports by epochs. If the last step of the epoch is due too, only one report is made.
+        save_checkpoints: Whether reports have a checkpoint. If False, the Trainer's
+            `ModelCheckpoint`, if any, decides when to save.
 
     Raises:
-        ValueError: An argument is out of range, or there is no checkpoint to validate.
+        ValueError: An argument is out of range, or `validation` is set without checkpoints.
+
+    Example:
+        ```python
+        trainer = L.Trainer(
+            strategy=drawbar.lightning.RayDDPStrategy(),
+            callbacks=[drawbar.lightning.RayTrainReportCallback(every_n_epochs=2)],
+        )
+        trainer = drawbar.lightning.prepare_trainer(trainer)
+        ```
     """
 
     CHECKPOINT_NAME = CHECKPOINT_NAME
@@ -59,17 +68,17 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
             ("every_n_epochs", every_n_epochs),
         ):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number from 1, or None, found {value!r}")
+                raise ValueError(f"{name} must be a positive integer or None, found {value!r}.")
         if every_n_train_steps is None and every_n_epochs is None:
-            raise ValueError("every_n_train_steps and every_n_epochs are both None: give one")
+            raise ValueError("every_n_train_steps and every_n_epochs are both None. Set one.")
         if checkpoint_upload_mode not in (CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC):
             raise ValueError(
-                "checkpoint_upload_mode must be CheckpointUploadMode.SYNC or ASYNC, "
-                f"found {checkpoint_upload_mode!r}: the checkpoints are written by this callback"
+                "checkpoint_upload_mode must be CheckpointUploadMode.SYNC or ASYNC, because this "
+                f"callback writes the checkpoints; found {checkpoint_upload_mode!r}."
             )
         if validation and not save_checkpoints:
             raise ValueError(
-                "validation= needs save_checkpoints=True: there is nothing else to validate"
+                "validation= needs checkpoints to validate. Set save_checkpoints=True."
             )
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
@@ -79,7 +88,7 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
         self._reported_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the step that a training goes on from as reported: its checkpoint was made there."""
+        """Record the step that training resumes from as reported, since its checkpoint exists."""
         self._reported_step = trainer.global_step
 
     def on_train_batch_end(
@@ -90,7 +99,7 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Report, if it is time by steps."""
+        """Report if a report by steps is due."""
         step = trainer.global_step
         if self.every_n_train_steps is None or step % self.every_n_train_steps:
             return
@@ -102,7 +111,7 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report, if it is time by epochs."""
+        """Report if a report by epochs is due."""
         if self._should_report_epoch(trainer.current_epoch):
             self._report(trainer)
 

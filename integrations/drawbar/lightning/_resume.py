@@ -1,4 +1,4 @@
-"""An attempt goes on from the run's newest checkpoint, without a line of the user's."""
+"""Resume trainer.fit() from the run's latest checkpoint."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ else:
     Callback = Trainer = object
 
 _CKPT_PATH_INDEX = 4
-"""The place of `ckpt_path` among the arguments of `fit`."""
+"""Position of `ckpt_path` among the arguments of `fit`."""
 
 
 def enable_auto_resume(trainer: Any) -> None:
-    """Have the Trainer's `fit` go on from the checkpoint that this attempt starts from, if any.
+    """Make the Trainer's `fit` resume from the checkpoint of this attempt, if there is one.
 
-    `fit(ckpt_path=...)` wins. A checkpoint that Lightning did not write is left alone, and so is
-    one of another Trainer's training.
+    `fit(ckpt_path=...)` takes precedence. Checkpoints that Lightning did not write, and
+    checkpoints of another Trainer, are ignored.
     """
     kind = type(trainer)
     if not issubclass(kind, PreparedLightningTrainer):
-        # The class and not the object: loops, callbacks and the user hold on to that.
+        # Change the class, not the object: loops, callbacks, and the user hold references to it.
         members = {"__module__": kind.__module__}
         trainer.__class__ = type(kind.__name__, (PreparedLightningTrainer, kind), members)
 
 
 class PreparedLightningTrainer(Trainer):
-    """What a prepared Trainer does other than before."""
+    """Trainer whose `fit` resumes from the run's newest checkpoint."""
 
     _resume_callback: ResumeCallback | None = None
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Train, from the run's newest checkpoint if no other is given."""
-        if not is_tuner_run(self):  # else the training is yet to come
+        """Train, from the run's newest checkpoint unless `ckpt_path` is passed."""
+        if not is_tuner_run(self):  # the Tuner's fit() ends before training
             self._resume_callback = self._resume_callback or _add_resume_callback(self)
             has_ckpt_path = kwargs.get("ckpt_path") or any(
                 args[_CKPT_PATH_INDEX : _CKPT_PATH_INDEX + 1]
             )
             if self._resume_callback.path is not None and not has_ckpt_path:
-                # It is resumable: see _data_position.py.
+                # The loader is resumable: see _data_position.py.
                 warnings.filterwarnings("ignore", "(?s).*your dataloader is not resumable")
                 self.ckpt_path = self._resume_callback.path
         super().fit(*args, **kwargs)
@@ -59,18 +59,18 @@ def _add_resume_callback(trainer: Any) -> ResumeCallback:
 
 
 def is_tuner_run(trainer: Any) -> bool:
-    """Whether a Trainer's `fit` is one of Lightning's `Tuner`, which ends before it trains."""
+    """Return whether `fit` is called by Lightning's `Tuner`, which stops before training."""
     return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
 
 
 class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
-    """Where a Trainer goes on: in the first `fit` that has anything left to train.
+    """Resume the first `fit` that has batches left to train.
 
-    One that was complete when the run stopped, say before `max_epochs` was raised for a second one,
-    loads the checkpoint and leaves it to the next.
+    A `fit` that was already complete when the run stopped (for example, if the next one raises
+    `max_epochs`) loads the checkpoint and leaves the path to the next `fit`.
 
     Args:
-        checkpoint: From what its training goes on, if from anything.
+        checkpoint: Checkpoint to resume from, if any.
     """
 
     def __init__(self, checkpoint: Checkpoint | None) -> None:
@@ -81,24 +81,24 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]
     ) -> None:
-        """Have the Trainer forget the path: `test` would load it, `ModelCheckpoint` keep it."""
+        """Reset `ckpt_path`, which `test` would load and `ModelCheckpoint` would keep."""
         if trainer.ckpt_path == self.path:
             trainer.ckpt_path = None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Have a `ModelCheckpoint` know that it has saved the step it goes on from.
+        """Tell `ModelCheckpoint` that the resumed step is already saved.
 
-        It forgets that, and while gradients are accumulated it would save the same step again.
+        It does not store this, and would save the same step again during gradient accumulation.
         """
         model_checkpoint = import_lightning_class("callbacks.ModelCheckpoint", self.package)
-        for each in trainer.callbacks:
-            if isinstance(each, model_checkpoint) and self.path in _saved_paths(each):
-                each._last_global_step_saved = trainer.global_step
+        for callback in trainer.callbacks:
+            if isinstance(callback, model_checkpoint) and self.path in _saved_paths(callback):
+                callback._last_global_step_saved = trainer.global_step
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """From here on the training is in this process."""
+        """Forget the checkpoint, since training has started in this process."""
         self.path = None
 
 
@@ -110,5 +110,6 @@ def _is_lightning_checkpoint(checkpoint: Checkpoint) -> bool:
     manifest = checkpoint.manifest
     if manifest is not None:
         return any(Path(file.path).parts[0] == CHECKPOINT_NAME for file in manifest.files)
-    with checkpoint.as_directory() as folder:  # the user's own, by `resume_from_checkpoint`
-        return Path(folder, CHECKPOINT_NAME).exists()
+    # Checkpoints passed as `resume_from_checkpoint` may have no manifest.
+    with checkpoint.as_directory() as directory:
+        return Path(directory, CHECKPOINT_NAME).exists()

@@ -1,4 +1,4 @@
-"""TensorFlow training functions on a group of Ray actors, and helpers to use inside them."""
+"""TensorFlow training on Ray: trainer, TF_CONFIG, and helpers."""
 
 from drawbar.tensorflow._backend import TensorflowBackend, TensorflowConfig
 from drawbar.tensorflow._checkpoint import TensorflowCheckpoint

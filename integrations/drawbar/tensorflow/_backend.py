@@ -1,9 +1,8 @@
-"""How TensorFlow workers are set up: the settings, and what is done with them around the function.
+"""TensorflowConfig and the setup of TensorFlow workers.
 
-The workers find each other by TF_CONFIG, where `tf.distribute.MultiWorkerMirroredStrategy()` looks.
-TensorFlow itself connects them when the function makes the strategy. A process can be part of one
-such cluster only, so a restart replaces all processes. TensorFlow takes two seconds to import: the
-driver does without it.
+`tf.distribute.MultiWorkerMirroredStrategy()` finds the workers in TF_CONFIG and connects them when
+the training function creates it. A process can join only one cluster, so a restart replaces all
+processes. TensorFlow takes two seconds to import, so the driver does not import it.
 """
 
 from __future__ import annotations
@@ -29,20 +28,26 @@ _STARTUP_MESSAGE = re.compile(
     rb"WARNING: All log messages before absl|I0000 |.*failed call to cuInit"
 )
 _fresh_processes: set[int] = set()
-"""This process's id, if it was started for a run and TensorFlow does nothing else in it."""
+"""ID of this process, if it was started for a run and has not used TensorFlow otherwise."""
 
 
 @dataclass(frozen=True)
 class TensorflowConfig(BackendConfig):
-    """How the workers of a `TensorflowTrainer` are set up.
+    """Configure the workers of a `TensorflowTrainer`.
 
     Args:
-        use_legacy_keras: Have `tf.keras` be Keras 2, from the package `tf_keras`, whose `model.fit`
-            works under `MultiWorkerMirroredStrategy`; that of Keras 3 does not. `import keras` is
-            Keras 3 either way.
+        use_legacy_keras: Whether `tf.keras` is Keras 2, from the package `tf_keras`. Its
+            `model.fit` works under `MultiWorkerMirroredStrategy`, Keras 3's does not.
+            `import keras` always imports Keras 3.
 
     Raises:
-        TypeError: `use_legacy_keras` is no bool.
+        TypeError: `use_legacy_keras` is not a bool.
+
+    Example:
+        ```python
+        config = TensorflowConfig(use_legacy_keras=False)
+        trainer = TensorflowTrainer(train_func, tensorflow_config=config)
+        ```
     """
 
     use_legacy_keras: bool = True
@@ -50,53 +55,65 @@ class TensorflowConfig(BackendConfig):
     def __post_init__(self) -> None:
         if not isinstance(self.use_legacy_keras, bool):
             raise TypeError(
-                f"TensorflowConfig.use_legacy_keras must be a bool, found {self.use_legacy_keras!r}"
+                "TensorflowConfig.use_legacy_keras must be a bool, "
+                f"found {self.use_legacy_keras!r}."
             )
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class with the controller's part, of which there is none."""
+        """Class of the backend."""
         return TensorflowBackend
 
     @property
     def process_setup_hook(self) -> Callable[[], object]:
-        """Import TensorFlow, which takes two seconds."""
+        """Function that imports TensorFlow, which takes two seconds."""
         return partial(import_tensorflow, {_LEGACY_KERAS: str(int(self.use_legacy_keras))})
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
-        """Check that TensorFlow is installed, and `tf_keras` if it is asked for.
+        """Check that TensorFlow is installed and, for `use_legacy_keras`, also `tf_keras`.
 
         Raises:
-            ModuleNotFoundError: It is not.
+            ModuleNotFoundError: A package is not installed.
         """
         require_package("tensorflow", extra="tensorflow")
         if self.use_legacy_keras:
             require_package("tf_keras", extra="tensorflow")
 
     def train_func_context(self) -> AbstractContextManager[None]:
-        """Set TF_CONFIG and TensorFlow's threads before the training function."""
+        """Set TF_CONFIG and TensorFlow's number of threads for the training function."""
         return _set_up()
 
 
 class TensorflowBackend(Backend):
-    """TensorFlow needs nothing in the controller, and a new process for each attempt."""
+    """Backend of TensorflowTrainer. It has no controller part; each attempt uses new processes.
+
+    Example:
+        ```python
+        @dataclass(frozen=True)
+        class MyConfig(BackendConfig):
+            @property
+            def backend_cls(self):
+                return drawbar.tensorflow.TensorflowBackend
+        ```
+    """
 
 
 def import_tensorflow(variables: dict[str, str]) -> None:
-    """Set variables that TensorFlow reads as it is imported, and import it."""
+    """Set variables that TensorFlow reads at import time, and import it."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # without what it says at every start
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # hide messages of every start
     with _filter_startup_messages():
         tensorflow = importlib.import_module("tensorflow")
         if not any(Path("/dev").glob("nvidia*")):
-            tensorflow.config.list_physical_devices("GPU")  # says here that there is no driver
+            # Without a GPU, TensorFlow logs here that there is no driver, and not again later.
+            tensorflow.config.list_physical_devices("GPU")
     _fresh_processes.add(os.getpid())
 
 
 @contextmanager
 def _filter_startup_messages() -> Iterator[None]:
-    """Leave out what TensorFlow's C++ code says at every start, whatever the level is set to."""
+    """Hide messages of TensorFlow's C++ code that it prints at every log level."""
     with tempfile.TemporaryFile() as captured:
         sys.stderr.flush()
         stderr = os.dup(2)
@@ -118,9 +135,10 @@ def _set_up() -> Iterator[None]:
 
 
 def _enable_keras_v3_saving() -> None:
-    """Have Keras 2 save `.keras` files in this thread too, from the second one on.
+    """Make Keras 2 always save `.keras` files in their format in this thread.
 
-    In all but the thread that has imported it, it saves HDF5 by that name after the first.
+    In all threads except the one that imported Keras 2, it writes HDF5 under that name from the
+    second file on.
     """
     saving = sys.modules.get("tf_keras.src.saving.saving_lib")
     enabled = getattr(saving, "_SAVING_V3_ENABLED", None)
@@ -130,25 +148,25 @@ def _enable_keras_v3_saving() -> None:
 
 @contextmanager
 def explain_errors() -> Iterator[None]:
-    """Say what to do instead where Keras 3 fails inside with what nobody can make sense of."""
+    """Add advice to the error that Keras 3 raises under a tf.distribute strategy."""
     try:
         yield
     except ValueError as error:
         if "PerReplica" in str(error):
             error.add_note(
-                "The fit() of Keras 3 does not work under a tf.distribute strategy. Either use "
-                "drawbar.keras.KerasTrainer with keras_backend='tensorflow', and no strategy; or "
-                "Keras 2, by `import tf_keras`; or a loop of your own, by strategy.run."
+                "Keras 3's fit() does not work under tf.distribute strategies. Use "
+                "drawbar.keras.KerasTrainer(keras_backend='tensorflow') without a strategy, "
+                "Keras 2 (import tf_keras), or strategy.run()."
             )
         raise
 
 
 @contextmanager
 def tf_config_env() -> Iterator[None]:
-    """Set TF_CONFIG while the context lasts, and as many threads as the worker has CPUs.
+    """Set TF_CONFIG during the context, and the number of threads from the worker's CPUs.
 
-    The port stays reserved; TensorFlow refuses one that is bound. A world of one has no TF_CONFIG
-    in a process that has used TensorFlow before: it would be refused there.
+    The port stays reserved but not bound, because TensorFlow rejects a bound port. With one worker,
+    TF_CONFIG is not set in a process that has already used TensorFlow, which would reject it.
     """
     context = get_context()
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
@@ -159,11 +177,11 @@ def tf_config_env() -> Iterator[None]:
         yield
         return
     with reserved_port() as port:
-        own = (os.uname().nodename, os.getpid(), f"{get_worker_address()}:{port}")
-        met = collective.all_gather(own)
-        _check_processes([(node, pid) for node, pid, _ in met])
+        address = f"{get_worker_address()}:{port}"
+        processes = collective.all_gather((os.uname().nodename, os.getpid(), address))
+        _check_processes([(node, pid) for node, pid, _ in processes])
         task = {"type": "worker", "index": context.get_world_rank()}
-        workers = {"worker": [address for _, _, address in met]}
+        workers = {"worker": [address for _, _, address in processes]}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": workers, "task": task})
         yield
 
@@ -171,6 +189,6 @@ def tf_config_env() -> Iterator[None]:
 def _check_processes(processes: list[tuple[str, int]]) -> None:
     if len(set(processes)) < len(processes):
         raise RuntimeError(
-            "TensorFlow knows one worker per process, and these ranks are threads of one; use a "
-            "trainer with ScalingConfig(num_workers=...), or run_in_threads(num_workers=1)"
+            "TensorFlow supports one worker per process, but these ranks are threads of one "
+            "process. Use a trainer with num_workers, or run_in_threads(num_workers=1)."
         )

@@ -1,4 +1,4 @@
-"""TensorflowCheckpoint: a checkpoint made of a model, and a model out of a checkpoint."""
+"""TensorflowCheckpoint: save and load one Keras model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,21 @@ _KERAS_MODULE_KEY = "_model_keras"
 
 
 class TensorflowCheckpoint(Checkpoint):
-    """A checkpoint that holds one model of Keras, of version 2 or 3.
+    """Checkpoint with one Keras 2 or Keras 3 model.
 
-    A directory of your own (`train.checkpoint_dir()`) holds anything, and is written where the
-    checkpoint will lie; this writes to a temporary one first.
+    The model is first written to a temporary directory. To save other files, or to write directly
+    to the run's storage, use `train.checkpoint_dir()`.
+
+    Args:
+        path: Directory or URI of the checkpoint.
+        filesystem: Filesystem of `path`. Default: derived from the path.
+
+    Example:
+        ```python
+        checkpoint = TensorflowCheckpoint.from_model(model)
+        drawbar.train.report({"loss": loss}, checkpoint=checkpoint)
+        model = TensorflowCheckpoint(result.checkpoint.path).get_model()
+        ```
     """
 
     MODEL_FILENAME_KEY = _FILENAME_KEY
@@ -26,59 +37,60 @@ class TensorflowCheckpoint(Checkpoint):
     @classmethod
     def from_model(cls, model: Any) -> Self:
         """Save a model as `model.keras` in a new temporary directory."""
-        folder = Path(tempfile.mkdtemp(prefix="checkpoint_"))
-        model.save(str(folder / "model.keras"))
+        directory = Path(tempfile.mkdtemp(prefix="checkpoint_"))
+        model.save(str(directory / "model.keras"))
         is_keras_2 = any(kind.__module__.startswith("tf_keras") for kind in type(model).__mro__)
-        return cls._create(folder, "model.keras", "tf_keras" if is_keras_2 else "keras")
+        return cls._create(directory, "model.keras", "tf_keras" if is_keras_2 else "keras")
 
     @classmethod
     def from_h5(cls, file_path: str | Path) -> Self:
-        """Copy a model that was saved as an HDF5 file into a new temporary directory.
+        """Copy a model in an HDF5 file to a new temporary directory.
 
         Raises:
-            ValueError: There is no such file, or its name does not end in `.h5`.
+            ValueError: The file does not exist, or its name does not end in `.h5`.
         """
         path = Path(file_path)
         if not path.is_file() or path.suffix != ".h5":
             raise ValueError(
-                f"from_h5 takes the path of a file that ends in .h5, found {file_path!r}"
+                f"from_h5 needs the path of an existing .h5 file, found {file_path!r}."
             )
-        folder = Path(tempfile.mkdtemp(prefix="checkpoint_"))
-        shutil.copy(path, folder / path.name)
-        return cls._create(folder, path.name, "tensorflow.keras")
+        directory = Path(tempfile.mkdtemp(prefix="checkpoint_"))
+        shutil.copy(path, directory / path.name)
+        return cls._create(directory, path.name, "tensorflow.keras")
 
     @classmethod
     def from_saved_model(cls, dir_path: str | Path) -> Self:
-        """Copy a SavedModel's directory into a new temporary one. Only Keras 2 loads it as a model.
+        """Copy a SavedModel directory to a new temporary directory. Only Keras 2 can load it.
 
         Raises:
-            ValueError: There is no such directory.
+            ValueError: The directory does not exist.
         """
         if not Path(dir_path).is_dir():
-            raise ValueError(f"from_saved_model takes the path of a directory, found {dir_path!r}")
-        folder = Path(tempfile.mkdtemp(prefix="checkpoint_"))
-        shutil.copytree(dir_path, folder, dirs_exist_ok=True)
-        return cls._create(folder, ".", "tf_keras")
+            raise ValueError(
+                f"from_saved_model needs the path of an existing directory, found {dir_path!r}."
+            )
+        directory = Path(tempfile.mkdtemp(prefix="checkpoint_"))
+        shutil.copytree(dir_path, directory, dirs_exist_ok=True)
+        return cls._create(directory, ".", "tf_keras")
 
     @classmethod
-    def _create(cls, folder: Path, name: str, keras: str) -> Self:
-        checkpoint = cls(folder)
+    def _create(cls, directory: Path, name: str, keras: str) -> Self:
+        checkpoint = cls(directory)
         checkpoint.update_metadata({_FILENAME_KEY: name, _KERAS_MODULE_KEY: keras})
         return checkpoint
 
     def get_model(self) -> Any:
-        """Load the model, by the Keras that it was made with.
+        """Load the model with the Keras version that saved it.
 
         Raises:
-            ValueError: The checkpoint's metadata does not say which file holds the model.
+            ValueError: The checkpoint's metadata does not name the model file.
         """
         metadata = self.get_metadata()
         if _FILENAME_KEY not in metadata:
             raise ValueError(
-                f"{self} does not say which of its files is the model: its metadata has no "
-                f"{_FILENAME_KEY!r}. Make it by TensorflowCheckpoint.from_model, or load the file "
-                "yourself"
+                f"{self} does not name its model file (no {_FILENAME_KEY!r} in the metadata). "
+                "Create it with TensorflowCheckpoint.from_model()."
             )
         keras = importlib.import_module(metadata.get(_KERAS_MODULE_KEY, "tensorflow.keras"))
-        with self.as_directory() as folder:
-            return keras.models.load_model(str(Path(folder, metadata[_FILENAME_KEY])))
+        with self.as_directory() as directory:
+            return keras.models.load_model(str(Path(directory, metadata[_FILENAME_KEY])))

@@ -1,4 +1,4 @@
-"""Datasets of one worker, as a strategy of several takes them."""
+"""prepare_dataset_shard: use a Ray Data shard under a tf.distribute strategy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ if TYPE_CHECKING:
 
 
 def prepare_dataset_shard(tf_dataset_shard: tf.data.Dataset) -> tf.data.Dataset:
-    """Have a strategy take a dataset as this worker's own part, whole and in time.
+    """Turn off auto-sharding for a shard and prefetch its batches.
 
-    By itself `MultiWorkerMirroredStrategy` splits what it is given between the workers, again if it
-    was split before, as a shard of Ray Data is: `get_dataset_shard("train").to_tf(...)`.
+    By default, `MultiWorkerMirroredStrategy` splits a dataset between the workers, even if it is
+    already split, like a Ray Data shard.
 
     Args:
-        tf_dataset_shard: The worker's own part, in batches.
+        tf_dataset_shard: Batched rows of this worker.
 
     Returns:
-        The same data, which is loaded ahead and not split again.
+        The same data, prefetched and not split again.
+
+    Example:
+        ```python
+        shard = drawbar.train.get_dataset_shard("train").to_tf("x", "y", batch_size=32)
+        model.fit(prepare_dataset_shard(shard), epochs=5)
+        ```
     """
     import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""TensorflowTrainer: the trainer for functions written in TensorFlow."""
+"""TensorflowTrainer: run a TensorFlow training function on Ray workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,27 @@ from drawbar.train.backend import TrainFunction, resolve_config
 class TensorflowTrainer(DataParallelTrainer):
     """Run a TensorFlow training function on every worker, with TF_CONFIG set.
 
-        def train_loop(config):
+    After a failure, all processes are replaced, because TensorFlow cannot leave a cluster whose
+    peers are dead. For Keras 3 on any backend, use `drawbar.keras.KerasTrainer`.
+
+    Args:
+        train_loop_per_worker: Training function; takes `train_loop_config` or nothing.
+        train_loop_config: Argument of the training function.
+        tensorflow_config: Configuration of the workers; see `TensorflowConfig`.
+        scaling_config: Number of workers and their resources.
+        run_config: Run configuration: storage, restarts, callbacks.
+        datasets: Datasets by name, for `drawbar.train.get_dataset_shard()`.
+        dataset_config: Distribution of the datasets to the workers.
+        metadata: User data, for `drawbar.train.get_context().get_metadata()`.
+        resume_from_checkpoint: Checkpoint from which the first attempt starts.
+        validation_config: Validation of checkpoints. See `drawbar.train.report()`.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid; see `drawbar.train.DataParallelTrainer`.
+
+    Example:
+        ```python
+        def train_func(config):
             strategy = tf.distribute.MultiWorkerMirroredStrategy()
             with strategy.scope():
                 model = tf.keras.Sequential(...)  # Keras 2, see TensorflowConfig
@@ -29,20 +49,12 @@ class TensorflowTrainer(DataParallelTrainer):
             model.fit(prepare_dataset_shard(shard), epochs=config["epochs"])
 
         result = TensorflowTrainer(
-            train_loop,
+            train_func,
             train_loop_config={"epochs": 5},
             datasets={"train": dataset},
             scaling_config=ScalingConfig(num_workers=4),
         ).fit()
-
-    After a failure all processes are new: TensorFlow cannot leave a cluster whose peers are dead.
-    For Keras 3, on any of its backends, there is `drawbar.keras.KerasTrainer`.
-
-    Args:
-        train_loop_per_worker: The training function; takes `train_loop_config` or nothing.
-        tensorflow_config: How the workers are set up; see `TensorflowConfig`.
-
-    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
+        ```
     """
 
     def __init__(

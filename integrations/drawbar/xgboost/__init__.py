@@ -1,4 +1,4 @@
-"""XGBoost on a group of Ray actors: declared, or with a training function of one's own."""
+"""XGBoost training on Ray, with or without a training function."""
 
 from drawbar._boosting import allreduce_metric
 from drawbar.train.backend import set_public_module

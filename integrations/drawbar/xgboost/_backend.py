@@ -1,11 +1,12 @@
-"""How XGBoost's workers meet: a tracker beside the controller, a communicator on each worker.
+"""XGBoostConfig and the setup of XGBoost's tracker and communicator.
 
-The tracker binds its port before it tells it, and so does each worker, so no port is guessed. Tasks
-are named by rank and sorted by name, so XGBoost's ranks are those of the run.
+The tracker runs next to the controller. It binds its port before it publishes it, and so does each
+worker, so no port is guessed. Tasks are named by rank and sorted by name, so that XGBoost's ranks
+equal the run's ranks.
 
-A worker that fails closes its connections, and the others get an error from the collective that
-they stand in. They then say goodbye to the tracker, which is why it does not live on rank 0:
-whoever finds no tracker tries again for ten seconds, and would not be kept for the next attempt.
+A failed worker closes its connections, and the others get an error from the collective in which
+they are blocked. They then disconnect from the tracker. It does not run on rank 0, because workers
+without a tracker would retry for ten seconds and could not be reused for the next attempt.
 """
 
 from __future__ import annotations
@@ -39,25 +40,30 @@ from xgboost.core import _LIB, XGBoostError, _log_callback
 from xgboost.tracker import RabitTracker
 
 _tracker_args: dict[str, Any] = {}
-"""Where the tracker of this worker's run is."""
+"""Address of the tracker, as arguments of this worker's communicator."""
 
 _RANK_MESSAGE = re.compile(rb"Task \d+ got rank \d+")
 
 
 @dataclass(frozen=True)
 class XGBoostConfig(BoostingConfig):
-    """How the workers' communicator is made that is up when the training function starts.
+    """Configure the communicator between the workers.
 
     Args:
-        xgboost_communicator: Only "rabit" is known.
-        timeout_s: How long a collective waits for the other ranks: seconds, or a timedelta; XGBoost
-            counts whole seconds.
+        xgboost_communicator: Must be "rabit".
+        timeout_s: Time for which a collective waits for other ranks: seconds or a timedelta.
+            XGBoost uses whole seconds.
         import_sklearn: Whether a worker imports scikit-learn with XGBoost, which takes about a
-            second and is what `XGBClassifier` and the like need. Default: only where code of
-            yours runs, as a training function, a callback or a metric.
+            second. Estimators such as `XGBClassifier` need it. Default: only if user code runs on
+            the workers, such as a training function, a callback, or a metric.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
+
+    Example:
+        ```python
+        trainer = XGBoostTrainer(train_func, xgboost_config=XGBoostConfig(timeout_s=600))
+        ```
     """
 
     library_module: ClassVar[str] = "xgboost"
@@ -71,23 +77,33 @@ class XGBoostConfig(BoostingConfig):
         if self.xgboost_communicator != "rabit":
             raise ValueError(
                 "XGBoostConfig.xgboost_communicator must be 'rabit', "
-                f"found {self.xgboost_communicator!r}"
+                f"found {self.xgboost_communicator!r}."
             )
         seconds = parse_duration("XGBoostConfig.timeout_s", self.timeout_s)
         object.__setattr__(self, "timeout_s", seconds)
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class with the controller's part."""
+        """Class of the backend."""
         return XGBoostBackend
 
     def train_func_context(self) -> AbstractContextManager[None]:
-        """Join the communicator before the training function, leave it after it."""
+        """Initialize the communicator for the training function and finalize it afterwards."""
         return _communicator(self)
 
 
 class XGBoostBackend(Backend):
-    """Keeps the tracker; a worker's process can join one after another."""
+    """Backend of XGBoostTrainer. It runs the tracker; worker processes are reused.
+
+    Example:
+        ```python
+        @dataclass(frozen=True)
+        class MyConfig(BackendConfig):
+            @property
+            def backend_cls(self):
+                return drawbar.xgboost.XGBoostBackend
+        ```
+    """
 
     can_reuse_processes = True
 
@@ -95,7 +111,7 @@ class XGBoostBackend(Backend):
         self._tracker: RabitTracker | None = None
 
     def on_start(self, worker_group: BackendWorkerGroup, backend_config: XGBoostConfig) -> None:
-        """Start a tracker and tell every worker where it is."""
+        """Start a tracker and send its address to every worker."""
         self._stop_tracker()
         if len(worker_group) == 1:
             return
@@ -106,13 +122,13 @@ class XGBoostBackend(Backend):
         worker_group.execute(_set_tracker_args, self._tracker.worker_args())
 
     def on_shutdown(self, worker_group: BackendWorkerGroup, backend_config: XGBoostConfig) -> None:
-        """End the tracker."""
+        """Stop the tracker."""
         self._stop_tracker()
 
     def _stop_tracker(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
-            with contextlib.suppress(XGBoostError):  # it still waited for workers that are gone
+            with contextlib.suppress(XGBoostError):  # it was still waiting for dead workers
                 tracker.free()
 
 
@@ -128,7 +144,7 @@ def _without_rank_message() -> Iterator[None]:
             _log_callback(message)
 
     callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(log)
-    _LIB.XGBRegisterLogCallback(callback)  # of this thread
+    _LIB.XGBRegisterLogCallback(callback)  # for this thread
     try:
         yield
     finally:
@@ -146,7 +162,7 @@ def _communicator(config: XGBoostConfig) -> Iterator[None]:
     if context.get_world_size() == 1:
         yield
         return
-    assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
+    assert not isinstance(config.timeout_s, timedelta)  # converted in __post_init__
     task = f"{context.get_world_rank():08d}"
     communicator = collective.CommunicatorContext(
         **_tracker_args, dmlc_task_id=task, dmlc_timeout=math.ceil(config.timeout_s)
@@ -156,7 +172,7 @@ def _communicator(config: XGBoostConfig) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(XGBoostError):  # what failed first is what counts
+        with contextlib.suppress(XGBoostError):  # the first error is raised
             collective.finalize()
         raise
     collective.finalize()

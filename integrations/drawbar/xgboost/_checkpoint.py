@@ -1,4 +1,4 @@
-"""XGBoostCheckpoint: a checkpoint made of a booster, and a booster out of a checkpoint."""
+"""XGBoostCheckpoint: save and load one booster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from drawbar.xgboost._report_callback import RayTrainReportCallback
 
 
 class XGBoostCheckpoint(BoosterCheckpoint[Booster]):
-    """A checkpoint that holds one booster, as `RayTrainReportCallback` saves it."""
+    """Checkpoint with one booster, as saved by `RayTrainReportCallback`.
+
+    Args:
+        path: Directory or URI of the checkpoint.
+        filesystem: Filesystem of `path`. Default: derived from the path.
+
+    Example:
+        ```python
+        checkpoint = XGBoostCheckpoint.from_model(booster)
+        drawbar.train.report({"error": error}, checkpoint=checkpoint)
+        booster = XGBoostCheckpoint(result.checkpoint.path).get_model()
+        ```
+    """
 
     MODEL_FILENAME = RayTrainReportCallback.CHECKPOINT_NAME
 
@@ -17,6 +29,6 @@ class XGBoostCheckpoint(BoosterCheckpoint[Booster]):
         """Load the booster.
 
         Raises:
-            FileNotFoundError: The checkpoint has no such file.
+            FileNotFoundError: The checkpoint has no model file.
         """
         return RayTrainReportCallback.get_model(self, self.MODEL_FILENAME)

@@ -1,4 +1,4 @@
-"""XGBoost's scikit-learn estimators, trained on workers."""
+"""scikit-learn estimators that train XGBoost on Ray workers."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 InitialModel: TypeAlias = Booster | XGBModel | str
-"""What to go on from; a str is a path."""
+"""Model to continue from; a str is a path."""
 
 
 class _RayXGBModel(RayEstimator):
-    """What trains on workers in place of `fit`; stands before the plain estimator."""
+    """Mixin that trains on workers. Place it before XGBoost's estimator."""
 
-    objective: Any  # this and what follows are the plain estimator's
+    objective: Any  # this and the following attributes belong to XGBoost's estimator
     missing: Any
     feature_types: Any
     early_stopping_rounds: Any
     callbacks: Any
 
     _builtin_objective = "reg:squarederror"
-    """What XGBoost is told beside an objective of the user: how predictions come from scores."""
+    """Objective for XGBoost next to a custom one. It determines how scores become predictions."""
 
     def get_xgb_params(self) -> dict[str, object]:
-        """Give what goes to XGBoost."""
+        """Return the parameters for XGBoost."""
         return drop_drawbar_parameters(super().get_xgb_params())  # type: ignore[misc]  # XGBModel's
 
     def fit(
@@ -67,14 +67,14 @@ class _RayXGBModel(RayEstimator):
         base_margin_eval_set: Sequence[ColumnData] | None = None,
         feature_weights: object = None,
     ) -> Self:
-        """Do what the plain estimator's `fit` does, on workers; `verbose` is `run_config`'s."""
+        """Fit like the base class, on workers. `run_config` replaces `verbose`."""
         training = self._make_data(X, y, weight=sample_weight, margin=base_margin)
         evaluated = [
             self._make_data(
                 features,
                 label,
-                weight=_each(sample_weight_eval_set, number),
-                margin=_each(base_margin_eval_set, number),
+                weight=_get_item(sample_weight_eval_set, number),
+                margin=_get_item(base_margin_eval_set, number),
             )
             for number, (features, label) in enumerate(eval_set or ())
         ]
@@ -83,7 +83,7 @@ class _RayXGBModel(RayEstimator):
     def _train(
         self, rows: Sequence[UserData], model: InitialModel | None, feature_weights: object
     ) -> Self:
-        """Train, and set what plain XGBoost sets after it."""
+        """Train and set the attributes that XGBoost's estimator sets after training."""
         model, metric, params, weights = self._configure_fit(  # type: ignore[attr-defined]  # XGBModel's
             model, self._params(), feature_weights
         )
@@ -95,17 +95,17 @@ class _RayXGBModel(RayEstimator):
         names = rows[0].feature_names("f") if has_types or not is_ray_dataset(training) else []
         categorical = _categorical_features(names, self.feature_types) if has_types else []
         rows = fill_missing_columns(
-            [self._validate_labels(each) for each in rows], no_margin=math.nan
+            [self._validate_labels(data) for data in rows], no_margin=math.nan
         )
-        validation = {f"validation_{number}": each for number, each in enumerate(rows[1:])}
+        validation = {f"validation_{number}": data for number, data in enumerate(rows[1:])}
         datasets = {"train": rows[0], **validation}
         objective = self.objective
-        with self._trainer_configs() as configs, tempfile.TemporaryDirectory() as folder:
+        with self._trainer_configs() as configs, tempfile.TemporaryDirectory() as directory:
             result = XGBoostTrainer(
                 params=params,
                 datasets={
-                    name: each.to_dataset(names, by_name=has_names)
-                    for name, each in datasets.items()
+                    name: data.to_dataset(names, by_name=has_names)
+                    for name, data in datasets.items()
                 },
                 categorical_features=categorical or None,
                 num_boost_round=self.get_num_boosting_rounds(),  # type: ignore[attr-defined]  # XGBModel's
@@ -113,7 +113,7 @@ class _RayXGBModel(RayEstimator):
                 callbacks=[RayTrainReportCallback(), *(self.callbacks or ())],
                 obj=_objective_decorator(objective) if callable(objective) else None,
                 custom_metric=metric,
-                resume_from_checkpoint=_initial_checkpoint(model, Path(folder)),
+                resume_from_checkpoint=_initial_checkpoint(model, Path(directory)),
                 **rows[0].role_arguments(),
                 **configs,
             ).fit()
@@ -129,7 +129,7 @@ class _RayXGBModel(RayEstimator):
         return self
 
     def _params(self) -> dict[str, object]:
-        params = {name: each for name, each in self.get_xgb_params().items() if each is not None}
+        params = {name: value for name, value in self.get_xgb_params().items() if value is not None}
         if "n_jobs" in params:
             params["nthread"] = params.pop("n_jobs")
         if callable(self.objective):
@@ -146,7 +146,7 @@ class _RayXGBModel(RayEstimator):
         )
 
     def _validate_labels(self, rows: UserData) -> UserData:
-        """Check what XGBoost checks as it makes a matrix."""
+        """Check labels like XGBoost does when it creates a matrix."""
         if is_ray_dataset(rows.features):
             return rows
         label = np.asarray(rows.label, dtype=np.float64)
@@ -155,7 +155,7 @@ class _RayXGBModel(RayEstimator):
         return rows
 
     def predict(self, X: FeatureData, **options: object) -> Any:
-        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        """Predict like the base class. A Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict(X, **options)  # type: ignore[misc]  # XGBModel's
         return predict_with_estimator(self, "predict", X, options)
@@ -163,12 +163,38 @@ class _RayXGBModel(RayEstimator):
 
 @add_drawbar_parameters
 class RayXGBRegressor(_RayXGBModel, XGBRegressor):
-    """`xgboost.XGBRegressor`, trained on workers."""
+    """`xgboost.XGBRegressor` that trains on Ray workers.
+
+    Args:
+        objective: See `xgboost.XGBRegressor`.
+        scaling_config: Number of workers and their resources. Default: one worker.
+        run_config: Run configuration: storage, restarts, output. Default: a temporary directory.
+        kwargs: See `xgboost.XGBRegressor`.
+
+    Example:
+        ```python
+        model = RayXGBRegressor(n_estimators=100, scaling_config=ScalingConfig(num_workers=4))
+        predictions = model.fit(X, y).predict(X)
+        ```
+    """
 
 
 @add_drawbar_parameters
 class RayXGBClassifier(_RayXGBModel, XGBClassifier):
-    """`xgboost.XGBClassifier`, trained on workers. Labels must be 0, 1, 2 ... as for it."""
+    """`xgboost.XGBClassifier` that trains on Ray workers. Labels must be 0, 1, 2, ...
+
+    Args:
+        objective: See `xgboost.XGBClassifier`.
+        scaling_config: Number of workers and their resources. Default: one worker.
+        run_config: Run configuration: storage, restarts, output. Default: a temporary directory.
+        kwargs: See `xgboost.XGBClassifier`.
+
+    Example:
+        ```python
+        model = RayXGBClassifier(n_estimators=100, scaling_config=ScalingConfig(num_workers=4))
+        probabilities = model.fit(X, y).predict_proba(X)
+        ```
+    """
 
     _builtin_objective = "binary:logistic"
 
@@ -184,17 +210,17 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
         self, rows: Sequence[UserData], model: InitialModel | None, feature_weights: object
     ) -> Self:
         training = rows[0]
-        found = (
+        labels = (
             unique_labels(training.features, training.label)
             if is_ray_dataset(training.features)
             else np.unique(np.asarray(training.label))
         )
-        self.n_classes_ = len(found)
-        expected = np.arange(len(found))
-        if found.tolist() != expected.tolist():
+        self.n_classes_ = len(labels)
+        expected = np.arange(len(labels))
+        if labels.tolist() != expected.tolist():
             raise ValueError(
                 f"Invalid classes inferred from unique values of `y`.  Expected: {expected}, "
-                f"got {found}"
+                f"got {labels}"
             )
         super()._train(rows, model, feature_weights)
         if not callable(self.objective):
@@ -202,7 +228,7 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
         return self
 
     def predict_proba(self, X: FeatureData, *args: Any, **options: Any) -> Any:
-        """Do what the plain estimator does; a Ray Dataset gets a column `prediction`."""
+        """Predict probabilities like the base class. A Ray Dataset gets a column `prediction`."""
         if not is_ray_dataset(X):
             return super().predict_proba(X, *args, **options)
         return predict_with_estimator(self, "predict_proba", X, options)
@@ -210,7 +236,20 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
 
 @add_drawbar_parameters
 class RayXGBRanker(_RayXGBModel, XGBRanker):
-    """`xgboost.XGBRanker`, trained on workers. The rows of a query go to one of them."""
+    """`xgboost.XGBRanker` that trains on Ray workers. All rows of a query go to one worker.
+
+    Args:
+        objective: See `xgboost.XGBRanker`.
+        scaling_config: Number of workers and their resources. Default: one worker.
+        run_config: Run configuration: storage, restarts, output. Default: a temporary directory.
+        kwargs: See `xgboost.XGBRanker`.
+
+    Example:
+        ```python
+        model = RayXGBRanker(objective="rank:ndcg", scaling_config=ScalingConfig(num_workers=4))
+        scores = model.fit(X, y, qid=qid).predict(X)
+        ```
+    """
 
     def fit(
         self,
@@ -230,16 +269,16 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         base_margin_eval_set: Sequence[ColumnData] | None = None,
         feature_weights: object = None,
     ) -> Self:
-        """Do what `XGBRanker.fit` does, on workers. With a Ray Dataset, `qid` names a column."""
+        """Fit like `XGBRanker.fit`, on workers. With a Ray Dataset, `qid` is a column name."""
         training = self._make_ranking_data(X, y, group, qid, sample_weight, base_margin)
         evaluated = [
             self._make_ranking_data(
                 features,
                 label,
-                _each(eval_group, number),
-                _each(eval_qid, number),
-                _each(sample_weight_eval_set, number),
-                _each(base_margin_eval_set, number),
+                _get_item(eval_group, number),
+                _get_item(eval_qid, number),
+                _get_item(sample_weight_eval_set, number),
+                _get_item(base_margin_eval_set, number),
             )
             for number, (features, label) in enumerate(eval_set or ())
         ]
@@ -254,11 +293,13 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         weight: ColumnData,
         margin: ColumnData,
     ) -> UserData:
-        """Give rows with the sizes of their queries. XGBoost's weights are of queries."""
+        """Return rows with the sizes of their queries. XGBoost's weights are per query."""
         if not is_ray_dataset(X):
             X, qid = _get_qid(X, qid)
         if group is None and qid is None:
-            raise ValueError("group or qid is required for ranking task, of each evaluated set too")
+            raise ValueError(
+                "Ranking needs group or qid, also for each dataset in eval_set. Pass one of them."
+            )
         if is_ray_dataset(X):
             return self._make_data(X, y, weight=weight, group=qid, margin=margin)
         sizes = _group_sizes(qid) if group is None else np.asarray(group)
@@ -269,26 +310,26 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
 def _group_sizes(qid: ColumnData) -> npt.NDArray[np.int64]:
     values = np.asarray(qid)
     if (values[1:] < values[:-1]).any():
-        raise ValueError("qid must be sorted in ascending order, along with the rows")
+        raise ValueError("qid must be in ascending order. Sort the rows by it.")
     return np.unique(values, return_counts=True)[1]
 
 
 def _categorical_features(names: Sequence[str], types: Sequence[str]) -> list[str]:
-    """Give the features that an estimator's `feature_types` says are categories."""
+    """Return the features that are categorical according to an estimator's `feature_types`."""
     return [name for name, kind in zip(names, types, strict=True) if kind == "c"]
 
 
-def _initial_checkpoint(model: InitialModel | None, folder: Path) -> Checkpoint | None:
-    """Give what to go on from as a checkpoint; its rounds do not count as done."""
+def _initial_checkpoint(model: InitialModel | None, directory: Path) -> Checkpoint | None:
+    """Save an initial model as a checkpoint. Its rounds do not count as completed."""
     if model is None:
         return None
     if isinstance(model, XGBModel):
         model = model.get_booster()
     booster = model if isinstance(model, Booster) else Booster(model_file=model)
-    booster.save_model(folder / RayTrainReportCallback.CHECKPOINT_NAME)
-    BoostingProgress().save(folder)
-    return Checkpoint(folder)
+    booster.save_model(directory / RayTrainReportCallback.CHECKPOINT_NAME)
+    BoostingProgress().save(directory)
+    return Checkpoint(directory)
 
 
-def _each(values: Sequence[object] | None, number: int) -> object:
+def _get_item(values: Sequence[object] | None, number: int) -> object:
     return None if values is None else values[number]

@@ -1,4 +1,4 @@
-"""Distributed prediction with an XGBoost booster."""
+"""predict: distributed prediction with an XGBoost booster."""
 
 from __future__ import annotations
 
@@ -25,20 +25,26 @@ def predict(
     predict_options: Mapping[str, object] | None = None,
     **options: object,
 ) -> Dataset:
-    """Predict the rows of a Ray Dataset, on as many CPUs as are free.
-
-        predictions = drawbar.xgboost.predict(booster, dataset, keep_columns=["id"])
+    """Predict a Ray Dataset in parallel and add a prediction column.
 
     Args:
-        booster: Trained; its best round is used if one was found.
-        dataset: Rows with the booster's features among their columns, in any order.
-        keep_columns: Columns to keep beside the prediction. Default: all.
-        output_column: Name of the prediction: a number, or a list of one for each class.
+        booster: Trained booster. Its best round is used if early stopping determined one.
+        dataset: Dataset that contains the booster's features, in any order.
+        keep_columns: Columns to keep in addition to the prediction. Default: all.
+        output_column: Name of the prediction: a number, or a list with one number per class.
         predict_options: Arguments of `Booster.predict`, such as `output_margin=True`.
         options: Arguments of `Dataset.map_batches`, such as `batch_size` and `compute`.
 
+    Returns:
+        A lazy dataset with the kept columns and the prediction.
+
     Raises:
-        ValueError: The dataset lacks a feature, or the booster does not know its features' names.
+        ValueError: The dataset lacks a feature, or the booster has no feature names.
+
+    Example:
+        ```python
+        predictions = drawbar.xgboost.predict(booster, dataset, keep_columns=["id"])
+        ```
     """
     best = booster.attr("best_iteration")
     rounds = {} if best is None else {"iteration_range": (0, int(best) + 1)}
@@ -58,7 +64,7 @@ def predict(
 def predict_with_estimator(
     estimator: Any, method: str, dataset: Dataset, options: dict[str, Any]
 ) -> Dataset:
-    """Predict the rows of a Ray Dataset with a method of an estimator, and options of that."""
+    """Predict a Ray Dataset with a method of an estimator."""
     make = make_predictor_factory(estimator, method, _prepare_batch, options)
     features = _features(estimator.get_booster())
     return _boosting.predict_dataset(
@@ -69,8 +75,8 @@ def predict_with_estimator(
 def _features(booster: Booster) -> Sequence[str]:
     if booster.feature_names is None:
         raise ValueError(
-            "the booster was trained without names of its features, so it is not known which "
-            "columns they are; set booster.feature_names"
+            "The booster has no feature names, so its columns are unknown. Set "
+            "booster.feature_names."
         )
     return booster.feature_names
 
@@ -82,7 +88,7 @@ def _make_predictor(model: bytes, options: dict[str, object]) -> Predictor:
 
 
 def _to_dmatrix(booster: Booster, features: pd.DataFrame) -> DMatrix:
-    """Give a matrix; plain strings, and numbers that are categories, are made such."""
+    """Create a matrix. Strings and numbers of categorical features become categories."""
     frame = _strings_to_categories(booster, features)
     string_columns = any(
         frame[name].dtype.name != "category" for name in _categorical_features(booster, frame)
@@ -98,7 +104,7 @@ def _prepare_batch(estimator: Any, features: pd.DataFrame) -> pd.DataFrame:
 
 
 def _strings_to_categories(booster: Booster, features: pd.DataFrame) -> pd.DataFrame:
-    """Make categories of plain strings."""
+    """Convert strings of categorical features to categories."""
     string_columns = [
         name
         for name in _categorical_features(booster, features)

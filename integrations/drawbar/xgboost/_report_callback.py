@@ -1,4 +1,4 @@
-"""RayTrainReportCallback: XGBoost's rounds to reports and checkpoints."""
+"""RayTrainReportCallback: report boosting rounds and save the booster."""
 
 from __future__ import annotations
 
@@ -20,27 +20,34 @@ from drawbar.train import Checkpoint, ValidationTaskConfig
 
 
 class RayTrainReportCallback(TrainingCallback):
-    """Reports every boosting round, and saves the model every few rounds and at the end.
+    """Report every boosting round, and save the booster every n rounds and at the end.
 
-    Every rank reports the metrics, named `<dataset>-<metric>`; XGBoost has reduced them over all
-    workers. Reports of a round need no other rank and take microseconds; the driver hears of them
-    within a quarter of a second. Rank 0 saves the model, and beside it what `drawbar.xgboost.train`
-    needs to go on from there.
+    Every rank reports the metrics, named `<dataset>-<metric>`, which XGBoost has reduced over all
+    workers. A report takes microseconds and does not wait for other ranks; the driver receives it
+    within a quarter of a second. Rank 0 saves the booster and the progress that
+    `drawbar.xgboost.train` needs to resume.
 
     Args:
-        metrics: Which metrics to report: a name, a list of names, or a dict from the name to report
-            to XGBoost's. Default: all.
-        filename: The model's file in the checkpoint; its ending is the format, as for
-            `Booster.save_model`.
-        frequency: Save a checkpoint every so many rounds; 0 saves none on the way.
-        checkpoint_at_end: Save one when training has ended.
-        results_postprocessing_fn: Called with all values so far as `{"<dataset>-<metric>": [...]}`;
-            gives the metrics to report.
-        validation: Have each checkpoint validated, as for `drawbar.train.report`.
+        metrics: Metrics to report: a name, a list of names, or a dict from reported name to
+            XGBoost's name. Default: all.
+        filename: Filename of the model in the checkpoint. Its extension determines the format, as
+            in `Booster.save_model`.
+        frequency: Save a checkpoint every n rounds; 0 to save only at the end.
+        checkpoint_at_end: Whether to save a checkpoint at the end of training.
+        results_postprocessing_fn: Called with all values so far as `{"<dataset>-<metric>": [...]}`.
+            Returns the metrics to report.
+        validation: Whether to validate each checkpoint. See `drawbar.train.report()`.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or value, or a round has no such
-            metric.
+        TypeError, ValueError: An argument has the wrong type or value, or a metric does not exist.
+
+    Example:
+        ```python
+        callback = RayTrainReportCallback(metrics="validation-auc", frequency=10)
+        trainer = XGBoostTrainer(
+            params=params, label_column="target", datasets=datasets, callbacks=[callback]
+        )
+        ```
     """
 
     CHECKPOINT_NAME = "model.ubj"
@@ -64,7 +71,7 @@ class RayTrainReportCallback(TrainingCallback):
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether code of the user is in it; unlike other callbacks, most have none."""
+        """Whether the callback contains user code. Most objects of this class have none."""
         return type(self) is not RayTrainReportCallback or self._reports.runs_user_code
 
     @classmethod
@@ -72,32 +79,32 @@ class RayTrainReportCallback(TrainingCallback):
         """Load the booster of a checkpoint.
 
         Raises:
-            FileNotFoundError: The checkpoint has no such file.
+            FileNotFoundError: The checkpoint has no model file.
         """
         return load_model(checkpoint, filename, lambda path: Booster(model_file=path))
 
     def after_iteration(self, model: object, epoch: int, evals_log: EvaluationHistory) -> bool:
-        """Report the round."""
+        """Report a round."""
         self._progress = BoostingProgress(epoch + 1, evals_log)
         self._reports.on_round_end(epoch + 1, evals_log, lambda path: self._save(model, path))
         return False
 
     def after_training(self, model: object) -> object:
-        """Save the model, unless the last round has."""
+        """Save the model unless the last round was saved."""
         done, history = self._progress.rounds, self._progress.history
         self._reports.on_training_end(done, history, lambda path: self._save(model, path))
         return model
 
-    def _save(self, model: Any, folder: Path) -> None:
-        model.save_model(folder / self._filename)
-        self._progress.save(folder)
+    def _save(self, model: Any, directory: Path) -> None:
+        model.save_model(directory / self._filename)
+        self._progress.save(directory)
 
     def load_resume_state(
         self, checkpoint: Checkpoint | None
     ) -> tuple[BoostingProgress, Booster | None]:
-        """Give how far a checkpoint has come and its booster; none if it has no such booster.
+        """Return the progress and booster of a checkpoint; None if it has no booster.
 
-        A booster alone, which others have saved, has come as far as its rounds.
+        For a checkpoint with only a booster, the progress is its number of rounds.
         """
         if checkpoint is None:
             return BoostingProgress(), None

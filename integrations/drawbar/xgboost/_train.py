@@ -1,4 +1,4 @@
-"""For the training function: `train`, which goes on where the run's newest checkpoint ends."""
+"""train: xgboost.train that resumes from the run's latest checkpoint."""
 
 from __future__ import annotations
 
@@ -40,43 +40,59 @@ def train(
     callbacks: Sequence[TrainingCallback] = (),
     custom_metric: Callable[..., tuple[str, float]] | None = None,
 ) -> Booster:
-    """Do what `xgboost.train` does, and resume: only the rounds that are left are trained.
+    """Run xgboost.train, resuming from the latest checkpoint of the run.
 
-    A resumed training gives the booster that an uninterrupted one would: the rounds keep their
-    numbers, `evals_result` has them all, early stopping and learning rates go on. XGBoost saves no
-    state of its random draws: set `seed_per_iteration=True` in `params` for dart to drop the same
-    trees, and for `subsample` and `colsample_*` not to begin again with the draws of round 0;
-    theirs are others than without the resume.
+    Training resumes with the same round numbers, complete `evals_result`, and state of early
+    stopping and learning rates, so that the booster equals the result of an uninterrupted run.
+    XGBoost does not save the state of its random generators. Set `seed_per_iteration=True` in `params`, so
+    that dart drops the same trees, and `subsample` and `colsample_*` do not repeat the draws from
+    round 0; their draws still differ from an uninterrupted run.
 
-    The arguments are those of `xgboost.train`, save that `verbose_eval` is off unless set. With no
-    `RayTrainReportCallback` among the callbacks there is one with its defaults, which saves at the
-    end; give one with a `frequency` to go on from the middle after a failure.
+    The arguments are those of `xgboost.train`, except that `verbose_eval` is off by default.
+    Without a `RayTrainReportCallback`, one with default settings is added, which saves at the end.
+    Pass one with a `frequency` to save during training.
 
     Args:
         params: Parameters of the booster.
         dtrain: This worker's part of the training data.
-        num_boost_round: Rounds in total, those before a resume included.
-        evals: What to evaluate each round, with names; a name must not contain "-".
-        obj: A custom objective. It sees this worker's rows only.
-        maximize: Whether the custom metric is to be maximised.
-        early_stopping_rounds: As for `xgboost.train`: the last metric of the last of `evals`
-            counts. It is the same number on every rank, so all stop on one round.
-        evals_result: Receives the history.
-        verbose_eval: Print the metrics of each round, or of each so many rounds.
-        xgb_model: What to start from in place of nothing. A checkpoint of the run goes before it.
-        callbacks: Further callbacks.
-        custom_metric: A custom metric, which receives this worker's rows. Its values are averaged
+        num_boost_round: Total number of rounds, including those before a resume.
+        evals: Datasets to evaluate each round, with names. Names must not contain "-".
+        obj: Custom objective. It receives only this worker's rows.
+        maximize: Whether the custom metric is maximized.
+        early_stopping_rounds: See `xgboost.train`; the last metric of the last of `evals` is used.
+            It is global, so all ranks stop at the same round.
+        evals_result: Receives the evaluations.
+        verbose_eval: Whether to print the metrics of each round, or of every n-th round.
+        xgb_model: Model to continue from, unless the run has a checkpoint.
+        callbacks: Callbacks.
+        custom_metric: Custom metric, which receives this worker's rows. Its values are averaged
             over the workers, weighted by their rows, which is exact for a mean over rows. For other
-            metrics see `allreduce_metric`.
+            metrics, use `allreduce_metric`.
+
+    Returns:
+        The trained booster.
+
+    Example:
+        ```python
+        def train_func(config):
+            rows = drawbar.train.get_dataset_shard("train").materialize().to_pandas()
+            dtrain = xgboost.DMatrix(rows.drop(columns="y"), rows["y"])
+            callback = RayTrainReportCallback(frequency=10)
+            drawbar.xgboost.train(config, dtrain, 100, callbacks=[callback])
+        ```
     """
-    report_callbacks = [each for each in callbacks if isinstance(each, RayTrainReportCallback)]
+    report_callbacks = [
+        callback for callback in callbacks if isinstance(callback, RayTrainReportCallback)
+    ]
     report_callbacks = report_callbacks or [RayTrainReportCallback()]
     progress, booster = report_callbacks[0].load_resume_state(start_training())
     num_done = progress.rounds
     booster = Booster(
         params, [dtrain, *(matrix for matrix, _ in evals)], model_file=booster or xgb_model
     )
-    others = [each for each in callbacks if not isinstance(each, RayTrainReportCallback)]
+    others = [
+        callback for callback in callbacks if not isinstance(callback, RayTrainReportCallback)
+    ]
     if verbose_eval:
         others.append(EvaluationMonitor(period=int(verbose_eval)))
     if early_stopping_rounds:
@@ -92,9 +108,8 @@ def train(
             break
         booster.update(dtrain, iteration=number, fobj=obj)
         should_stop = callback_container.after_iteration(booster, number, dtrain, eval_sets)
-        for (
-            report
-        ) in report_callbacks:  # not one of the others: after a stop these are not all called
+        # Called separately, because XGBoost does not call all callbacks after an early stop.
+        for report in report_callbacks:
             report.after_iteration(booster, number, callback_container.history)
     booster = callback_container.after_training(booster)
     for report in report_callbacks:
@@ -108,8 +123,8 @@ def train(
 def _evaluate_globally(metric: Metric, predictions: object, matrix: DMatrix) -> list[Score]:
     """Evaluate a custom metric and average its values over the workers, weighted by their rows.
 
-    XGBoost itself gives each worker the same weight. Rows count by their weights, if they have
-    some; a worker without rows counts nothing.
+    XGBoost itself gives each worker the same weight. Rows are weighted if they have weights. A
+    worker without rows has weight 0.
     """
     result = metric(predictions, matrix)
     weights = matrix.get_weight()
@@ -123,7 +138,7 @@ def _evaluate_globally(metric: Metric, predictions: object, matrix: DMatrix) -> 
 def _replay_callbacks(
     callbacks: Sequence[TrainingCallback], booster: Booster, progress: BoostingProgress
 ) -> bool:
-    """Show the rounds before a resume to XGBoost's own callbacks; says whether training is over."""
+    """Replay the rounds before a resume to XGBoost's callbacks. Return whether training ends."""
     should_stop = False
     for callback in callbacks:
         if isinstance(callback, EarlyStopping):

@@ -1,4 +1,4 @@
-"""XGBoostTrainer: the trainer for XGBoost."""
+"""XGBoostTrainer: train XGBoost on Ray workers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,59 @@ from drawbar.xgboost._training_spec import XGBoostTrainingSpec
 
 
 class XGBoostTrainer(BoostingTrainer):
-    """Trains with XGBoost on several workers: what you declare, or what your function does.
+    """Train XGBoost on Ray workers, from parameters or with a training function.
 
-    Declared, it needs no function:
+    With `params`, no function is needed. Each dataset is split between the workers, every row is
+    used, and each column without another role is a feature. A worker bins its part block by block.
+    All datasets are evaluated every round, over all workers; "train" is the training data.
 
+    With a training function, the function runs on every worker with XGBoost's communicator
+    initialized. Create a matrix of the worker's rows, and call `drawbar.xgboost.train` or
+    `xgboost.train`.
+
+    Without a `dataset_config`, all datasets are split and every row is used. If the objective is
+    `reg:absoluteerror` or `reg:quantileerror`, the rows of "train" are shuffled before the split,
+    because XGBoost averages percentiles of each worker's rows.
+
+    Args:
+        train_loop_per_worker: Training function; takes `train_loop_config` or nothing. Cannot be
+            combined with the arguments from `params` to `external_memory`.
+        train_loop_config: Argument of the training function.
+        xgboost_config: Configuration of the communicator; see `XGBoostConfig`.
+        scaling_config: Number of workers and their resources.
+        run_config: Run configuration: storage, restarts, callbacks.
+        datasets: Datasets by name: Ray Datasets, pandas DataFrames, or Arrow tables.
+        dataset_config: Distribution of the datasets to the workers.
+        metadata: User data, for `drawbar.train.get_context().get_metadata()`.
+        resume_from_checkpoint: Checkpoint from which the first attempt starts.
+        validation_config: Validation of checkpoints. See `drawbar.train.report()`.
+        params: XGBoost's parameters. Defaults: `nthread` is the worker's number of CPUs, and
+            `seed_per_iteration` is True; see `drawbar.xgboost.train`. `n_estimators` is the same as
+            `num_boost_round`, and `feature_weights` are the weights of the features in order.
+        label_column: Target column, or several columns for several outputs. Must be numeric
+            without missing values.
+        num_boost_round: Total number of rounds. Default: 10.
+        weight_column: Weight of each row. For ranking, the weight of a query's first row is used.
+        group_column: Query of each row, for ranking. All rows of a query go to one worker.
+        base_margin_column: Column with initial margins, or one column for each class.
+        categorical_features: Categorical features of strings, or of integers from 0. Columns with
+            Arrow's dictionary type (`category` in pandas) are always categorical.
+        early_stopping_rounds: Stop when the last metric on the last dataset has not improved for
+            this number of rounds.
+        callbacks: XGBoost callbacks, pickled to each worker. A `RayTrainReportCallback` replaces
+            the default one.
+        obj: Custom objective; see `xgboost.train`.
+        custom_metric: Custom metric; see `xgboost.train`. It receives the rows of one worker. Its
+            values are averaged over the workers, weighted by their rows. For metrics that are not
+            a mean over rows, use `allreduce_metric`.
+        external_memory: Whether to store each worker's rows on disk instead of memory, or the
+            directory on the workers for them.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid; see `drawbar.train.DataParallelTrainer`.
+
+    Example:
+        ```python
         trainer = XGBoostTrainer(
             params={"objective": "binary:logistic"},
             label_column="target",
@@ -31,48 +80,7 @@ class XGBoostTrainer(BoostingTrainer):
             scaling_config=ScalingConfig(num_workers=4),
         )
         booster = XGBoostTrainer.get_model(trainer.fit().checkpoint)
-
-    Each dataset is split between the workers, every row is used, and each column that has no other
-    role is a feature. A worker turns its part into bins block by block. All datasets are evaluated
-    every round, over all workers; "train" is what is trained on.
-
-    With a training function, that is run on every worker with XGBoost's communicator up: make a
-    matrix of the worker's rows, and call `drawbar.xgboost.train` or `xgboost.train`.
-
-    Args:
-        train_loop_per_worker: The training function; takes `train_loop_config` or nothing. It
-            excludes the arguments from `params` to `external_memory`.
-        xgboost_config: How the communicator is made; see `XGBoostConfig`.
-        params: XGBoost's parameters. `nthread` is the worker's share of the node's cores unless it
-            is set, and `seed_per_iteration` is on; see `drawbar.xgboost.train`.
-            `n_estimators` is `num_boost_round`, and `feature_weights` are the
-            weights of the features in their order.
-        label_column: What is learned, a column or several for as many outputs; numbers without a
-            gap.
-        num_boost_round: Rounds in total. Default: 10.
-        weight_column: Weight of each row; for ranking, that of the first row of a query is the
-            query's.
-        group_column: Query of each row, for ranking. The rows of a query go to one worker.
-        base_margin_column: Column, or columns for as many classes, where the margins start.
-        categorical_features: Features of strings, or of integers from 0, that are categories.
-            Arrow's dictionaries, which is what pandas' categories are, need not be named.
-        early_stopping_rounds: Stop when the last metric on the last dataset has not improved for so
-            many rounds.
-        callbacks: Callbacks of XGBoost, pickled to each worker. A `RayTrainReportCallback` among
-            them replaces the one that is there by default.
-        obj: A custom objective, as for `xgboost.train`.
-        custom_metric: A custom metric, as for `xgboost.train`, which receives the rows of one
-            worker. Its values are averaged over the workers, weighted by their rows; see
-            `allreduce_metric` for metrics that are not a mean over rows.
-        external_memory: Keep each worker's rows on disk, for more than its memory holds: True, or
-            the folder on the workers that the files go to.
-
-    A dataset may also be a pandas DataFrame or an Arrow table.
-
-    `drawbar.train.DataParallelTrainer` describes all other arguments and the errors raised.
-    Without a `dataset_config`, all datasets are split and every row is used. If the objective is
-    `reg:absoluteerror` or `reg:quantileerror`, the rows of "train" are shuffled before the split,
-    because XGBoost averages percentiles of each worker's rows.
+        ```
     """
 
     def __init__(
@@ -101,7 +109,7 @@ class XGBoostTrainer(BoostingTrainer):
         custom_metric: Callable[..., tuple[str, float]] | None = None,
         external_memory: bool | str | os.PathLike[str] | None = None,
     ) -> None:
-        declared = {
+        arguments = {
             "params": params,
             "label_column": label_column,
             "num_boost_round": num_boost_round,
@@ -118,7 +126,7 @@ class XGBoostTrainer(BoostingTrainer):
         super().__init__(
             train_loop_per_worker,
             spec_class=XGBoostTrainingSpec,
-            spec_arguments=declared,
+            spec_arguments=arguments,
             backend_config=resolve_config("xgboost_config", xgboost_config, XGBoostConfig),
             train_loop_config=train_loop_config,
             scaling_config=scaling_config,
@@ -132,9 +140,9 @@ class XGBoostTrainer(BoostingTrainer):
 
     @classmethod
     def get_model(cls, checkpoint: Checkpoint) -> Booster:
-        """Load the booster of a checkpoint that a `RayTrainReportCallback` has saved.
+        """Load the booster of a checkpoint that a `RayTrainReportCallback` saved.
 
         Raises:
-            FileNotFoundError: The checkpoint has no such model.
+            FileNotFoundError: The checkpoint has no model file.
         """
         return RayTrainReportCallback.get_model(checkpoint)

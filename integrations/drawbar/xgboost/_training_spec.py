@@ -1,4 +1,4 @@
-"""Training without a training function: what each worker does with its shards."""
+"""XGBoostTrainingSpec: train from parameters on each worker."""
 
 from __future__ import annotations
 
@@ -24,35 +24,38 @@ from drawbar.xgboost._train import train
 
 @dataclass(frozen=True, kw_only=True)
 class XGBoostTrainingSpec(TrainingSpec):
-    """A declared training with XGBoost.
+    """Training with XGBoost that is described by parameters.
 
     Args:
-        obj: A custom objective, as for `xgboost.train`.
-        custom_metric: A custom metric, as for `xgboost.train`.
+        obj: Custom objective; see `xgboost.train`.
+        custom_metric: Custom metric; see `xgboost.train`.
     """
 
     parameter_aliases = PARAMETER_ALIASES
-    stages_on_disk = True  # four passes in which bins are made would hold 1.7 times the rows at once
+    # XGBoost reads the rows in four passes. In memory, rows and bins would take 1.7 times the rows.
+    stages_on_disk = True
 
     obj: Callable[..., Any] | None = None
     custom_metric: Callable[..., tuple[str, float]] | None = None
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether code of the user runs on the workers."""
+        """Whether user code runs on the workers."""
         return super().runs_user_code or callable(self.obj) or callable(self.custom_metric)
 
     @property
     def averages_percentiles(self) -> bool:
-        """True if the objective sets leaf values to percentiles of a worker's rows."""
+        """Whether the objective sets leaf values to percentiles of a worker's rows."""
         return self.params.get("objective") in PERCENTILE_OBJECTIVES
 
     def validate(self, scaling_config: ScalingConfig) -> None:
-        """Check the parameters and the datasets' names in the driver."""
+        """Check the parameters and dataset names in the driver."""
         validate_parameters(self.params, scaling_config, has_groups=self.columns.group is not None)
         for name in self.datasets:
             if "-" in name:
-                raise ValueError(f"XGBoost takes no dataset name with '-', found {name!r}")
+                raise ValueError(
+                    f"XGBoost does not support dataset names with '-', found {name!r}. Rename it."
+                )
 
     def train(self, shards: dict[str, Shard]) -> None:
         """Train on this worker and report each round."""
@@ -61,7 +64,7 @@ class XGBoostTrainingSpec(TrainingSpec):
         for shard in shards.values():
             validate_objective_labels(shard, self.params)
         matrices = self._matrices(shards, params)
-        shards.clear()  # the matrices have all
+        shards.clear()  # the matrices contain all data
         if feature_weights is not None:
             matrices["train"].set_info(feature_weights=feature_weights)
         train(
@@ -71,7 +74,7 @@ class XGBoostTrainingSpec(TrainingSpec):
             evals=[(matrix, name) for name, matrix in matrices.items()],
             obj=self.obj,
             early_stopping_rounds=self.early_stopping_rounds,
-            callbacks=copy.deepcopy(self.callbacks),  # they keep state
+            callbacks=copy.deepcopy(self.callbacks),  # callbacks have state
             custom_metric=self.custom_metric,
         )
 

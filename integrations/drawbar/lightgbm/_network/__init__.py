@@ -1,1 +1,1 @@
-"""LightGBM's own network between the workers: a port of each, and sockets that close at once."""
+"""LightGBM's network between the workers."""

@@ -1,8 +1,8 @@
-"""LightGBM's connections, which it makes in C: a peer that dies must be noticed at their other end.
+"""Reset LightGBM's connections on failure, so that other ranks notice a dead peer.
 
-When a process ends, the kernel closes its connections in order, unless there is something in them
-that it has not read. LightGBM takes the orderly end for "nothing yet" and asks again for ever, in
-C, where nobody can interrupt it. A connection that is reset instead gives it an error.
+When a process ends, the kernel closes its connections gracefully, unless they have unread data.
+LightGBM treats a graceful close as "no data yet" and retries forever in C, where it cannot be
+interrupted. If the connection is reset instead, LightGBM raises an error.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER, socket(7): on, for 0 seconds
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER, see socket(7): enabled with 0 seconds
 _GRACEFUL = struct.pack("ii", 0, 0)
 
 
 @contextmanager
 def reset_connections_on_failure(machines: Sequence[str], port: int) -> Iterator[None]:
-    """Have this rank's connections reset if the context is left by an exception or a death.
+    """Reset this rank's connections if the context ends with an exception or the process dies.
 
     Args:
         machines: "address:port" of each rank.
@@ -39,22 +39,22 @@ def _set_linger(machines: Sequence[str], port: int, value: bytes) -> None:
 
 
 def _iter_process_sockets() -> Iterator[socket.socket]:
-    """Give another handle on each of them, to be closed."""
+    """Yield a duplicate of each open socket of this process. The caller closes it."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it is closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             copy = os.dup(int(name))
             try:
                 yield socket.socket(fileno=copy)
-            except OSError:  # it is no socket
+            except OSError:  # not a socket
                 os.close(copy)
 
 
 def _belongs_to_rank(connection: socket.socket, ports: set[int], port: int) -> bool:
-    """Whether it is between this rank and another one; a process may hold those of other ranks."""
+    """Return whether a socket connects this rank; other ranks may be threads of the process."""
     if connection.family != socket.AF_INET:
         return False
     try:
         local_port, remote_port = connection.getsockname()[1], connection.getpeername()[1]
     except OSError:
-        return False  # it listens
+        return False  # a listening socket
     return local_port == port or (remote_port in ports and local_port not in ports)

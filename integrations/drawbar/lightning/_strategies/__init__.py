@@ -1,1 +1,1 @@
-"""Lightning's strategies on the workers of a run, one file each, and what they need."""
+"""Lightning strategies for the workers of a run."""

@@ -1,7 +1,7 @@
-"""What a Trainer in the driver is told about devices: those of the workers, not its own.
+"""Configure a driver-side Trainer for the workers' devices.
 
-Lightning chooses accelerator and precision as a Trainer is made. The driver may have no GPU where
-the workers have some, or the reverse.
+Lightning selects accelerator and precision when a Trainer is created. The driver may have no GPU
+while the workers have GPUs, or the reverse.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ else:
 
 
 class RemoteCUDAAccelerator(LateBoundBase, CUDAAccelerator, base="accelerators.CUDAAccelerator"):
-    """The workers' GPUs, for a driver that has none."""
+    """CUDA accelerator for a driver without GPUs whose workers have them."""
 
     @staticmethod
     def is_available() -> bool:
-        """True: the workers have them."""
+        """Return True, because the workers have GPUs."""
         return True
 
     @staticmethod
     def auto_device_count() -> int:
-        """Give 1: what counts is the number of workers."""
+        """Return 1, because each worker uses one GPU."""
         return 1
 
     @staticmethod
     def parse_devices(devices: object) -> list[int]:
-        """Give the one device of a worker, whatever the Trainer was told."""
+        """Return the one device of a worker, regardless of the Trainer's `devices`."""
         return [0]
 
 
 def configure_for_workers(strategy: Any, scaling_config: ScalingConfig) -> None:
-    """Have the Trainer that gets this strategy made for the workers' devices."""
+    """Configure a strategy so that its Trainer is created for the workers' devices."""
     if scaling_config.use_gpu and not torch.cuda.is_available():
         strategy.accelerator = bind_base(RemoteCUDAAccelerator, strategy.package)()
         return

@@ -1,4 +1,4 @@
-"""RayDeepSpeedStrategy: DeepSpeed on the run's process group, and nothing of it left afterwards."""
+"""RayDeepSpeedStrategy: DeepSpeed on the run's process group."""
 
 from __future__ import annotations
 
@@ -23,12 +23,23 @@ else:
 
 
 class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.DeepSpeedStrategy"):
-    """Lightning's `DeepSpeedStrategy` on the workers of a run; see `RayStrategy` for the arguments.
+    """Lightning's `DeepSpeedStrategy` on the workers of a run.
 
-    It trains on CPUs too, with every stage of ZeRO.
+    It also trains on CPUs, with all ZeRO stages.
+
+    Args:
+        *args: Positional arguments of Lightning's `DeepSpeedStrategy`.
+        **kwargs: Keyword arguments of Lightning's `DeepSpeedStrategy`, and the arguments of
+            `RayStrategy`.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
+
+    Example:
+        ```python
+        trainer = L.Trainer(strategy=drawbar.lightning.RayDeepSpeedStrategy(stage=3))
+        trainer = drawbar.lightning.prepare_trainer(trainer)
+        ```
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,34 +48,34 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
 
     @property
     def root_device(self) -> torch.device:
-        """The device that Ray gave to this worker, with the index that DeepSpeed wants."""
+        """Device of this worker, with the index that DeepSpeed requires."""
         device = get_device()
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
     def setup_environment(self) -> None:
-        """Hand the run's process group to DeepSpeed, until the attempt ends.
+        """Use the run's process group in DeepSpeed until the attempt ends.
 
         Raises:
-            RuntimeError: The worker's device is not the one that DeepSpeed would use.
+            RuntimeError: The worker's device differs from the device that DeepSpeed would use.
         """
         device, local_rank = self.root_device, self.local_rank
         if device.type == "cuda" and device.index != local_rank:
             raise RuntimeError(
-                f"DeepSpeed computes on cuda:{local_rank} on local rank {local_rank}, but this "
-                f"worker's GPU is {device}; give each worker one whole GPU"
+                f"DeepSpeed uses cuda:{local_rank} on local rank {local_rank}, but this worker's "
+                f"GPU is {device}. Assign one whole GPU to each worker."
             )
         if device.type == "cpu":
             disable_deepspeed_shm()
         on_attempt_end(_reset_deepspeed_state)
-        # What DeepSpeedStrategy adds to this is to refuse CPUs.
+        # Skip DeepSpeedStrategy.setup_environment, which only adds a check that rejects CPUs.
         import_lightning_class("strategies.DDPStrategy", self.package).setup_environment(self)
 
     def convert_for_loading(self, path: Path) -> AbstractContextManager[Path]:
-        """Give a checkpoint as this many workers can load it."""
+        """Convert a checkpoint for the current number of workers."""
         return open_for_world_size(path, self.deepspeed_engine)
 
     def full_state_dict(self) -> StateDict:
-        """Gather the module's weights on rank 0, one at a time."""
+        """Gather the module's weights on rank 0, one parameter at a time."""
         import deepspeed
 
         assert self.lightning_module is not None
@@ -76,10 +87,10 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
 
 
 def _reset_deepspeed_state() -> None:
-    """Have DeepSpeed let go of what it keeps of this attempt in its modules.
+    """Reset the state that DeepSpeed keeps in its modules.
 
-    These are process groups; and counters of ZeRO 3, on which the ranks must agree in the next
-    attempt, those whose process is new with those whose process is kept.
+    It consists of process groups and of ZeRO 3 counters. Workers that are reused and workers that
+    are new must have the same counters in the next attempt.
     """
     import deepspeed.comm.comm
     import deepspeed.utils.groups
@@ -89,4 +100,4 @@ def _reset_deepspeed_state() -> None:
     importlib.reload(deepspeed.utils.groups)
     deepspeed.zero.Init.param_id = 0
     (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    modules[0] = 0  # a default argument that it counts in
+    modules[0] = 0  # DeepSpeed counts modules in this default argument

@@ -1,4 +1,4 @@
-"""RayFSDPStrategy: FSDP 1, with its way cleared where Lightning or torch reckon with GPUs alone."""
+"""RayFSDPStrategy: FSDP1 on the run's process group, also on CPUs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,28 @@ else:
 
 
 class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy"):
-    """Lightning's `FSDPStrategy` on the workers of a run; see `RayStrategy` for the arguments.
+    """Lightning's `FSDPStrategy` on the workers of a run, with GPUs or CPUs.
 
-    It shards on CPUs too.
+    Args:
+        *args: Positional arguments of Lightning's `FSDPStrategy`.
+        num_workers: Number of workers to start; see `RayStrategy`.
+        use_gpu: Whether each worker gets one GPU; see `RayStrategy`.
+        scaling_config: Alternative to `num_workers` and `use_gpu`; see `RayStrategy`.
+        run_config: Run configuration: storage, restarts, callbacks; see `RayStrategy`.
+        return_weights: Whether to return the trained weights to the driver; see `RayStrategy`.
+        **kwargs: Keyword arguments of Lightning's `FSDPStrategy`.
+
+    Example:
+        ```python
+        strategy = drawbar.lightning.RayFSDPStrategy(state_dict_type="sharded")
+        trainer = drawbar.lightning.prepare_trainer(L.Trainer(strategy=strategy))
+        ```
     """
 
     def setup_environment(self) -> None:
-        """Make a device mesh that was given as a shape, on the kind of device that there is."""
+        """Create a device mesh that was passed as a shape, on this worker's type of device."""
         shape = self.kwargs.get("device_mesh")
-        if isinstance(shape, tuple):  # FSDPStrategy would make it on CUDA
+        if isinstance(shape, tuple):  # FSDPStrategy would create it on CUDA
             self.kwargs["device_mesh"] = init_device_mesh(self.root_device.type, shape)
         super().setup_environment()
 
@@ -40,14 +53,14 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
         wrapped = FullyShardedDataParallel(model, **self._fsdp_kwargs)
         policy = self.kwargs.pop("auto_wrap_policy", None)
         try:
-            return super()._setup_model(wrapped)  # finds it wrapped, and does the rest
+            return super()._setup_model(wrapped)  # the model is already wrapped
         finally:
             if policy is not None:
                 self.kwargs["auto_wrap_policy"] = policy
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Have `torch.distributed.fsdp.wrap.wrap` in `configure_model` wrap as this strategy."""
+        """Use this strategy's settings for `torch.distributed.fsdp.wrap.wrap`."""
         from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import enable_wrap
 
@@ -56,9 +69,10 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
 
     @property
     def _fsdp_kwargs(self) -> dict[str, Any]:
-        """How modules are wrapped: as `FSDPStrategy` does, but for `device_id`.
+        """Arguments of `FullyShardedDataParallel`, as in `FSDPStrategy` except `device_id`.
 
-        It gives the device's index, which the CPU has none of; torch then looks for a GPU.
+        `FSDPStrategy` passes the device index, which a CPU does not have; torch would then look for
+        a GPU.
         """
         return {
             "cpu_offload": self.cpu_offload,
@@ -69,7 +83,7 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
         }
 
     def lightning_module_state_dict(self) -> StateDict:
-        """Give the module's weights as `state_dict_type` says: this rank's, or all on rank 0."""
+        """Return the weights according to `state_dict_type`: this rank's, or all on rank 0."""
         return (
             self.full_state_dict()
             if self._is_full_state_dict
@@ -83,15 +97,13 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
             return self.model.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Give an optimizer's state as `state_dict_type` says: this rank's, or all on rank 0."""
+        """Return optimizer state according to `state_dict_type`: this rank's, or all on rank 0."""
         if not self._is_full_state_dict:
             return super().optimizer_state(optimizer)
         from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
         assert self.model is not None
-        unwrapped_optimizer = getattr(
-            optimizer, "_optimizer", optimizer
-        )  # out of a LightningOptimizer
+        unwrapped_optimizer = getattr(optimizer, "_optimizer", optimizer)  # of LightningOptimizer
         with _full_state_dict_context(self.model):
             state = FullyShardedDataParallel.optim_state_dict(self.model, unwrapped_optimizer)
             if not self.is_global_zero:
@@ -106,10 +118,10 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
 
 @contextmanager
 def _full_state_dict_context(model: nn.Module) -> Iterator[None]:
-    """Have FSDP gather state on rank 0, in the CPU's memory.
+    """Make FSDP gather state on rank 0 in CPU memory.
 
-    What is there already is not "offloaded" there: torch would take the very tensors for copies,
-    free them, and crash.
+    State that is already on the CPU must not be "offloaded": torch would treat the original tensors
+    as copies, free them, and crash.
     """
     from torch.distributed.fsdp import (
         FullOptimStateDictConfig,

@@ -1,4 +1,4 @@
-"""RayModelParallelStrategy: FSDP 2 and tensor parallelism, over a device mesh of the workers."""
+"""RayModelParallelStrategy: FSDP2 and tensor parallelism on a device mesh."""
 
 from __future__ import annotations
 
@@ -18,13 +18,30 @@ class RayModelParallelStrategy(
 ):
     """Lightning's `ModelParallelStrategy` (FSDP2 and tensor parallelism) on the workers of a run.
 
-    See `RayStrategy` for the arguments. With `tensor_parallel_size="auto"` and no
-    `data_parallel_size`, the workers of a node share a model, as in Lightning; with one of the two
-    given, the other is what makes their product the number of workers.
+    If `tensor_parallel_size` is "auto" and `data_parallel_size` is not set, the workers of a node
+    share a model, as in Lightning. If one of them is set, the other is derived from the number of
+    workers.
+
+    Args:
+        *args: Positional arguments of Lightning's `ModelParallelStrategy`.
+        num_workers: Number of workers to start; see `RayStrategy`.
+        use_gpu: Whether each worker gets one GPU; see `RayStrategy`.
+        scaling_config: Alternative to `num_workers` and `use_gpu`; see `RayStrategy`.
+        run_config: Run configuration: storage, restarts, callbacks; see `RayStrategy`.
+        return_weights: Whether to return the trained weights to the driver; see `RayStrategy`.
+        **kwargs: Keyword arguments of Lightning's `ModelParallelStrategy`.
+
+    Example:
+        ```python
+        strategy = drawbar.lightning.RayModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=4
+        )
+        trainer = drawbar.lightning.prepare_trainer(L.Trainer(strategy=strategy))
+        ```
     """
 
     def setup_environment(self) -> None:
-        """Make the device mesh."""
+        """Create the device mesh."""
         context = get_context()
         self._data_parallel_size, self._tensor_parallel_size = resolve_mesh_shape(
             self._data_parallel_size,
@@ -36,7 +53,7 @@ class RayModelParallelStrategy(
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """How the data is divided: among the workers that differ in the mesh's data dimension."""
+        """Arguments that shard data across the data-parallel dimension of the mesh."""
         mesh = self.device_mesh["data_parallel"]
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
@@ -52,10 +69,10 @@ class RayModelParallelStrategy(
 def resolve_mesh_shape(
     data_parallel: int | str, tensor_parallel: int | str, *, world_size: int, local_world_size: int
 ) -> tuple[int, int]:
-    """Say what "auto" stands for in the shape of a device mesh.
+    """Resolve "auto" in the shape of a device mesh.
 
     Raises:
-        ValueError: The shape does not have as many places as there are workers.
+        ValueError: The product of the sizes is not the number of workers.
     """
     if isinstance(data_parallel, int):
         tensor = (
@@ -68,6 +85,6 @@ def resolve_mesh_shape(
     if shape[0] * shape[1] != world_size:
         raise ValueError(
             f"data_parallel_size={data_parallel!r} and tensor_parallel_size={tensor_parallel!r} do "
-            f"not make {world_size} workers; their product must"
+            f"not fit {world_size} workers. Their product must be the number of workers."
         )
     return shape

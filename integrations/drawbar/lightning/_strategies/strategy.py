@@ -1,9 +1,9 @@
-"""Lightning's strategies on the workers of a run.
+"""RayStrategy: take ranks, devices, and process group from the run.
 
-Lightning derives ranks, devices and process groups from what its Trainer was told. On a worker all
-three exist already: the run has placed it, Ray has given it its device, and `drawbar.torch` has
-made the process group. So each strategy is Lightning's own, with those three taken from the run,
-and with its way cleared where Lightning or torch take it for granted that there are GPUs.
+Lightning derives ranks, devices, and process groups from the arguments of its Trainer. On a worker,
+all three already exist: the run assigns the rank, Ray assigns the device, and `drawbar.torch`
+creates the process group. Each strategy is Lightning's class with these three taken from the run,
+and with fixes where Lightning or torch assume GPUs.
 """
 
 from __future__ import annotations
@@ -36,30 +36,37 @@ StateDict = dict[str, Any]
 
 
 class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
-    """What the strategies have in common: ranks, device and process group are the run's.
+    """Base class of the strategies. Ranks, device, and process group come from the run.
 
-    In a training function a strategy is made without the arguments below. In an ordinary script or
-    notebook they have the Trainer start the workers by itself: `trainer.fit`, `validate`, `test`
-    and `predict` run on them, and what came of it is in this process afterwards.
+    In a training function, create a strategy without the arguments below. In an ordinary script or
+    notebook, they make the Trainer start workers: `trainer.fit`, `validate`, `test`, and `predict`
+    run on them, and their results are then loaded into the Trainer of this process.
 
     Args:
-        num_workers: How many workers to start; see `drawbar.train.ScalingConfig`.
-        use_gpu: One GPU per worker.
-        scaling_config: In place of these two, to say more.
-        run_config: Where the run lies, restarts, callbacks.
-        return_weights: Bring the weights of the trained module back. Rank 0 and this process then
-            hold all of them in memory; with False the module here stays as it is, and the weights
-            are in the checkpoints.
-
-    All other arguments are those of Lightning's strategy. In a training function the process group
-    is there before, so that `process_group_backend` and `timeout` are given to `TorchConfig`.
+        *args: Positional arguments of Lightning's strategy.
+        num_workers: Number of workers to start; see `drawbar.train.ScalingConfig`.
+        use_gpu: Whether each worker gets one GPU.
+        scaling_config: Alternative to `num_workers` and `use_gpu` with more options.
+        run_config: Run configuration: storage, restarts, callbacks.
+        return_weights: Whether to return the weights of the trained module. If True, rank 0 and
+            this process hold all of them in memory. If False, the module in this process is not
+            changed, and the weights are in the checkpoints.
+        **kwargs: Keyword arguments of Lightning's strategy. In a training function, the process
+            group already exists, so pass `process_group_backend` and `timeout` to `TorchConfig`.
 
     Raises:
-        TypeError, ValueError: An argument is wrong, here or in the config that it is for.
+        TypeError, ValueError: An argument is invalid.
+
+    Example:
+        ```python
+        # In a script or notebook, without TorchTrainer:
+        trainer = L.Trainer(strategy=drawbar.lightning.RayDDPStrategy(num_workers=2))
+        trainer.fit(MyModule(), datamodule=MyDataModule())
+        ```
     """
 
     trained_weights: StateDict | None = None
-    """On rank 0, after a fit that the driver has launched: the trained weights, on the CPU."""
+    """Trained weights on the CPU, on rank 0 after a `fit` that was started in the driver."""
 
     def __init__(
         self,
@@ -80,24 +87,23 @@ class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
         if self.launch_config is not None:
             configure_for_workers(self, self.launch_config.scaling_config)
 
-    @cached_property  # Lightning asks several times in each step
+    @cached_property  # Lightning reads it several times in each step
     def root_device(self) -> torch.device:
-        """The device that Ray gave to this worker; see `drawbar.torch.get_device`."""
+        """Device of this worker; see `drawbar.torch.get_device`."""
         return get_device()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """How the data is divided: among all workers of the run."""
+        """Arguments that shard data across all workers of the run."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    # -- where the Trainer is made
+    # -- creation of the Trainer
 
     def set_world_ranks(self) -> None:
-        """Take the ranks from the run. Lightning calls it as the Trainer is made, and later again.
+        """Set the ranks of the run. Lightning calls it when a Trainer is created and at its start.
 
         Raises:
-            RuntimeError: The Trainer is made where this strategy cannot work; the message says what
-                to write instead.
+            RuntimeError: The strategy cannot work where the Trainer is created.
         """
         validate_context(
             type(self).__name__, in_worker=is_in_training_function(), launch=self.launch_config
@@ -124,17 +130,17 @@ class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
             )
 
     def attach_to_worker(self, trainer: Trainer) -> None:
-        """Take a place in the worker that the Trainer was sent to from the driver."""
+        """Attach to the worker that received the Trainer from the driver."""
         self.launch_config, self._launcher = None, None
         self._should_collect_weights = self._return_weights
-        # In the driver there may have been no GPU to scale gradients for.
+        # The driver may have had no GPU, and therefore no gradient scaler.
         self.precision_plugin = trainer._accelerator_connector._check_and_init_precision()
         self.set_world_ranks()
 
     # -- the process group
 
     def process_group_options(self) -> ProcessGroupOptions:
-        """Give what the user said about the process group, as arguments of `TorchConfig`."""
+        """Return the user's process group options, as arguments of `TorchConfig`."""
         backend: str | None = getattr(self, "_process_group_backend", None)
         timeout = getattr(self, "_timeout", None) or default_pg_timeout
         requested: ProcessGroupOptions = {}
@@ -148,8 +154,8 @@ class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
         name = type(self).__name__
         if not dist.is_initialized():
             raise RuntimeError(
-                f"{name} finds no process group in this worker; run the training function with "
-                "drawbar.torch.TorchTrainer, which makes it"
+                f"{name} needs a process group, but this worker has none. Run the training "
+                "function with drawbar.torch.TorchTrainer."
             )
         requested = self.process_group_options()
         if requested.get("backend") in (dist.get_backend(), dist.get_backend_config()):
@@ -157,21 +163,21 @@ class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
         if requested:
             listed = ", ".join(f"{key}={value!r}" for key, value in requested.items())
             raise ValueError(
-                f"{name} was given process_group_backend or timeout, but the run has made its "
-                f"process group already ({dist.get_backend_config()}); write "
-                f"TorchTrainer(torch_config=TorchConfig({listed})) instead"
+                f"process_group_backend and timeout of {name} have no effect, because the run has "
+                f"already created its process group ({dist.get_backend_config()}). Use "
+                f"TorchTrainer(torch_config=TorchConfig({listed})) instead."
             )
 
     # -- weights
 
     def full_state_dict(self) -> StateDict:
-        """Gather the module's weights, whole, on rank 0's CPU; other ranks may get fewer."""
+        """Gather all weights of the module on rank 0's CPU; other ranks may get fewer."""
         return self.lightning_module_state_dict()
 
     def teardown(self) -> None:
-        """Let go of the model; at the end of a fit that the driver has launched, keep the weights.
+        """Release the model. After a `fit` that was started in the driver, keep the weights.
 
-        They are gathered here, since the strategies take the model apart after this.
+        The weights are gathered here because the base classes then take the model apart.
         """
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         if self._should_collect_weights and trainer is not None and _is_fit_teardown(trainer):
@@ -186,29 +192,46 @@ def _is_fit_teardown(trainer: Trainer) -> bool:
 
 
 def to_cpu(value: object) -> object:
-    """Give a tensor's values on the CPU, without its history; anything else as it is."""
+    """Copy a tensor to the CPU without its autograd history; return other objects unchanged."""
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def validate_context(name: str, *, in_worker: bool, launch: WorkerLaunchConfig | None) -> None:
-    """Check that a strategy with or without `num_workers` belongs where its Trainer is made.
+    """Check that a strategy has `num_workers` if, and only if, it is outside a training function.
 
     Raises:
-        RuntimeError: It does not.
+        RuntimeError: `num_workers` is missing in the driver or set in a worker.
     """
     if not in_worker and launch is None:
         raise RuntimeError(
-            f"{name}() is in a Trainer outside a training function, where there are no workers; "
-            f"to have the Trainer start some, write {name}(num_workers=2), or make the Trainer "
-            "inside the function that drawbar.torch.TorchTrainer runs"
+            f"{name}() outside a training function needs num_workers. Use {name}(num_workers=2), "
+            "or create the Trainer in the training function of drawbar.torch.TorchTrainer."
         )
     if in_worker and launch is not None:
         raise RuntimeError(
-            f"{name} was given num_workers or scaling_config inside a training function, whose "
-            f"workers run already; write {name}() there, and "
-            "TorchTrainer(scaling_config=ScalingConfig(num_workers=...)) outside"
+            f"{name} has num_workers or scaling_config inside a training function, where the "
+            f"workers are already running. Use {name}() here and "
+            "TorchTrainer(scaling_config=ScalingConfig(num_workers=...)) in the driver."
         )
 
 
 class RayDDPStrategy(RayStrategy, DDPStrategy, base="strategies.DDPStrategy"):
-    """Lightning's `DDPStrategy` on the workers of a run; see `RayStrategy` for the arguments."""
+    """Lightning's `DDPStrategy` on the workers of a run.
+
+    Args:
+        *args: Positional arguments of Lightning's `DDPStrategy`.
+        num_workers: Number of workers to start; see `RayStrategy`.
+        use_gpu: Whether each worker gets one GPU; see `RayStrategy`.
+        scaling_config: Alternative to `num_workers` and `use_gpu`; see `RayStrategy`.
+        run_config: Run configuration: storage, restarts, callbacks; see `RayStrategy`.
+        return_weights: Whether to return the trained weights to the driver; see `RayStrategy`.
+        **kwargs: Keyword arguments of Lightning's `DDPStrategy`.
+
+    Example:
+        ```python
+        def train_func():
+            strategy = drawbar.lightning.RayDDPStrategy(find_unused_parameters=True)
+            trainer = drawbar.lightning.prepare_trainer(L.Trainer(strategy=strategy))
+            trainer.fit(MyModule(), datamodule=MyDataModule())
+        ```
+    """

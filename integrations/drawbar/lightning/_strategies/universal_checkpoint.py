@@ -1,8 +1,8 @@
-"""DeepSpeed's checkpoints on another number of workers than have made them.
+"""Load DeepSpeed checkpoints with a different number of workers.
 
-Each worker saves the shards that it holds, and DeepSpeed gives each back to the worker of the same
-rank. For any other number of workers it has the "universal checkpoint", with weights and optimizer
-state by parameter, whole, into which it converts (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
+Each worker saves its shards, and DeepSpeed loads each shard on the worker of the same rank. For a
+different number of workers, DeepSpeed can convert them to a "universal checkpoint" with the full
+weights and optimizer state (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any
 
 from drawbar.train import collective, get_context
 
-DEEPSPEED_TAG = "checkpoint"  # by which Lightning has DeepSpeed name what is in a checkpoint
+DEEPSPEED_TAG = "checkpoint"  # the tag that Lightning passes to DeepSpeed
 
 
 @contextmanager
 def open_for_world_size(path: Path, engine: Any) -> Iterator[Path]:
-    """Give a sharded checkpoint as one that the engine can load, with any number of workers.
+    """Yield a sharded checkpoint that the engine can load with the current number of workers.
 
-    All ranks must call this. One of each node converts, into a temporary folder that is as large as
-    the checkpoint and removed after loading. If the number of workers is that of the shards, or if
-    there are none, the checkpoint is given as it is.
+    Call it on all ranks. One rank of each node converts the checkpoint into a temporary directory
+    of the same size, which is deleted after loading. If the number of workers has not changed, or
+    if there are no shards, the original path is yielded.
     """
     shards = len(list((path / DEEPSPEED_TAG).glob("*_optim_states.pt")))
     if shards in (0, get_context().get_world_size()):
         yield path
         return
     config = engine._config
-    with _universal_checkpoint(path) as folder:
+    with _universal_checkpoint(path) as directory:
         config.load_universal_checkpoint = True
         try:
-            yield folder
+            yield directory
         finally:
             config.load_universal_checkpoint = False
 
@@ -43,18 +43,19 @@ def open_for_world_size(path: Path, engine: Any) -> Iterator[Path]:
 @contextmanager
 def _universal_checkpoint(path: Path) -> Iterator[Path]:
     context = get_context()
-    with tempfile.TemporaryDirectory(prefix="drawbar-universal-") as own:
+    with tempfile.TemporaryDirectory(prefix="drawbar-universal-") as directory:
         if context.get_local_rank() == 0:
-            _convert(path / DEEPSPEED_TAG, Path(own, DEEPSPEED_TAG))
-        first_of_node = context.get_world_rank() - context.get_local_rank()
-        yield Path(collective.all_gather(own)[first_of_node])
-        collective.barrier()  # nobody reads it any more
+            _convert(path / DEEPSPEED_TAG, Path(directory, DEEPSPEED_TAG))
+        first_rank_of_node = context.get_world_rank() - context.get_local_rank()
+        yield Path(collective.all_gather(directory)[first_rank_of_node])
+        collective.barrier()  # all ranks have loaded; the directory can be deleted
 
 
 def _convert(source: Path, target: Path) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
-    # What its command line sets.
+    # These are the defaults of its command line.
+
     ds_to_universal.main(
         Namespace(
             input_folder=str(source),

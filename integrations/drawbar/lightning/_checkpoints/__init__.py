@@ -1,1 +1,0 @@
-"""Lightning's checkpoints are Drawbar's: how they are committed, found again and gone on from."""
