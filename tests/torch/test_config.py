@@ -32,9 +32,9 @@ def test_wrong_arguments_are_refused(
 
 
 def test_the_backend_follows_the_device() -> None:
-    assert TorchConfig().resolve_backend(gpus=True) == "nccl"
-    assert TorchConfig().resolve_backend(gpus=False) == "gloo"
-    assert TorchConfig(backend="mpi").resolve_backend(gpus=True) == "mpi"
+    assert TorchConfig().resolve_backend(has_gpus=True) == "nccl"
+    assert TorchConfig().resolve_backend(has_gpus=False) == "gloo"
+    assert TorchConfig(backend="mpi").resolve_backend(has_gpus=True) == "mpi"
 
 
 def test_nccl_without_gpus_is_refused() -> None:

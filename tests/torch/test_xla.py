@@ -21,7 +21,7 @@ without_xla = pytest.mark.skipif(
 def test_it_is_a_torch_config_with_the_backend_xla() -> None:
     config = TorchXLAConfig(timeout_s=60)
     assert isinstance(config, TorchConfig)
-    assert config.resolve_backend(gpus=False) == "xla"
+    assert config.resolve_backend(has_gpus=False) == "xla"
     assert not config.neuron_parallel_compile
 
 
