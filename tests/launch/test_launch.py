@@ -72,7 +72,7 @@ def test_a_script_finds_what_python_and_torchrun_would_give_it(
         "nice": os.nice(0) + 15 * (not may_raise_priority()),
         "told": True,
     }
-    assert "--rdzv-backend changes nothing here" in done.err
+    assert "Ignoring --rdzv-backend" in done.err
     assert "to standard error" in done.err
     assert "to standard error" in done.log(0)
     assert done.log(1) == "only in its log"
@@ -298,7 +298,7 @@ def test_a_ray_that_is_not_there_or_does_not_start_is_one_line(
         ]
         told = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == [2, 2, 2]
-    assert f"drawbar: there is no Ray at {nowhere}: " in told[0]
+    assert f"drawbar: error: No Ray cluster at {nowhere}: " in told[0]
     assert "AF_UNIX" in told[1]
     assert "--detach needs a Ray that stays" in told[2]
     assert [each.count("\n") for each in told] == [1, 1, 1], told
