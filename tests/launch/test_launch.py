@@ -129,7 +129,7 @@ def test_it_starts_anew_in_new_processes_and_its_exit_code_is_that_of_the_first_
         *("--max-failures", "1"),
     )
     assert done.code == 3, done.err
-    assert "drawbar: rank 1 exited with code 3; its output is in" in done.err.splitlines()[-1]
+    assert "drawbar: error: Rank 1 exited with code 3. Its output is in" in done.err.splitlines()[-1]
     assert "rank 1: program died: killed by SIGKILL" in done.err
     starts = [line.split() for line in done.log(0).splitlines() if line.startswith("start")]
     assert [start[1] for start in starts] == ["0", "1"]
@@ -272,7 +272,7 @@ def test_signals_to_the_process_group_end_a_run_on_a_ray_of_its_own_in_order(
     process.send_signal(signal.SIGTERM)  # as `timeout` does
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (143, "cleans up\n"), err
-    assert "stopped by SIGTERM; --name run goes on from the newest checkpoint" in err
+    assert "Stopped by SIGTERM. Use --name run to resume from the latest checkpoint" in err
     assert '"outcome":"stopped"' in (tmp_path / "run/journal.jsonl").read_text().splitlines()[-1]
 
 

@@ -14,7 +14,7 @@ from tests.launch.conftest import Launch
 
 
 def test_what_is_no_script_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no script nowhere\.py"):
+    with pytest.raises(FileNotFoundError, match=r"No script nowhere\.py"):
         ScriptTrainer("nowhere.py")
     with pytest.raises(ValueError, match="num_workers=0"):
         ScriptTrainer(__file__, scaling_config=train.ScalingConfig(num_workers=0))
@@ -46,7 +46,7 @@ def test_modules_are_those_that_python_finds(
         ScriptTrainer(name, is_module=True)
     nowhere = ("namespace", "elsewhere", "elsewhere.other", "email", "nowhere.at.all", "", "a..b")
     for name in nowhere:
-        with pytest.raises(ModuleNotFoundError, match=f"there is no module {name} in"):
+        with pytest.raises(ModuleNotFoundError, match=f"No module {name} in"):
             ScriptTrainer(name, is_module=True)
 
 

@@ -96,7 +96,7 @@ def restarted(function: Callable[[], Any], config: RunConfig) -> Any:
 
 
 def everything(result: Result) -> list[int]:
-    """Ids that the first ranks saw up to the checkpoint, and that the resumed ranks saw after it."""
+    """Ids that the first ranks saw before the checkpoint, and the resumed ranks after it."""
     ranks = result.return_values
     return sorted(chain(*ranks[0][:-1], *(rank[-1] for rank in ranks)))
 

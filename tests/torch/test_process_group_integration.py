@@ -93,7 +93,7 @@ def test_collective_after_return_of_other_rank_raises(fit: Callable[..., Result]
     assert "another rank failed or left its training function" in str(raised.value)
 
 
-@pytest.mark.alone  # who needs more than some seconds to come to a stop is not kept
+@pytest.mark.alone  # a worker that takes more than a few seconds to stop is not kept
 @pytest.mark.parametrize("leave", [boom, kill])
 def test_surviving_worker_joins_new_process_group(
     fit: Callable[..., Result], run_config: RunConfig, leave: Callable[[], None]

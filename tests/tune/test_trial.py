@@ -100,7 +100,7 @@ def test_apply_parameters_of_training_spec() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"lr": 1}, r"no argument of DataParallelTrainer; .* 'train_loop_config': \{'lr': ...\}"),
+        ({"lr": 1}, r"not an argument of DataParallelTrainer\. .* 'train_loop_config': \{'lr': ...\}"),
         ({"run_config": {}}, "stored in the directory of the trial"),
     ],
 )
@@ -114,7 +114,7 @@ def test_validate_param_space_of_unknown_argument_raises(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RunConfig(detached=True), "a trial must end when Tune ends it"),
+        (RunConfig(detached=True), "Tune must be able to stop the trial"),
         (
             RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=1)),
             r"ray.tune.CheckpointConfig",

@@ -210,8 +210,8 @@ class EpochSampler(Sampler[T_co]):
         items = "" if begin.length is None else f" of its {begin.length}"
         warnings.warn(
             f"Epoch {begin.epoch} of the data starts from its beginning: the checkpoint was saved "
-            f"after {begin.consumed}{items} items, and {difference}. Use the same data and a sampler "
-            "that draws from the generators of PyTorch, NumPy, or Python, pass name= to "
+            f"after {begin.consumed}{items} items, and {difference}. Use the same data and a "
+            "sampler that draws from the generators of PyTorch, NumPy, or Python, pass name= to "
             "distinguish loaders, or set prepare_data_loader(..., resume=False).",
             stacklevel=3,
         )
