@@ -129,7 +129,8 @@ def test_it_starts_anew_in_new_processes_and_its_exit_code_is_that_of_the_first_
         *("--max-failures", "1"),
     )
     assert done.code == 3, done.err
-    assert "drawbar: error: Rank 1 exited with code 3. Its output is in" in done.err.splitlines()[-1]
+    last_line = done.err.splitlines()[-1]
+    assert "drawbar: error: Rank 1 exited with code 3. Its output is in" in last_line
     assert "rank 1: program died: killed by SIGKILL" in done.err
     starts = [line.split() for line in done.log(0).splitlines() if line.startswith("start")]
     assert [start[1] for start in starts] == ["0", "1"]

@@ -100,7 +100,7 @@ def test_apply_parameters_of_training_spec() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"lr": 1}, r"not an argument of DataParallelTrainer\. .* 'train_loop_config': \{'lr': ...\}"),
+        ({"lr": 1}, r"not an argument of DataParallel.* 'train_loop_config': \{'lr': ...\}"),
         ({"run_config": {}}, "stored in the directory of the trial"),
     ],
 )
