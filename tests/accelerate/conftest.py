@@ -1,4 +1,4 @@
-"""A small network on images of ten kinds, trained by Accelerate on Ray or under torchrun."""
+"""Small classification network, trained with Accelerate on Ray or under torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 
 
 class Digits:
-    """What training functions use, also where there is no Drawbar."""
+    """Helpers for training functions, which also work without Drawbar."""
 
     @staticmethod
     def network(dropout: float = 0.0) -> Any:
@@ -35,7 +35,7 @@ class Digits:
 
     @staticmethod
     def step(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> float:
-        """Take a step; gives the loss over all processes."""
+        """Take a step and return the mean loss of all processes."""
         import torch
 
         loss = torch.nn.functional.cross_entropy(model(x), y)

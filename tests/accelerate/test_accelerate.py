@@ -1,4 +1,4 @@
-"""What needs no workers: the state that Accelerate keeps, and wrong use."""
+"""Tests of drawbar.accelerate without workers: Accelerate's state, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attempt(environment: dict[str, str]) -> int:
         return int(Accelerator(cpu=True).num_processes)
 
 
-def test_an_attempt_leaves_nothing_of_accelerate_behind() -> None:
+def test_accelerate_state_after_attempt_is_reset() -> None:
     with attempt_cleanup():
         reset_accelerate_state()
         Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
@@ -47,7 +47,7 @@ def test_an_attempt_leaves_nothing_of_accelerate_behind() -> None:
         assert Accelerator(cpu=True).mixed_precision == "no"
 
 
-def test_the_process_gets_its_own_accelerator_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_state_of_user_process_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     own = Accelerator(cpu=True)
     with attempt_cleanup():
@@ -63,7 +63,7 @@ def fit(function: Any, run_config: RunConfig) -> Any:
     return launch(function, (), workers, run_config=run_config).return_value
 
 
-def test_one_process_has_its_accelerator_too(run_config: RunConfig) -> None:
+def test_accelerator_in_local_mode_has_one_process(run_config: RunConfig) -> None:
     def function() -> tuple[int, str]:
         accelerator = check_accelerator(Accelerator())
         return accelerator.num_processes, accelerator.device.type
@@ -72,27 +72,27 @@ def test_one_process_has_its_accelerator_too(run_config: RunConfig) -> None:
     assert fit(function, run_config) == (1, expected)
 
 
-def test_a_plugin_that_accelerate_leaves_out_is_told(run_config: RunConfig) -> None:
+def test_check_accelerator_with_ignored_plugin_raises(run_config: RunConfig) -> None:
     def function() -> None:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
         check_accelerator(Accelerator(cpu=True, fsdp_plugin=plugin))
 
-    with pytest.raises(WorkerGroupError, match=r"plugin for FSDP and does without.*use_gpu=True"):
+    with pytest.raises(WorkerGroupError, match=r"ignored the FSDP plugin.*use_gpu=True"):
         fit(function, run_config)
 
 
-def test_outside_of_a_training_function() -> None:
+def test_check_accelerator_outside_training_function_raises() -> None:
     with pytest.raises(RuntimeError, match="inside a training function"):
         load_state(Accelerator(cpu=True))
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_two_workers_on_one_gpu_are_refused_for_nccl(run_config: RunConfig) -> None:
+def test_launch_with_shared_gpu_raises(run_config: RunConfig) -> None:
     half = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5})
     with pytest.raises(ValueError, match=r"workers that share a GPU.*\['GPU'\]=0.5"):
         launch(print, (), half, run_config=run_config)
 
 
-def test_arguments_must_be_a_sequence() -> None:
+def test_launch_with_args_of_other_type_raises() -> None:
     with pytest.raises(TypeError, match=re.escape("args must be a tuple or list")):
         launch(print, "digits")

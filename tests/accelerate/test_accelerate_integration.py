@@ -1,4 +1,4 @@
-"""An `Accelerator()` in the training function is that of torchrun, and goes on after a kill."""
+"""Tests of an `Accelerator()` in the training function: same results as torchrun, and resuming."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def under_torchrun(digits: Any, killed: Result, torchrun: Callable[..., Any]) ->
     return torchrun(function)
 
 
-def test_an_unchanged_script_has_its_losses_under_torchrun_and_in_one_process(
+def test_unchanged_script_has_losses_of_torchrun(
     digits: Any, under_torchrun: Any, whole: Result, run_config: RunConfig
 ) -> None:
     expected, *_ = under_torchrun
@@ -128,9 +128,7 @@ def test_an_unchanged_script_has_its_losses_under_torchrun_and_in_one_process(
     assert alone == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(
-    whole: Result, killed: Result
-) -> None:
+def test_state_after_kill_has_losses_of_uninterrupted_run(whole: Result, killed: Result) -> None:
     _, uninterrupted = whole.return_value
     expected = uninterrupted["losses"]
     assert len(expected) == 40
@@ -140,18 +138,18 @@ def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(
         assert value["losses"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_accelerate_alone_loads_the_state_of_a_run(under_torchrun: Any) -> None:
+def test_reported_state_loads_in_plain_accelerate(under_torchrun: Any) -> None:
     _, weights_loaded, parameters_in_optimizer = under_torchrun
     assert weights_loaded
     assert parameters_in_optimizer == 4
 
 
-def test_processes_that_train_alone_are_told(run_config: RunConfig) -> None:
+def test_partial_state_with_other_ranks_raises(run_config: RunConfig) -> None:
     def function() -> None:
         from accelerate import Accelerator, PartialState
 
         PartialState()  # on CPUs, it takes the process for the only one
         check_accelerator(Accelerator())
 
-    with pytest.raises(WorkerGroupError, match=r"rank 0 of 1, but the worker is rank \d of 2"):
+    with pytest.raises(WorkerGroupError, match=r"rank 0 of 1, but this worker has rank \d of 2"):
         launch(function, (), TWO_WORKERS, run_config=run_config)

@@ -1,4 +1,4 @@
-"""What only CUDA devices can show: an `Accelerator` over NCCL."""
+"""Tests of an `Accelerator` over NCCL that need CUDA devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORKERS = max(1, min(2, torch.cuda.device_count()))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_an_accelerator_learns_over_nccl(digits: Any, run_config: RunConfig, sharded: bool) -> None:
+def test_accelerator_trains_over_nccl(digits: Any, run_config: RunConfig, sharded: bool) -> None:
     def function() -> Any:
         from accelerate import Accelerator
         from accelerate.utils import FullyShardedDataParallelPlugin

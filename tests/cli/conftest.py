@@ -1,4 +1,4 @@
-"""Runs that were made once, and the command as tests call it."""
+"""Fixtures: runs that all tests share, and the command line called in this process."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, WorkerG
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a command has written, and how it has ended."""
+class CommandResult:
+    """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
 
 
-Command = Callable[..., Told]
+Command = Callable[..., CommandResult]
 
 
 FORWARDED = re.compile(r"(\x1b\[\d+m)?\((raylet|autoscaler|.* pid=\d+)")
-"""What Ray tells in this process, at any time, of what befell other tests' workers."""
+"""Lines that Ray prints in this process, at any time, about workers of other tests."""
 
 
 @pytest.fixture
-def drawbar(capfd: pytest.CaptureFixture[str]) -> Command:
-    """`drawbar("show", path)`: the command, in this process."""
+def cli(capfd: pytest.CaptureFixture[str]) -> Command:
+    """Run a command in this process, for example `cli("show", path)`."""
 
-    def drawbar(*arguments: object) -> Told:
+    def run_command(*arguments: object) -> CommandResult:
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(each) for each in arguments])
-        told = capfd.readouterr()
-        err = [line for line in told.err.splitlines(keepends=True) if not FORWARDED.match(line)]
-        return Told(int(ended.value.code or 0), told.out, "".join(err))
+        with pytest.raises(SystemExit) as exit_info:
+            main([str(argument) for argument in arguments])
+        output = capfd.readouterr()
+        err = [line for line in output.err.splitlines(keepends=True) if not FORWARDED.match(line)]
+        return CommandResult(int(exit_info.value.code or 0), output.out, "".join(err))
 
-    return drawbar
+    return run_command
 
 
-def loop(config: dict[str, Any]) -> None:
+def train_func(config: dict[str, Any]) -> None:
     for epoch in range(config["epochs"]):
         print("epoch", epoch)
         with train.checkpoint_dir() as path:
@@ -57,9 +57,11 @@ def loop(config: dict[str, Any]) -> None:
         raise ValueError("boom")
 
 
-def fit(storage: Path | str, name: str, epochs: int, *, fails: bool = False, **config: Any) -> None:
+def make_run(
+    storage: Path | str, name: str, epochs: int, *, fails: bool = False, **config: Any
+) -> None:
     DataParallelTrainer(
-        loop,
+        train_func,
         train_loop_config={"epochs": epochs, "fails": fails},
         scaling_config=ScalingConfig(num_workers=0),
         run_config=RunConfig(name=name, storage_path=storage, **config),
@@ -67,27 +69,27 @@ def fit(storage: Path | str, name: str, epochs: int, *, fails: bool = False, **c
 
 
 @pytest.fixture(scope="session")
-def runs_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The storage of `long` (3 epochs), `short` (2) and `failed` (1). Not to be changed."""
+def shared_storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Storage with the runs `long` (3 epochs), `short` (2), and `failed` (1). Do not change it."""
     storage = tmp_path_factory.mktemp("runs")
-    fit(storage, "long", 3)
-    fit(storage, "short", 2)
+    make_run(storage, "long", 3)
+    make_run(storage, "short", 2)
     with pytest.raises(WorkerGroupError):
-        fit(storage, "failed", 1, fails=True)
+        make_run(storage, "failed", 1, fails=True)
     return storage
 
 
 @pytest.fixture
-def storage(runs_made: Path, tmp_path: Path) -> Path:
-    """A copy of that, to be changed."""
-    shutil.copytree(runs_made, tmp_path / "runs")
+def storage(shared_storage: Path, tmp_path: Path) -> Path:
+    """Copy of `shared_storage` that a test may change."""
+    shutil.copytree(shared_storage, tmp_path / "runs")
     return tmp_path / "runs"
 
 
 @pytest.fixture
-def interrupted(storage: Path) -> Path:
-    """A run whose driver was killed, as its journal tells."""
+def interrupted_run(storage: Path) -> Path:
+    """Directory of a run whose driver was killed, according to its journal."""
     journal = storage / "long" / "journal.jsonl"
-    *kept, _ = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join(kept))
+    *lines, _ = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines))
     return storage / "long"

@@ -1,4 +1,4 @@
-"""The command as it is called: its start, its help, and what it says to bad input."""
+"""Tests of the `drawbar` command: startup, help texts, and errors in arguments."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from drawbar.cli._app import app
 from tests.cli.conftest import Command
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
-COMMANDS = sorted(each.callback.__name__ for each in app.registered_commands if each.callback)
+COMMANDS = sorted(
+    command.callback.__name__ for command in app.registered_commands if command.callback
+)
 
 
-def test_it_is_a_module_too() -> None:
+def test_main_as_module_prints_version() -> None:
     command = [sys.executable, "-m", "drawbar.cli", "--version"]
     assert subprocess.check_output(command, text=True).startswith("drawbar 0.")
     closed = f"{shlex.join(command)} >&-"
     assert subprocess.check_output(closed, shell=True, stderr=subprocess.STDOUT) == b""
 
 
-def test_runs_imports_neither_ray_nor_what_draws(runs_made: Path) -> None:
+def test_runs_imports_neither_ray_nor_plotting(shared_storage: Path) -> None:
     code = (
         "import sys, drawbar.cli\n"
-        f"try: drawbar.cli.main(['runs', {str(runs_made)!r}])\n"
+        f"try: drawbar.cli.main(['runs', {str(shared_storage)!r}])\n"
         "finally: print(*sys.modules)"
     )
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
@@ -38,50 +40,51 @@ def test_runs_imports_neither_ray_nor_what_draws(runs_made: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_shown_in_the_docs_and_fits_a_screen(
-    command: str, drawbar: Command, monkeypatch: pytest.MonkeyPatch
+def test_help_equals_docs_page_and_fits_80_columns(
+    command: str, cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = drawbar(command, "--help").out.strip()
-    found = re.search(rf"^\$ drawbar {command} --help\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    assert found is not None
-    assert found[1].strip() == shown
+    shown = cli(command, "--help").out.strip()
+    match = re.search(rf"^\$ drawbar {command} --help\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    assert match is not None
+    assert match[1].strip() == shown
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.count("\n") < 50
 
 
-def test_completion_knows_the_commands() -> None:
-    asked = {"_DRAWBAR_COMPLETE": "complete_bash", "COMP_WORDS": "drawbar sh", "COMP_CWORD": "1"}
+def test_completion_suggests_commands() -> None:
+    variables = {
+        "_DRAWBAR_COMPLETE": "complete_bash",
+        "COMP_WORDS": "drawbar sh",
+        "COMP_CWORD": "1",
+    }
     command = [sys.executable, "-c", "from drawbar.cli import main; main()"]
-    told = subprocess.check_output(command, env={**os.environ, **asked}, text=True)
-    assert told.split() == ["show"]
+    result = subprocess.check_output(command, env={**os.environ, **variables}, text=True)
+    assert result.split() == ["show"]
 
 
 @pytest.mark.parametrize("command", ["show", "logs", "verify", "export", "plot"])
-def test_an_unknown_run_is_one_line_and_exit_code_2(drawbar: Command, command: str) -> None:
-    told = drawbar(command, "/nowhere/at_all")
-    assert (told.code, told.out) == (2, "")
-    assert (
-        told.err
-        == "drawbar: There is no run 'at_all' in /nowhere. It is empty or does not exist.\n"
-    )
+def test_unknown_run_prints_one_line_and_exits_with_2(cli: Command, command: str) -> None:
+    result = cli(command, "/nowhere/at_all")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "drawbar: error: There is no run 'at_all' in /nowhere. It is empty or does not exist.\n"
 
 
-def test_a_storage_without_permission_is_one_line(drawbar: Command, storage: Path) -> None:
+def test_runs_of_unreadable_storage_prints_one_line(cli: Command, storage: Path) -> None:
     storage.chmod(0)
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)  # root may read everything
     try:
-        told = drawbar("runs", storage)
+        result = cli("runs", storage)
     finally:
         os.seteuid(user)
         storage.chmod(0o700)
-    assert (told.code, told.err.count("\n")) == (2, 1)
-    assert "Permission denied" in told.err
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "Permission denied" in result.err
 
 
 @pytest.mark.parametrize("storage", ["abc://there", "/nowhere", __file__])
-def test_what_is_no_storage_is_one_line(drawbar: Command, storage: str) -> None:
-    told = drawbar("runs", storage)
-    assert (told.code, told.err.count("\n")) == (2, 1)
+def test_runs_of_invalid_storage_prints_one_line(cli: Command, storage: str) -> None:
+    result = cli("runs", storage)
+    assert (result.code, result.err.count("\n")) == (2, 1)

@@ -1,4 +1,4 @@
-"""`drawbar clean` says what may go, and deletes it only when told."""
+"""Tests of `drawbar clean`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from drawbar.train import (
 )
 from drawbar.train.runs import find_run, list_runs
 from drawbar.train.testing import check_run
-from tests.cli.conftest import Command, fit
+from tests.cli.conftest import Command, make_run
 
 
 @pytest.fixture(autouse=True)
-def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of temporary files and a cache of the test's own."""
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Separate directory for temporary files and the cache of this machine."""
     machine = tmp_path / "machine"
     machine.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(machine))
@@ -40,19 +40,19 @@ def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return machine
 
 
-def found(drawbar: Command, *arguments: object) -> list[str]:
-    told = json.loads(drawbar("clean", *arguments, "--json").out)
-    return [Path(each["path"]).name for each in told["found"]]
+def list_unused(cli: Command, *arguments: object) -> list[str]:
+    data = json.loads(cli("clean", *arguments, "--json").out)
+    return [Path(file["path"]).name for file in data["files"]]
 
 
-def test_a_storage_without_leftovers_stays_as_it_is(drawbar: Command, storage: Path) -> None:
+def test_clean_without_unused_files_changes_nothing(cli: Command, storage: Path) -> None:
     before = sorted(storage.rglob("*"))
-    assert drawbar("clean", storage, "--yes").out == "nothing to delete\n"
+    assert cli("clean", storage, "--yes").out == "Nothing to delete.\n"
     assert sorted(storage.rglob("*")) == before
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_ended_run_leaves_no_staging_and_no_exit_reports(drawbar: Command, tmp_path: Path) -> None:
+def test_ended_run_leaves_no_staging_and_no_exit_reports(cli: Command, tmp_path: Path) -> None:
     def train_func(config: dict[str, Any]) -> None:
         with train.checkpoint_dir() as path:
             (path / "model").write_text("weights")
@@ -75,150 +75,147 @@ def test_ended_run_leaves_no_staging_and_no_exit_reports(drawbar: Command, tmp_p
         )
         with pytest.raises(WorkerGroupError, match="boom") if fails else nullcontext():
             trainer.fit()
-        left = [path.name for path in (tmp_path / f"run_{fails}").glob(".*")]
-        assert left == []
-    assert found(drawbar, tmp_path) == []
+        hidden = [path.name for path in (tmp_path / f"run_{fails}").glob(".*")]
+        assert hidden == []
+    assert list_unused(cli, tmp_path) == []
 
 
-def test_what_was_never_committed_goes_and_what_was_handed_over_stays(
-    drawbar: Command, storage: Path
-) -> None:
+def test_clean_deletes_uncommitted_files_only_with_yes(cli: Command, storage: Path) -> None:
     stage = storage / "long" / ".staging" / "stage-1"
     stage.mkdir(parents=True)
     (stage / "model").write_text("half")
-    told = drawbar("clean", storage)
-    assert "uncommitted files" in told.out
-    assert "would be deleted; --yes deletes it" in told.out
+    result = cli("clean", storage)
+    assert str(stage.parent) in result.out
+    assert "4 bytes can be deleted. Run again with --yes." in result.out
     assert stage.exists()
-    assert drawbar("clean", storage, "--yes").code == 0
+    assert cli("clean", storage, "--yes").code == 0
     assert not stage.exists()
-    assert found(drawbar, storage) == []
+    assert list_unused(cli, storage) == []
 
 
-def test_a_terminal_that_is_narrower_than_a_path_costs_no_word(
-    drawbar: Command, storage: Path, monkeypatch: pytest.MonkeyPatch
+def test_clean_in_narrow_terminal_prints_complete_rows(
+    cli: Command, storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = storage / "long" / ".staging" / "stage-1"
     stage.mkdir(parents=True)
     (stage / "model").write_text("half")
+    (file,) = find_run(storage / "long").find_unused_files()
     monkeypatch.setenv("COLUMNS", "40")
-    first = drawbar("clean", storage).out.splitlines()[0]
-    assert first.split("  ") == ["4 bytes", "uncommitted files", str(stage.parent)]
+    first = cli("clean", storage).out.splitlines()[0]
+    assert first.split("  ") == ["4 bytes", file.kind, str(stage.parent)]
 
 
-def test_old_checkpoints_go_by_the_rule_of_the_run(drawbar: Command, storage: Path) -> None:
+def test_clean_keep_ranks_checkpoints_by_run_config(cli: Command, storage: Path) -> None:
     old = ["checkpoint_000000", "checkpoint_000001"]
-    assert found(drawbar, storage / "long", "--keep", 1) == old
-    assert drawbar("clean", storage / "long", "--keep", 1, "--yes").code == 0
+    assert list_unused(cli, storage / "long", "--keep", 1) == old
+    assert cli("clean", storage / "long", "--keep", 1, "--yes").code == 0
     run = find_run(storage / "long")
-    assert [each.name for each in run.list_checkpoints()] == ["checkpoint_000002"]
+    assert [manifest.name for manifest in run.list_checkpoints()] == ["checkpoint_000002"]
     assert run.status == "finished"
     check_run(run.path)
-    with pytest.raises(ResumeError, match="holds a finished run"):  # as it was
-        fit(storage, "long", 3, resume="never")
+    with pytest.raises(ResumeError, match="holds a finished run"):
+        make_run(storage, "long", 3, resume="never")
 
 
-def test_leftovers_of_this_machine_go_when_nobody_needs_them(
-    drawbar: Command, storage: Path, own_machine: Path
-) -> None:
-    copies = own_machine / f"drawbar-{os.geteuid()}"
+def test_clean_deletes_unused_local_files_only(cli: Command, storage: Path, machine: Path) -> None:
+    copies = machine / f"drawbar-{os.geteuid()}"
     copies.mkdir(mode=0o700)
     (copies / "0123").mkdir()
     (copies / "checkpoint_new").mkdir()
     os.utime(copies / "0123", (0, 0))
-    cache = own_machine / "cache" / "drawbar"
+    cache = machine / "cache" / "drawbar"
     old = cache / "old-0123456789ab"
-    fresh, open_, kept, other = (cache / f"{name}-0123456789ab" for name in "abcd")
-    for folder, inside in (
+    fresh, opened, moved, other = (cache / f"{name}-0123456789ab" for name in "abcd")
+    for directory, relative_path in (
         (old, "logs/rank_0.log"),
-        (fresh, "logs/rank_0.log"),  # a rank writes
-        (open_, "logs/rank_0.log"),  # a rank may yet
-        (kept, ".uncommitted/0.name/model"),  # was handed over
+        (fresh, "logs/rank_0.log"),  # a rank is writing
+        (opened, "logs/rank_0.log"),  # a rank has opened it and may write
+        (moved, ".uncommitted/0.name/model"),  # files of an uncommitted checkpoint
         (other, "model"),
-        (cache / "datasets", "images"),  # is nobody's work folder
+        (cache / "datasets", "images"),  # not a work directory
     ):
-        file = folder / inside
+        file = directory / relative_path
         file.parent.mkdir(parents=True)
         file.touch()
-        for path in (file, *file.parents[: len(Path(inside).parts)]):
-            os.utime(path, None if path == fresh / inside else (0, 0))
+        for path in (file, *file.parents[: len(Path(relative_path).parts)]):
+            os.utime(path, None if path == fresh / relative_path else (0, 0))
     with (
-        socket.socket(socket.AF_UNIX) as gone,
-        socket.socket(socket.AF_UNIX) as there,
-        open(open_ / "logs" / "rank_0.log"),
+        socket.socket(socket.AF_UNIX) as stale,
+        socket.socket(socket.AF_UNIX) as active,
+        open(opened / "logs" / "rank_0.log"),
     ):
-        gone.bind(str(copies / "run_gone.sock"))
-        there.bind(str(copies / "run_there.sock"))
-        there.listen()
-        assert found(drawbar, storage) == ["0123", "run_gone.sock", old.name]
-        assert drawbar("clean", storage, "--yes").code == 0
-    assert sorted(path.name for path in copies.iterdir()) == ["checkpoint_new", "run_there.sock"]
+        stale.bind(str(copies / "run_stale.sock"))
+        active.bind(str(copies / "run_active.sock"))
+        active.listen()
+        assert list_unused(cli, storage) == ["0123", "run_stale.sock", old.name]
+        assert cli("clean", storage, "--yes").code == 0
+    assert sorted(path.name for path in copies.iterdir()) == ["checkpoint_new", "run_active.sock"]
     assert not old.exists()
 
 
-def test_what_is_the_users_and_what_lies_behind_a_link_stays(
-    drawbar: Command, storage: Path, tmp_path: Path
+def test_clean_keeps_user_files_and_link_targets(
+    cli: Command, storage: Path, tmp_path: Path
 ) -> None:
     run = storage / "long"
-    # The user's copy, and the original is gone.
+    # A user's copy of a checkpoint whose original was deleted.
     shutil.copytree(run / "checkpoint_000000", run / "best")
     shutil.rmtree(run / "checkpoint_000000")
-    (tmp_path / "theirs").mkdir()
-    shutil.move(storage / "short", tmp_path / "theirs" / "short")
-    (storage / "short").symlink_to(tmp_path / "theirs" / "short")
-    (tmp_path / "theirs" / "stage").mkdir()
-    (run / ".staging").symlink_to(tmp_path / "theirs")
-    assert found(drawbar, storage, "--keep", 1) == ["checkpoint_000001"]
+    (tmp_path / "user").mkdir()
+    shutil.move(storage / "short", tmp_path / "user" / "short")
+    (storage / "short").symlink_to(tmp_path / "user" / "short")
+    (tmp_path / "user" / "stage").mkdir()
+    (run / ".staging").symlink_to(tmp_path / "user")
+    assert list_unused(cli, storage, "--keep", 1) == ["checkpoint_000001"]
     (run / ".staging").unlink()
-    assert drawbar("clean", storage, "--keep", 1, "--yes").code == 0
+    assert cli("clean", storage, "--keep", 1, "--yes").code == 0
     assert sorted(path.name for path in run.glob("[!.]*t*")) == ["best", "checkpoint_000002"]
     assert len(list((storage / "short").glob("checkpoint_*"))) == 2
 
 
-def test_what_cannot_be_deleted_is_named_and_the_rest_goes(storage: Path) -> None:
+def test_clean_reports_failed_files_and_deletes_others(storage: Path) -> None:
     stages = [storage / name / ".staging" / "stage" for name in ("long", "short")]
     for stage in stages:
         stage.mkdir(parents=True)
-    leftovers = [each for run in list_runs(storage) for each in run.find_unused_files()]
+    files = [file for run in list_runs(storage) for file in run.find_unused_files()]
     with open(storage / "long" / "journal.jsonl", "ab") as journal:
-        fcntl.flock(journal, fcntl.LOCK_EX)  # it goes on from here
-        stays = _delete_all(leftovers)
-    assert list(stays) == [str(stages[0].parent)]
-    assert "is in use by a run in another process" in stays[str(stages[0].parent)]
+        fcntl.flock(journal, fcntl.LOCK_EX)  # the run is resumed now
+        failed = _delete_all(files)
+    assert list(failed) == [str(stages[0].parent)]
+    assert "in another process" in failed[str(stages[0].parent)]
     assert [stage.exists() for stage in stages] == [True, False]
 
 
-def test_leftovers_of_an_object_store_go_too(drawbar: Command) -> None:
+def test_clean_deletes_unused_files_in_object_store(cli: Command) -> None:
     import fsspec
 
     address = "memory://clean"
-    fit(f"{address}/runs", "there", 2)
+    make_run(f"{address}/runs", "run", 2)
     files = fsspec.filesystem("memory")
-    files.rm("/clean/runs/there/checkpoint_000000/.drawbar.json")
-    (name,) = found(drawbar, f"{address}/runs/there")
+    files.rm("/clean/runs/run/checkpoint_000000/.drawbar.json")
+    (name,) = list_unused(cli, f"{address}/runs/run")
     assert name == "checkpoint_000000"
-    assert drawbar("clean", f"{address}/runs", "--keep", 1, "--yes").code == 0
-    assert not files.exists("/clean/runs/there/checkpoint_000000/model")
-    assert [each.name for each in find_run(f"{address}/runs/there").list_checkpoints()] == [
+    assert cli("clean", f"{address}/runs", "--keep", 1, "--yes").code == 0
+    assert not files.exists("/clean/runs/run/checkpoint_000000/model")
+    assert [manifest.name for manifest in find_run(f"{address}/runs/run").list_checkpoints()] == [
         "checkpoint_000001"
     ]
 
 
-def test_a_run_that_another_machine_may_host_is_left_alone(drawbar: Command) -> None:
+def test_clean_skips_object_store_run_of_unknown_status(cli: Command) -> None:
     import fsspec
 
     address = "memory://hosted"
-    fit(address, "there", 2)
+    make_run(address, "run", 2)
     files = fsspec.filesystem("memory")
-    files.rm("/hosted/there/checkpoint_000001/.drawbar.json")  # as before its commit
-    journal = files.cat_file("/hosted/there/journal.jsonl")
-    files.pipe_file("/hosted/there/journal.jsonl", journal[: journal.rindex(b"{")])
-    assert find_run(f"{address}/there").status == "unknown"
-    assert found(drawbar, address, "--keep", 1) == []
+    files.rm("/hosted/run/checkpoint_000001/.drawbar.json")  # as before its commit
+    journal = files.cat_file("/hosted/run/journal.jsonl")
+    files.pipe_file("/hosted/run/journal.jsonl", journal[: journal.rindex(b"{")])
+    assert find_run(f"{address}/run").status == "unknown"
+    assert list_unused(cli, address, "--keep", 1) == []
 
 
-def test_a_run_that_goes_on_is_left_alone(storage: Path, drawbar: Command) -> None:
+def test_clean_skips_running_run(storage: Path, cli: Command) -> None:
     (storage / "long" / ".staging" / "stage-1").mkdir(parents=True)
     with open(storage / "long" / "journal.jsonl", "ab") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
-        assert found(drawbar, storage, "--keep", 1) == ["checkpoint_000000"]  # of `short`
+        assert list_unused(cli, storage, "--keep", 1) == ["checkpoint_000000"]  # of `short`

@@ -1,4 +1,4 @@
-"""What `drawbar launch` makes of its options, before anything starts."""
+"""Tests of the options of `drawbar launch`, without starting a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from drawbar.cli._torchrun import IGNORED, UNSUPPORTED, remove_torchrun_options,
 from tests.cli.conftest import Command
 
 
-def test_torchruns_options_are_taken_from_before_the_script_alone() -> None:
-    given = [
+def test_remove_torchrun_options_keeps_script_arguments() -> None:
+    options = [
         "--rdzv_backend",
         "c10d",
         "--nproc_per_node",
@@ -26,13 +26,13 @@ def test_torchruns_options_are_taken_from_before_the_script_alone() -> None:
         "--detach",
         "--master-port=1",
     ]
-    kept, ignored = remove_torchrun_options([*given, "a.py", "--tee", "1"], {"--detach"})
-    assert kept == ["--nproc-per-node", "2", "--detach", "a.py", "--tee", "1"]
+    remaining, ignored = remove_torchrun_options([*options, "a.py", "--tee", "1"], {"--detach"})
+    assert remaining == ["--nproc-per-node", "2", "--detach", "a.py", "--tee", "1"]
     assert ignored == ["--rdzv-backend", "--tee", "--master-port"]
 
 
 @pytest.mark.parametrize(
-    ("each", "nodes", "workers"),
+    ("per_node", "nodes", "workers"),
     [
         ("4", "1", (4, True)),
         ("2", "3", (6, False)),
@@ -42,51 +42,55 @@ def test_torchruns_options_are_taken_from_before_the_script_alone() -> None:
         ("cpu", "1", (64, True)),
     ],
 )
-def test_torchruns_workers(each: str, nodes: str, workers: object) -> None:
-    assert resolve_num_workers(each, nodes, gpus=8, cpus=64) == workers
+def test_resolve_num_workers_of_torchrun_options(
+    per_node: str, nodes: str, workers: object
+) -> None:
+    assert resolve_num_workers(per_node, nodes, gpus=8, cpus=64) == workers
 
 
-@pytest.mark.parametrize(("each", "nodes"), [("0", "1"), ("two", "1"), ("2", "3:1"), ("2", "x")])
-def test_wrong_numbers_of_workers(each: str, nodes: str) -> None:
-    with pytest.raises(CommandError, match=r"is a number"):
-        resolve_num_workers(each, nodes, gpus=0, cpus=1)
+@pytest.mark.parametrize(
+    ("per_node", "nodes"), [("0", "1"), ("two", "1"), ("2", "3:1"), ("2", "x")]
+)
+def test_resolve_num_workers_of_invalid_values_raises(per_node: str, nodes: str) -> None:
+    with pytest.raises(CommandError, match="must be N"):
+        resolve_num_workers(per_node, nodes, gpus=0, cpus=1)
 
 
-def test_what_no_machine_has_is_refused_before_ray_starts() -> None:
+def test_num_local_cpus_above_pid_max_raises() -> None:
     cores = len(os.sched_getaffinity(0))
     assert [num_local_cpus(0), num_local_cpus(cores + 1)] == [cores, cores + 1]
-    with pytest.raises(CommandError, match=f"^100000000000 processes .* has {cores} CPUs"):
+    with pytest.raises(CommandError, match=f"^Cannot start 100000000000 processes: .* has {cores}"):
         num_local_cpus(10**11)
 
 
-def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
+def test_torchrun_options_are_all_known() -> None:
     from torch.distributed.run import get_args_parser
 
     known = {"--nnodes", "--nproc-per-node", "--max-restarts", "--standalone", "--module", "--help"}
-    theirs = {
+    options = {
         option
         for action in get_args_parser()._actions
         for option in action.option_strings
         if option.startswith("--") and "_" not in option
     }
-    assert theirs - known - IGNORED.keys() - UNSUPPORTED.keys() == set()
+    assert options - known - IGNORED.keys() - UNSUPPORTED.keys() == set()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
-        (["nowhere.py"], "there is no script nowhere.py"),
-        (["--node_rank", "1", "a.py"], "start the command once"),
-        (["--num-workers", "2", "--nnodes", "2", "a.py"], "give --num-workers, or"),
-        (["--address", "a", "--standalone", "-m", "no.such"], "there is no module no.such in"),
-        (["--address", "a", "--standalone", "-m", "json.nosuch"], "there is no module json.nosuch"),
+        (["nowhere.py"], "No script nowhere.py in"),
+        (["--node_rank", "1", "a.py"], "Run the command once"),
+        (["--num-workers", "2", "--nnodes", "2", "a.py"], "--num-workers cannot be combined with"),
+        (["--address", "a", "--standalone", "-m", "no.such"], "No module no.such in"),
+        (["--address", "a", "--standalone", "-m", "json.nosuch"], "No module json.nosuch in"),
         (["--address", "a", "--standalone", "/tmp"], "/tmp is a directory. Pass a script in it"),
-        (["/nowhere.py"], "there is no script /nowhere.py\n"),
+        (["/nowhere.py"], "No script /nowhere.py."),
         (
             ["--address", "a", "--standalone", "--num-workers", "0", "{script}"],
-            "--num-workers is a number",
+            "--num-workers must be N or MIN:MAX",
         ),
-        (["--env", "NAME", "{script}"], "--env is NAME=VALUE"),
+        (["--env", "NAME", "{script}"], "--env must be NAME=VALUE"),
         (["--resume", "perhaps", "{script}"], "RunConfig.resume"),
         (["--num-workers", "64", "{script}"], "64"),
         (
@@ -96,18 +100,18 @@ def test_every_option_of_torchruns_has_a_meaning_or_a_reason() -> None:
         ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_launch_with_invalid_arguments_prints_one_line(
     arguments: list[str],
-    told: str,
+    expected: str,
     tmp_path: Path,
-    drawbar: Command,
+    cli: Command,
     ray_cluster: None,
 ) -> None:
     script = tmp_path / "script.py"
     script.touch()
-    output = drawbar("launch", *(each.format(script=script) for each in arguments))
+    output = cli("launch", *(argument.format(script=script) for argument in arguments))
     assert (output.code, output.out) == (2, "")
-    assert told in output.err
+    assert expected in output.err
     assert output.err.count("\n") == 1
 
 

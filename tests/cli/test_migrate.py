@@ -1,4 +1,4 @@
-"""`drawbar migrate` changes what it is sure of, and lists the rest with line numbers."""
+"""Tests of `drawbar migrate`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ IDIOMS = sorted((Path(__file__).parents[1] / "migration" / "idioms").glob("*.py"
 
 
 @pytest.mark.parametrize("script", IDIOMS, ids=lambda script: script.stem)
-def test_what_ray_trains_documentation_teaches_is_rewritten(script: Path) -> None:
-    here = script.read_text()
-    there = re.sub(r"\bdrawbar\.train\b", "ray.train", here)
-    there = re.sub(r"\bfrom drawbar import train\b", "from ray import train", there)
-    done = rewrite(there)
-    assert done.text == here
-    assert [note for note in done.notes if "text names ray.train" not in note.text] == []
+def test_rewrite_of_ray_train_idioms_is_complete(script: Path) -> None:
+    expected = script.read_text()
+    original = re.sub(r"\bdrawbar\.train\b", "ray.train", expected)
+    original = re.sub(r"\bfrom drawbar import train\b", "from ray import train", original)
+    result = rewrite(original)
+    assert result.text == expected
+    assert [note for note in result.notes if "string contains" not in note.text] == []
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_what_ray_trains_documentation_teaches_is_rewritten(script: Path) -> Non
         "from ray.tune import RunConfig\nRunConfig(verbose=0)",
     ],
 )
-def test_what_is_there_is_not_listed(script: str) -> None:
+def test_rewrite_of_existing_names_has_no_notes(script: str) -> None:
     assert rewrite(script).notes == []
 
 
@@ -59,64 +59,65 @@ def test_what_is_there_is_not_listed(script: str) -> None:
         ('x = "ü", 1; import ray.train  # é\r\n', 'x = "ü", 1; import drawbar.train  # é\r\n'),
     ],
 )  # fmt: skip
-def test_names_are_replaced_where_they_stand(before: str, after: str) -> None:
+def test_rewrite_replaces_names_in_place(before: str, after: str) -> None:
     assert rewrite(before).text == after
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "expected"),
     [
         ("from ray.train import SyncConfig", "leave it out"),
         ("from ray.train.torch import Nothing", "drawbar.train.torch has no Nothing"),
-        ("from ray.train.torch.config import TorchConfig", "there is no drawbar.train.torch.con"),
-        ("from ray.air import session", "call drawbar.train.report"),
-        ("RunConfig(verbose=0)", "RunConfig takes no verbose"),
+        (
+            "from ray.train.torch.config import TorchConfig",
+            "module drawbar.train.torch.config does",
+        ),
+        ("from ray.air import session", "such as drawbar.train.report"),
+        ("RunConfig(verbose=0)", "RunConfig has no argument 'verbose'"),
         ("tune.Tuner(trainer)", "trainer.as_trainable()"),
-        ("x = 'RAY_TRAIN_V2_ENABLED'", "no environment variable"),
-        ("import_module('ray.train')", "text names ray.train"),
-        ("def f(ray): ray.train.report()", "is this ray.train the module's?"),
+        ("x = 'RAY_TRAIN_V2_ENABLED'", "does not read RAY_TRAIN_"),
+        ("import_module('ray.train')", "string contains 'ray.train'"),
+        ("def f(ray): ray.train.report()", "'ray' may be reassigned"),
     ],
 )
-def test_what_cannot_be_decided_is_listed(script: str, told: str) -> None:
+def test_rewrite_notes_ambiguous_code(script: str, expected: str) -> None:
     (note,) = rewrite(f"\n{script}\n").notes
     assert note.line == 2
-    assert told in note.text
+    assert expected in note.text
 
 
 @pytest.mark.parametrize(
-    ("config", "is_told"), [("tune.RunConfig()", False), ("RunConfig()", True)]
+    ("config", "has_note"), [("tune.RunConfig()", False), ("RunConfig()", True)]
 )
-def test_a_tuner_is_given_configs_of_ray_tune(config: str, is_told: bool) -> None:
+def test_rewrite_notes_tuner_with_config_of_train(config: str, has_note: bool) -> None:
     notes = rewrite(f"tune.Tuner(trainer, run_config={config})").notes
-    assert any("CheckpointConfig of ray.tune" in note.text for note in notes) == is_told
+    assert any("CheckpointConfig of ray.tune" in note.text for note in notes) == has_note
 
 
-def test_files_are_changed_only_when_told(drawbar: Command, tmp_path: Path) -> None:
+def test_migrate_changes_files_only_with_write(cli: Command, tmp_path: Path) -> None:
     script, broken = tmp_path / "train.py", tmp_path / "wrong.py"
     script.write_text("import ray.train\nray.train.report({})\n")
     broken.write_text("def\n")
-    shown = drawbar("migrate", tmp_path).out
+    shown = cli("migrate", tmp_path).out
     assert "-import ray.train\n" in shown
     assert "+import drawbar.train\n" in shown
-    assert f"{broken}:1: no Python" in shown
+    assert f"{broken}:1: invalid Python" in shown
     assert script.read_text().startswith("import ray.train\n")
-    told = json.loads(drawbar("migrate", tmp_path, "--write", "--json").out)
-    assert [Path(each["path"]).name for each in told] == ["train.py", "wrong.py"]
+    data = json.loads(cli("migrate", tmp_path, "--write", "--json").out)
+    assert [Path(file["path"]).name for file in data] == ["train.py", "wrong.py"]
     assert script.read_text() == "import drawbar.train\ndrawbar.train.report({})\n"
-    assert drawbar("migrate", script).out == "nothing to change\n"
-    assert drawbar("migrate", tmp_path / "none.py").code == 2
+    assert cli("migrate", script).out == "No changes needed.\n"
+    assert cli("migrate", tmp_path / "none.py").code == 2
 
 
-def test_a_folder_is_looked_through_but_for_what_is_not_its_own(
-    drawbar: Command, tmp_path: Path
-) -> None:
+def test_migrate_of_directory_skips_installed_packages(cli: Command, tmp_path: Path) -> None:
     old, project = "import ray.train\n", tmp_path / "project"
-    own = project / "package" / "train.py"
+    script = project / "package" / "train.py"
     others = [
-        project / place / "theirs.py"
-        for place in (".hidden", "env/lib", "lib/site-packages/ray", "folder.py/node_modules")
+        project / directory / "other.py"
+        for directory in (".hidden", "env/lib", "lib/site-packages/ray", "folder.py/node_modules")
     ]
-    for path in (own, *others, tmp_path / "linked.py"):
+    for path in (script, *others, tmp_path / "linked.py"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(old)
     (project / "env" / "pyvenv.cfg").touch()
@@ -124,31 +125,29 @@ def test_a_folder_is_looked_through_but_for_what_is_not_its_own(
     (project / "latin.py").write_bytes("x = 'ü'".encode("latin-1"))
     (project / "nul.py").write_text("x = '\0'")
     os.mkfifo(project / "fifo.py")
-    own.chmod(0o755)
-    told = drawbar("migrate", project, "--write")
-    assert own.read_text() == "import drawbar.train\n"
-    assert own.stat().st_mode & 0o777 == 0o755
+    script.chmod(0o755)
+    result = cli("migrate", project, "--write")
+    assert script.read_text() == "import drawbar.train\n"
+    assert script.stat().st_mode & 0o777 == 0o755
     assert {path.read_text() for path in (*others, tmp_path / "linked.py")} == {old}
-    assert f"{project}/latin.py:0: it cannot be rewritten: 'utf-8' codec" in told.out
-    assert f"{project}/nul.py:" in told.out
-    assert told.code == 0
+    assert f"{project}/latin.py:0: cannot be rewritten: 'utf-8' codec" in result.out
+    assert f"{project}/nul.py:" in result.out
+    assert result.code == 0
 
 
-def test_a_script_keeps_its_byte_order_mark_and_its_open_end(
-    drawbar: Command, tmp_path: Path
-) -> None:
+def test_migrate_keeps_byte_order_mark_and_missing_newline(cli: Command, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("\ufeffimport ray.train")
-    assert drawbar("migrate", script).out.endswith(
+    assert cli("migrate", script).out.endswith(
         "-\ufeffimport ray.train\n\\ No newline at end of file\n"
         "+\ufeffimport drawbar.train\n\\ No newline at end of file\n"
     )
-    drawbar("migrate", script, "--write")
+    cli("migrate", script, "--write")
     assert script.read_text() == "\ufeffimport drawbar.train"
 
 
 def notebook(*cells: str, **metadata: object) -> dict[str, object]:
-    shown = {"output_type": "stream", "name": "stdout", "text": ["ray.train as it was\n"]}
+    shown = {"output_type": "stream", "name": "stdout", "text": ["output with ray.train\n"]}
     return {
         "cells": [
             {"cell_type": "markdown", "metadata": {}, "source": ["# ray.train\n"]},
@@ -170,8 +169,8 @@ def notebook(*cells: str, **metadata: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("layout", [{"indent": 1}, {"indent": 2, "ensure_ascii": False}, {}])
-def test_a_notebook_is_rewritten_cell_by_cell(
-    drawbar: Command, tmp_path: Path, layout: dict[str, Any]
+def test_migrate_rewrites_notebook_cells(
+    cli: Command, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     path = tmp_path / "train.ipynb"
     before = notebook(
@@ -191,23 +190,23 @@ def test_a_notebook_is_rewritten_cell_by_cell(
         "",
     )
     path.write_text(json.dumps(before, **layout) + "\n")
-    told = drawbar("migrate", path, "--write")
-    assert f"{path}:cell 5:3: RunConfig takes no verbose" in told.out
-    assert f"{path}:cell 6:1: no Python: " in told.out
+    result = cli("migrate", path, "--write")
+    assert f"{path}:cell 5:3: RunConfig has no argument 'verbose'" in result.out
+    assert f"{path}:cell 6:1: invalid Python: " in result.out
     assert path.read_text() == json.dumps(after, **layout) + "\n"
 
 
-def test_what_is_no_notebook_of_pythons_stays(drawbar: Command, tmp_path: Path) -> None:
+def test_migrate_keeps_notebooks_of_other_languages(cli: Command, tmp_path: Path) -> None:
     path = tmp_path / "train.ipynb"
     path.write_text(json.dumps(notebook("import ray.train", kernelspec={"language": "R"})))
-    assert drawbar("migrate", path).out == "nothing to change\n"
+    assert cli("migrate", path).out == "No changes needed.\n"
     for text in ("[]", "{", '{"cells": [1], "metadata": {}}'):
         path.write_text(text)
-        assert f"{path}:0: it cannot be rewritten: " in drawbar("migrate", path, "--write").out
+        assert f"{path}:0: cannot be rewritten: " in cli("migrate", path, "--write").out
         assert path.read_text() == text
 
 
-def test_a_note_is_told_once() -> None:
+def test_rewrite_notes_each_problem_once() -> None:
     assert rewrite("Tuner(t); Tuner(t)\n").notes == [
-        MigrationNote(1, "Tuner takes trainer.as_trainable(), if it was given a trainer")
+        MigrationNote(1, "if Tuner receives a trainer, pass trainer.as_trainable() instead")
     ]

@@ -77,7 +77,7 @@ def test_launch_if_only_another_rank_exits_names_its_rank_and_code(launch: Launc
     assert done.code == 5
     lines = without_start_notices(done.err).splitlines()
     log = done.run / "logs" / "rank_1.log"
-    assert lines[-1] == f"drawbar: rank 1 exited with code 5; its output is in {log}"
+    assert lines[-1] == f"drawbar: error: Rank 1 exited with code 5. Its output is in {log}."
     assert lines[:-1] in ([], ["rank 0 prints"])
 
 

@@ -14,7 +14,7 @@ from tests.launch.conftest import Launch
 
 
 def test_script_trainer_rejects_missing_script_and_zero_workers(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no script nowhere\.py"):
+    with pytest.raises(FileNotFoundError, match=r"No script nowhere\.py"):
         ScriptTrainer("nowhere.py")
     with pytest.raises(ValueError, match="num_workers=0"):
         ScriptTrainer(__file__, scaling_config=train.ScalingConfig(num_workers=0))
@@ -52,7 +52,7 @@ def test_script_trainer_finds_the_modules_that_python_finds(
         ScriptTrainer(name, is_module=True)
     missing = ("namespace", "elsewhere", "elsewhere.other", "email", "nowhere.at.all", "", "a..b")
     for name in missing:
-        with pytest.raises(ModuleNotFoundError, match=f"there is no module {name} in"):
+        with pytest.raises(ModuleNotFoundError, match=f"No module {name} in"):
             ScriptTrainer(name, is_module=True)
 
 

@@ -87,7 +87,7 @@ def test_a_process_group_unlike_the_runs(run_config: RunConfig) -> None:
 def test_workers_that_share_a_gpu_with_nccl() -> None:
     scaling = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5})
     strategy: Any = RayDDPStrategy(scaling_config=scaling)
-    with pytest.raises(ValueError, match="refuses workers that share a GPU"):
+    with pytest.raises(ValueError, match="does not support workers that share a GPU"):
         L.Trainer(strategy=strategy, logger=False).fit(L.LightningModule())
 
 

@@ -1,4 +1,4 @@
-"""prepare_data_loader keeps a loader as it is but for its sampler."""
+"""Tests of prepare_data_loader: settings of the loader, and splitting of its samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(batches))
 
 
-def test_every_setting_is_kept(fit: Callable[..., Result]) -> None:
+def test_prepare_data_loader_keeps_settings(fit: Callable[..., Result]) -> None:
     loader = DataLoader(
         numbers(),
         batch_size=3,
@@ -74,7 +74,7 @@ def settings(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class Tagged(DataLoader[Any]):
-    """A subclass with an attribute and an iteration of its own."""
+    """Loader subclass with an additional attribute and a custom `__iter__`."""
 
     tag = "mine"
 
@@ -82,7 +82,7 @@ class Tagged(DataLoader[Any]):
         yield from (self.tag, *super().__iter__())
 
 
-def test_a_subclass_stays_what_it_is(fit: Callable[..., Result]) -> None:
+def test_prepare_data_loader_keeps_subclass(fit: Callable[..., Result]) -> None:
     def function() -> Any:
         loader = prepare_data_loader(Tagged(numbers(2), collate_fn=collate))
         return list(loader), loader.tag, len(loader)  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def test_a_subclass_stays_what_it_is(fit: Callable[..., Result]) -> None:
     assert fit(function).return_value == (["mine", [0], [1]], "mine", 2)
 
 
-def test_the_original_is_not_changed(fit: Callable[..., Result]) -> None:
+def test_prepare_data_loader_does_not_change_original(fit: Callable[..., Result]) -> None:
     loader = DataLoader(numbers(), shuffle=True)
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
     fit(lambda: len(prepare_data_loader(loader)))
@@ -98,11 +98,11 @@ def test_the_original_is_not_changed(fit: Callable[..., Result]) -> None:
     assert loader.batch_sampler is batch_sampler
 
 
-def test_a_sequence_stays_in_order_and_a_shuffle_changes(fit: Callable[..., Result]) -> None:
+def test_prepare_data_loader_order_changes_only_with_shuffle(fit: Callable[..., Result]) -> None:
     def function() -> Any:
-        ordered = prepare_data_loader(DataLoader(numbers(), 4, collate_fn=collate))
+        sequential = prepare_data_loader(DataLoader(numbers(), 4, collate_fn=collate))
         shuffled = prepare_data_loader(DataLoader(numbers(), 4, shuffle=True, collate_fn=collate))
-        return [flat(each) for each in (ordered, ordered, shuffled, shuffled)]
+        return [flat(loader) for loader in (sequential, sequential, shuffled, shuffled)]
 
     one, two, three, four = fit(function).return_value
     assert one == two == sorted(three) == sorted(four) == list(range(10))
@@ -134,7 +134,7 @@ class EvenFirst(BatchSampler):
         return 3
 
 
-def test_a_custom_batch_sampler_is_kept(fit: Callable[..., Result]) -> None:
+def test_prepare_data_loader_keeps_custom_batch_sampler(fit: Callable[..., Result]) -> None:
     batches = EvenFirst(SequentialSampler(range(8)), 2, False)
     loader = DataLoader(numbers(), batch_sampler=batches, collate_fn=collate)
     result = fit(lambda: list(prepare_data_loader(loader)))
@@ -157,13 +157,13 @@ def test_set_epoch_of_a_loader_with_batch_sampler_sets_the_order(
     assert again == orders[1] != orders[0]
 
 
-def test_loading_without_batches_is_kept(fit: Callable[..., Result]) -> None:
+def test_prepare_data_loader_without_batching_yields_items(fit: Callable[..., Result]) -> None:
     loader = DataLoader(numbers(3), batch_size=None)
     result = fit(lambda: [int(x) for (x,) in prepare_data_loader(loader)])
     assert result.return_value == [0, 1, 2]
 
 
-def test_a_distributed_sampler_is_kept(fit: Callable[..., Result]) -> None:
+def test_prepare_data_loader_keeps_distributed_sampler(fit: Callable[..., Result]) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(numbers(), num_replicas=2, rank=1)
     loader = DataLoader(numbers(), sampler=sampler)
     assert fit(lambda: prepare_data_loader(loader).sampler is sampler).return_value
@@ -176,12 +176,12 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_an_iterable_dataset_is_left_alone(fit: Callable[..., Result]) -> None:
+def test_prepare_data_loader_does_not_split_iterable_dataset(fit: Callable[..., Result]) -> None:
     loader: DataLoader[Any] = DataLoader(Stream(), batch_size=2, collate_fn=list)
     assert fit(lambda: list(prepare_data_loader(loader))).return_value == [[0, 1], [2]]
 
 
-def test_preparing_twice_splits_once(fit: Callable[..., Result]) -> None:
+def test_prepare_data_loader_called_twice_splits_once(fit: Callable[..., Result]) -> None:
     def function() -> bool:
         loader = prepare_data_loader(DataLoader(numbers()))
         return prepare_data_loader(loader) is loader
@@ -189,16 +189,16 @@ def test_preparing_twice_splits_once(fit: Callable[..., Result]) -> None:
     assert fit(function).return_value
 
 
-def test_what_is_no_loader_is_refused(fit: Callable[..., Result]) -> None:
+def test_prepare_data_loader_of_other_type_raises(fit: Callable[..., Result]) -> None:
     def function() -> None:
-        with pytest.raises(TypeError, match=r"takes a torch.utils.data.DataLoader, found \[1\]"):
+        with pytest.raises(TypeError, match=r"needs a torch.utils.data.DataLoader, found \[1\]"):
             prepare_data_loader([1])  # type: ignore[arg-type]
 
     fit(function)
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_two_ranks_share_the_data_and_augment_it_differently(fit: Callable[..., Result]) -> None:
+def test_data_loader_on_two_ranks_splits_data_and_seeds(fit: Callable[..., Result]) -> None:
     class Augmented(torch.utils.data.Dataset[tuple[int, float]]):
         def __len__(self) -> int:
             return 10

@@ -1,4 +1,4 @@
-"""Each sample of an epoch is seen once, over a kill and on any number of workers."""
+"""Tests of data positions: resuming inside an epoch, also on another number of workers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def shuffled(**options: Any) -> DataLoader[Any]:
 
 
 def interrupted(loader: Callable[[], DataLoader[Any]], config: RunConfig, *workers: int) -> Result:
-    """A run that dies after 23 batches, saved after 16, and is gone on with by other workers."""
+    """Run that dies after 23 batches, was saved after 16, and is resumed by other workers."""
     first, second = workers
     with pytest.raises(TrainingFailedError, match="killed"):
         run_in_threads(walk(loader, 16, 23), num_workers=first, run_config=config)
@@ -90,23 +90,27 @@ def interrupted(loader: Callable[[], DataLoader[Any]], config: RunConfig, *worke
 
 
 def restarted(function: Callable[[], Any], config: RunConfig) -> Any:
-    """Run a function that dies once, on one worker; give what it returns then."""
+    """Run a function that dies once on one worker, and return its result after the restart."""
     config = replace(config, failure_config=FailureConfig(max_failures=1))
     return run_in_threads(function, num_workers=1, run_config=config).return_value
 
 
 def everything(result: Result) -> list[int]:
-    """The ids seen up to the checkpoint by the ranks of then, and after it by those of now."""
+    """Ids that the first ranks saw before the checkpoint, and the resumed ranks after it."""
     ranks = result.return_values
     return sorted(chain(*ranks[0][:-1], *(rank[-1] for rank in ranks)))
 
 
 @pytest.mark.parametrize("workers", [(2, 2), (2, 4), (4, 2), (1, 3), (3, 1)])
-def test_each_sample_is_seen_once(run_config: RunConfig, workers: tuple[int, int]) -> None:
+def test_data_loader_resume_yields_each_sample_once(
+    run_config: RunConfig, workers: tuple[int, int]
+) -> None:
     assert everything(interrupted(shuffled, run_config, *workers)) == list(range(SAMPLES))
 
 
-def test_the_order_is_that_of_an_uninterrupted_run(run_config: RunConfig, tmp_path: Path) -> None:
+def test_data_loader_resume_has_order_of_uninterrupted_run(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
     whole = run_in_threads(
         walk(shuffled), run_config=RunConfig(name="whole", storage_path=tmp_path)
     )
@@ -115,14 +119,14 @@ def test_the_order_is_that_of_an_uninterrupted_run(run_config: RunConfig, tmp_pa
     assert orders == [rank[-1] for rank in whole.return_values]
 
 
-def test_what_the_loaders_processes_have_loaded_ahead_is_not_lost(run_config: RunConfig) -> None:
+def test_data_loader_resume_keeps_prefetched_batches(run_config: RunConfig) -> None:
     def loader() -> DataLoader[Any]:
         return shuffled(num_workers=1, prefetch_factor=4, multiprocessing_context="fork")
 
     assert everything(interrupted(loader, run_config, 1, 1)) == list(range(SAMPLES))
 
 
-def test_whole_batches_of_a_batch_sampler(run_config: RunConfig) -> None:
+def test_batch_sampler_resume_yields_complete_batches(run_config: RunConfig) -> None:
     def loader() -> DataLoader[Any]:
         batches = BatchSampler(RandomSampler(range(SAMPLES)), 10, drop_last=False)
         return DataLoader(Ids(), batch_sampler=batches, collate_fn=list)
@@ -130,7 +134,7 @@ def test_whole_batches_of_a_batch_sampler(run_config: RunConfig) -> None:
     assert everything(interrupted(loader, run_config, 2, 4)) == list(range(SAMPLES))
 
 
-def test_only_padding_is_repeated(run_config: RunConfig) -> None:
+def test_data_loader_resume_repeats_only_padding(run_config: RunConfig) -> None:
     seen = everything(interrupted(shuffled, run_config, 2, 3))  # 680 samples are left for 3
     assert sorted(set(seen)) == list(range(SAMPLES))
     assert len(seen) == SAMPLES + 1
@@ -151,7 +155,9 @@ def test_drop_last_resumed_on_other_world_size_drops_less_than_one_batch_per_wor
 
 
 @pytest.mark.parametrize("save_at", [2, 80])
-def test_going_on_loads_nothing_that_was_consumed(run_config: RunConfig, save_at: int) -> None:
+def test_data_loader_resume_does_not_load_consumed_samples(
+    run_config: RunConfig, save_at: int
+) -> None:
     def function() -> int:
         dataset = Ids()
         loader = prepare_data_loader(DataLoader(dataset, 10, collate_fn=list))
@@ -196,7 +202,7 @@ def epochs(
 
 @pytest.mark.parametrize("set_epoch", [False, True])
 @pytest.mark.parametrize("place", [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 2)])
-def test_epochs_go_on_where_they_were(
+def test_data_loader_resume_continues_epoch_number(
     run_config: RunConfig, tmp_path: Path, place: tuple[int, int], set_epoch: bool
 ) -> None:
     def here(*now: int) -> bool:
@@ -227,7 +233,7 @@ class Stream(IterableDataset[int]):
         self.at = state["at"]
 
 
-def test_a_stream_that_knows_where_it_is_goes_on_from_there(run_config: RunConfig) -> None:
+def test_stateful_dataset_resumes_from_its_state(run_config: RunConfig) -> None:
     def loader() -> DataLoader[Any]:
         return DataLoader(Stream(), 4, collate_fn=list)
 
@@ -235,14 +241,14 @@ def test_a_stream_that_knows_where_it_is_goes_on_from_there(run_config: RunConfi
 
 
 class Doubled(DataLoader[Any]):
-    """Gives every batch twice."""
+    """Loader that yields every batch twice."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():
             yield from (batch, batch)
 
 
-def test_a_loader_with_its_own_iteration_begins_the_epoch_anew(run_config: RunConfig) -> None:
+def test_loader_with_custom_iter_restarts_epoch(run_config: RunConfig) -> None:
     def loader() -> DataLoader[Any]:
         return Doubled(Ids(), 10, collate_fn=list)
 
@@ -251,7 +257,7 @@ def test_a_loader_with_its_own_iteration_begins_the_epoch_anew(run_config: RunCo
     assert sorted(now) == sorted([*range(SAMPLES)] * 2)
 
 
-def test_other_data_begin_the_epoch_anew(run_config: RunConfig) -> None:
+def test_data_loader_resume_with_other_data_restarts_epoch(run_config: RunConfig) -> None:
     def function() -> list[int]:
         first = train.get_checkpoint() is None
         loader = prepare_data_loader(DataLoader(Ids(100 if first else 90), 10, collate_fn=list))
@@ -270,7 +276,7 @@ def test_other_data_begin_the_epoch_anew(run_config: RunConfig) -> None:
     ("first", "second", "lengths"),
     [({}, {}, (2, 3)), ({"resume": False}, {}, (4, 3)), ({"name": "b"}, {"name": "a"}, (2, 3))],
 )
-def test_each_loader_has_its_own_position(
+def test_several_data_loaders_have_separate_positions(
     run_config: RunConfig, first: Any, second: Any, lengths: tuple[int, int]
 ) -> None:
     def function() -> tuple[int, int]:
@@ -287,7 +293,7 @@ def test_each_loader_has_its_own_position(
     assert restarted(function, run_config) == lengths
 
 
-def test_the_length_stays_that_of_a_whole_epoch(run_config: RunConfig) -> None:
+def test_data_loader_resume_keeps_length_of_complete_epoch(run_config: RunConfig) -> None:
     def function() -> int:
         loader = prepare_data_loader(DataLoader(Ids(40), 10, collate_fn=list))
         for _ in loader:
@@ -301,7 +307,7 @@ def test_the_length_stays_that_of_a_whole_epoch(run_config: RunConfig) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_each_sample_is_seen_once_when_a_worker_is_killed(
+def test_data_loader_after_worker_kill_yields_each_sample_once(
     fit: Callable[..., Result], run_config: RunConfig
 ) -> None:
     config = replace(run_config, failure_config=FailureConfig(max_failures=1))
@@ -312,7 +318,7 @@ def test_each_sample_is_seen_once_when_a_worker_is_killed(
 
 
 def samplers(world_size: int, position: EpochPosition, **options: Any) -> list[EpochSampler[int]]:
-    """The samplers of all ranks, which go on from a position."""
+    """Return the samplers of all ranks, resumed from a position."""
     ranks = [
         EpochSampler(RandomSampler(range(60)), rank=rank, world_size=world_size, seed=0, **options)
         for rank in range(world_size)
@@ -332,7 +338,9 @@ def position_after(items: int) -> tuple[EpochPosition, list[int]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("consumed", [0, 1, 24, 59, 60])
-def test_any_number_of_ranks_share_what_is_left(world_size: int, consumed: int) -> None:
+def test_epoch_sampler_resume_on_any_world_size_splits_remainder(
+    world_size: int, consumed: int
+) -> None:
     position, order = position_after(consumed)
     shares = [list(each) for each in samplers(world_size, position)]
     turns = [item for turn in zip(*shares, strict=True) for item in turn]
@@ -341,19 +349,19 @@ def test_any_number_of_ranks_share_what_is_left(world_size: int, consumed: int) 
     assert 0 <= padding < world_size
 
 
-def test_dropping_the_last_repeats_nothing_of_what_is_left() -> None:
+def test_epoch_sampler_resume_with_drop_last_repeats_nothing() -> None:
     position, order = position_after(25)
     shares = [list(each) for each in samplers(3, position, drop_last=True)]
     assert sorted(chain(*shares)) == sorted(order[25:58])
 
 
-def test_the_end_of_an_epoch_is_not_gone_beyond() -> None:
+def test_epoch_position_advance_stops_at_end_of_epoch() -> None:
     position, _ = position_after(61)
     assert position.consumed == 60
 
 
 @pytest.mark.parametrize(("epoch", "left"), [(4, 36), (5, 60), (0, 60)])
-def test_set_epoch_goes_on_with_the_recorded_epoch_only(epoch: int, left: int) -> None:
+def test_set_epoch_resumes_only_recorded_epoch(epoch: int, left: int) -> None:
     (sampler,) = samplers(1, position_after(24)[0])
     sampler.set_epoch(epoch)
     assert [len(list(sampler)) for _ in range(2)] == [left, 60]

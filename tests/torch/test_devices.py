@@ -1,4 +1,4 @@
-"""Which device a worker computes on."""
+"""Tests of get_device and get_devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drawbar.torch._devices import cuda_indices
 from drawbar.train import Result, ScalingConfig, WorkerGroupError, get_context
 
 without_cuda = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="says what happens where torch cannot use CUDA"
+    torch.cuda.is_available(), reason="needs a torch that cannot use CUDA"
 )
 
 
@@ -27,23 +27,23 @@ without_cuda = pytest.mark.skipif(
         (["MIG-b"], "MIG-a, MIG-b", [1]),
     ],
 )
-def test_cuda_counts_only_what_is_visible(
+def test_cuda_indices_count_visible_gpus(
     gpu_ids: list[str], visible: str | None, indices: list[int]
 ) -> None:
     assert cuda_indices(gpu_ids, visible) == indices
 
 
-def test_a_hidden_gpu_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="GPU 1, which CUDA_VISIBLE_DEVICES='0' hides"):
+def test_cuda_indices_of_hidden_gpu_raises() -> None:
+    with pytest.raises(RuntimeError, match="GPU 1 to this worker, but CUDA_VISIBLE_DEVICES='0'"):
         cuda_indices(["1"], "0")
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has MPS")
-def test_without_gpus_the_device_is_the_cpu(fit: Callable[..., Result]) -> None:
+def test_get_device_without_gpus_returns_cpu(fit: Callable[..., Result]) -> None:
     assert fit(get_devices).return_value == [torch.device("cpu")]
 
 
-def test_there_is_no_device_outside_a_training_function() -> None:
+def test_get_device_outside_training_function_raises() -> None:
     with pytest.raises(RuntimeError, match=r"^get_device\(\) works inside a training function"):
         get_device()
     with pytest.raises(RuntimeError, match=r"^prepare_model\(\) works inside a training function"):
@@ -51,7 +51,7 @@ def test_there_is_no_device_outside_a_training_function() -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_workers_of_a_node_see_each_others_gpus(fit: Callable[..., Result]) -> None:
+def test_workers_on_one_node_see_all_gpus(fit: Callable[..., Result]) -> None:
     def function() -> tuple[Any, ...]:
         ids = get_context().get_accelerator_ids()
         visible = os.environ["CUDA_VISIBLE_DEVICES"]
@@ -66,7 +66,9 @@ def test_workers_of_a_node_see_each_others_gpus(fit: Callable[..., Result]) -> N
 
 @without_cuda
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_gpu_that_torch_cannot_use_is_an_error(fit: Callable[..., Result]) -> None:
+def test_get_device_with_unusable_gpu_raises(fit: Callable[..., Result]) -> None:
     scaling = ScalingConfig(num_workers=1, use_gpu=True)
-    with pytest.raises(WorkerGroupError, match=r"Ray gave this worker GPU \d, but torch .* cannot"):
+    with pytest.raises(
+        WorkerGroupError, match=r"Ray assigned GPU \d to this worker, but torch .* can"
+    ):
         fit(lambda: None, scaling_config=scaling)

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show."""
+"""Tests of drawbar.torch that need a CUDA device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TWO_GPUS = ScalingConfig(num_workers=2, use_gpu=True)
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_nccl_is_up_and_bound_to_the_workers_gpu(fit: Callable[..., Result]) -> None:
+def test_nccl_group_is_bound_to_worker_gpu(fit: Callable[..., Result]) -> None:
     def function() -> list[Any]:
         ones = torch.ones(1, device=get_device())
         dist.all_reduce(ones)
@@ -48,7 +48,9 @@ def test_nccl_is_up_and_bound_to_the_workers_gpu(fit: Callable[..., Result]) -> 
 @two_gpus
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
-def test_every_strategy_trains_over_nccl(fit: Callable[..., Result], strategy: Any) -> None:
+def test_prepare_model_strategies_train_over_nccl(
+    fit: Callable[..., Result], strategy: Any
+) -> None:
     def function() -> Any:
         model = prepare_model(nn.Linear(8, 1), parallel_strategy=strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -65,7 +67,7 @@ def test_every_strategy_trains_over_nccl(fit: Callable[..., Result], strategy: A
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_gloo_leaves_the_gpu_to_the_function(fit: Callable[..., Result]) -> None:
+def test_gloo_group_does_not_use_gpu(fit: Callable[..., Result]) -> None:
     def function() -> float:
         return float(torch.ones(1, device=get_device()))
 
@@ -74,7 +76,7 @@ def test_gloo_leaves_the_gpu_to_the_function(fit: Callable[..., Result]) -> None
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_survivor_has_given_the_memory_of_its_old_attempt_back(
+def test_surviving_worker_frees_gpu_memory_of_old_attempt(
     fit: Callable[..., Result], run_config: RunConfig
 ) -> None:
     def function() -> tuple[int, bool]:
@@ -100,7 +102,7 @@ def test_a_survivor_has_given_the_memory_of_its_old_attempt_back(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_batches_copied_ahead_are_those_of_the_loader(fit: Callable[..., Result]) -> None:
+def test_prefetched_batches_equal_loader_batches(fit: Callable[..., Result]) -> None:
     def function() -> float:
         data = TensorDataset(torch.arange(4096.0).repeat(1000, 1).T.contiguous())
         loader: Any = prepare_data_loader(DataLoader(data, 64, pin_memory=True))
@@ -116,7 +118,7 @@ def test_batches_copied_ahead_are_those_of_the_loader(fit: Callable[..., Result]
     assert fit(function, scaling_config=ONE_GPU).return_value == 0.0
 
 
-def test_opaque_batches_survive_the_reuse_of_memory() -> None:
+def test_prefetched_opaque_batches_survive_memory_reuse() -> None:
     class Opaque:
         def __init__(self, x: torch.Tensor) -> None:
             self.x = x

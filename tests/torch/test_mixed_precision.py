@@ -1,4 +1,4 @@
-"""accelerate, prepare_model, prepare_optimizer and backward work together, on the CPU too."""
+"""Tests of mixed precision: accelerate, prepare_model, prepare_optimizer, and backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Probe(nn.Module):
 
 
 def plain_step() -> list[float]:
-    """What the step below comes to in full precision, in plain PyTorch."""
+    """Result of the same step in full precision with plain PyTorch."""
     torch.manual_seed(0)
     model = Probe()
     model(torch.ones(4, 2))["y"].pow(2).mean().backward()
@@ -61,7 +61,7 @@ def step(amp: Any) -> tuple[Any, ...]:
         (torch.float16, torch.float16, False),
     ],
 )
-def test_a_step_in_each_precision(
+def test_accelerate_step_in_each_precision_matches_full_precision(
     fit: Callable[..., Result], amp: Any, computed_in: torch.dtype, same_optimizer: bool
 ) -> None:
     seen, loss, same, rate, weights = fit(lambda: step(amp)).return_value
@@ -70,7 +70,7 @@ def test_a_step_in_each_precision(
     assert weights == pytest.approx(plain_step(), abs=1e-6 if amp is False else 0.01)
 
 
-def test_a_step_with_gradients_that_are_not_finite_is_left_out(fit: Callable[..., Result]) -> None:
+def test_scaled_optimizer_skips_step_with_infinite_gradients(fit: Callable[..., Result]) -> None:
     def function() -> Any:
         accelerate(torch.float16)
         weight = nn.Parameter(torch.ones(1))
@@ -84,7 +84,7 @@ def test_a_step_with_gradients_that_are_not_finite_is_left_out(fit: Callable[...
     assert fit(function).return_value == [0.0]
 
 
-def test_the_scaled_optimizer_has_the_state_of_its_own(fit: Callable[..., Result]) -> None:
+def test_scaled_optimizer_delegates_state(fit: Callable[..., Result]) -> None:
     def function() -> None:
         accelerate(torch.float16)
         plain = torch.optim.Adam([nn.Parameter(torch.ones(1))])
@@ -93,13 +93,13 @@ def test_the_scaled_optimizer_has_the_state_of_its_own(fit: Callable[..., Result
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         assert optimizer.param_groups is plain.param_groups
-        with pytest.raises(ValueError, match="takes no closure"):
+        with pytest.raises(ValueError, match="does not work with gradient scaling"):
             optimizer.step(lambda: 0.0)
 
     fit(function)
 
 
-def test_a_copy_of_the_model_computes_by_itself(fit: Callable[..., Result]) -> None:
+def test_autocast_hooks_work_in_model_copy(fit: Callable[..., Result]) -> None:
     def function() -> bool:
         accelerate(True)
         model = prepare_model(Probe())
@@ -111,7 +111,7 @@ def test_a_copy_of_the_model_computes_by_itself(fit: Callable[..., Result]) -> N
     assert fit(function).return_value
 
 
-def test_accelerate_comes_once_and_first(fit: Callable[..., Result]) -> None:
+def test_accelerate_called_twice_raises(fit: Callable[..., Result]) -> None:
     def function(first: Callable[[], Any]) -> None:
         first()
         with pytest.raises(RuntimeError, match="must be called once, before prepare_model"):
@@ -120,7 +120,7 @@ def test_accelerate_comes_once_and_first(fit: Callable[..., Result]) -> None:
     fit(lambda: function(accelerate))
 
 
-def test_accelerate_does_not_come_late(fit: Callable[..., Result]) -> None:
+def test_accelerate_after_prepare_model_raises(fit: Callable[..., Result]) -> None:
     def function() -> None:
         prepare_model(nn.Linear(1, 1))
         with pytest.raises(RuntimeError, match="before prepare_model"):
@@ -129,7 +129,7 @@ def test_accelerate_does_not_come_late(fit: Callable[..., Result]) -> None:
     fit(function)
 
 
-def test_only_half_precision_is_mixed(fit: Callable[..., Result]) -> None:
+def test_accelerate_with_other_dtype_raises(fit: Callable[..., Result]) -> None:
     def function() -> None:
         with pytest.raises(ValueError, match=r"found torch\.int8"):
             accelerate(torch.int8)

@@ -1,4 +1,4 @@
-"""prepare_model on one worker, and what it refuses."""
+"""Tests of prepare_model on one worker, and of its errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from drawbar.train.testing import run_in_threads
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", None])
-def test_one_worker_gets_its_own_model_back(fit: Callable[..., Result], strategy: Any) -> None:
+def test_prepare_model_on_one_worker_returns_same_model(
+    fit: Callable[..., Result], strategy: Any
+) -> None:
     def function() -> bool:
         model = nn.Linear(1, 1)
         return prepare_model(model, parallel_strategy=strategy) is model
@@ -23,7 +25,7 @@ def test_one_worker_gets_its_own_model_back(fit: Callable[..., Result], strategy
     assert fit(function).return_value
 
 
-def test_the_model_is_moved_to_the_device_that_is_named(fit: Callable[..., Result]) -> None:
+def test_prepare_model_moves_model_to_given_device(fit: Callable[..., Result]) -> None:
     def function() -> str:
         model = prepare_model(nn.Linear(1, 1), move_to_device=torch.device("meta"))
         return next(model.parameters()).device.type
@@ -31,34 +33,34 @@ def test_the_model_is_moved_to_the_device_that_is_named(fit: Callable[..., Resul
     assert fit(function).return_value == "meta"
 
 
-def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"takes a torch.nn.Module, found 3 \(int\)"):
+def test_prepare_model_of_other_type_raises() -> None:
+    with pytest.raises(TypeError, match=r"needs a torch.nn.Module, found 3 \(int\)"):
         prepare_model(3)  # type: ignore[arg-type]
 
 
-def test_an_unknown_strategy_is_refused() -> None:
+def test_prepare_model_with_unknown_strategy_raises() -> None:
     with pytest.raises(ValueError, match=r"one of 'ddp', 'fsdp', 'fsdp2' or None, found 'dpp'"):
         prepare_model(nn.Linear(1, 1), parallel_strategy="dpp")  # type: ignore[arg-type]
 
 
-def test_without_a_process_group_the_trainer_is_named() -> None:
+def test_prepare_model_without_process_group_names_trainer() -> None:
     def function() -> None:
         with pytest.raises(
-            RuntimeError, match=r"needs the process group .* drawbar.torch.TorchTrainer"
+            RuntimeError, match=r"needs an initialized process group.* drawbar.torch.TorchTrainer"
         ):
             prepare_model(nn.Linear(1, 1))
 
     run_in_threads(function, num_workers=2)
 
 
-def test_arguments_without_a_strategy_are_refused() -> None:
+def test_prepare_model_arguments_without_strategy_raises() -> None:
     with pytest.raises(ValueError, match="has 'mesh', but parallel_strategy is None"):
         prepare_model(
             nn.Linear(1, 1), parallel_strategy=None, parallel_strategy_kwargs={"mesh": None}
         )
 
 
-def test_a_function_that_names_a_backend_of_torch_can_be_sent(fit: Callable[..., Result]) -> None:
+def test_pickle_of_function_with_torch_backends_succeeds(fit: Callable[..., Result]) -> None:
     def function() -> bool:
         return torch.backends.cudnn.deterministic
 

@@ -1,4 +1,4 @@
-"""Two workers on half of the batch each come to what one process comes to on all of it."""
+"""Two workers with half of each batch compute the same results as one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRATEGIES: dict[str, dict[str, Any] | None] = {
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_every_strategy_trains_as_one_process_does(fit: Callable[..., Result]) -> None:
+def test_prepare_model_strategies_match_one_process(fit: Callable[..., Result]) -> None:
     def network() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 1))
 
@@ -30,7 +30,7 @@ def test_every_strategy_trains_as_one_process_does(fit: Callable[..., Result]) -
         generator = torch.Generator().manual_seed(1)
         batches = torch.randn(5, 8, 4, generator=generator)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model.eval()  # statistics of half a batch are not those of the whole
+        model.eval()  # the statistics of half a batch differ from those of a complete one
         for batch in batches:
             x = batch[rank::size]
             optimizer.zero_grad()

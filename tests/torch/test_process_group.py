@@ -1,4 +1,4 @@
-"""The process group of one worker in this process: it is up inside, and nothing of it stays."""
+"""Tests of the process group of one worker in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drawbar.train import Result, WorkerGroupError, checkpoint_dir, report
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "ACCELERATE_TORCH_DEVICE")
 
 
-def test_the_group_is_up_inside(fit: Callable[..., Result]) -> None:
+def test_process_group_is_initialized_in_training_function(fit: Callable[..., Result]) -> None:
     def function() -> list[Any]:
         ones = torch.ones(1)
         dist.all_reduce(ones)
@@ -28,7 +28,9 @@ def test_the_group_is_up_inside(fit: Callable[..., Result]) -> None:
     assert fit(function).return_value == [0, 1, "gloo", 1.0]
 
 
-def test_nothing_stays(fit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_after_return_is_destroyed(
+    fit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     threads = torch.get_num_threads()
     sockets = len(psutil.Process().net_connections())
@@ -45,7 +47,7 @@ def test_nothing_stays(fit: Callable[..., Result], monkeypatch: pytest.MonkeyPat
     assert len(psutil.Process().net_connections()) <= sockets  # Ray may have closed some meanwhile
 
 
-def test_nothing_stays_of_a_function_that_failed(fit: Callable[..., Result]) -> None:
+def test_process_group_after_exception_is_destroyed(fit: Callable[..., Result]) -> None:
     def function() -> None:
         raise ValueError("boom")
 
@@ -55,7 +57,7 @@ def test_nothing_stays_of_a_function_that_failed(fit: Callable[..., Result]) -> 
     assert "MASTER_PORT" not in os.environ
 
 
-def test_tcp_leaves_the_variables_alone(
+def test_process_group_with_tcp_does_not_set_master_env(
     fit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -71,13 +73,13 @@ def own_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_group")
-def test_a_group_of_the_users_own_is_not_touched(fit: Callable[..., Result]) -> None:
-    with pytest.raises(WorkerGroupError, match=r"call torch.distributed.destroy_process_group\(\)"):
+def test_process_group_with_existing_group_raises(fit: Callable[..., Result]) -> None:
+    with pytest.raises(WorkerGroupError, match=r"Call torch.distributed.destroy_process_group\(\)"):
         fit(lambda: None)
     assert dist.is_initialized()
 
 
-def test_the_interface_is_that_of_the_route() -> None:
+def test_network_interface_to_follows_route() -> None:
     loopback = network_interface_to("127.0.0.1", 1)
     assert loopback is not None
     addresses = psutil.net_if_addrs()[loopback]
@@ -85,7 +87,7 @@ def test_the_interface_is_that_of_the_route() -> None:
     assert network_interface_to("no.such.host.invalid", 1) is None
 
 
-def test_a_checkpoint_is_loaded_again(fit: Callable[..., Result]) -> None:
+def test_torch_checkpoint_roundtrip(fit: Callable[..., Result]) -> None:
     def function() -> None:
         with checkpoint_dir() as path:
             torch.save({"weight": torch.ones(2)}, path / "model.pt")

@@ -1,4 +1,4 @@
-"""Two workers on Ray: how they meet, and what happens to the others when one leaves."""
+"""Tests of the process group of two workers on Ray: creation, and failure of one rank."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_divergence_error_counts_the_users_collectives_and_names_the_remedy(
     assert "All ranks must call barrier() equally often. Move it out of branches" in remedy
 
 
-def test_a_script_can_make_its_own_group_instead(fit: Callable[..., Result]) -> None:
+def test_process_group_can_be_recreated_by_script(fit: Callable[..., Result]) -> None:
     def function() -> list[Any]:
         sizes = []
         for _ in range(2):
@@ -80,22 +80,22 @@ def test_a_script_can_make_its_own_group_instead(fit: Callable[..., Result]) -> 
     assert fit(function, num_workers=2).return_values == [[2, 2], [2, 2]]
 
 
-def test_a_rank_that_fails_is_not_waited_for(fit: Callable[..., Result]) -> None:
+def test_collective_after_failure_of_other_rank_raises(fit: Callable[..., Result]) -> None:
     with pytest.raises(WorkerGroupError) as raised:
         fit(lambda: train_until(boom), num_workers=2)
     assert raised.value.failures[0].headline().startswith("rank 1: ValueError: boom")
 
 
-def test_a_rank_that_returns_is_not_waited_for(fit: Callable[..., Result]) -> None:
+def test_collective_after_return_of_other_rank_raises(fit: Callable[..., Result]) -> None:
     with pytest.raises(WorkerGroupError) as raised:
         fit(lambda: train_until(lambda: None), num_workers=2)
     assert raised.value.failures[0].rank == 0
     assert "another rank failed or left its training function" in str(raised.value)
 
 
-@pytest.mark.alone  # who needs more than some seconds to come to a stop is not kept
+@pytest.mark.alone  # a worker that takes more than a few seconds to stop is not kept
 @pytest.mark.parametrize("leave", [boom, kill])
-def test_the_survivor_meets_the_others_again(
+def test_surviving_worker_joins_new_process_group(
     fit: Callable[..., Result], run_config: RunConfig, leave: Callable[[], None]
 ) -> None:
     def function() -> tuple[bool, float]:
@@ -139,7 +139,7 @@ def group_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "num_warnings"),
     [
         (step_alone, 1),
         (load_alone, 1),
@@ -149,26 +149,26 @@ def group_by_hand() -> None:
         (collective.barrier, 0),
     ],
 )
-def test_workers_that_exchanged_nothing_are_told_once(
-    fit: Callable[..., Result], capfd: pytest.CaptureFixture[str], function: Any, told: int
+def test_communication_check_without_collectives_warns_once(
+    fit: Callable[..., Result], capfd: pytest.CaptureFixture[str], function: Any, num_warnings: int
 ) -> None:
     fit(lambda: function(), num_workers=2)
-    assert capfd.readouterr().err.count("drawbar.torch.prepare_model(model)") == told
+    assert capfd.readouterr().err.count("drawbar.torch.prepare_model(model)") == num_warnings
 
 
-def test_an_error_is_all_that_is_told(
+def test_communication_check_after_error_does_not_warn(
     fit: Callable[..., Result], capfd: pytest.CaptureFixture[str]
 ) -> None:
     def function() -> None:
         if get_context().get_world_rank() == 1:
-            raise ValueError("an error of its own")
+            raise ValueError("an unrelated error")
 
-    with pytest.raises(WorkerGroupError, match="an error of its own"):
+    with pytest.raises(WorkerGroupError, match="an unrelated error"):
         fit(function, num_workers=2)
     assert "prepare_model" not in capfd.readouterr().err
 
 
-def test_one_worker_has_nobody_to_exchange_with(
+def test_communication_check_with_one_worker_does_not_warn(
     fit: Callable[..., Result], capfd: pytest.CaptureFixture[str]
 ) -> None:
     fit(step_alone)

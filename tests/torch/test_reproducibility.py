@@ -1,4 +1,4 @@
-"""A training function that is seeded gives the same numbers again, and leaves no trace."""
+"""Tests of enable_reproducibility and derive_seed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def draw(seed: int) -> list[Any]:
     return [random.random(), float(np.random.rand()), float(torch.rand(())), order]
 
 
-def test_the_same_seed_gives_the_same_numbers(run_config: RunConfig, tmp_path: Any) -> None:
+def test_enable_reproducibility_with_same_seed_repeats_numbers(
+    run_config: RunConfig, tmp_path: Any
+) -> None:
     def numbers(seed: int, run: int) -> Any:
         return (
             TorchTrainer(
@@ -42,7 +44,7 @@ def test_the_same_seed_gives_the_same_numbers(run_config: RunConfig, tmp_path: A
     assert all(a != b for a, b in zip(one, other, strict=True))
 
 
-def test_settings_hold_during_the_function_and_no_longer(fit: Callable[..., Result]) -> None:
+def test_enable_reproducibility_settings_end_with_attempt(fit: Callable[..., Result]) -> None:
     def function() -> list[Any]:
         enable_reproducibility()
         return state()
@@ -57,12 +59,12 @@ def test_settings_hold_during_the_function_and_no_longer(fit: Callable[..., Resu
     assert state() == before
 
 
-def test_a_seed_out_of_range_is_refused() -> None:
+def test_enable_reproducibility_with_seed_out_of_range_raises() -> None:
     with pytest.raises(ValueError, match=r"from 0 to 2\*\*32 - 1, found -1"):
         enable_reproducibility(-1)
 
 
-def test_derived_seeds_differ() -> None:
+def test_derive_seed_of_different_parts_differs() -> None:
     seeds = {derive_seed(seed, epoch) for seed in range(20) for epoch in range(20)}
     assert len(seeds) == 400
     assert all(0 <= seed < 2**63 for seed in seeds)

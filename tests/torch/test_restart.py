@@ -1,7 +1,7 @@
-"""A rank dies while the other stands in the backward pass of DDP: the run goes on as if it had not.
+"""Tests of a restart after a rank dies while the other one is in the backward pass of DDP.
 
-One run is interrupted, one is not. They share the function, whose first attempt says on its way
-what the second one must not find any more.
+An interrupted and an uninterrupted run use the same function. Its first attempt records the
+resources that the second attempt must not find.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FATAL_EPOCH = 1
 
 @dataclass(frozen=True)
 class Process:
-    """What one rank's process has of its attempt's."""
+    """Resources of an attempt in the process of one rank."""
 
     pid: int
     store: int  # port at which the ranks meet
@@ -52,7 +52,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has come to: its last weights, and its process in the first attempt and now."""
+    """Result of a rank: its last weights, and its process in the first attempt and now."""
 
     weights: torch.Tensor
     first: Process
@@ -90,7 +90,7 @@ def training(folder: Path, *, dies: bool) -> Callable[[], Trained]:
 
 
 def one_dies(meeting: Path) -> None:
-    """Have rank 1 die when rank 0 is about to step into its backward pass."""
+    """Kill rank 1 when rank 0 is about to start its backward pass."""
     with meeting.open("w" if train.get_context().get_world_rank() == 0 else "r"):
         pass  # a FIFO opens when both ends are there
     if train.get_context().get_world_rank() == 1:
@@ -117,7 +117,7 @@ def save(epoch: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Give the epoch to go on with."""
+    """Return the epoch to resume from."""
     checkpoint = train.get_checkpoint()
     if checkpoint is None:
         return 0
@@ -150,33 +150,35 @@ def interrupted(ray_cluster: None, folder: Path) -> list[Trained]:
     return result.return_values
 
 
-def test_it_comes_to_the_same_weights(interrupted: list[Trained], folder: Path) -> None:
+def test_restart_after_sigkill_yields_same_weights(
+    interrupted: list[Trained], folder: Path
+) -> None:
     for with_it, without in zip(
         interrupted, fit(folder, "whole", dies=False).return_values, strict=True
     ):
         assert torch.equal(with_it.weights, without.weights)
 
 
-def test_the_survivor_is_kept_out_of_its_backward_pass(interrupted: list[Trained]) -> None:
+def test_restart_during_backward_keeps_surviving_process(interrupted: list[Trained]) -> None:
     survivor, replacement = interrupted
     assert survivor.first.pid == survivor.second.pid
     assert replacement.first == replacement.second  # it knows nothing of the attempt before
 
 
-def test_the_loaders_processes_of_the_old_attempt_are_gone(interrupted: list[Trained]) -> None:
+def test_restart_ends_loader_processes_of_old_attempt(interrupted: list[Trained]) -> None:
     survivor, replacement = interrupted
     assert survivor.first.children
     assert not survivor.second.children
     assert not replacement.second.children
 
 
-def test_the_process_group_of_the_old_attempt_is_gone(interrupted: list[Trained]) -> None:
+def test_restart_destroys_process_group_of_old_attempt(interrupted: list[Trained]) -> None:
     survivor, replacement = interrupted
     assert survivor.old_group_is_gone
     assert survivor.second.store == replacement.second.store != survivor.first.store
 
 
-def test_the_ports_of_the_old_attempt_are_closed(interrupted: list[Trained]) -> None:
+def test_restart_closes_ports_of_old_attempt(interrupted: list[Trained]) -> None:
     survivor, _ = interrupted
     assert survivor.first.store in survivor.first.ports - survivor.second.ports
     assert len(survivor.second.ports) == len(survivor.first.ports)

@@ -1,4 +1,4 @@
-"""The order of an epoch, and each rank's share of it, as pure functions of seed, epoch and rank."""
+"""Tests of drawbar.torch._sampler."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def samplers(source: Any, world_size: int, **options: Any) -> list[EpochSampler[
     return [EpochSampler(source, rank=rank, **options) for rank in range(world_size)]
 
 
-def test_the_ranks_take_turns() -> None:
+def test_epoch_sampler_assigns_items_round_robin() -> None:
     assert rank_items("abcdef", 0, 2, drop_last=False) == ["a", "c", "e"]
     assert rank_items("abcdef", 1, 2, drop_last=False) == ["b", "d", "f"]
 
 
 @pytest.mark.parametrize("items", [0, 1, 3, 8, 10])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_shares_are_equal_and_complete(items: int, world_size: int) -> None:
+def test_rank_items_are_equal_and_complete(items: int, world_size: int) -> None:
     shares = [rank_items(range(items), r, world_size, drop_last=False) for r in range(world_size)]
     assert len({len(each) for each in shares}) == 1
     assert {item for each in shares for item in each} == set(range(items))
     assert sum(map(len, shares)) - items < world_size
 
 
-def test_dropping_the_last_repeats_nothing() -> None:
+def test_rank_items_with_drop_last_repeats_nothing() -> None:
     shares = [rank_items(range(10), rank, 3, drop_last=True) for rank in range(3)]
     assert sorted(item for each in shares for item in each) == list(range(9))
 
 
-def test_every_epoch_has_its_own_order_and_every_rank_its_own_share() -> None:
+def test_epoch_sampler_order_differs_by_epoch() -> None:
     ranks = samplers(RandomSampler(range(12)), 3)
     epochs = [[list(each) for each in ranks] for _ in range(3)]
     for epoch in epochs:
@@ -45,13 +45,13 @@ def test_every_epoch_has_its_own_order_and_every_rank_its_own_share() -> None:
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_the_order_does_not_depend_on_the_number_of_ranks() -> None:
+def test_epoch_sampler_order_is_independent_of_world_size() -> None:
     (alone,) = samplers(RandomSampler(range(12)), 1)
     together = [list(each) for each in samplers(RandomSampler(range(12)), 3)]
     assert list(alone) == [item for turn in zip(*together, strict=True) for item in turn]
 
 
-def test_set_epoch_is_honoured() -> None:
+def test_epoch_sampler_set_epoch_sets_order() -> None:
     first, second = samplers(RandomSampler(range(12)), 1) + samplers(RandomSampler(range(12)), 1)
     epochs = [list(first) for _ in range(3)]
     second.set_epoch(2)
@@ -59,13 +59,13 @@ def test_set_epoch_is_honoured() -> None:
     assert list(second) == list(first)
 
 
-def test_another_seed_is_another_order() -> None:
+def test_epoch_sampler_order_differs_by_seed() -> None:
     (one,) = samplers(RandomSampler(range(12)), 1, seed=1)
     (two,) = samplers(RandomSampler(range(12)), 1, seed=2)
     assert list(one) != list(two)
 
 
-def test_drawing_an_order_disturbs_no_generator() -> None:
+def test_epoch_sampler_does_not_change_generators() -> None:
     generator = torch.Generator()
     generator.manual_seed(3)
     (sampler,) = samplers(RandomSampler(range(12), generator=generator), 1)
@@ -87,19 +87,19 @@ class PythonShuffle(Sampler[int]):
         return 10
 
 
-def test_a_custom_sampler_is_split_rather_than_replaced() -> None:
+def test_epoch_sampler_splits_custom_sampler() -> None:
     one, two = (list(each) for each in samplers(PythonShuffle(), 2))
     assert sorted(one + two) == list(range(10))
 
 
-def test_a_weighted_sampler_keeps_its_weights() -> None:
+def test_epoch_sampler_keeps_weights_of_weighted_sampler() -> None:
     weights = [0.0] * 5 + [1.0] * 5
     one, two = (list(each) for each in samplers(WeightedRandomSampler(weights, 40), 2))
     assert len(one) == len(two) == 20
     assert set(one + two) == set(range(5, 10))
 
 
-def test_a_batch_sampler_is_split_by_whole_batches() -> None:
+def test_epoch_sampler_splits_batch_sampler_by_batches() -> None:
     batches = BatchSampler(RandomSampler(range(10)), 3, drop_last=False)
     one, two = (list(each) for each in samplers(batches, 2))
     assert len(one) == len(two) == len(samplers(batches, 2)[0]) == 2
@@ -114,7 +114,7 @@ class RecordsEpochs(RandomSampler):
         self.epochs = [*getattr(self, "epochs", []), epoch]
 
 
-def test_set_epoch_reaches_the_sampler_of_a_batch_sampler() -> None:
+def test_epoch_sampler_sets_epoch_of_inner_sampler() -> None:
     inner = RecordsEpochs(range(12))
     (sampler,) = samplers(BatchSampler(inner, 3, drop_last=False), 1)
     sampler.set_epoch(4)

@@ -1,4 +1,4 @@
-"""What torchrun starts: `num_workers=0` in each of its processes is one run of all ranks."""
+"""Tests under torchrun: `num_workers=0` in each of its processes forms one run of all ranks."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_processes_are_one_run_of_two_ranks(runs: Path) -> None:
+def test_torchrun_processes_form_one_run(runs: Path) -> None:
     values = [
         [rank, 2, rank, "together", "DistributedDataParallel", heard]
         for rank, heard in enumerate(
@@ -122,14 +122,14 @@ def test_two_processes_are_one_run_of_two_ranks(runs: Path) -> None:
     check_run(run)
 
 
-def test_a_rank_that_fails_ends_all_with_its_error(runs: Path) -> None:
+def test_torchrun_failure_of_one_rank_ends_all_ranks(runs: Path) -> None:
     for kind, message in told(runs, "failing"):
         assert kind == "WorkerGroupError"
         assert message.startswith("rank 1")
         assert "ValueError: rank 1 does not like this" in message
 
 
-def test_what_torchrun_restarts_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_torchrun_restart_resumes_from_latest_checkpoint(tmp_path: Path) -> None:
     torchrun(
         tmp_path,
         """
@@ -149,13 +149,13 @@ def test_what_torchrun_restarts_goes_on_from_the_newest_checkpoint(tmp_path: Pat
     assert told(tmp_path, "run") == [[[None, None], "checkpoint_000001", [0, 0, 1, 1]]] * 2
 
 
-def test_what_keeps_rank_0_from_opening_the_run_is_said_by_every_rank(runs: Path) -> None:
+def test_torchrun_error_of_rank_0_is_raised_on_all_ranks(runs: Path) -> None:
     (kind, message), other = told(runs, "closed")
     assert kind == "FileExistsError"
     assert other == ["ControllerError", f"rank 0 cannot open the run: {kind}: {message}"]
 
 
-def test_datasets_are_refused(runs: Path) -> None:
+def test_torchrun_with_datasets_raises(runs: Path) -> None:
     for kind, message in told(runs, "split"):
         assert kind == "ValueError"
         assert "ScalingConfig(num_workers=2)" in message

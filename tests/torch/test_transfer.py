@@ -1,4 +1,4 @@
-"""Batches of any shape reach the device. The meta device stands for one that is not the CPU."""
+"""Tests of drawbar.torch._device_transfer. The meta device replaces a device other than the CPU."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class Encoding(UserDict[str, torch.Tensor]):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_tensors_are_moved_and_the_rest_is_kept(batch: Any, tensor: Any) -> None:
+def test_move_to_device_moves_tensors_in_structures(batch: Any, tensor: Any) -> None:
     there = move_to_device(batch, META)
     assert type(there) is type(batch)
     assert tensor(there).device == META
 
 
-def test_what_is_no_tensor_stays() -> None:
+def test_move_to_device_keeps_other_values() -> None:
     batch = {"a": ["text", 1, None], "b": range(3)}
     assert move_to_device(batch, META) == batch
 
 
-def test_every_batch_is_moved_and_none_may_be_none() -> None:
+def test_iter_to_device_moves_all_batches_including_none() -> None:
     batches = list(iter_to_device([torch.ones(1), None, torch.ones(1)], META, prefetch=True))
     assert batches[1] is None
     assert batches[0].device == batches[2].device == META

@@ -1,4 +1,4 @@
-"""What TorchXLAConfig does on a machine without an XLA device."""
+"""Tests of TorchXLAConfig on a machine without an XLA device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from drawbar.torch._xla import compile_graphs
 from drawbar.train import ScalingConfig
 
 without_xla = pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is not None, reason="says what happens without torch_xla"
+    importlib.util.find_spec("torch_xla") is not None,
+    reason="needs an environment without torch_xla",
 )
 
 
-def test_it_is_a_torch_config_with_the_backend_xla() -> None:
+def test_xla_config_has_backend_xla() -> None:
     config = TorchXLAConfig(timeout_s=60)
     assert isinstance(config, TorchConfig)
-    assert config.resolve_backend(gpus=False) == "xla"
+    assert config.resolve_backend(has_gpus=False) == "xla"
     assert not config.neuron_parallel_compile
 
 
 @without_xla
-def test_a_missing_torch_xla_is_told_with_what_to_install() -> None:
+def test_xla_config_without_torch_xla_names_package() -> None:
     trainer = TorchTrainer(
         print, torch_config=TorchXLAConfig(), scaling_config=ScalingConfig(num_workers=0)
     )
@@ -48,7 +49,7 @@ def neuron_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return install
 
 
-def test_graphs_are_compiled_by_the_documented_command(
+def test_compile_graphs_runs_documented_command(
     neuron_command: Callable[[str], Path],
 ) -> None:
     log = neuron_command("exit 0")
@@ -56,13 +57,13 @@ def test_graphs_are_compiled_by_the_documented_command(
     assert log.read_text().startswith("--command compile")
 
 
-def test_a_failed_compilation_is_an_error(neuron_command: Callable[[str], Path]) -> None:
+def test_compile_graphs_failure_raises(neuron_command: Callable[[str], Path]) -> None:
     neuron_command("exit 3")
-    with pytest.raises(RuntimeError, match=r"neuron_parallel_compile .* ended with exit code 3"):
+    with pytest.raises(RuntimeError, match=r"neuron_parallel_compile .* exited with code 3"):
         compile_graphs()
 
 
-def test_a_missing_compiler_is_told_with_what_to_install(
+def test_compile_graphs_without_compiler_names_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

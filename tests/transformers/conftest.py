@@ -69,7 +69,7 @@ def tiny_gpt(dropout: float = 0.1) -> Any:
 
 
 def tiny_trainer(output_dir: str | os.PathLike[str], model: Any = None, **options: Any) -> Any:
-    """A plain Trainer; `options` are those of `TrainingArguments`, and the two datasets."""
+    """Create a plain Trainer. `options` are `TrainingArguments` and the two datasets."""
     from transformers import Trainer, TrainingArguments
 
     if "deepspeed" in options and options.get("use_cpu", True):
@@ -124,7 +124,7 @@ def losses_of_one_process(path: Path, trainer: Callable[[], Any]) -> Any:
 
 
 class Tiny:
-    """What training functions use, also where there is no Drawbar."""
+    """Helpers for training functions, which also work without Drawbar."""
 
     SHARDED = SHARDED
     windows = staticmethod(windows)
@@ -134,7 +134,7 @@ class Tiny:
 
 
 class Runs:
-    """Ways to run training functions, and what those of Drawbar use."""
+    """Ways to run training functions, and helpers for those that use Drawbar."""
 
     on_ray = staticmethod(on_ray)
     losses_of_one_process = staticmethod(losses_of_one_process)

@@ -1,4 +1,4 @@
-"""Ray Data's shards as the Trainer's data: lengths, epochs, each row once over a kill."""
+"""Tests of Ray Data shards as data of the Trainer: lengths, epochs, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ pytestmark = [
 
 
 def dataset(rows: list[dict[str, Any]]) -> ray.data.Dataset:
-    """Give rows in few blocks: each is a task for Ray Data, perhaps in a process of its own."""
+    """Return rows in few blocks: Ray Data may run a task in a separate process for each block."""
     return ray.data.from_items(rows, override_num_blocks=2)
 
 
-def test_epochs_of_rows_over_a_kill_and_an_exact_evaluation(
-    tiny: Any, runs: Any, tmp_path: Path
-) -> None:
+def test_shard_rows_after_kill_are_trained_once(tiny: Any, runs: Any, tmp_path: Path) -> None:
     rows, seen = tiny.windows(64), tmp_path / "seen"
     seen.mkdir()
 
@@ -89,7 +87,7 @@ def test_epochs_of_rows_over_a_kill_and_an_exact_evaluation(
     for rank in (0, 1):
         before, after = (read(seen / f"{rank}-{attempt}.jsonl") for attempt in (0, 1))
         assert len(before) >= 10
-        trained.append(before[:9] + after)  # the newest checkpoint was that of step 9
+        trained.append(before[:9] + after)  # the latest checkpoint was saved at step 9
     epochs = [sorted(i for rank in trained for ids in rank[e : e + 8] for i in ids) for e in (0, 8)]
     assert epochs == [list(range(64))] * 2
 
@@ -98,9 +96,7 @@ def read(file: Path) -> list[list[int]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_batches_need_max_steps_and_are_taken_as_they_are(
-    tiny: Any, runs: Any, tmp_path: Path
-) -> None:
+def test_shard_batches_with_max_steps_are_not_changed(tiny: Any, runs: Any, tmp_path: Path) -> None:
     def function() -> Any:
         batches = train.get_dataset_shard("train").iter_torch_batches(batch_size=4)
         trainer = tiny.trainer(tmp_path / "output", train_dataset=batches, max_steps=5)

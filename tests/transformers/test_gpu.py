@@ -1,4 +1,4 @@
-"""What only CUDA devices can show: the Trainer over NCCL, whole and sharded."""
+"""Tests of the Trainer that need CUDA devices: NCCL with replicated and sharded models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKERS = max(1, min(2, torch.cuda.device_count()))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero2", "zero3"])
-def test_the_trainer_learns_and_goes_on_over_nccl(
+def test_trainer_resumes_over_nccl(
     tiny: Any, runs: Any, tmp_path: Path, run_config: RunConfig, kind: str
 ) -> None:
     def fit(begin: str | None = None) -> Any:

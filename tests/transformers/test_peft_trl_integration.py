@@ -1,4 +1,4 @@
-"""LoRA by PEFT and TRL's `SFTTrainer`: Trainers like any other."""
+"""Tests of LoRA with PEFT and of TRL's `SFTTrainer`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def lora() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it
-def test_lora_is_saved_as_an_adapter_and_has_the_losses_of_one_process_over_a_kill(
-    tiny: Any, runs: Any, tmp_path: Path
-) -> None:
+def test_lora_after_kill_has_losses_of_one_process(tiny: Any, runs: Any, tmp_path: Path) -> None:
     def adapted(name: str, **options: Any) -> Any:
         from peft import get_peft_model
 
@@ -67,7 +65,7 @@ def byte_tokenizer() -> Any:
     )
 
 
-def test_supervised_fine_tuning_with_trl(tiny: Any, runs: Any, tmp_path: Path) -> None:
+def test_sft_trainer_of_trl_trains(tiny: Any, runs: Any, tmp_path: Path) -> None:
     def function() -> Any:
         import datasets
         from trl.trainer.sft_config import SFTConfig

@@ -1,4 +1,4 @@
-"""FSDP and DeepSpeed by the Trainer's own arguments, on CPU workers."""
+"""Tests of FSDP and DeepSpeed with the Trainer's arguments on CPU workers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def expected(tiny: Any, runs: Any, folder: Path) -> dict[int, float]:
 def killed(
     request: pytest.FixtureRequest, ray_cluster: None, tiny: Any, runs: Any, folder: Path
 ) -> tuple[str, Result]:
-    """A run that is killed after its first checkpoint and goes on from it."""
+    """Run that is killed after its first checkpoint and resumes from it."""
     kind: str = request.param
 
     def function() -> Any:
@@ -75,7 +75,7 @@ def killed(
     return kind, runs.fit(function, folder / kind)
 
 
-def test_a_killed_run_has_the_losses_of_one_process(
+def test_sharded_run_after_kill_has_losses_of_one_process(
     killed: tuple[str, Result], expected: dict[int, float]
 ) -> None:
     kind, result = killed
@@ -85,7 +85,7 @@ def test_a_killed_run_has_the_losses_of_one_process(
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def test_every_rank_has_its_shard_in_the_checkpoint(killed: tuple[str, Result]) -> None:
+def test_sharded_checkpoint_contains_shard_of_each_rank(killed: tuple[str, Result]) -> None:
     kind, result = killed
     checkpoint, metrics = result.best_checkpoints[0]
     assert metrics["step"] == 7
@@ -95,14 +95,14 @@ def test_every_rank_has_its_shard_in_the_checkpoint(killed: tuple[str, Result]) 
 
 @pytest.mark.parametrize("killed", ["fsdp"], indirect=True)
 @pytest.mark.parametrize("num_workers", [0, 3])  # 0 is one, in this process
-def test_fsdp_goes_on_with_another_number_of_workers(
+def test_fsdp_resumes_on_other_world_size(
     killed: tuple[str, Result], resume: Any, num_workers: int
 ) -> None:
     assert sorted(resume(*killed, num_workers)) == list(range(1, 11))
 
 
 @pytest.mark.parametrize("killed", ["zero3"], indirect=True)
-def test_zero_3_does_not_and_deepspeed_says_so(killed: tuple[str, Result], resume: Any) -> None:
+def test_zero_3_on_other_world_size_raises(killed: tuple[str, Result], resume: Any) -> None:
     with pytest.raises(TrainingFailedError, match="world size"):
         resume(*killed, num_workers=1)
 

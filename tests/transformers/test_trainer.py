@@ -1,4 +1,4 @@
-"""A Trainer in one process, without Ray: resuming, the best model, wrong use."""
+"""Tests of a Trainer in one process without Ray: resuming, the best model, and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepsBegun(TrainerCallback):
 @pytest.mark.parametrize(
     ("argument", "begins"), [(None, 3), (True, 3), (False, 0)], ids=["nothing", "True", "False"]
 )
-def test_where_a_continued_run_begins(
+def test_train_of_resumed_run_starts_from_expected_step(
     tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path, argument: Any, begins: int
 ) -> None:
     def function() -> list[int]:
@@ -67,7 +67,7 @@ def test_where_a_continued_run_begins(
     assert fit(function).return_value[0] == begins
 
 
-def test_a_second_trainer_begins_anew(
+def test_train_of_second_trainer_starts_from_scratch(
     tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
 ) -> None:
     def function() -> list[int]:
@@ -198,7 +198,7 @@ BEST = {
 }
 
 
-def test_the_best_model_is_loaded_from_the_run(
+def test_load_best_model_at_end_loads_from_run(
     tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
 ) -> None:
     def function() -> tuple[int, str, float]:
@@ -214,7 +214,7 @@ def test_the_best_model_is_loaded_from_the_run(
     assert loss == pytest.approx(result.best_checkpoints[0][1]["eval_loss"], abs=1e-6)
 
 
-def test_a_best_model_that_was_not_kept_is_told(
+def test_load_best_model_at_end_of_deleted_checkpoint_raises(
     tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
 ) -> None:
     def function() -> None:
@@ -225,7 +225,7 @@ def test_a_best_model_that_was_not_kept_is_told(
         fit(function, checkpoint_config=CheckpointConfig(num_to_keep=1))
 
 
-def test_a_callback_of_a_trainer_that_is_not_prepared(
+def test_report_callback_without_prepared_trainer_raises(
     tiny: Any, fit: Callable[..., Any], tmp_path: Path
 ) -> None:
     def function() -> None:
@@ -237,7 +237,7 @@ def test_a_callback_of_a_trainer_that_is_not_prepared(
         fit(function)
 
 
-def test_a_checkpoint_that_is_no_trainers(
+def test_train_from_checkpoint_without_trainer_state_raises(
     tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
 ) -> None:
     def save_something_else() -> None:
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_is_no_trainers(
         fit(function, resume="must")
 
 
-def test_a_limit_that_would_do_nothing_is_told(
+def test_prepare_trainer_with_save_total_limit_warns(
     tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
 ) -> None:
     def function() -> None:
@@ -263,20 +263,20 @@ def test_a_limit_that_would_do_nothing_is_told(
         fit(function)
 
 
-def test_outside_of_a_training_function(tiny: Any, tmp_path: Path) -> None:
+def test_prepare_trainer_outside_training_function_raises(tiny: Any, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="inside a training function"):
         prepare_trainer(tiny.trainer(tmp_path / "output"))
 
 
-def test_what_is_no_trainer(fit: Callable[..., Any]) -> None:
+def test_prepare_trainer_of_other_type_raises(fit: Callable[..., Any]) -> None:
     def function() -> None:
         prepare_trainer("trainer")  # type: ignore[type-var]
 
-    with pytest.raises(WorkerGroupError, match=r"takes a transformers.Trainer, found 'trainer'"):
+    with pytest.raises(WorkerGroupError, match=r"needs a transformers.Trainer, found 'trainer'"):
         fit(function)
 
 
-def test_a_dataset_of_unknown_length_needs_max_steps(
+def test_train_on_data_of_unknown_length_needs_max_steps(
     tiny: Any, ray_cluster: None, fit: Callable[..., Any], tmp_path: Path
 ) -> None:
     import ray
@@ -291,7 +291,7 @@ def test_a_dataset_of_unknown_length_needs_max_steps(
         fit(function, datasets={"train": lazy})
 
 
-def test_what_is_taken_for_ray_data(tiny: Any) -> None:
+def test_is_shard_and_is_batch_iterable_detect_ray_data(tiny: Any) -> None:
     loader: Any = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
     others: tuple[Any, ...] = (tiny.windows(), {"eval": []}, None)
     for other in (*others, loader):

@@ -1,4 +1,4 @@
-"""A Trainer on two workers: the same losses as alone, checkpoints that are Transformers' own."""
+"""Tests of a Trainer on two workers: losses, reports, and checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def whole(ray_cluster: None, tiny: Any, runs: Any, folder: Path) -> Result:
 def under_torchrun(
     tiny: Any, torchrun: Callable[..., Any], whole: Result, folder: Path
 ) -> dict[str, Any]:
-    """Two plain Trainers on two processes: one trains, one goes on from our checkpoint."""
+    """Two plain Trainers on two processes: one trains, one resumes from a Drawbar checkpoint."""
     path = next(c.path for c, metrics in whole.best_checkpoints if metrics["step"] == 14)
 
     def function() -> Any:
@@ -63,7 +63,9 @@ def under_torchrun(
     return found
 
 
-def test_losses_are_those_of_one_process(tiny: Any, runs: Any, whole: Result, folder: Path) -> None:
+def test_trainer_on_two_workers_has_losses_of_one_process(
+    tiny: Any, runs: Any, whole: Result, folder: Path
+) -> None:
     def trainer() -> Any:
         model = tiny.gpt(dropout=0)
         return tiny.trainer(folder / "one-output", model, per_device_train_batch_size=8)
@@ -74,7 +76,7 @@ def test_losses_are_those_of_one_process(tiny: Any, runs: Any, whole: Result, fo
     assert whole.return_value == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one_under_torchrun(
+def test_trainer_after_kill_has_losses_of_torchrun(
     tiny: Any, runs: Any, under_torchrun: dict[str, Any], folder: Path
 ) -> None:
     def killed() -> Any:
@@ -91,7 +93,7 @@ def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one_under_torchru
     assert sorted(set(rows["step"])) == list(range(1, 21))
 
 
-def test_every_log_is_reported_by_every_rank(whole: Result) -> None:
+def test_report_callback_reports_logs_on_all_ranks(whole: Result) -> None:
     for rank in (0, 1):
         frame = whole.metrics_dataframe.query(f"rank == {rank} and train_loss.isna()")
         logged = frame[frame["loss"].notna() & frame["eval_loss"].isna()]
@@ -102,7 +104,7 @@ def test_every_log_is_reported_by_every_rank(whole: Result) -> None:
     assert {"loss", "eval_loss", "train_loss"} <= whole.metrics.keys()
 
 
-def test_a_checkpoint_has_the_metrics_known_at_its_step(whole: Result) -> None:
+def test_report_callback_checkpoint_has_latest_metrics(whole: Result) -> None:
     frame = whole.metrics_dataframe.query("rank == 0")
     evaluated = frame[frame["loss"].isna() & frame["eval_loss"].notna()].set_index("step")
     saved = {metrics["step"]: metrics for _, metrics in whole.best_checkpoints}
@@ -113,7 +115,7 @@ def test_a_checkpoint_has_the_metrics_known_at_its_step(whole: Result) -> None:
         assert metrics["epoch"] == step / 8
 
 
-def test_there_is_one_copy_of_a_checkpoint(whole: Result, folder: Path) -> None:
+def test_report_callback_moves_checkpoint(whole: Result, folder: Path) -> None:
     assert list((folder / "whole-output").iterdir()) == []
     assert len(list((folder / "whole").rglob("optimizer.pt"))) == 3
     assert whole.checkpoint is not None
@@ -122,7 +124,7 @@ def test_there_is_one_copy_of_a_checkpoint(whole: Result, folder: Path) -> None:
     }
 
 
-def test_transformers_alone_opens_a_checkpoint_and_goes_on_from_it(
+def test_checkpoint_resumes_in_plain_transformers(
     under_torchrun: dict[str, Any], whole: Result
 ) -> None:
     assert under_torchrun["opened"] > 10_000

@@ -1,4 +1,4 @@
-"""The checkpoints of a Trainer are validated beside it."""
+"""Tests of the validation of a Trainer's checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def count_parameters(checkpoint: Checkpoint) -> dict[str, int]:
     return {"parameters": model.num_parameters()}
 
 
-def test_what_the_trainer_saves_is_validated(tiny: Any, runs: Any, tmp_path: Path) -> None:
+def test_report_callback_validates_checkpoints(tiny: Any, runs: Any, tmp_path: Path) -> None:
     def function() -> int:
         from drawbar.transformers import RayTrainReportCallback, prepare_trainer
 

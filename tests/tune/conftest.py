@@ -1,4 +1,4 @@
-"""Shared by the tests of drawbar.tune: drivers of their own, and their ends."""
+"""Fixtures of the tests of drawbar.tune: driver processes."""
 
 from tests.train.conftest import drivers, wait_until_gone
 

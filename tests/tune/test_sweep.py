@@ -1,4 +1,4 @@
-"""Sweeps of Ray Tune over trainers, on real Ray: a trial is a run in the trial's own bundles."""
+"""Tests of Ray Tune sweeps over trainers on Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIR = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
 
 
 def count_up(config: dict[str, Any]) -> None:
-    """Report steps whose loss is that of the config, each with a checkpoint of what led to it."""
+    """Report the loss of the config in each step, with a checkpoint of the history."""
     path = train.get_checkpoint()
     lineage = Path(path, "lineage").read_text().split() if path else []
     trial = train.get_context().get_trial_id()
@@ -100,7 +100,7 @@ def _is_there(row: dict[str, Any]) -> bool:
     return row.get("State", row.get("state")) not in ("DEAD", "REMOVED")
 
 
-def test_halving_with_room_for_half_of_the_trials(
+def test_halving_with_resources_for_half_of_trials_finishes(
     tmp_path: Path, left_over: Callable[[], list[str]]
 ) -> None:
     before = len(actors())
@@ -129,7 +129,7 @@ class CopiesResultsAtTheStart(tune.Callback):
             Path(trial.path, name).touch()
 
 
-def test_population_based_training_exchanges_checkpoints_and_keeps_all_results(
+def test_population_based_training_keeps_all_results(
     tmp_path: Path, left_over: Callable[[], list[str]]
 ) -> None:
     scheduler = PopulationBasedTraining(
@@ -160,10 +160,10 @@ def test_population_based_training_exchanges_checkpoints_and_keeps_all_results(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_killed_worker_restarts_within_its_trial(
+def test_killed_worker_restarts_within_its_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the Tuner's process has set since Ray's start is there too."""
+    """Check that environment variables set in the Tuner's process after Ray's start are there."""
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--fast"])
     monkeypatch.setenv("HF_SET_LATE", "1")
 
@@ -185,7 +185,9 @@ def test_a_killed_worker_restarts_within_its_trial(
     assert second.outcome == "finished"
 
 
-def test_a_function_that_calls_fit(tmp_path: Path, left_over: Callable[[], list[str]]) -> None:
+def test_tune_function_with_report_callback_reports_metrics(
+    tmp_path: Path, left_over: Callable[[], list[str]]
+) -> None:
     def trial(config: dict[str, Any]) -> None:
         context = tune.get_context()
         run = RunConfig(
@@ -210,7 +212,7 @@ class KillsTheTrial(tune.Callback):
             os.kill(trial.last_result["pid"], signal.SIGKILL)
 
 
-def test_a_killed_trial_that_optuna_has_suggested_goes_on_in_its_run(
+def test_killed_optuna_trial_resumes_its_run(
     tmp_path: Path, left_over: Callable[[], list[str]]
 ) -> None:
     def function(config: dict[str, Any]) -> None:
@@ -259,7 +261,7 @@ class Dies(tune.Callback):
                 saved = json.loads(state.read_text())["trial_data"]
                 results = [json.loads(metadata)["last_result"] for _, metadata in saved]
                 if self._go.exists() and 4 in [result.get("loss") for result in results]:
-                    with open(self._go, "r+b", buffering=0) as go:  # waits for nobody
+                    with open(self._go, "r+b", buffering=0) as go:  # does not block
                         go.write(b"go\n")
 
     def on_trial_result(
@@ -270,7 +272,7 @@ class Dies(tune.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_sweep_whose_driver_is_killed_goes_on_from_what_tune_knows(
+def test_sweep_after_driver_kill_resumes_from_tune_state(
     tmp_path: Path,
     drivers: Drivers,
     wait_until_gone: Callable[..., None],

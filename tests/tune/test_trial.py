@@ -1,4 +1,4 @@
-"""Which run a trial goes on with, what its parameters change, what it asks for: without Ray."""
+"""Tests of trials without Ray: choice of the run, parameters, and resources."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def function(config: dict[str, Any]) -> None: ...
         (["run_0", "run_1"], OTHER, NEWEST, "run_2"),
     ],
 )
-def test_which_run_a_trial_goes_on_with(
+def test_choose_run_name_depends_on_start_checkpoint(
     found: list[str], start_from: str | None, newest: str | None, expected: str
 ) -> None:
     assert (
@@ -58,9 +58,7 @@ def test_which_run_a_trial_goes_on_with(
 
 
 @pytest.mark.parametrize(("after", "left"), [(0, 0), (1, 1), (2, 2), (9, 2)])
-def test_results_that_will_be_reported_again_are_taken_off(
-    tmp_path: Path, after: int, left: int
-) -> None:
+def test_truncate_after_removes_later_results(tmp_path: Path, after: int, left: int) -> None:
     """Written as Tune's loggers write; the last line as a killed driver leaves it."""
     lines = [f'{{"loss": NaN, "training_iteration": {number}}}\n' for number in (1, 2, 3)]
     (tmp_path / "result.json").write_text("".join(lines)[:-3])
@@ -73,7 +71,7 @@ def test_results_that_will_be_reported_again_are_taken_off(
     assert (tmp_path / "progress.csv").read_bytes() == expected.encode()
 
 
-def test_parameters_change_keys_of_dicts_and_fields_of_configs() -> None:
+def test_merge_parameters_changes_dict_keys_and_config_fields() -> None:
     trainer = TorchTrainer(
         function,
         train_loop_config={"lr": 1, "layers": 2},
@@ -89,7 +87,7 @@ def test_parameters_change_keys_of_dicts_and_fields_of_configs() -> None:
     assert trainer.train_loop_config == {"lr": 1, "layers": 2}
 
 
-def test_parameters_of_a_declared_training() -> None:
+def test_apply_parameters_of_training_spec() -> None:
     datasets: dict[str, Any] = {"train": lambda: None}  # not called before the run
     trainer = XGBoostTrainer(
         params={"eta": 0.1, "max_depth": 2}, label_column="y", datasets=datasets
@@ -102,11 +100,13 @@ def test_parameters_of_a_declared_training() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"lr": 1}, r"no argument of DataParallelTrainer; .* 'train_loop_config': \{'lr': ...\}"),
-        ({"run_config": {}}, "a trial's run lies in the trial's folder"),
+        ({"lr": 1}, r"not an argument of DataParallel.* 'train_loop_config': \{'lr': ...\}"),
+        ({"run_config": {}}, "stored in the directory of the trial"),
     ],
 )
-def test_parameters_that_are_no_arguments(config: dict[str, Any], message: str) -> None:
+def test_validate_param_space_of_unknown_argument_raises(
+    config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         validate_param_space(DataParallelTrainer, config)
 
@@ -114,19 +114,19 @@ def test_parameters_that_are_no_arguments(config: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RunConfig(detached=True), "a trial must end when Tune ends it"),
+        (RunConfig(detached=True), "Tune must be able to stop the trial"),
         (
             RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=1)),
             r"ray.tune.CheckpointConfig",
         ),
     ],
 )
-def test_runs_that_cannot_be_trials(config: RunConfig, message: str) -> None:
+def test_as_trainable_of_unsupported_run_config_raises(config: RunConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         as_trainable(DataParallelTrainer(function, run_config=config))
 
 
-def test_what_a_trial_asks_for() -> None:
+def test_placement_group_factory_contains_workers_and_validations() -> None:
     scaling = ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 2})
     asked = as_placement_group_factory(scaling)
     assert (asked.head_bundle_is_empty, asked.bundles) == (True, [{"CPU": 2}] * 2)
@@ -149,13 +149,13 @@ def test_what_a_trial_asks_for() -> None:
         ([{"GPU": 1}, {"CPU": 3}], {}, 8, [1, 1, 1]),
     ],
 )
-def test_bundles_that_workers_can_get(
+def test_placement_group_factory_bundles_fit_workers(
     bundles: list[dict[str, float]], taken: dict[str, float], count: int, expected: list[int]
 ) -> None:
     assert find_free_bundles(bundles, taken, {"CPU": 1}, count) == expected
 
 
-def test_a_checkpoint_that_tune_registers_twice_is_not_deleted(tmp_path: Path) -> None:
+def test_tune_checkpoint_registered_twice_is_not_deleted(tmp_path: Path) -> None:
     """As when a trial is paused: Tune's own results would have `num_to_keep=1` delete it."""
     manager = _CheckpointManager(tune.CheckpointConfig(num_to_keep=1))
     newest = tmp_path / "checkpoint_1"
@@ -165,12 +165,15 @@ def test_a_checkpoint_that_tune_registers_twice_is_not_deleted(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [newest]
 
 
-def test_the_callback_outside_a_trial() -> None:
-    with pytest.raises(RuntimeError, match=r"outside a Tune trial; .* Tuner\(trainer.as_trainable"):
+def test_tune_report_callback_outside_trial_raises() -> None:
+    with pytest.raises(
+        RuntimeError,
+        match=r"outside a Tune trial\. .* pass \w+\.as_trainable\(trainer.as_trainable",
+    ):
         TuneReportCallback()
 
 
-def test_a_run_outside_a_trial_belongs_to_none() -> None:
+def test_run_outside_trial_has_no_trial_info() -> None:
     def function() -> list[Any]:
         context = get_context()
         return [context.get_trial_name(), context.get_trial_id(), context.get_trial_dir()]
@@ -178,7 +181,7 @@ def test_a_run_outside_a_trial_belongs_to_none() -> None:
     assert run_in_threads(function).return_value == [None] * 3
 
 
-def test_a_restored_trainer_does_not_know_its_arguments() -> None:
+def test_as_trainable_of_restored_trainer_raises() -> None:
     restored = DataParallelTrainer.__new__(DataParallelTrainer)
     with pytest.raises(RuntimeError, match=r"this DataParallelTrainer was created by restore"):
         _ = restored.init_arguments

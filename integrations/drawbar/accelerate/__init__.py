@@ -1,7 +1,7 @@
-"""Hugging Face Accelerate on a group of Ray actors.
+"""Hugging Face Accelerate on Ray.
 
-An `Accelerator()` made in the function of a `drawbar.torch.TorchTrainer` has its rank, its device
-and the process group from Drawbar, without any of what is here.
+An `Accelerator()` in the training function of a `drawbar.torch.TorchTrainer` gets its rank, device,
+and process group from Drawbar. It does not need this package.
 """
 
 from drawbar.accelerate._launcher import launch

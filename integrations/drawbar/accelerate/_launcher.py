@@ -1,4 +1,4 @@
-"""The counterpart of Accelerate's `notebook_launcher`."""
+"""launch: run an Accelerate function on Ray workers, like notebook_launcher."""
 
 from __future__ import annotations
 
@@ -15,26 +15,33 @@ def launch(
     *,
     run_config: RunConfig | None = None,
 ) -> Result:
-    """Run a function that makes an `Accelerator` on every worker, and wait for it.
+    """Run a function that creates an `Accelerator` on every worker.
 
-    It does for a Ray cluster what `accelerate.notebook_launcher(function, args, num_processes)`
-    does for one machine, from a notebook or a script.
+    Corresponds to `accelerate.notebook_launcher(function, args, num_processes)`, for a Ray cluster
+    instead of one machine. Call it from a notebook or a script.
 
     Args:
-        function: What to run.
-        args: Its arguments.
-        scaling_config: How many workers, on what.
-        run_config: Where the run lies, and how it is kept going.
+        function: Function to run on every worker.
+        args: Positional arguments of the function.
+        scaling_config: Number of workers and their resources. Default: one worker.
+        run_config: Run configuration: storage, restarts, callbacks.
 
     Returns:
-        The result of the run; `result.return_values` has what the function returned on each rank.
+        The result of the run. `result.return_values` contains the return value of each rank.
 
     Raises:
-        TypeError: `args` is not a sequence of arguments.
-        TrainingFailedError: As `TorchTrainer.fit` does.
+        TypeError: `args` is not a tuple or list.
+        TrainingFailedError: The function failed. See `TorchTrainer.fit()`.
+
+    Example:
+        ```python
+        result = launch(train, args=(0.001,), scaling_config=ScalingConfig(num_workers=2))
+        ```
     """
     if isinstance(args, str) or not isinstance(args, Sequence):
-        raise TypeError(f"args must be a tuple or list of arguments, found {args!r}")
+        raise TypeError(
+            f"args must be a tuple or list of arguments, found {args!r}. Use args=({args!r},)."
+        )
 
     def train_loop() -> object:
         return function(*args)

@@ -1,4 +1,4 @@
-"""Helpers for training functions written with Accelerate."""
+"""check_accelerator and load_state: use an Accelerator in a training function."""
 
 from __future__ import annotations
 
@@ -20,65 +20,96 @@ from drawbar.train import get_context
 
 require_package("accelerate", extra="accelerate", min_version="1.0")
 
-_SHARDING = {
+_SHARDING_ENV = {
     "ACCELERATE_USE_FSDP": DistributedType.FSDP,
     "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED,
 }
 
 
 def check_accelerator(accelerator: Accelerator) -> Accelerator:
-    """Check that an `Accelerator` is what was asked for, where Accelerate itself says nothing.
+    """Check that an `Accelerator` has the ranks and the sharding that were requested.
 
-    `report_state` and `load_state` do so too.
+    Accelerate ignores FSDP and DeepSpeed plugins on CPUs without a message. `report_state()` and
+    `load_state()` make the same checks.
+
+    Args:
+        accelerator: Accelerator to check.
+
+    Returns:
+        The same object.
 
     Raises:
-        RuntimeError: Called outside a training function; the `Accelerator` has another rank or
-            world size than the worker; or it was given an FSDP or DeepSpeed plugin and does without
-            it, as Accelerate does on CPUs.
+        RuntimeError: Called outside a training function; or the Accelerator has another rank or
+            world size than the worker; or Accelerate ignored its FSDP or DeepSpeed plugin.
+
+    Example:
+        ```python
+        accelerator = check_accelerator(Accelerator(fsdp_plugin=plugin))
+        ```
     """
     require_matching_ranks(accelerator.num_processes, accelerator.process_index, "Accelerator")
-    for variable, kind in _SHARDING.items():
-        wanted = os.environ.get(variable, "").lower() == "true"
-        if wanted and accelerator.distributed_type != kind:
+    for variable, distributed_type in _SHARDING_ENV.items():
+        is_requested = os.environ.get(variable, "").lower() == "true"
+        if is_requested and accelerator.distributed_type != distributed_type:
             raise RuntimeError(
-                f"this Accelerator was given a plugin for {kind.value} and does without: it is "
-                f"{accelerator.distributed_type.value}, since Accelerate shards models on GPUs "
-                "only. Set ScalingConfig(use_gpu=True); to shard on CPUs, use "
-                'drawbar.torch.prepare_model(model, parallel_strategy="fsdp2"), or the Trainer of '
-                "Transformers with drawbar.transformers.prepare_trainer"
+                f"Accelerate ignored the {distributed_type.value} plugin because the workers have "
+                f"no GPU (distributed type {accelerator.distributed_type.value}). Set "
+                "ScalingConfig(use_gpu=True), or shard on CPUs with "
+                "drawbar.torch.prepare_model(model, parallel_strategy='fsdp2') or "
+                "drawbar.transformers.prepare_trainer(trainer)."
             )
     return accelerator
 
 
 def require_matching_ranks(world_size: int, rank: int, name: str) -> None:
-    """Check that a framework has the worker's rank and world size.
+    """Check that a framework object has the worker's rank and world size.
+
+    Args:
+        world_size: World size of the framework object.
+        rank: Rank of the framework object.
+        name: Name of the framework object for the error message.
 
     Raises:
-        RuntimeError: It has others; the message says what to do.
+        RuntimeError: The rank or the world size differs.
+
+    Example:
+        ```python
+        require_matching_ranks(args.world_size, args.process_index, "Trainer")
+        ```
     """
     context = get_context()
     if (world_size, rank) == (context.get_world_size(), context.get_world_rank()):
         return
     raise RuntimeError(
-        f"this {name} takes itself for rank {rank} of {world_size}, but the worker is rank "
-        f"{context.get_world_rank()} of {context.get_world_size()}. Make it inside the training "
-        "function of a drawbar.torch.TorchTrainer, and leave the ACCELERATE_* variables alone; if "
-        "the function makes a PartialState before it, write PartialState(cpu=True) on CPU workers"
+        f"The {name} has rank {rank} of {world_size}, but this worker has rank "
+        f"{context.get_world_rank()} of {context.get_world_size()}. Create it inside the training "
+        "function of drawbar.torch.TorchTrainer and do not set ACCELERATE_* variables; on CPUs, "
+        "use PartialState(cpu=True)."
     )
 
 
 def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | None:
-    """Load what `report_state` saved into everything that the `Accelerator` has prepared.
+    """Load the latest reported state into an Accelerator.
 
-    Call it on all ranks after `accelerator.prepare`. The checkpoint is the run's newest one, also
-    after a restart.
+    Collective: call it on all ranks after `accelerator.prepare()`. The state is that of the run's
+    latest checkpoint, also after a restart.
 
     Args:
-        accelerator: The one whose `prepare` was given model, optimizer and scheduler.
-        kwargs: Further arguments of `Accelerator.load_state`.
+        accelerator: Accelerator that has prepared model, optimizer, and scheduler.
+        kwargs: Further arguments of `Accelerator.load_state()`.
 
     Returns:
         The metrics that were reported with the checkpoint; None if the run has no checkpoint yet.
+
+    Raises:
+        RuntimeError: Called outside a training function, or the Accelerator does not match the
+            worker. See `check_accelerator()`.
+
+    Example:
+        ```python
+        metrics = load_state(accelerator)
+        start_epoch = 0 if metrics is None else metrics["epoch"] + 1
+        ```
     """
     check_accelerator(accelerator)
     checkpoint = get_agreed_checkpoint()
@@ -91,18 +122,27 @@ def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | N
 
 @contextmanager
 def allow_sharding_on_cpu() -> Iterator[None]:
-    """Have an `Accelerator` that is made inside take its FSDP or DeepSpeed plugin on a CPU worker.
+    """Make Accelerators created inside use their FSDP or DeepSpeed plugin on CPU workers.
 
-    Accelerate takes these plugins where the processes have GPUs. What follows from them works on
-    CPUs as well, so its state says, while the `Accelerator` is made, that there are GPUs. To be
-    used only where there is such a plugin, which then replaces what the state says.
+    Accelerate accepts these plugins only if the processes have GPUs, but they also work on CPUs. So
+    its state declares GPUs while the Accelerator is created. Use this only if there is a plugin:
+    the plugin then replaces the declared distributed type.
+
+    Returns:
+        A context manager.
+
+    Example:
+        ```python
+        with allow_sharding_on_cpu():
+            trainer.create_accelerator_and_postprocess()
+        ```
     """
-    on_cpu = os.environ.pop("ACCELERATE_USE_CPU", None)
+    use_cpu_env = os.environ.pop("ACCELERATE_USE_CPU", None)
     AcceleratorState._reset_state()
-    PartialState(cpu=on_cpu is not None)
+    PartialState(cpu=use_cpu_env is not None)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     try:
         yield
     finally:
-        if on_cpu is not None:
-            os.environ["ACCELERATE_USE_CPU"] = on_cpu
+        if use_cpu_env is not None:
+            os.environ["ACCELERATE_USE_CPU"] = use_cpu_env

@@ -1,4 +1,4 @@
-"""From Accelerate's `save_state` to `report()`."""
+"""report_state: save and report the state of an Accelerator."""
 
 from __future__ import annotations
 
@@ -17,18 +17,29 @@ def report_state(
     validation: bool | ValidationTaskConfig = False,
     **kwargs: object,
 ) -> None:
-    """Report metrics with a checkpoint of everything that the `Accelerator` has prepared.
+    """Save the state of an Accelerator and report it with metrics.
 
-    All ranks must call it. The checkpoint's directory is what `Accelerator.save_state` writes, each
-    rank its part, straight to where it stays; `load_state` reads it, as does Accelerate alone.
+    Collective: call it on all ranks. Each rank writes its part of the state directly into the run's
+    storage. `load_state()` reads the checkpoint, and so does `Accelerator.load_state()`.
 
     Args:
-        accelerator: The one whose `prepare` was given model, optimizer and scheduler.
-        metrics: As for `drawbar.train.report`. `load_state` returns them, so put what tells how far
-            the function has come among them, such as the epoch.
-        checkpoint_upload_mode: As for `drawbar.train.report`.
-        validation: As for `drawbar.train.report`.
-        kwargs: Further arguments of `Accelerator.save_state`.
+        accelerator: Accelerator that has prepared model, optimizer, and scheduler.
+        metrics: Metrics to report. `load_state()` returns them, so include the progress of the
+            training function, for example the epoch.
+        checkpoint_upload_mode: See `drawbar.train.report()`.
+        validation: Whether to validate the checkpoint. See `drawbar.train.report()`.
+        kwargs: Further arguments of `Accelerator.save_state()`.
+
+    Raises:
+        RuntimeError: Called outside a training function, or the Accelerator does not match the
+            worker. See `check_accelerator()`.
+
+    Example:
+        ```python
+        for epoch in range(start_epoch, 3):
+            loss = train_one_epoch(accelerator, model, optimizer, loader)
+            report_state(accelerator, {"loss": loss, "epoch": epoch})
+        ```
     """
     check_accelerator(accelerator)
     with checkpoint_dir() as path:

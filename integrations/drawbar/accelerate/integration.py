@@ -1,4 +1,4 @@
-"""For integrations of libraries that stand on Accelerate."""
+"""API for integrations that build on drawbar.accelerate."""
 
 from drawbar.accelerate._prepare import allow_sharding_on_cpu, require_matching_ranks
 from drawbar.train.backend import set_public_module

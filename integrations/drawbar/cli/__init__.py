@@ -1,6 +1,6 @@
-"""The command `drawbar`: what trainers do, and the runs that they made, from a shell.
+"""Command line interface of Drawbar: launch scripts, inspect and manage runs.
 
-`python -m drawbar.cli` is the same.
+`python -m drawbar.cli` runs the same command.
 """
 
 from drawbar.cli._app import main

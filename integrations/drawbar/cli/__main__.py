@@ -1,4 +1,4 @@
-"""`python -m drawbar.cli` is `drawbar`."""
+"""Run the command line interface with `python -m drawbar.cli`."""
 
 from drawbar.cli import main
 

@@ -1,7 +1,7 @@
-"""All commands, and what is the same for each: help, completion, bad input.
+"""The `drawbar` command: subcommands, error handling, and exit codes.
 
-A command is a function with typer's annotations in a file of its own, which imports Ray and
-frameworks where it runs and not before: `drawbar runs` must not wait for what it does not need.
+Each subcommand is a function with Typer annotations in a separate module. These modules import Ray
+and frameworks only inside the function, so that fast commands such as `drawbar runs` stay fast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from drawbar.cli._output import CommandError, escape_control_chars, format_os_er
 app = typer.Typer(
     name="drawbar",
     no_args_is_help=True,
-    rich_markup_mode=None,  # plain text: it fits any terminal, and Rich takes long to import
+    rich_markup_mode=None,  # plain text works in every terminal, and importing Rich is slow
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -50,10 +50,12 @@ def _print_version(is_requested: bool) -> None:
 def _root_command(
     _: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Train on Ray, and look at the runs that were made."""
+    """Run training scripts on Ray and inspect training runs."""
 
 
 app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT)(launch)
@@ -72,28 +74,36 @@ COMMANDS = (
     doctor,
     migrate,
 )
-"""In the order in which the help shows them."""
+"""Subcommands, in the order of the help text."""
 
 for command in COMMANDS:
     app.command()(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command `drawbar` and exit.
+    """Run the `drawbar` command and exit the process.
 
     Args:
-        arguments: What stands behind `drawbar`; None takes it from the command line.
+        arguments: Command line arguments without the program name. Default: `sys.argv[1:]`.
 
     Raises:
-        SystemExit: The command has ended: 0 if it did what it was asked, 2 if it was asked for
-            what is not there, with one line on stderr that says so.
+        SystemExit: Always. The code is 0 on success, 1 for a negative result (for example a
+            damaged checkpoint), and 2 for an error, which is printed to stderr in one line.
+            `launch` exits with the code of the script.
+
+    Example:
+        ```python
+        from drawbar.cli import main
+
+        main(["runs", "/shared/runs", "--json"])
+        ```
     """
     _configure_streams()
     try:
         try:
             app(arguments, prog_name="drawbar")
         finally:
-            sys.stdout.flush()  # a full disk is told here, and not when Python ends
+            sys.stdout.flush()  # raises here if the disk is full, instead of at interpreter exit
     except CommandError as error:
         _exit_with_error(" ".join(str(error).split()))
     except BrokenPipeError:  # `drawbar runs | head`
@@ -105,22 +115,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _configure_streams() -> None:
-    """Have all that is written go somewhere, also what an old terminal's encoding does not know."""
+    """Replace closed streams, and escape characters that the terminal cannot encode."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # the shell has closed it: `drawbar runs >&-`
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # it stays
+        if stream is None:  # closed by the shell: `drawbar runs >&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # open until the process ends
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _exit_with_error(line: str) -> NoReturn:
-    print(f"drawbar: {escape_control_chars(line)}", file=sys.stderr)
+    print(f"drawbar: error: {escape_control_chars(line)}", file=sys.stderr)
     sys.exit(2)
 
 
 def _discard_stdout() -> None:
-    """Have nothing more written to stdout, also not by Python when it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Redirect stdout to /dev/null, so that the flush at interpreter exit cannot fail."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)

@@ -1,4 +1,4 @@
-"""What several commands are given, and the run that an argument names."""
+"""Arguments, options, and run lookup shared by several commands."""
 
 from __future__ import annotations
 
@@ -16,47 +16,49 @@ if TYPE_CHECKING:
     from drawbar.train import RunHandle
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Its name in ~/drawbar_results, its path or address.")
+    str,
+    typer.Argument(metavar="RUN", help="Run name in ~/drawbar_results, run directory, or URI."),
 ]
 RunNames = Annotated[
     list[str],
-    typer.Argument(metavar="RUN", help="Names in ~/drawbar_results, paths or addresses."),
+    typer.Argument(metavar="RUN", help="Run names, run directories, or URIs."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def open_record(run: str) -> RunRecord:
-    """Read the run that was named.
+    """Return the record of a run.
 
     Raises:
-        CommandError: It is not there, or its storage refuses.
+        CommandError: The run does not exist, or its storage cannot be read.
     """
     with command_errors():
         return find_run(run)
 
 
 def open_handle(run: str) -> RunHandle:
-    """Give a handle on the run that was named: the one that `open_record` reads, if there is one.
+    """Return a handle to a run. Prefers the run that `open_record` finds.
 
     Raises:
-        CommandError: It is not there, was cut off, or does not answer, or its storage refuses.
+        CommandError: The run does not exist, was interrupted, or does not reply, or its storage
+            cannot be read.
     """
     from drawbar.train import attach
 
     with command_errors():
         try:
             path = find_run(run).path
-        except LookupError as not_here:
+        except LookupError as not_found:
             try:
-                return attach(run)  # a detached one may lie where this machine does not see it
+                return attach(run)  # a detached run's storage may be invisible to this machine
             except LookupError:
-                raise not_here from None
+                raise not_found from None
         return attach(path)
 
 
 @contextmanager
 def command_errors() -> Iterator[None]:
-    """Turn what a storage, or a run that is looked for, refuses into a `CommandError`."""
+    """Convert errors of storage access and run lookup to `CommandError`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A run that a command has started, and its end, which is the command's."""
+"""Wait for a run, handle signals, and compute the exit code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from drawbar.cli._output import CommandError
 if TYPE_CHECKING:
     from drawbar.train import RunHandle, TrainingFailedError, WorkerGroupError
 
-EXIT_SIGHUP, EXIT_SIGINT, EXIT_SIGTERM = 129, 130, 143  # what a shell says of these signals
-EXIT_STDOUT_CLOSED = 1  # torchrun's, whose script fails by the broken pipe
+EXIT_SIGHUP, EXIT_SIGINT, EXIT_SIGTERM = 129, 130, 143  # 128 + signal number, as in a shell
+EXIT_STDOUT_CLOSED = 1  # same as torchrun, whose script fails with a broken pipe
 
 _STOP_REASONS = {
-    EXIT_SIGHUP: "stopped by SIGHUP",
-    EXIT_SIGINT: "stopped by Ctrl-C",
-    EXIT_SIGTERM: "stopped by SIGTERM",
-    EXIT_STDOUT_CLOSED: "stopped, since nobody reads its standard output any more",
+    EXIT_SIGHUP: "Stopped by SIGHUP",
+    EXIT_SIGINT: "Stopped by Ctrl-C",
+    EXIT_SIGTERM: "Stopped by SIGTERM",
+    EXIT_STDOUT_CLOSED: "Stopped because standard output was closed",
 }
 _EXIT_CODES = {
     signal.SIGHUP: EXIT_SIGHUP,
@@ -34,7 +34,7 @@ _EXIT_CODES = {
 
 @contextlib.contextmanager
 def command_errors() -> Iterator[None]:
-    """Have what cannot be done said in one line."""
+    """Convert errors of starting a run to `CommandError`."""
     from drawbar.train import InsufficientResourcesError, RunInProgressError
 
     try:
@@ -105,8 +105,8 @@ def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
         code = signals.exit_code
         with contextlib.suppress(OSError):  # the terminal is closed
             print(
-                f"drawbar: {_STOP_REASONS[code]}; --name {handle.name} goes on from the newest "
-                f"checkpoint in {handle.path}, if it has one",
+                f"drawbar: {_STOP_REASONS[code]}. Use --name {handle.name} to resume from the "
+                f"latest checkpoint in {handle.path}.",
                 file=sys.stderr,
             )
     except TrainingFailedError as error:
@@ -138,8 +138,8 @@ def _describe_failure(error: TrainingFailedError) -> str:
         return _describe_exit(error)
     lines = [f"  {failure.headline()}" for failure in others]
     if lines:
-        lines.insert(0, "failed after it:")
-    lines.append(f"run directory: {error.path}")
+        lines.insert(0, "Other failed ranks:")
+    lines.append(f"Run directory: {error.path}")
     # The traceback of a script is part of rank 0's output.
     lines += ["", first.summary() if _has_shown_traceback(error) else first.describe()]
     return "\n".join(lines)
@@ -153,7 +153,10 @@ def _describe_exit(error: WorkerGroupError) -> str:
         return ""
     first = error.failures[0]
     code = exit_code_for(error)
-    return f"drawbar: rank {first.rank} exited with code {code}; its output is in {first.log_path}"
+    return (
+        f"drawbar: error: Rank {first.rank} exited with code {code}. "
+        f"Its output is in {first.log_path}."
+    )
 
 
 def _has_shown_traceback(error: WorkerGroupError) -> bool:
@@ -166,14 +169,14 @@ def _has_shown_traceback(error: WorkerGroupError) -> bool:
 
 
 def _is_broken(stream: TextIO) -> bool:
-    """Whether this is a pipe or a socket that nobody reads any more."""
-    look = select.poll()
-    look.register(stream.fileno(), 0)
-    return bool(look.poll(0))
+    """Return whether the reader of this pipe or socket has closed it."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def _silence_broken_stdout() -> None:
-    """Let Python end in silence if who has read standard output is gone."""
+    """Avoid Python's error message at exit if the reader of standard output has closed it."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

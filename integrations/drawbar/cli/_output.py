@@ -1,4 +1,4 @@
-"""What commands write: results to stdout, for people or as JSON, and one line if they cannot."""
+"""Print tables, JSON, and values."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from rich.cells import cell_len, set_cell_size
 _MAX_METRICS = 4
 _GAP = "  "
 _CUT = "..."
-_LEAST_WIDTH, _LEAST_LAST = 6, 12
+_MIN_WIDTH, _MIN_LAST_WIDTH = 6, 12
 _DAY = 86_400.0
-_MAX_DURATION_S = 1e10  # seconds: some centuries
+_MAX_DURATION_S = 1e10  # about 300 years
 _HIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class CommandError(Exception):
-    """What was asked for is not there, or cannot be done: one line on stderr, exit code 2."""
+    """Error of a command, printed to stderr in one line. The exit code is 2."""
 
 
 def format_os_error(error: OSError) -> str:
-    """Say what was refused, without the number of the error."""
+    """Return the file name and the reason of an OSError, without its number."""
     if error.filename is None or not error.strerror:
         return error.strerror or str(error)
     return f"{os.fspath(error.filename)}: {error.strerror}"
 
 
 def write_json(value: object) -> None:
-    """Write plain data, or structs and dataclasses of it, to stdout as indented JSON.
+    """Print plain data, structs, or dataclasses as indented JSON.
 
-    What is no number, NaN and the infinities, is null, as in any JSON. Bytes of a name that are not
-    UTF-8 are written as in "\\xff".
+    NaN and infinities become null. Bytes of names that are not UTF-8 are escaped as in Python.
     """
     try:
         encoded = msgspec.json.encode(value, enc_hook=str)
@@ -46,48 +45,48 @@ def write_json(value: object) -> None:
 
 
 def _as_text(value: object) -> object:
-    """Give plain data with strings that JSON can hold."""
+    """Escape characters in strings that UTF-8 cannot encode."""
     match value:
         case str():
-            return re.sub("[\ud800-\udfff]", _escaped, value)
+            return re.sub("[\ud800-\udfff]", _escape, value)
         case dict():
-            return {_as_text(key): _as_text(each) for key, each in value.items()}
+            return {_as_text(key): _as_text(item) for key, item in value.items()}
         case list() | tuple():
-            return [_as_text(each) for each in value]
+            return [_as_text(item) for item in value]
     return value
 
 
 def escape_control_chars(text: str) -> str:
-    """Give a text in one line that steers no terminal: control characters are escaped."""
-    return _HIDDEN.sub(_escaped, text)
+    """Escape control characters and line ends, so that a text is one line without side effects."""
+    return _HIDDEN.sub(_escape, text)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    if 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8, as Python has it in names
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if 0xDC80 <= code <= 0xDCFF:  # surrogate escape of a byte that is not UTF-8
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def escape_lines(text: str) -> str:
-    """Do the same with each line of a text."""
+    """Escape control characters in each line of a text."""
     return "\n".join(map(escape_control_chars, text.split("\n")))
 
 
 def terminal_width() -> int:
-    """Give the width of the terminal, or COLUMNS; 0 if neither is there, as in a pipe."""
+    """Return the width of the terminal, or COLUMNS; 0 if the output is not a terminal."""
     return shutil.get_terminal_size((0, 0)).columns
 
 
 def write_table(
     rows: Sequence[Sequence[str]], indent: str = "", *, keep_last_column: bool = False
 ) -> None:
-    """Write rows with their columns below each other, cut to the width of the terminal.
+    """Print rows with aligned columns, truncated to the width of the terminal.
 
     Args:
-        rows: Of equal lengths.
-        indent: Stands before each.
-        whole: The last column is not cut: it has what people copy, such as paths.
+        rows: Cells of each row. All rows have the same length.
+        indent: Text before each row.
+        keep_last_column: Do not truncate the last column, for example paths that users copy.
     """
     rows = [[escape_control_chars(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
@@ -95,7 +94,7 @@ def write_table(
         room -= len(indent) + len(_GAP) * (len(widths) - 1)
         if keep_last_column:
             others = _fit_widths(widths[:-1], room - widths[-1])
-            # A line that is longer than the terminal anyhow loses nothing more.
+            # If the row does not fit in any case, truncating the other columns would not help.
             widths = [*others, widths[-1]] if sum(others) + widths[-1] <= room else widths
         else:
             widths = _fit_widths(widths, room)
@@ -105,25 +104,25 @@ def write_table(
 
 
 def _fit_widths(widths: list[int], room: int) -> list[int]:
-    """Make the last column narrower, then the widest ones, until all fit or none can be read."""
+    """Shrink the last column, then the widest ones, until all fit or reach the minimum width."""
     *others, last = widths
     surplus = max(0, sum(widths) - room)
-    widths = [*others, max(last - surplus, min(last, _LEAST_LAST))]
+    widths = [*others, max(last - surplus, min(last, _MIN_LAST_WIDTH))]
     most = max(widths)
-    while most > _LEAST_WIDTH and sum(min(width, most) for width in widths) > room:
+    while most > _MIN_WIDTH and sum(min(width, most) for width in widths) > room:
         most -= 1
     return [min(width, most) for width in widths]
 
 
 def _fit_cell(cell: str, width: int) -> str:
-    """Give a cell in so many columns of a terminal, where a sign may take two."""
+    """Pad or truncate a cell to a width in terminal columns. A character may take two."""
     if cell_len(cell) <= width:
         return set_cell_size(cell, width)
     return set_cell_size(cell, width - len(_CUT)) + _CUT
 
 
 def format_duration(seconds: float | None) -> str:
-    """Give a duration as people read it, such as "2.1 s", "12 min" or "3 d"."""
+    """Format a duration, for example "2.1 s", "12 min", or "3 d"."""
     if seconds is None:
         return "-"
     if abs(seconds) > _MAX_DURATION_S:
@@ -136,15 +135,15 @@ def format_duration(seconds: float | None) -> str:
 
 
 def plausible_time(moment: float | None) -> float | None:
-    """Give a time, in seconds since the epoch, that a clock may have told; None if none may have.
+    """Return a time in seconds since the epoch, or None if it is implausible.
 
-    Another machine's clock may be ahead, by a day at the most.
+    Clocks of other machines may be up to one day ahead.
     """
     return moment if moment is not None and 0 <= moment <= time.time() + _DAY else None
 
 
 def format_age(moment: float | None) -> str:
-    """Say how long ago something was, by its seconds since the epoch."""
+    """Format the age of a time in seconds since the epoch, for example "5 min ago"."""
     if moment is None:
         return "-"
     at = plausible_time(moment)
@@ -152,12 +151,12 @@ def format_age(moment: float | None) -> str:
 
 
 def format_value(value: object) -> str:
-    """Give a value in few characters."""
+    """Format a value. Floats get four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Join nested keys with "/", as in a run's table of reports."""
+    """Join nested keys with "/", as in the table of a run's reports."""
     joined: dict[str, object] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:
@@ -168,11 +167,11 @@ def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def one_line(value: object) -> str:
-    """Give a setting in one line."""
+    """Format a setting in one line."""
     return " ".join(str(value).split())
 
 
 def format_metrics(metrics: Mapping[str, object] | None) -> str:
-    """Give the first few metrics in one line."""
+    """Format the first metrics in one line."""
     shown = [f"{key} {format_value(value)[:16]}" for key, value in flatten(metrics or {}).items()]
     return ", ".join(shown[:_MAX_METRICS]) + (", ..." if len(shown) > _MAX_METRICS else "")

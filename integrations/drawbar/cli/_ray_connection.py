@@ -1,4 +1,4 @@
-"""The Ray that a command is about: one that runs is joined, else one of its own is started."""
+"""Connect to a Ray cluster, or start a local one."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ CONNECT_TIMEOUT_S = 5.0
 def connect_ray(
     address: str | None, *, standalone: bool, cpus: int, must_outlive_process: bool
 ) -> bool:
-    """Join a Ray that runs, or start one that ends with this process.
-
-    Tells whether that was to be done; `leave` is to follow then.
+    """Connect to a running Ray cluster, or start one that ends with this process.
 
     Args:
-        address: Of the one to join; if not given, RAY_ADDRESS, or what `ray start` runs here. What
-            another program has started for itself ends with that one.
-        standalone: Start one in any case.
-        cpus: It has so many at least.
-        stays: It must not end with this process.
+        address: Cluster to connect to. Default: RAY_ADDRESS, or the cluster that `ray start` runs
+            on this machine. Ray instances that other programs started are ignored, because they end
+            with these programs.
+        standalone: Always start a new Ray instance.
+        cpus: Minimum number of CPUs of a new instance.
+        must_outlive_process: Never start an instance that ends with this process.
+
+    Returns:
+        Whether this call connected. If so, call `disconnect_ray()` at the end.
 
     Raises:
-        CommandError: These do not go together, or Ray does not start, or is of another version.
-        ConnectionError: There is none at the address.
+        CommandError: The arguments conflict, Ray does not start, or its version differs.
+        ConnectionError: There is no cluster at the address.
     """
     import ray
 
     if address and standalone:
-        raise CommandError(f"--standalone is a Ray of its own, found --address {address} too")
+        raise CommandError(f"--standalone cannot be combined with --address {address}.")
     if ray.is_initialized():
-        return False  # a program of the user's has called this
-    # What Ray says of its own would stand between rank 0's lines.
+        return False  # a user's program called main()
+    # Ray's own log lines would appear between the lines of rank 0.
     settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     named = address or os.environ.get("RAY_ADDRESS")
     if not standalone and named:
@@ -49,15 +51,15 @@ def connect_ray(
         _init_ray(named, **settings)
         return True
     if not standalone and (started := find_local_address()):
-        with contextlib.suppress(ConnectionError):  # it may have gone
+        with contextlib.suppress(ConnectionError):  # the cluster may have ended
             check_reachable(started)
             _init_ray(started, **settings)
             return True
     if must_outlive_process:
         raise CommandError(
-            "--detach needs a Ray that stays: start one by ray start --head, or give --address"
+            "--detach needs a running Ray cluster. Run 'ray start --head', or pass --address."
         )
-    # Ray has its workers stand back (nice 15), which a user who is not root cannot take back.
+    # Ray starts workers with nice 15, which only root can lower again.
     os.environ.setdefault("RAY_worker_niceness", "0")
     with isolate_from_signals():
         _init_ray("local", num_cpus=num_local_cpus(cpus), include_dashboard=False, **settings)
@@ -69,10 +71,10 @@ _is_starting_ray: ContextVar[bool] = ContextVar("_is_starting_ray", default=Fals
 
 @contextlib.contextmanager
 def isolate_from_signals() -> Iterator[None]:
-    """Have the processes of a Ray be in process groups of their own.
+    """Start Ray's processes in separate process groups.
 
-    What `timeout`, a shell or a terminal sends to this process's group would end them at once, and
-    nobody could end the run in order.
+    `timeout`, shells, and terminals send signals to the whole process group of this command. Ray's
+    processes would end at once, and the run could not be stopped gracefully.
     """
     token = _is_starting_ray.set(True)
     try:
@@ -86,36 +88,36 @@ def _leave_process_group() -> None:
         os.setpgrp()
 
 
-# Ray has no setting for it. These are called where it passes `preexec_fn`, as it does for all.
+# Ray has no setting for this. It passes preexec_fn for all its processes, so fork hooks are called.
 os.register_at_fork(after_in_child=_leave_process_group)
 
 
-def num_local_cpus(asked: int) -> int:
-    """Give the CPUs of a Ray of the command's own: this machine's, or more if more are asked for.
+def num_local_cpus(num_processes: int) -> int:
+    """Return the number of CPUs for a local Ray instance: one per process, at least all cores.
 
     Raises:
-        CommandError: As many processes as that cannot be here.
+        CommandError: This machine does not allow as many processes.
     """
     cores = len(os.sched_getaffinity(0))
-    most = int(Path("/proc/sys/kernel/pid_max").read_text())
-    if asked >= most:
+    pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
+    if num_processes >= pid_max:
         raise CommandError(
-            f"{asked} processes are asked for, a CPU of Ray's each; this machine has {cores} CPUs, "
-            f"and room for less than {most} processes of any kind. Ask for fewer"
+            f"Cannot start {num_processes} processes: this machine has {cores} CPUs and allows "
+            f"fewer than {pid_max} processes. Reduce --nproc-per-node."
         )
-    return max(asked, cores)
+    return max(num_processes, cores)
 
 
 def find_local_address() -> str | None:
-    """Give the address that `ray start` has noted, and that `ray.init()` goes by."""
+    """Return the address that `ray start` recorded on this machine, as used by `ray.init()`."""
     from ray._private.services import find_bootstrap_address
 
-    noted: str | None = find_bootstrap_address(None)
-    return noted
+    address: str | None = find_bootstrap_address(None)
+    return address
 
 
 def disconnect_ray() -> None:
-    """Leave Ray at once: when Python ends, Ray waits half a second more for lines to show."""
+    """Disconnect from Ray now. At interpreter exit, Ray would wait another 0.5 s for log lines."""
     import ray
 
     ray.shutdown()
@@ -128,46 +130,52 @@ def _init_ray(address: str, **settings: Any) -> None:
         ray.init(address=address, **settings)
     except OSError:
         raise
-    except Exception as error:  # Ray raises bare ones, too
-        where = "start here" if address == "local" else "be joined"
-        raise CommandError(f"Ray cannot {where}: {error}") from error
+    except Exception as error:  # Ray also raises plain Exception
+        action = "start Ray" if address == "local" else f"connect to Ray at {address}"
+        raise CommandError(f"Cannot {action}: {error}") from error
 
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """What a cluster has: CPUs and GPUs of the node that has most of them, and GPUs of all."""
+    """Resources of a cluster.
+
+    Attributes:
+        max_cpus_per_node: CPUs of the node with most CPUs.
+        max_gpus_per_node: GPUs of the node with most GPUs.
+        gpus: GPUs of all nodes.
+    """
 
     max_cpus_per_node: int
-    most_gpus: int
+    max_gpus_per_node: int
     gpus: int
 
     @classmethod
     def current(cls) -> ClusterSize:
-        """Give that of the Ray that this process has joined."""
+        """Return the size of the cluster that this process is connected to."""
         import ray
 
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has none
         cpus, gpus = (
-            [int(node["Resources"].get(each, 0)) for node in nodes] for each in ("CPU", "GPU")
+            [int(node["Resources"].get(name, 0)) for node in nodes] for name in ("CPU", "GPU")
         )
-        of_all = ray.cluster_resources()  # type: ignore[no-untyped-call]  # as above
-        return cls(max(cpus, default=0), max(gpus, default=0), int(of_all.get("GPU", 0)))
+        totals = ray.cluster_resources()  # type: ignore[no-untyped-call]  # as above
+        return cls(max(cpus, default=0), max(gpus, default=0), int(totals.get("GPU", 0)))
 
 
-MINIMAL_CLUSTER = ClusterSize(max_cpus_per_node=1, most_gpus=1, gpus=1)
-"""To check options on, before there is one."""
+MINIMAL_CLUSTER = ClusterSize(max_cpus_per_node=1, max_gpus_per_node=1, gpus=1)
+"""Assumed cluster for validating options before Ray is started."""
 
 
 def check_reachable(address: str) -> None:
-    """Look whether somebody listens at `host:port`, since Ray would wait long for that.
+    """Check that a process listens at `host:port`. Ray would wait for a long time.
 
     Raises:
-        ConnectionError: Nobody does.
+        ConnectionError: No process accepts the connection.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
-        return  # "auto", say
+        return  # for example "auto"
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise ConnectionError(f"there is no Ray at {address}: {error}") from error
+        raise ConnectionError(f"No Ray cluster at {address}: {error}") from error

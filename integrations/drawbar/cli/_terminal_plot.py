@@ -1,4 +1,4 @@
-"""Curves in characters: one line of blocks, or a canvas of Braille dots, 2 by 4 in each cell."""
+"""Draw curves with Unicode block and Braille characters."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _EMPTY = 0x2800
 _AXIS = " ┤"
-_LEAST_WIDTH = 8
-_MOST_COLUMNS = 120
+_MIN_WIDTH = 8
+_MAX_COLUMNS = 120
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Draw values as one line of blocks; "" if there are fewer than two."""
+    """Draw values as one line of block characters. Returns "" for fewer than two values."""
     if len(values) < 2:
         return ""
     step = max(1, -(-len(values) // width))
-    kept = list(values)[::-step][::-1]  # the last one always
-    low, high, most = min(kept), max(kept), len(_BLOCKS) - 1
-    return "".join(_BLOCKS[round(most * _normalize(value, low, high))] for value in kept)
+    samples = list(values)[::-step][::-1]  # always includes the last value
+    low, high, max_index = min(samples), max(samples), len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round(max_index * _normalize(value, low, high))] for value in samples)
 
 
 def draw_curve(points: Mapping[int, float], columns: int, height: int = 12) -> list[str]:
-    """Draw a curve as lines of text, with the lowest and highest value beside it."""
+    """Draw a curve with Braille dots (2 x 4 per character), with its minimum and maximum."""
     first, last = min(points), max(points)
     low, high = min(points.values()), max(points.values())
     labels = [format_value(high), *[""] * (height - 2), format_value(low)]
     edge = max(map(len, labels))
-    width = max(_LEAST_WIDTH, min(columns, _MOST_COLUMNS) - edge - len(_AXIS))
+    width = max(_MIN_WIDTH, min(columns, _MAX_COLUMNS) - edge - len(_AXIS))
     cells = [[_EMPTY] * width for _ in range(height)]
     across = (2 * width - 1) / max(last - first, 1)
     up = 4 * height - 1
@@ -50,16 +50,16 @@ def draw_curve(points: Mapping[int, float], columns: int, height: int = 12) -> l
 
 
 def _normalize(value: float, low: float, high: float) -> float:
-    """Say where a value lies between two, from 0 to 1; of halves, since a difference may be inf."""
-    half = high / 2 - low / 2
+    """Map a value to the range from 0 (low) to 1 (high)."""
+    half = high / 2 - low / 2  # high - low may overflow to infinity
     return (value / 2 - low / 2) / half if half > 0 else 0.0
 
 
 def _interpolate(dots: Sequence[tuple[float, float]]) -> Iterator[tuple[int, float]]:
-    """Give the dots, and those on the straight lines between them, by whole columns."""
+    """Yield the dots, and the dots on the lines between them, with integer columns."""
     yield round(dots[0][0]), dots[0][1]
     for (left, below), (right, above) in pairwise(dots):
         steps = max(1, round(right - left), round(abs(above - below)))
         for step in range(1, steps + 1):
-            part = step / steps
-            yield round(left + (right - left) * part), below + (above - below) * part
+            fraction = step / steps
+            yield round(left + (right - left) * fraction), below + (above - below) * fraction

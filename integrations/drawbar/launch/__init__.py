@@ -1,6 +1,6 @@
-"""Scripts as they are: what torchrun or `accelerate launch` runs, on Ray.
+"""Run unchanged training scripts on Ray, like torchrun or `accelerate launch`.
 
-The command `drawbar launch` is made of it.
+The command `drawbar launch` uses this package.
 """
 
 from drawbar.launch._accelerate import AccelerateLaunchConfig

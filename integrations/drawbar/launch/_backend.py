@@ -1,8 +1,8 @@
-"""How the ranks of a script meet: at an address that torchrun's variables tell.
+"""ScriptConfig and the rendezvous address of the scripts.
 
-A script makes its process group itself, and binds the port itself: with torch it is rank 0 that
-does. So the port is held for it until the attempt ends, by a socket that is bound but does not
-listen, and only then told. What no other process gets, the script does.
+A script creates its process group itself, and rank 0 of it binds the port in MASTER_PORT. Until the
+attempt ends, the rank's process reserves this port with a socket that is bound but does not listen,
+so that no other process can get it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ from drawbar.train.backend import Backend, BackendConfig, get_worker_address
 
 @dataclass(frozen=True)
 class ScriptConfig(BackendConfig):
-    """Nothing is made for a script: it gets torchrun's variables, and meets by itself."""
+    """Backend of scripts, which set up their process group from torchrun's variables.
+
+    Example:
+        ```python
+        DataParallelTrainer(train_func, backend_config=ScriptConfig())
+        ```
+    """
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class with the controller's part, of which there is none."""
+        """Controller-side backend class."""
         return _ScriptBackend
 
 
 class _ScriptBackend(Backend):
-    """A rank's process only starts the script's, so it can start another one."""
+    """Backend of ScriptTrainer. Worker processes only start the script, so they are reused."""
 
     share_cuda_visible_devices = True
     can_reuse_processes = True
@@ -35,7 +41,7 @@ class _ScriptBackend(Backend):
 
 @contextmanager
 def rendezvous_address() -> Iterator[tuple[str, int]]:
-    """Give the address and the port that the ranks' scripts meet at; a collective."""
+    """Reserve the rendezvous address and port of the scripts. Collective: call it on all ranks."""
     if get_context().get_world_rank() > 0:
         yield collective.broadcast_from_rank_zero(("", 0))
         return

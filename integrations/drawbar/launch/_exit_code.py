@@ -1,4 +1,4 @@
-"""What a shell is told of a run that has failed."""
+"""exit_code_for: exit code of a failed run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,25 @@ _KILLED = re.compile(r"killed by (SIG\w+)")
 
 
 def exit_code_for(error: TrainingFailedError) -> int:
-    """Return the exit code of a failed run, as for a shell.
+    """Return the exit code of the script that failed first.
 
-    That is the exit code of the script that failed first. If scripts ended by themselves, for
-    example because all of them reject the same argument, the exit code of rank 0 wins, whose
-    output is shown. A script or worker that a signal killed has 128 plus the signal
-    number. The code is 1 if no script failed, for example after a hang.
+    If several scripts exited by themselves, for example because all of them reject the same
+    argument, this is the exit code of rank 0, whose output is shown. For a script or worker that a
+    signal killed, it is 128 plus the signal number.
+
+    Args:
+        error: Error that `ScriptTrainer.fit()` raised.
+
+    Returns:
+        The exit code for a shell; 1 if no script failed, for example after a hang.
+
+    Example:
+        ```python
+        try:
+            ScriptTrainer("train.py").fit()
+        except TrainingFailedError as error:
+            sys.exit(exit_code_for(error))
+        ```
     """
     if not isinstance(error, WorkerGroupError) or not error.failures:
         return 1

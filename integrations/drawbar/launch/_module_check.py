@@ -1,4 +1,4 @@
-"""Whether `python -m NAME` has something to run, told before anything is started for it."""
+"""Check that `python -m NAME` finds a module before a run starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 
 _NOT_FOUND = 3
-_ASK = f"""
+_FIND_MODULE_SCRIPT = f"""
 import runpy, sys
 
 class NotFound(Exception):
@@ -24,36 +24,36 @@ except NotFound as error:
 
 
 def require_module(name: str) -> None:
-    """Check that `python -m name` finds a module, from this folder.
+    """Check that `python -m name` finds a module from the current directory.
 
-    Usually it lies where the folders of its packages say. Where it does not, Python is asked, in a
-    process of its own: a package may find its modules in ways of its own, which are known only when
-    it is imported. What fails there in another way is left to the run, which tells it better.
+    Usually the module is in the directories of its packages. Otherwise the check runs Python in a
+    subprocess, because a package may define its module search only when it is imported. Other
+    errors of the subprocess are ignored: the run reports them better.
 
     Raises:
-        ModuleNotFoundError: It finds none; the message has Python's words.
+        ModuleNotFoundError: Python does not find the module.
     """
     if _has_module_file(name):
         return
-    asked = subprocess.run(
-        [sys.executable, "-c", _ASK, name],
+    process = subprocess.run(
+        [sys.executable, "-c", _FIND_MODULE_SCRIPT, name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
     )
-    if asked.returncode == _NOT_FOUND:
-        why = asked.stderr.strip().splitlines()[-1]
-        raise ModuleNotFoundError(f"there is no module {name} in {os.getcwd()} and sys.path: {why}")
+    if process.returncode == _NOT_FOUND:
+        reason = process.stderr.strip().splitlines()[-1]
+        raise ModuleNotFoundError(f"No module {name} in {os.getcwd()} or sys.path: {reason}")
 
 
 def _has_module_file(name: str) -> bool:
-    """Whether the module, or the package's `__main__`, lies in a folder; imports no package."""
+    """Return whether a module or a package's `__main__` has a file. Imports no package."""
     top, *parts = name.split(".")
     if not all((top, *parts)):
         return False
-    # Finders besides that of folders: of editable installs, zipped and built-in modules.
+    # find_spec also covers editable installs, zip files, and built-in modules.
     spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or find_spec(top)
     for part in parts:
         spec = _find_in_package(spec, part)

@@ -1,4 +1,4 @@
-"""What runs on a worker: the script, in a process of its own, with torchrun's variables."""
+"""Run the script as one rank on a worker, in a separate process with torchrun's variables."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from drawbar.train import get_context
 from drawbar.train.backend import run_program
 
 RAY_ENV_PREFIX = "RAY_"
-"""What the names of variables begin with that Ray gives to its workers, and not to their children:
-a script that starts Ray itself would take itself for a worker."""
+"""Prefix of variables that Ray sets for its workers. The script does not inherit them: otherwise a
+script that starts Ray would behave like a Ray worker."""
 
 
 def run_script(config: dict[str, Any]) -> None:
     """Run the script as this rank.
 
     Args:
-        config: `arguments`, those of `python`; `environment`, variables besides those of this
-            process; `niceness`, that of the shell; `max_restarts`; `sign_seconds`.
+        config: Options of the script: `arguments` of `python`, additional variables
+            (`environment`), `niceness` of the driver's shell, `max_restarts`, and the interval
+            between heartbeats (`sign_seconds`).
 
     Raises:
         FileNotFoundError: This node does not have the script.
-        ProgramFailedError: The script has failed.
+        ProgramFailedError: The script failed.
     """
     arguments = config["arguments"]
     if arguments[0] != "-m" and not os.path.isfile(arguments[0]):
         raise FileNotFoundError(
-            f"node {os.uname().nodename} has no {os.path.abspath(arguments[0])}: put the script "
-            "into a folder that all nodes share, or send it with worker_runtime_env"
+            f"Script {os.path.abspath(arguments[0])} does not exist on node "
+            f"{os.uname().nodename}. Put it on shared storage, or ship it with "
+            "RunConfig(worker_runtime_env=...)."
         )
-    # Ray has its workers stand back (nice 15). That of a thread is that of what it starts.
-    with contextlib.suppress(PermissionError):  # not everybody may take it back
+    # Ray starts workers with nice 15. A thread's child processes inherit the thread's value.
+    with contextlib.suppress(PermissionError):  # lowering it needs a privilege
         os.setpriority(os.PRIO_PROCESS, 0, config["niceness"])
     with rendezvous_address() as (address, port):
         environment = script_env(os.environ, config["environment"])
@@ -44,22 +46,22 @@ def run_script(config: dict[str, Any]) -> None:
 
 
 def script_env(worker_env: Mapping[str, str], extra_env: Mapping[str, str]) -> dict[str, str]:
-    """Give the script's variables: this process's without Ray's own, and those chosen for it."""
-    kept = {
+    """Return the script's environment: the worker's without Ray's variables, and extra ones."""
+    inherited = {
         name: value for name, value in worker_env.items() if not name.startswith(RAY_ENV_PREFIX)
     }
-    if kept.get("PYTHONBREAKPOINT", "").startswith("ray."):
-        del kept["PYTHONBREAKPOINT"]  # Ray's debugger is for Ray's workers
-    return {**kept, **extra_env}
+    if inherited.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del inherited["PYTHONBREAKPOINT"]  # Ray's debugger only works in Ray workers
+    return {**inherited, **extra_env}
 
 
 def torchelastic_env(max_restarts: int) -> dict[str, str]:
-    """Give what torchrun sets besides the ranks; libraries take it as a sign that it is there."""
+    """Return torchrun's variables besides the ranks. Libraries detect torchrun by them."""
     context = get_context()
     return {
         "TORCHELASTIC_RUN_ID": context.get_run_id(),
         "TORCHELASTIC_RESTART_COUNT": str(context.get_attempt()),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        # Rank 0's script makes the store; torchrun's own would have been the agent's.
+        # Rank 0's script creates the store. Under torchrun, the agent would provide it.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }

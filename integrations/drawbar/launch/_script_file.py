@@ -28,34 +28,34 @@ def check_script(path: str) -> None:
         raise ValueError(
             f"{path} is not a script that every rank can read: it names standard input or an "
             "open file of this process, which can be read once. Save the script to a file and pass "
-            "its path"
+            "its path."
         )
     try:
         kind = stat.S_IFMT(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
-        raise FileNotFoundError(f"there is no script {path}{where}") from None
+        location = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+        raise FileNotFoundError(f"No script {path}{location}.") from None
     if kind == stat.S_IFDIR:
-        raise ValueError(f"{path} is a directory. Pass a script in it, or -m and a module")
+        raise ValueError(f"{path} is a directory. Pass a script in it, or -m and a module.")
     if kind != stat.S_IFREG:
         raise ValueError(
             f"{path} is {_KINDS.get(kind, 'a special file')}, but every rank reads the script, so "
-            "it must be a regular file. Save the script to a file and pass its path"
+            "it must be a regular file. Save the script to a file and pass its path."
         )
 
 
 def _is_open_file(path: str) -> bool:
     """Return whether a path names a file descriptor, such as /dev/stdin and /dev/fd/3.
 
-    Links are followed one by one: where standard input is redirected from a regular file, the last
-    one leads to that file.
+    Links are followed one by one: if standard input is redirected from a regular file, the last
+    link points to that file.
     """
     for _ in range(_MAX_LINKS):
-        folder = os.path.realpath(os.path.dirname(path) or ".")
-        path = os.path.join(folder, os.path.basename(path))
+        directory = os.path.realpath(os.path.dirname(path) or ".")
+        path = os.path.join(directory, os.path.basename(path))
         if path.startswith(("/proc/", "/dev/fd/")):
             return True
         if not os.path.islink(path):
             return False
-        path = os.path.join(folder, os.readlink(path))
+        path = os.path.join(directory, os.readlink(path))
     return False

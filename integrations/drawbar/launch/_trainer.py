@@ -1,4 +1,4 @@
-"""ScriptTrainer: the trainer for scripts that are no functions."""
+"""ScriptTrainer: run a script on every worker."""
 
 from __future__ import annotations
 
@@ -24,42 +24,49 @@ HEARTBEATS_PER_HANG_TIMEOUT = 4
 
 
 class ScriptTrainer(DataParallelTrainer):
-    """Run a script on every worker, as torchrun does.
+    """Run a script on every worker, like torchrun.
 
+    Each rank is a separate Python process with torchrun's variables and the driver's environment
+    and working directory. The script may call `drawbar.train.report()` and similar functions, but
+    does not need to.
+
+    A script leaves state behind (modules, process groups, threads, a CUDA context), so every
+    restart uses new processes, with a higher TORCHELASTIC_RESTART_COUNT. Ray's worker processes
+    keep running and keep their GPUs.
+
+    The driver prints the standard output and standard error of rank 0 unchanged. The log of each
+    rank contains its complete output.
+
+    `FailureConfig.hang_timeout` starts when a rank last wrote output or used the CPU. A process
+    that uses less than 1 % of a core counts as waiting. A rank that spins while it waits for its
+    GPU counts as active; NCCL's timeout ends it.
+
+    `fit()` raises `WorkerGroupError` if a script fails. Its `worker_failures` are
+    `ProgramFailedError`s with exit codes, and `exit_code_for()` returns the exit code of the run.
+
+    Args:
+        script: Path of the script, or module name with `is_module`.
+        arguments: Arguments of the script.
+        is_module: Whether `script` is a module name, as in `python -m`.
+        environment: Environment variables for the script, in addition to those of this process.
+        scaling_config: Number of workers and their resources. `num_workers=0` is not supported.
+        run_config: Run configuration: storage, restarts, callbacks. All environment variables of
+            the driver are forwarded.
+        metadata: See DataParallelTrainer.
+        resume_from_checkpoint: See DataParallelTrainer.
+
+    Raises:
+        FileNotFoundError: The script does not exist.
+        ModuleNotFoundError: The module does not exist.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument has a wrong value, or the script is not a regular file.
+
+    Example:
+        ```python
         ScriptTrainer(
             "train.py", ["--epochs", "3"], scaling_config=ScalingConfig(num_workers=4)
         ).fit()
-
-    Each rank is a Python process of its own, with torchrun's variables and the driver's own
-    environment, in its working directory. The script may call `drawbar.train.report` and its
-    companions, or know nothing of Drawbar. After a failure it starts anew, in a new process and
-    with TORCHELASTIC_RESTART_COUNT raised: what a script leaves in its process (its modules' state,
-    process groups, threads, a CUDA context) is not known to bear another start. Ray's worker
-    processes stay, with their place and GPUs.
-
-    The driver prints the standard output and standard error of rank 0, byte for byte. The log of
-    each rank has its complete output.
-
-    `FailureConfig.hang_timeout` counts from when any rank has last written or computed: a process
-    that uses less than 1 % of a core counts as waiting. So a rank that spins while it waits for its
-    GPU counts as alive; NCCL's own timeout ends it.
-
-    Args:
-        script: Its path, or with `is_module` the name of a module, as after `python -m`.
-        arguments: Of the script.
-        is_module: Whether `script` is the name of a module.
-        environment: Variables for the script, besides those of this process.
-        scaling_config: How many workers, on what; not `num_workers=0`.
-        run_config: As for `DataParallelTrainer`. All variables of the driver are forwarded.
-        metadata: As for `DataParallelTrainer`.
-        resume_from_checkpoint: As for `DataParallelTrainer`.
-
-    `fit()` raises a `WorkerGroupError` when a script has failed; its `worker_failures` are
-    `ProgramFailedError`s with exit codes, and `exit_code_for` returns the exit code of the run.
-
-    Raises:
-        FileNotFoundError, ModuleNotFoundError: There is no such script or module.
-        TypeError, ValueError: An argument is wrong, or the script is not a regular file.
+        ```
     """
 
     def __init__(
@@ -76,8 +83,8 @@ class ScriptTrainer(DataParallelTrainer):
     ) -> None:
         if scaling_config is not None and scaling_config.max_workers == 0:
             raise ValueError(
-                "ScriptTrainer needs processes of its own, found num_workers=0; start the script "
-                "with python to run it in one process"
+                "ScriptTrainer does not support num_workers=0. Run the script with python to run "
+                "it in one process."
             )
         run_config = run_config or RunConfig()
         super().__init__(
@@ -98,7 +105,7 @@ class ScriptTrainer(DataParallelTrainer):
 
     @property
     def _script(self) -> tuple[str, bool]:
-        assert self.train_loop_config is not None  # set by __init__, and again by restore()
+        assert self.train_loop_config is not None  # set by __init__ and restore()
         first, *others = self.train_loop_config["arguments"]
         return (others[0], True) if first == "-m" else (first, False)
 
@@ -106,7 +113,7 @@ class ScriptTrainer(DataParallelTrainer):
 def _python_arguments(
     script: str | os.PathLike[str], arguments: Sequence[str], *, is_module: bool
 ) -> list[str]:
-    """Give what would follow `python`."""
+    """Return the arguments of `python`."""
     path = os.fspath(script)
     if is_module:
         require_module(path)
@@ -116,7 +123,7 @@ def _python_arguments(
 
 
 def _startup_env() -> dict[str, str]:
-    """Give what is forwarded to no worker, whose Python has started, but to a script's can be."""
+    """Return variables that are read when Python starts: too late for workers, but not scripts."""
     return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 

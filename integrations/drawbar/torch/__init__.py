@@ -1,4 +1,4 @@
-"""PyTorch training functions on a group of Ray actors, and helpers to use inside them."""
+"""PyTorch training on Ray: trainer, process group, and training-function helpers."""
 
 from drawbar.torch._attempt_cleanup import on_attempt_end
 from drawbar.torch._backend import TorchBackend, TorchConfig

@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate has its place in an attempt, and does not outlive it.
+"""Reset the process-wide state of Hugging Face Accelerate around an attempt.
 
-Accelerate keeps one state per process, made by the first `Accelerator`, and hands settings on in
-environment variables. Both would stay in a process that goes on into the next attempt, with the
-rank and the world size of before. With `num_workers=0` the process is the user's own, who gets back
-what was there. DeepSpeed keeps far more, in many places, and has no way to drop it all.
+The first `Accelerator` of a process creates a shared state and passes settings in environment
+variables. A process that runs several attempts would keep both, with the previous rank and world
+size. With `num_workers=0` the process belongs to the user, so the previous state is restored.
+DeepSpeed keeps state in many places and cannot be reset, so its processes are not reused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PREFIXES = ("ACCELERATE_", "FSDP_")
 
 
 def reset_accelerate_state() -> None:
-    """Begin without the state of Accelerate that the process has; put it back at the end."""
+    """Clear Accelerate's state now and restore it at the end of the attempt."""
     on_attempt_end(_restore_state, _accelerate_env(), _save_and_clear_states())
     on_attempt_end(_retire_process_after_deepspeed)
 
@@ -28,17 +28,17 @@ def _accelerate_env() -> dict[str, str]:
 
 
 def _shared_states() -> list[dict[str, object]]:
-    """Give the dicts that Accelerate's singletons share, if it has been imported."""
+    """Return the shared dicts of Accelerate's singletons; [] if it was not imported."""
     module = sys.modules.get("accelerate.state")
     names = ("PartialState", "AcceleratorState", "GradientState")
     return [getattr(module, name)._shared_state for name in names] if module else []
 
 
 def _save_and_clear_states() -> list[dict[str, object]]:
-    taken = [dict(state) for state in _shared_states()]
+    saved = [dict(state) for state in _shared_states()]
     for state in _shared_states():
         state.clear()
-    return taken
+    return saved
 
 
 def _restore_state(variables: dict[str, str], states: list[dict[str, object]]) -> None:

@@ -1,8 +1,8 @@
-"""What an attempt changes in its process is put back when the attempt ends.
+"""Undo process-wide changes when an attempt ends.
 
-A worker's process may outlive an attempt and run the next one, with other ranks and another world
-size; with `num_workers=0` it is the user's own. So whatever in this package touches the process
-(environment variables, thread counts, random generators, the process group) does it through here.
+A worker process may run several attempts, with different ranks and world sizes. With
+`num_workers=0` it is the user's process. So this package makes all process-wide changes
+(environment variables, thread counts, random generators, the process group) through this module.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _cleanup_stack: ExitStack | None = None
 
 @contextmanager
 def attempt_cleanup() -> Iterator[None]:
-    """Put back, on the way out, everything that `at_end` was told inside; the last change first."""
+    """Call the callbacks of `on_attempt_end` on exit, in reverse order."""
     global _cleanup_stack
-    _run_cleanup()  # an interrupt can have cut short what the attempt before had to put back
+    _run_cleanup()  # an interrupt may have stopped the cleanup of the previous attempt
     _cleanup_stack = ExitStack()
     try:
         yield
@@ -29,19 +29,30 @@ def attempt_cleanup() -> Iterator[None]:
         _run_cleanup()
 
 
-def on_attempt_end(undo: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call `undo(*args, **kwargs)` when the attempt ends, before its process group is let go.
+def on_attempt_end(callback: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call a function when the attempt ends, before its process group is destroyed.
 
-    For what a library keeps in the process, such as groups made of the attempt's process group: the
-    process may live on and run the next attempt. Several are called in reverse order. Outside an
-    attempt nothing is put back.
+    Use it to release state that a library keeps in the process, for example process groups: the
+    process may run the next attempt. Callbacks are called in reverse order. Outside an attempt, the
+    callback is never called.
+
+    Args:
+        callback: Function to call.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
+
+    Example:
+        ```python
+        group = torch.distributed.new_group([0, 1])
+        drawbar.torch.on_attempt_end(torch.distributed.destroy_process_group, group)
+        ```
     """
     if _cleanup_stack is not None:
-        _cleanup_stack.callback(undo, *args, **kwargs)
+        _cleanup_stack.callback(callback, *args, **kwargs)
 
 
 def is_in_attempt() -> bool:
-    """Whether this process is between the beginning and the end of an attempt."""
+    """Return whether this process is currently running an attempt."""
     return _cleanup_stack is not None
 
 

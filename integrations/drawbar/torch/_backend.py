@@ -1,6 +1,6 @@
-"""How PyTorch workers are set up: the settings, and what is done with them around the function.
+"""TorchConfig and the setup of PyTorch workers.
 
-All of it happens on the workers, inside `train_func_context`; the controller has nothing to do.
+The setup runs on the workers, in `train_func_context`. The controller has no part in it.
 """
 
 from __future__ import annotations
@@ -39,22 +39,33 @@ InitMethod = Literal["env", "tcp"]
 
 @dataclass(frozen=True)
 class TorchConfig(BackendConfig):
-    """How the process group is made that is up when the training function starts.
+    """Configure the `torch.distributed` process group of the workers.
 
-    Every worker has `torch.distributed` initialised, its CUDA device set, and as many threads as
-    its share of the node's cores. Accelerate finds the device in ACCELERATE_TORCH_DEVICE and, on a
-    CPU worker, ACCELERATE_USE_CPU.
+    When the training function starts, `torch.distributed` is initialized on every worker, its CUDA
+    device is set, and torch uses as many threads as the worker has CPUs. Accelerate gets the device
+    from ACCELERATE_TORCH_DEVICE and, on CPU workers, ACCELERATE_USE_CPU.
 
     Args:
-        backend: A backend of `torch.distributed`, such as "gloo" or "cpu:gloo,cuda:nccl". Default:
+        backend: Backend of `torch.distributed`, such as "gloo" or "cpu:gloo,cuda:nccl". Default:
             "nccl" if the workers have GPUs, otherwise "gloo".
-        init_method: "env" also puts the address of the group's store into MASTER_ADDR and
-            MASTER_PORT, as torchrun does; "tcp" leaves these variables alone. Either way rank 0
-            binds a free port first and tells it after.
-        timeout_s: How long a collective waits for the other ranks: seconds, or a timedelta.
+        init_method: "env" also sets MASTER_ADDR and MASTER_PORT to the address of the group's
+            store, like torchrun; "tcp" does not set these variables. In both cases, rank 0 binds a
+            free port before it sends the address to the other ranks.
+        timeout_s: Maximum time that a collective waits for other ranks, in seconds or as a
+            timedelta.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or value.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument has a wrong value.
+
+    Example:
+        ```python
+        TorchTrainer(
+            train_func,
+            torch_config=TorchConfig(backend="gloo", timeout_s=600),
+            scaling_config=ScalingConfig(num_workers=4),
+        ).fit()
+        ```
     """
 
     backend: str | None = None
@@ -63,56 +74,72 @@ class TorchConfig(BackendConfig):
 
     def __post_init__(self) -> None:
         if self.backend is not None and not isinstance(self.backend, str):
-            raise TypeError(f"TorchConfig.backend must be a str or None, found {self.backend!r}")
+            raise TypeError(f"TorchConfig.backend must be a str or None, found {self.backend!r}.")
         if self.init_method not in get_args(InitMethod):
             raise ValueError(
-                f"TorchConfig.init_method must be 'env' or 'tcp', found {self.init_method!r}"
+                f"TorchConfig.init_method must be 'env' or 'tcp', found {self.init_method!r}."
             )
         seconds = parse_duration("TorchConfig.timeout_s", self.timeout_s)
         object.__setattr__(self, "timeout_s", seconds)
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class with the controller's part, of which there is none."""
+        """Controller-side backend class."""
         return TorchBackend
 
-    def resolve_backend(self, *, gpus: bool) -> str:
-        """Say which backend of `torch.distributed` is used on workers with or without GPUs."""
-        return self.backend or ("nccl" if gpus else "gloo")
+    def resolve_backend(self, *, has_gpus: bool) -> str:
+        """Return the backend of `torch.distributed` for workers with or without GPUs.
+
+        Args:
+            has_gpus: Whether the workers have GPUs.
+
+        Returns:
+            `backend` if it is set, otherwise "nccl" or "gloo".
+        """
+        return self.backend or ("nccl" if has_gpus else "gloo")
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check the backend against the workers' GPUs.
 
         Raises:
-            ValueError: NCCL without GPUs, or with workers that may share one.
+            ValueError: The backend is NCCL, but the workers have no GPUs or may share one.
         """
         gpus = scaling_config.num_gpus_per_worker
-        backend = self.resolve_backend(gpus=gpus > 0)
+        backend = self.resolve_backend(has_gpus=gpus > 0)
         if "nccl" not in backend:
             return
         if not gpus:
             raise ValueError(
-                f"TorchConfig has backend={backend!r}, but the workers have no GPU; set "
-                'ScalingConfig(use_gpu=True), or TorchConfig(backend="gloo") to train on CPUs'
+                f"TorchConfig(backend={backend!r}) needs GPUs, but the workers have none. Set "
+                "ScalingConfig(use_gpu=True), or TorchConfig(backend='gloo') to train on CPUs."
             )
         if gpus < 1 and scaling_config.max_workers > 1:
             raise ValueError(
-                f"TorchConfig's backend is {backend!r}, which refuses workers that share a GPU, as "
-                f"{scaling_config.max_workers} workers with resources_per_worker['GPU']={gpus:g} "
-                'may; give each worker a whole GPU, or set TorchConfig(backend="gloo")'
+                "NCCL does not support workers that share a GPU (resources_per_worker['GPU']="
+                f"{gpus:g}, {scaling_config.max_workers} workers). Give each worker a whole GPU, "
+                "or set TorchConfig(backend='gloo')."
             )
 
     def get_launcher_store(self) -> LauncherStore | None:
-        """Give the store of the torchrun that has started this process as one of several."""
+        """Return torchrun's store if torchrun started this process as one of several."""
         return torchrun_store() if is_multiprocess_torchrun() else None
 
     def train_func_context(self) -> AbstractContextManager[None]:
-        """Make the process group before the training function, take it down after it."""
+        """Create the process group before the training function, and destroy it afterwards."""
         return _worker_setup(self)
 
 
 class TorchBackend(Backend):
-    """PyTorch needs nothing in the controller; a worker's process can be set up again and again."""
+    """Backend of TorchTrainer. Worker processes are reused after a restart.
+
+    Example:
+        ```python
+        class MyConfig(TorchConfig):
+            @property
+            def backend_cls(self):
+                return TorchBackend
+        ```
+    """
 
     share_cuda_visible_devices = True
     can_reuse_processes = True
@@ -120,23 +147,24 @@ class TorchBackend(Backend):
 
 @contextmanager
 def _worker_setup(config: TorchConfig) -> Iterator[None]:
-    backend = config.resolve_backend(gpus=bool(get_context().get_accelerator_ids()))
+    backend = config.resolve_backend(has_gpus=bool(get_context().get_accelerator_ids()))
     with attempt_cleanup():
         set_torch_threads()
         reset_accelerate_state()
         device = _set_current_device(required="nccl" in backend)
-        assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
+        assert not isinstance(config.timeout_s, timedelta)  # __post_init__ converts to seconds
         timeout = timedelta(seconds=config.timeout_s)
-        publish = config.init_method == "env" and not uses_torchrun_store()
+        # torchrun's own store must stay at MASTER_ADDR and MASTER_PORT.
+        set_master_env = config.init_method == "env" and not uses_torchrun_store()
         with (
-            process_group(backend, timeout, device, set_master_env=publish),
+            process_group(backend, timeout, device, set_master_env=set_master_env),
             warn_if_no_communication(),
         ):
             yield
 
 
 def set_torch_threads() -> None:
-    """Use as many threads as OMP_NUM_THREADS says, which torch reads only once per process."""
+    """Set torch's number of threads to OMP_NUM_THREADS, which torch reads once per process."""
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if threads.isdecimal():
         on_attempt_end(torch.set_num_threads, torch.get_num_threads())
@@ -144,15 +172,19 @@ def set_torch_threads() -> None:
 
 
 def _set_current_device(*, required: bool) -> torch.device:
-    """Make the worker's GPU the current one. Without NCCL it may have one that torch cannot use."""
+    """Set the worker's device as the current one.
+
+    Args:
+        required: Whether to raise an error if torch cannot use the worker's GPU, as NCCL needs it.
+    """
     if not required and get_context().get_accelerator_ids() and not torch.cuda.is_available():
         return torch.device("cpu")
     device = get_device()
     if device.type == "cuda":
-        # For what never asks which one: NCCL and CUDA work on the current one.
+        # NCCL, and code without an explicit device, use the current CUDA device.
         torch.cuda.set_device(device)
-    # Accelerate by itself takes the device whose number is the local rank, which Ray need not have
-    # given.
+    # By default, Accelerate uses the local rank as device index, which may differ from the GPU that
+    # Ray assigned.
     set_env("ACCELERATE_TORCH_DEVICE", str(device))
     if device.type == "cpu":
         set_env("ACCELERATE_USE_CPU", "true")

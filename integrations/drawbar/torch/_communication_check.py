@@ -1,8 +1,8 @@
-"""Says at the end that the ranks had nothing to do with each other, which is rarely meant.
+"""Warn when the ranks of a finished run never communicated, which is rarely intended.
 
-A model that nobody made data-parallel is trained by each rank on its own part of the data, without
-an error. Every way of training together leaves a trace: the process group has numbered a
-collective, or there is another group, or the ranks have met through the controller.
+If a model was not wrapped for data-parallel training, each rank trains a separate model on its
+shard, without an error. All ways of training together leave a trace: the process group has counted
+a collective, another process group exists, or a collective was called through the controller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _num_excluded_collectives = 0
 
 @contextmanager
 def warn_if_no_communication() -> Iterator[None]:
-    """Have the run say at its end if the function inside returns and rank 0 has met no other."""
+    """Add a notice at the end of the run if the body returns and rank 0 never communicated."""
     global _num_excluded_collectives
     _num_excluded_collectives = 0
     before = _communication_counts()
@@ -30,15 +30,15 @@ def warn_if_no_communication() -> Iterator[None]:
     is_one_of_many = context.get_world_rank() == 0 and context.get_world_size() > 1
     if is_one_of_many and before is not None and _communication_counts() == before:
         add_final_notice(
-            f"the {context.get_world_size()} workers have not exchanged anything: no model was "
-            "made data-parallel and no collective called. If they train one model, wrap it: "
-            "drawbar.torch.prepare_model(model); if each works for itself, all is well"
+            f"The {context.get_world_size()} workers never communicated: no model was wrapped for "
+            "data-parallel training and no collective was called. To train one model, call "
+            "drawbar.torch.prepare_model(model); ignore this if the workers are independent."
         )
 
 
 @contextmanager
 def exclude_from_communication_check() -> Iterator[None]:
-    """Do not count what the ranks exchange inside: a data loader's seed trains no model."""
+    """Exclude collectives in the body, such as the broadcast of a data loader's seed."""
     global _num_excluded_collectives
     before = count_collectives()
     yield
@@ -46,13 +46,13 @@ def exclude_from_communication_check() -> Iterator[None]:
 
 
 def _communication_counts() -> tuple[int, int, int] | None:
-    """Count what the rank has done together with others; None where torch does not count it."""
+    """Count the collectives and process groups of this rank; None if torch does not count them."""
     if not dist.is_initialized():
         return None
-    group: Any = dist.group.WORLD  # torch's own stubs lack what is asked of it
+    group: Any = dist.group.WORLD  # torch's stubs lack this method
     try:
         numbered = int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):  # not every backend numbers its collectives
+    except (AttributeError, RuntimeError):  # not every backend counts its collectives
         return None
     groups = len(dist.distributed_c10d._world.pg_map)
     return numbered, groups, count_collectives() - _num_excluded_collectives

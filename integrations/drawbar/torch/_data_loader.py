@@ -1,7 +1,7 @@
-"""Split data loaders between the ranks, and move their batches to the worker's device.
+"""prepare_data_loader: shard a data loader and move its batches to the device.
 
-A loader is copied and its sampler replaced. A new loader made from a list of settings would lose
-the settings of subclasses and later PyTorch versions.
+The loader is copied and its sampler is replaced. A new loader created from a list of settings would
+lose the settings of subclasses and later PyTorch versions.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ def prepare_data_loader(
     resume: bool = True,
     name: str | None = None,
 ) -> DataLoader[T]:
-    """Split a data loader between the workers, and move its batches to this worker's device.
+    """Shard a data loader across the workers and move its batches to the device.
 
     All ranks must call this for the same loaders in the same order. All ranks get the same number
     of batches.
 
-    Your sampler sets the order of the samples. It may be a batch sampler, have no length, or be
-    endless. Each sample goes to one rank. To give all ranks the same number, the first few
+    Your sampler defines the order of the samples. It may be a batch sampler, have no length, or be
+    infinite. Each sample is assigned to one rank. To give all ranks the same number, the first few
     are repeated at the end of the epoch, or the last few are dropped if the loader has `drop_last`.
     Each iteration is a new epoch with a new order. `loader.sampler.set_epoch(n)` works, but is not
-    needed. The order is derived from the epoch and a seed of rank 0, which the loader's `generator`
-    or `torch.initial_seed()` gives. It does not depend on the number of workers.
+    needed. The order is derived from the epoch and a seed of rank 0: the seed of the loader's
+    `generator`, or `torch.initial_seed()`. It does not depend on the number of workers.
 
     Each checkpoint contains the position in the data: the samples that the training function has
-    received when it reports the checkpoint. After a restart, the first iteration gives the rest of
-    the interrupted epoch, on any number of workers, without loading the samples before it. `len()`
-    remains the length of a whole epoch. A loader that is prepared once per epoch continues the
-    epochs of the previous one. See the guide's page on data.
+    received when it reports the checkpoint. After a restart, the first iteration yields the
+    remainder of the interrupted epoch, on any number of workers, without loading earlier samples.
+    `len()` remains the length of a complete epoch. A loader that is prepared once per epoch
+    continues the epochs of the previous one. See the guide's page on data.
 
     A distributed sampler is kept as it is, and an `IterableDataset` is not split: use
     `get_context().get_world_rank()` in its `__iter__`. These loaders begin an interrupted epoch
@@ -69,10 +69,10 @@ def prepare_data_loader(
     between ranks and epochs, and nothing is drawn from PyTorch's global generator.
 
     Args:
-        data_loader: The loader; it is not changed.
+        data_loader: Data loader to prepare. It is not changed.
         add_dist_sampler: Whether to split the data.
         move_to_device: Whether to move batches to `get_device()`: tensors, also inside dicts,
-            lists, tuples, dataclasses and objects with a method `to`.
+            lists, tuples, dataclasses, and objects with a method `to`.
         auto_transfer: On a GPU, copy the next batch while the model works on this one. Give the
             loader `pin_memory=True`, otherwise the copy has to wait.
         resume: Whether checkpoints contain this loader's position.
@@ -81,10 +81,11 @@ def prepare_data_loader(
             example one per epoch, form one sequence of epochs.
 
     Returns:
-        A `DataLoader` with the attributes of yours, except for samplers and `generator`.
+        A `DataLoader` with the attributes of the original, except for samplers and `generator`.
 
     Raises:
-        TypeError: It is not a `torch.utils.data.DataLoader`, or its sampler is a generator object.
+        TypeError: `data_loader` is not a `torch.utils.data.DataLoader`, or its sampler is a
+            generator object.
         RuntimeError: Called outside a training function.
 
     Example:
@@ -98,8 +99,8 @@ def prepare_data_loader(
         return data_loader
     if not isinstance(data_loader, DataLoader):
         raise TypeError(
-            f"prepare_data_loader takes a torch.utils.data.DataLoader, found {data_loader!r} "
-            f"({type(data_loader).__name__})"
+            f"prepare_data_loader needs a torch.utils.data.DataLoader, found {data_loader!r} "
+            f"({type(data_loader).__name__})."
         )
     loader = copy.copy(data_loader)
     sampler = None
@@ -108,17 +109,17 @@ def prepare_data_loader(
     counter = _make_counter(loader, sampler)
     tracked = get_registry().add(counter, name, loader.dataset, is_recorded=resume)
     device = get_device() if move_to_device else torch.device("cpu")
-    # A batch that is fetched ahead would be in the dataset's state before it is used.
-    ahead = auto_transfer and not isinstance(counter, DatasetStateTracker)
+    # With prefetching, the dataset's state would include a batch before it is used.
+    prefetch = auto_transfer and not isinstance(counter, DatasetStateTracker)
     return PreparedDataLoader(
-        loader, device, ahead=ahead, tracked=tracked, worker_seed=_replace_generator(loader)
+        loader, device, prefetch=prefetch, tracked=tracked, worker_seed=_replace_generator(loader)
     )
 
 
 class PreparedDataLoader(DataLoader[T]):
-    """A loader that moves its batches to a device and tracks its position.
+    """Data loader that moves its batches to a device and tracks its position.
 
-    All other attributes come from the loader inside.
+    All other attributes are those of the inner loader.
     """
 
     def __init__(
@@ -126,27 +127,27 @@ class PreparedDataLoader(DataLoader[T]):
         loader: DataLoader[T],
         device: torch.device,
         *,
-        ahead: bool,
+        prefetch: bool,
         tracked: TrackedLoader,
         worker_seed: int,
     ) -> None:
-        # Without super().__init__(): all settings come from `loader`.
+        # Without super().__init__(): all settings belong to `loader`.
         self._loader = loader
         self._device = device
-        self._ahead = ahead
+        self._prefetch = prefetch
         self._tracked = tracked
         self._worker_seed = worker_seed
 
-    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # a plain iterator over the loader's own
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # wraps the loader's iterator
         self._tracked.begin()
         seed = derive_seed(self._worker_seed, *self._tracked.counter.epoch_start)
         self._loader.generator.manual_seed(seed)
         return self._tracked.count(self._batches())
 
     def _batches(self) -> Iterator[T]:
-        if self._device.type == "cpu":  # where the batches are
+        if self._device.type == "cpu":  # batches are already there
             return iter(self._loader)
-        return iter_to_device(self._loader, self._device, prefetch=self._ahead)
+        return iter_to_device(self._loader, self._device, prefetch=self._prefetch)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -158,7 +159,7 @@ class PreparedDataLoader(DataLoader[T]):
 
 
 def _replace_sampler(loader: DataLoader[object]) -> EpochSampler[object] | None:
-    """Replace the sampler of a loader by one for this rank, unless it is a distributed one."""
+    """Replace the sampler of a loader with one for this rank, unless it is distributed."""
     if _is_distributed(loader.sampler) or _is_distributed(loader.batch_sampler):
         return None
     context = get_context()
@@ -175,17 +176,17 @@ def _replace_sampler(loader: DataLoader[object]) -> EpochSampler[object] | None:
     replacements: dict[str, object]
     sampler: EpochSampler[object]
     batches = loader.batch_sampler
-    if batches is not None and loader.batch_size is None:  # custom: split by whole batches
+    if batches is not None and loader.batch_size is None:  # custom sampler: assign whole batches
         sampler = make_sampler(batches, bool(getattr(batches, "drop_last", False)))
-        # Also as `sampler`, which PyTorch does not use then, for `loader.sampler.set_epoch()`.
+        # Also set `sampler`, which PyTorch ignores here, for `loader.sampler.set_epoch()`.
         replacements = {"batch_sampler": sampler, "sampler": sampler}
     else:
         sampler = items = make_sampler(loader.sampler, loader.drop_last)
         replacements = {"sampler": items}
         if loader.batch_size is not None:
             replacements["batch_sampler"] = BatchSampler(items, loader.batch_size, loader.drop_last)
-    # DataLoader does not allow setting these, because an iterator may be running. This copy has
-    # none yet.
+    # DataLoader does not allow setting these attributes, because an iterator may be running. This
+    # copy has no iterator yet.
     vars(loader).update(replacements, _iterator=None)
     return sampler
 
@@ -193,7 +194,7 @@ def _replace_sampler(loader: DataLoader[object]) -> EpochSampler[object] | None:
 def _make_counter(
     loader: DataLoader[object], sampler: EpochSampler[object] | None
 ) -> PositionTracker:
-    """Return the counter that can count most of a loader: samples, the dataset's state, epochs."""
+    """Return the most precise tracker for a loader: by samples, dataset state, or epochs."""
     if sampler is not None:
         # The batches of a subclass with its own `__iter__` may hold any number of items.
         is_plain = type(loader).__iter__ is DataLoader.__iter__
@@ -207,11 +208,11 @@ def _make_counter(
 
 
 def _replace_generator(loader: DataLoader[object]) -> int:
-    """Replace the loader's generator by one that is seeded before each epoch, and return the seed.
+    """Replace the loader's generator with one that is seeded before each epoch. Return the seed.
 
-    PyTorch seeds the loader's worker processes from that generator, or from the global one. The
-    user's generator is the same on every rank, and starts from its seed again after a restart. A
-    draw from the global one would change the dropout of a run that resumes inside an epoch.
+    PyTorch seeds the loader's worker processes from this generator, or from the global one. The
+    user's generator is the same on every rank, and starts from its seed again after a restart.
+    Drawing from the global one would change the dropout of a run that resumes inside an epoch.
     """
     if loader.generator is not None:
         seed = loader.generator.initial_seed()
@@ -226,7 +227,7 @@ def _replace_generator(loader: DataLoader[object]) -> int:
 def _is_distributed(sampler: object) -> bool:
     inner = getattr(sampler, "sampler", None)
     return any(
-        isinstance(each, DistributedSampler)
-        or (hasattr(each, "num_replicas") and hasattr(each, "rank"))
-        for each in (sampler, inner)
+        isinstance(candidate, DistributedSampler)
+        or (hasattr(candidate, "num_replicas") and hasattr(candidate, "rank"))
+        for candidate in (sampler, inner)
     )

@@ -21,24 +21,24 @@ T = TypeVar("T")
 class PositionTracker(Protocol):
     """Counts the batches of a loader as the training function receives them.
 
-    The counter of a loader may outlive it, so it must not keep the loader's dataset alive.
+    The tracker of a loader may outlive it, so it must not keep the loader's dataset alive.
 
     Attributes:
-        epoch_start: Epoch of the newest iteration, and samples of it that were consumed before.
+        epoch_start: Epoch of the newest iteration, and its samples that were consumed before.
     """
 
     epoch_start: tuple[int, int]
 
     def resume_from(self, state: Any) -> None:
-        """Resume from what `record` returned in an earlier attempt."""
+        """Resume from the value of `position()` in an earlier attempt."""
         ...
 
     def follow(self, previous: Any) -> None:
-        """Continue after the epochs of an earlier loader, whose counter this is."""
+        """Continue after the epochs of an earlier loader, given its tracker."""
         ...
 
     def start_epoch(self) -> None:
-        """Begin an iteration; called before anything is loaded."""
+        """Begin an iteration. Called before any data is loaded."""
         ...
 
     def track(self, batches: Iterator[T]) -> Iterator[T]:
@@ -46,7 +46,7 @@ class PositionTracker(Protocol):
         ...
 
     def position(self) -> object:
-        """Return the state for a checkpoint that is reported now, None if there is none."""
+        """Return the state for a checkpoint that is reported now; None if there is none."""
         ...
 
 
@@ -57,8 +57,8 @@ class SamplerPositionTracker:
 
     Args:
         sampler: The loader's sampler or batch sampler.
-        items: Number of the sampler's items in a batch; 0 if it is unknown, so that only complete
-            epochs count.
+        items_per_batch: Number of the sampler's items in a batch; 0 if it is unknown, so that only
+            complete epochs count.
     """
 
     def __init__(self, sampler: EpochSampler[Any], items_per_batch: int) -> None:

@@ -1,4 +1,4 @@
-"""Batches on their way to the device, of whatever shape the user's collate function makes them."""
+"""Move batches of any structure to the device, optionally prefetching on a CUDA stream."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ K = TypeVar("K")
 
 
 def move_to_device(batch: object, device: torch.device) -> Any:
-    """Move every tensor in a batch to a device; what is not a tensor stays.
+    """Move every tensor in a batch to a device. Other values do not change.
 
-    Looks into mappings, lists, tuples, named tuples and dataclasses. Any other object that has a
-    method `to`, such as a `PackedSequence` or a tokenizer's `BatchEncoding`, is moved by it.
+    Traverses mappings, lists, tuples, named tuples, and dataclasses. Any other object with a method
+    `to`, such as a `PackedSequence` or a tokenizer's `BatchEncoding`, is moved by that method.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
@@ -26,7 +26,7 @@ def move_to_device(batch: object, device: torch.device) -> Any:
         return _same_mapping_type(
             batch, {key: move_to_device(value, device) for key, value in batch.items()}
         )
-    # A named tuple takes its fields one by one, where tuples and lists take an iterable.
+    # Named tuples take their fields as arguments; tuples and lists take one iterable.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move_to_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):
@@ -40,9 +40,9 @@ def move_to_device(batch: object, device: torch.device) -> Any:
 
 
 def _same_mapping_type(batch: Mapping[K, object], values: dict[K, object]) -> object:
-    """Give the same kind of mapping where it can be made from a dict, otherwise a dict."""
+    """Convert a dict to the mapping type of the batch, if its constructor accepts a dict."""
     try:
-        return type(batch)(values)  # type: ignore[call-arg]  # as each user's own type takes it
+        return type(batch)(values)  # type: ignore[call-arg]  # depends on the user's type
     except TypeError:
         return values
 
@@ -50,19 +50,18 @@ def _same_mapping_type(batch: Mapping[K, object], values: dict[K, object]) -> ob
 def iter_to_device(
     batches: Iterable[object], device: torch.device, *, prefetch: bool
 ) -> Iterator[Any]:
-    """Give batches moved to a device; with `ahead`, on CUDA, the next during the work on this."""
+    """Yield batches on a device. With `prefetch` on CUDA, copy the next one during computation."""
     if prefetch and device.type == "cuda":
         return _prefetch(iter(batches), device)
     return (move_to_device(batch, device) for batch in batches)
 
 
 def _prefetch(batches: Iterator[object], device: torch.device) -> Iterator[object]:
-    """Copy each batch on a stream of its own, one batch ahead.
+    """Copy each batch one batch ahead, on a separate stream.
 
-    The copying stream first waits for the work that is queued so far, that is, on the batches
-    before. So the memory of a batch that was freed is not written again before the work on it is
-    done, whatever kind of object held it; tensors inside an unknown object could not be told so by
-    `record_stream`.
+    The copy stream first waits for all work that is queued so far, on previous batches. So the
+    memory of a freed batch is not overwritten before the work on it has finished, whatever object
+    contained it. `record_stream` would not work for tensors inside unknown objects.
     """
     copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's is untyped
     end = object()
@@ -78,6 +77,6 @@ def _prefetch(batches: Iterator[object], device: torch.device) -> Iterator[objec
     batch = fetch()
     while batch is not end:
         torch.cuda.current_stream(device).wait_stream(copying)
-        following = fetch()
+        next_batch = fetch()
         yield batch
-        batch = following
+        batch = next_batch

@@ -1,4 +1,4 @@
-"""Which device a worker computes on: the one that Ray gave it, by torch's numbering."""
+"""Map the GPUs that Ray assigned to this worker to torch devices."""
 
 from __future__ import annotations
 
@@ -11,20 +11,39 @@ from drawbar.train import get_context
 
 
 def get_device() -> torch.device:
-    """Give this worker's device; the first, if it has several GPUs. See `get_devices`."""
+    """Return this worker's device, or its first GPU if it has several.
+
+    Returns:
+        The first device of `get_devices()`.
+
+    Raises:
+        RuntimeError: Called outside a training function, or torch cannot use the GPUs that Ray
+            assigned to the worker.
+
+    Example:
+        ```python
+        batch = batch.to(drawbar.torch.get_device())
+        ```
+    """
     return get_devices()[0]
 
 
 def get_devices() -> list[torch.device]:
-    """Give this worker's devices: the GPUs that Ray gave it; else MPS, on a Mac with one worker;
-    else the CPU.
+    """Return this worker's devices.
 
-    A worker sees all GPUs that the run has on its node, so that the first of its own need not be
-    `cuda:0`.
+    Returns:
+        The GPUs that Ray assigned to the worker; without GPUs, MPS on a Mac with one worker,
+        otherwise the CPU. A worker sees all GPUs of the run on its node, so its first GPU may have
+        another index than 0.
 
     Raises:
-        RuntimeError: Called outside a training function, or Ray gave the worker GPUs that torch
-            cannot use.
+        RuntimeError: Called outside a training function, or torch cannot use the GPUs that Ray
+            assigned to the worker.
+
+    Example:
+        ```python
+        first, second = drawbar.torch.get_devices()
+        ```
     """
     context = get_context()
     gpu_ids = context.get_accelerator_ids()
@@ -39,24 +58,24 @@ def get_devices() -> list[torch.device]:
 
 
 def cuda_indices(gpu_ids: Sequence[str], visible: str | None) -> list[int]:
-    """Say where Ray's GPU ids stand in CUDA_VISIBLE_DEVICES, which is how CUDA numbers them.
+    """Convert Ray's GPU ids to CUDA device indices, which are positions in CUDA_VISIBLE_DEVICES.
 
     Args:
-        gpu_ids: Ray's ids: numbers, or the UUIDs of GPUs or MIG slices.
-        visible: The value of CUDA_VISIBLE_DEVICES; None if it is not set: then all GPUs are
-            visible.
+        gpu_ids: Ray's ids: numbers, or UUIDs of GPUs or MIG slices.
+        visible: Value of CUDA_VISIBLE_DEVICES; None if it is not set and all GPUs are visible.
 
     Raises:
         RuntimeError: A GPU of the worker is not visible to its process.
     """
     if visible is None:
         return [int(gpu_id) for gpu_id in gpu_ids]
-    visible_ids = [each.strip() for each in visible.split(",")]
+    visible_ids = [gpu_id.strip() for gpu_id in visible.split(",")]
     hidden = [gpu_id for gpu_id in gpu_ids if gpu_id not in visible_ids]
     if hidden:
         raise RuntimeError(
-            f"Ray gave this worker GPU {', '.join(hidden)}, which CUDA_VISIBLE_DEVICES={visible!r} "
-            "hides; leave that variable to Ray"
+            f"Ray assigned GPU {', '.join(hidden)} to this worker, but "
+            f"CUDA_VISIBLE_DEVICES={visible!r} hides it. Do not set CUDA_VISIBLE_DEVICES; Ray sets "
+            "it."
         )
     return [visible_ids.index(gpu_id) for gpu_id in gpu_ids]
 
@@ -70,6 +89,6 @@ def _require_cuda(gpu_ids: Sequence[str]) -> None:
         else "it was built without CUDA; install a CUDA build from pytorch.org"
     )
     raise RuntimeError(
-        f"Ray gave this worker GPU {', '.join(gpu_ids)}, but torch {torch.__version__} cannot "
-        f"use it: {cause}. To train on CPUs, set ScalingConfig(use_gpu=False)"
+        f"Ray assigned GPU {', '.join(gpu_ids)} to this worker, but torch {torch.__version__} "
+        f"cannot use it: {cause}. To train on CPUs, set ScalingConfig(use_gpu=False)."
     )

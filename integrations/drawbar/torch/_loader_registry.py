@@ -2,7 +2,7 @@
 
 Training functions prepare loaders once, or once per epoch. A loader that is prepared where another
 one was prepared and iterated before continues its epochs. Loaders with a name are identified by the
-name. Other loaders are identified by the place in the program that prepares them, their dataset,
+name. Other loaders are identified by the call location that prepares them, their dataset,
 and their number among the loaders that are prepared there before one of them is iterated.
 """
 
@@ -187,10 +187,10 @@ class LoaderRegistry:
         number = 1 + sum(slot.key is not None and slot.name is None for slot in self._slots)
         key = f"name:{loader.name}"
         if loader.name is None:
-            found = match_recorded(loader.identity, number, self._unclaimed, self._prepared)
-            while found is None and f"number:{number}" in used | self._unclaimed.keys():
+            match = match_recorded(loader.identity, number, self._unclaimed, self._prepared)
+            while match is None and f"number:{number}" in used | self._unclaimed.keys():
                 number += 1
-            key = found or f"number:{number}"
+            key = match or f"number:{number}"
         recorded = self._unclaimed.pop(key, {})
         state = recorded.get("state")
         if loader.name is None and is_inside_epoch(state):
@@ -207,7 +207,7 @@ class LoaderRegistry:
             )
 
     def record(self) -> dict[str, object] | None:
-        """Return the positions of all loaders, also of those that are not used again yet."""
+        """Return the positions of all loaders, including those not used again in this attempt."""
         records: dict[str, object] = dict(self._unclaimed)
         for slot in self._slots:
             state = None if slot.counter is None else slot.counter.position()
@@ -226,13 +226,13 @@ def match_recorded(
     """Return the key of the position in a checkpoint that belongs to a loader without a name.
 
     Positions of the same identity match. Otherwise the positions are considered that match no other
-    loader prepared in this attempt: first with the same place and dataset, then with the same
-    dataset, since the program may have been edited, and then with the same place.
+    loader prepared in this attempt: first with the same location and dataset, then with the same
+    dataset, because the program may have been edited, and then with the same location.
 
     Args:
         identity: Identity of the loader.
         number: Number of the loader among those without a name, in order of their first iteration.
-        recorded: Positions in the checkpoint that no loader has taken yet.
+        recorded: Positions in the checkpoint that no loader has claimed yet.
         prepared: Identities of the loaders that this attempt has prepared.
 
     Raises:
@@ -253,7 +253,7 @@ def match_recorded(
             for key, other in free.items()
             if all(getattr(other, field) == getattr(identity, field) for field in fields)
         ]
-        # The numbers mean nothing for loaders that the same place prepares.
+        # Numbers are meaningless for loaders that are prepared at the same location.
         if len(fields) == 1 and f"number:{number}" in keys:
             return f"number:{number}"
         if len(keys) > 1 and any(is_inside_epoch(recorded[key]["state"]) for key in keys):
@@ -277,8 +277,8 @@ def is_inside_epoch(state: Any) -> bool:
 def get_location(frame: FrameType | None) -> str:
     """Return a checksum of a frame and its callers inside the training function.
 
-    It is the same in every process that runs the same code, and differs between two calls in one
-    line.
+    The checksum is the same in every process that runs the same code, and differs between two calls
+    in the same line.
     """
     calls = []
     while frame is not None and not _is_core(frame):
@@ -295,7 +295,7 @@ def _is_core(frame: FrameType) -> bool:
 def describe_dataset(dataset: object) -> str:
     """Return the type and the length of a dataset, for example `ImageFolder[50000]`."""
     name = type(dataset).__qualname__
-    if isinstance(dataset, IterableDataset):  # it may be counted by reading it
+    if isinstance(dataset, IterableDataset):  # len() might read all of it
         return name
     try:
         return f"{name}[{len(dataset)}]"  # type: ignore[arg-type]  # TypeError is handled

@@ -1,14 +1,7 @@
-"""Mixed precision by three calls, for training functions that have no framework around them.
+"""Mixed precision for plain PyTorch training functions.
 
-    drawbar.torch.accelerate(amp=True)
-    model = drawbar.torch.prepare_model(model)
-    optimizer = drawbar.torch.prepare_optimizer(optimizer)
-    ...
-    drawbar.torch.backward(loss)
-    optimizer.step()
-
-Thin on purpose: what needs more (clipping of unscaled gradients, several dtypes) is a few lines of
-`torch.amp`.
+Only the common case is covered. Use `torch.amp` directly for others, such as clipping of unscaled
+gradients or several dtypes.
 """
 
 from __future__ import annotations
@@ -22,120 +15,160 @@ from torch.utils._pytree import tree_map_only
 from drawbar.torch._attempt_cleanup import is_in_attempt, on_attempt_end
 from drawbar.torch._devices import get_device
 
-_precision: AmpScaler | None = None
+_scaler: AmpScaler | None = None
 
 
 def accelerate(amp: bool | torch.dtype = False) -> None:
-    """Choose the precision of this training function. Call it once, before any `prepare_` function.
+    """Enable mixed precision. Call it once, before any `prepare_*` function.
 
     Args:
         amp: True for mixed precision: float16 with scaled gradients on CUDA, bfloat16 elsewhere. A
-            dtype, `torch.float16` or `torch.bfloat16`, chooses that one. False is full precision.
+            dtype, `torch.float16` or `torch.bfloat16`, selects this dtype. False for full
+            precision.
 
     Raises:
         RuntimeError: Called twice, after a function that depends on it, or outside a training
             function of a trainer that uses `TorchConfig`.
-        ValueError: Mixed precision has no such dtype.
+        ValueError: `amp` is another dtype.
+
+    Example:
+        ```python
+        drawbar.torch.accelerate(amp=True)
+        model = drawbar.torch.prepare_model(model)
+        optimizer = drawbar.torch.prepare_optimizer(optimizer)
+        ...
+        drawbar.torch.backward(loss)
+        optimizer.step()
+        ```
     """
     device = get_device()
     if not is_in_attempt():
         raise RuntimeError(
-            "accelerate() needs a trainer that uses TorchConfig, as TorchTrainer does"
+            "accelerate() needs a trainer that uses TorchConfig. Use drawbar.torch.TorchTrainer."
         )
-    if _precision is not None:
+    if _scaler is not None:
         raise RuntimeError(
-            "accelerate() must be called once, before prepare_model, prepare_optimizer and backward"
+            "accelerate() must be called once, before prepare_model(), prepare_optimizer(), and "
+            "backward(). Move the call to the start of the training function."
         )
     dtype = _amp_dtype(amp, device)
     if dtype not in (None, torch.float16, torch.bfloat16):
-        raise ValueError(f"amp must be a bool, torch.float16 or torch.bfloat16, found {amp!r}")
+        raise ValueError(f"amp must be a bool, torch.float16, or torch.bfloat16, found {amp!r}.")
     _set_scaler(AmpScaler(device, dtype))
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Have an optimizer unscale its gradients, and leave a step out if one of them is not finite.
+    """Wrap an optimizer for gradient scaling. Steps with non-finite gradients are skipped.
 
-    Where gradients are not scaled, that is without float16, the optimizer itself comes back.
+    Args:
+        optimizer: Optimizer to wrap.
+
+    Returns:
+        An optimizer that unscales its gradients; the same object if gradients are not scaled,
+        that is, without float16.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        ```python
+        optimizer = drawbar.torch.prepare_optimizer(torch.optim.Adam(model.parameters()))
+        ```
     """
-    precision = _get_scaler()
-    return ScaledOptimizer(optimizer, precision) if precision.is_enabled() else optimizer
+    scaler = _get_scaler()
+    return ScaledOptimizer(optimizer, scaler) if scaler.is_enabled() else optimizer
 
 
 def backward(tensor: torch.Tensor) -> None:
-    """Do `tensor.backward()`, on a scaled loss if the precision chosen by `accelerate` needs it."""
+    """Run `tensor.backward()`, with a scaled loss if mixed precision needs it.
+
+    Args:
+        tensor: The loss.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        ```python
+        loss = criterion(model(inputs), targets)
+        drawbar.torch.backward(loss)
+        ```
+    """
     _get_scaler().backward(tensor)
 
 
 def add_autocast_hooks(model: nn.Module) -> None:
-    """Have a model compute in the precision chosen by `accelerate` and give results in float32."""
-    precision = _get_scaler()
-    if precision.dtype is not None:
-        hooks = _AutocastHooks(precision.device_type, precision.dtype)
+    """Make a model compute in the dtype of `accelerate` and return float32 tensors."""
+    scaler = _get_scaler()
+    if scaler.dtype is not None:
+        hooks = _AutocastHooks(scaler.device_type, scaler.dtype)
         model.register_forward_pre_hook(hooks.enter)
         model.register_forward_hook(hooks.leave, always_call=True)
 
 
 class AmpScaler(torch.amp.GradScaler):
-    """Torch's gradient scaler, and beside it the dtype to compute in; None is full precision."""
+    """Gradient scaler of torch, with the dtype of mixed precision; None for full precision."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        # Only float16 has so few exponents that small gradients would be lost unscaled.
+        # Without scaling, small gradients underflow in float16, which has few exponent bits.
         super().__init__(device.type, enabled=dtype is torch.float16)
         self.device_type = device.type
         self.dtype = dtype
-        self._stepped = False
+        self._has_stepped = False
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Go backward from the scaled loss.
+        """Compute gradients of the scaled loss.
 
-        The scale changes only here, so that several optimizers can step under the same one.
+        The scale changes only here, so that several optimizers can step with the same scale.
         """
-        if self._stepped:
+        if self._has_stepped:
             self.update()
-            self._stepped = False
+            self._has_stepped = False
         self.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's is untyped
 
     def step(
         self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
     ) -> float | None:
         """Unscale the gradients and take a step, unless one is not finite."""
-        self._stepped = True
+        self._has_stepped = True
         return super().step(optimizer, *args, **kwargs)
 
 
 class ScaledOptimizer(torch.optim.Optimizer):
-    """An optimizer whose steps go through the gradient scaler. All else is that of `optimizer`."""
+    """Optimizer that steps through the gradient scaler and delegates all else to `optimizer`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, precision: AmpScaler) -> None:
-        # Without super().__init__(): parameters and state stay with `optimizer`, which this one
-        # only shows.
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: AmpScaler) -> None:
+        # Without super().__init__(): parameters and state belong to `optimizer`.
         self.optimizer = optimizer
-        self._precision = precision
+        self._scaler = scaler
 
-    def step(self, closure: object = None) -> None:  # type: ignore[override]  # gives no loss back
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # returns no loss
         """Take a step with unscaled gradients, unless one is not finite.
 
         Raises:
-            ValueError: A closure was given; it would compute its gradients without scaling.
+            ValueError: A closure is passed. It would compute gradients without scaling.
         """
         if closure is not None:
-            raise ValueError("an optimizer with scaled gradients takes no closure; use backward()")
-        self._precision.step(self.optimizer)
+            raise ValueError(
+                "step(closure) does not work with gradient scaling. Call "
+                "drawbar.torch.backward(loss), then step() without a closure."
+            )
+        self._scaler.step(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do what the optimizer does."""
+        """Reset the gradients of the optimizer."""
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, object]:
-        """Give the optimizer's state."""
+        """Return the state of the optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Load the optimizer's state."""
+        """Load the state of the optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Do what the optimizer does."""
+        """Add a parameter group to the optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
@@ -145,9 +178,10 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
 
 class _AutocastHooks:
-    """Autocast around a module's forward, as hooks.
+    """Forward hooks of a module that enable autocast.
 
-    A replaced `forward` would still be bound to this module in a copy of it, as averaging makes.
+    A replaced `forward` would still be bound to the original in a copy of the module, for example
+    in weight averaging.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
@@ -176,18 +210,18 @@ def _amp_dtype(amp: bool | torch.dtype, device: torch.device) -> torch.dtype | N
 
 
 def _get_scaler() -> AmpScaler:
-    """Give the precision chosen, which is full precision if none was; from now on it is chosen."""
-    return _precision or _set_scaler(AmpScaler(get_device(), None))
+    """Return the scaler of this attempt. Without `accelerate()`, set full precision."""
+    return _scaler or _set_scaler(AmpScaler(get_device(), None))
 
 
-def _set_scaler(precision: AmpScaler) -> AmpScaler:
-    global _precision
+def _set_scaler(scaler: AmpScaler) -> AmpScaler:
+    global _scaler
     if is_in_attempt():
         on_attempt_end(_clear_scaler)
-        _precision = precision
-    return precision
+        _scaler = scaler
+    return scaler
 
 
 def _clear_scaler() -> None:
-    global _precision
-    _precision = None
+    global _scaler
+    _scaler = None

@@ -1,4 +1,4 @@
-"""Draw the order of a sampler: isolated from other random numbers, whole or block by block."""
+"""Draw the order of a sampler in an isolated random state, completely or block by block."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class OrderRandom:
             for sampler in samplers
             if vars(sampler)["generator"] is None
         ]
-        own = (vars(sampler)["generator"] for sampler in samplers)
+        existing = (vars(sampler)["generator"] for sampler in samplers)
         self._generators = [
             torch.default_generator,
-            *(generator for generator in own if isinstance(generator, torch.Generator)),
+            *(generator for generator in existing if isinstance(generator, torch.Generator)),
         ]
         self._seed = seed
         self._state: Sequence[Any] | None = None
@@ -58,7 +58,7 @@ class OrderRandom:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Make this the random state of the process."""
-        # A `with` statement, since an interrupt at any line must not leave the lock acquired.
+        # Use a `with` statement: an interrupt at any line must not leave the lock acquired.
         with _lock:
             outer_state = self._capture()
             try:

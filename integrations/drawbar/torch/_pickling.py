@@ -1,8 +1,8 @@
-"""Training functions that name `torch.backends.cudnn` and its like can be sent to the workers.
+"""Pickle torch's special modules by name.
 
-cloudpickle sends a function's modules along by name. But some modules of torch are objects of
-classes of their own, which it takes for data and cannot pickle, so that a function with the line
-`torch.backends.cudnn.benchmark = True` would be refused.
+cloudpickle serializes modules by name. But some modules of torch are instances of special classes,
+which cloudpickle treats as data and cannot pickle. Without this, a training function that contains
+`torch.backends.cudnn.benchmark = True` could not be serialized.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 def pickle_modules_by_name() -> None:
-    """Have every module of torch that is of a class of its own pickled by its name."""
+    """Register every torch module of a special class to be pickled by name."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and type(module) is not ModuleType:
             copyreg.pickle(type(module), _by_name)

@@ -1,4 +1,4 @@
-"""Models in the training function: moved to the worker's device and made data-parallel."""
+"""prepare_model: move a model to the device and make it data-parallel."""
 
 from __future__ import annotations
 
@@ -27,32 +27,38 @@ def prepare_model(
 ) -> nn.Module:
     """Move a model to this worker's device and make it data-parallel over all workers.
 
-    With one worker the model is only moved, whatever the strategy: there is nothing to share. Every
-    rank starts with rank 0's weights. Make the optimizer after this, since "fsdp" and "fsdp2"
-    replace the parameters.
+    With one worker, the model is only moved. Every rank starts with the weights of rank 0. Create
+    the optimizer afterwards, because "fsdp" and "fsdp2" replace the parameters.
 
     Args:
-        model: The model. It may be on the meta device if it is to be sharded; its weights are then
-            yours to initialise.
-        move_to_device: True for `get_device()`, False to leave the model where it is, or a device.
-            The sharding strategies work on `get_device()` if this is False.
+        model: Model to prepare. For a sharding strategy it may be on the meta device; you must then
+            initialize its weights.
+        move_to_device: True for `get_device()`, False to keep the model's device, or a device. The
+            sharding strategies use `get_device()` if this is False.
         parallel_strategy: "ddp" for `DistributedDataParallel`; "fsdp" for
             `FullyShardedDataParallel`; "fsdp2" for `torch.distributed.fsdp.fully_shard`, which
-            changes the model in place and needs torch 2.6; None to leave the model as it is.
-        parallel_strategy_kwargs: Further arguments of the strategy. "fsdp2" takes here also
-            `modules`: which submodules are sharded each on their own, as a list of classes or a
-            function from a module to a bool. Without it the model is one unit, whose parameters are
-            all gathered at once.
+            changes the model in place and needs torch 2.6; None to not wrap the model.
+        parallel_strategy_kwargs: Further arguments of the strategy. "fsdp2" also takes `modules`:
+            submodules that are sharded separately, as a list of classes or a function from a module
+            to a bool. By default, the model is one unit, whose parameters are gathered at once.
+
+    Returns:
+        The wrapped model; the same object for "fsdp2" and None.
 
     Raises:
-        TypeError: `model` is no `torch.nn.Module`.
-        ValueError: The strategy has no such name, or has arguments where there is none.
-        RuntimeError: Called outside a training function, or where several workers have no process
-            group.
+        TypeError: `model` is not a `torch.nn.Module`.
+        ValueError: The strategy is unknown, or has arguments although it is None.
+        RuntimeError: Called outside a training function, or several workers have no process group.
+
+    Example:
+        ```python
+        model = drawbar.torch.prepare_model(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ```
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"prepare_model takes a torch.nn.Module, found {model!r} ({type(model).__name__})"
+            f"prepare_model needs a torch.nn.Module, found {model!r} ({type(model).__name__})."
         )
     _check_strategy(parallel_strategy, parallel_strategy_kwargs)
     kwargs = dict(parallel_strategy_kwargs or {})
@@ -61,9 +67,8 @@ def prepare_model(
     strategy = parallel_strategy if get_context().get_world_size() > 1 else None
     if strategy is not None and not dist.is_initialized():
         raise RuntimeError(
-            f"prepare_model(parallel_strategy={strategy!r}) needs the process group of all "
-            f"{get_context().get_world_size()} workers, and there is none; run the function with a "
-            "drawbar.torch.TorchTrainer, which makes it, instead of a DataParallelTrainer"
+            f"prepare_model(parallel_strategy={strategy!r}) needs an initialized process group. "
+            "Use drawbar.torch.TorchTrainer instead of DataParallelTrainer."
         )
     if move_to_device is not False and strategy in (None, "ddp"):
         model = model.to(device)  # the sharding strategies move one shard at a time
@@ -82,12 +87,12 @@ def _check_strategy(strategy: object, kwargs: Mapping[str, object] | None) -> No
     if strategy is not None and strategy not in names:
         raise ValueError(
             f"parallel_strategy must be one of {', '.join(map(repr, names))} or None, "
-            f"found {strategy!r}"
+            f"found {strategy!r}."
         )
     if strategy is None and kwargs:
         raise ValueError(
-            f"parallel_strategy_kwargs has {', '.join(map(repr, kwargs))}, "
-            "but parallel_strategy is None"
+            f"parallel_strategy_kwargs has {', '.join(map(repr, kwargs))}, but parallel_strategy "
+            "is None. Set a strategy, or remove the arguments."
         )
 
 
@@ -100,7 +105,7 @@ def _wrap_ddp(model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
 def _wrap_fsdp(model: nn.Module, device: torch.device, kwargs: dict[str, Any]) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    _broadcast_weights(model, device)  # its own `sync_module_states` refuses CPUs
+    _broadcast_weights(model, device)  # FSDP's `sync_module_states` does not support CPUs
     return FullyShardedDataParallel(model, **{"device_id": device, **kwargs})
 
 
@@ -118,7 +123,8 @@ def _apply_fully_shard(
         from torch.distributed.fsdp import fully_shard
     except ImportError as missing:
         raise ImportError(
-            f'parallel_strategy="fsdp2" needs torch 2.6 or newer, found {torch.__version__}'
+            f'parallel_strategy="fsdp2" needs torch 2.6 or newer, found {torch.__version__}. '
+            'Upgrade torch, or use parallel_strategy="fsdp".'
         ) from missing
     if mesh is None:
         mesh = init_device_mesh(device.type, (get_context().get_world_size(),))
@@ -132,7 +138,7 @@ def _apply_fully_shard(
 
 
 def _broadcast_weights(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the weights of rank 0, a tensor at a time, as DDP does by itself."""
+    """Copy the weights of rank 0 to every rank, one tensor at a time. DDP does this itself."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:

@@ -1,7 +1,7 @@
-"""Seeds: the same order, the same weights, the same augmentations again.
+"""Seed all random number generators and derive per-rank seeds.
 
-Everything random in a run comes from few numbers: the user's seed, the epoch, the rank.
-`derive_seed` mixes them, so that no two streams of random numbers are alike by accident.
+All seeds of a run are derived from few numbers: the user's seed, the epoch, and the rank.
+`derive_seed` mixes them, so that no two streams of random numbers coincide.
 """
 
 from __future__ import annotations
@@ -20,24 +20,36 @@ _seed: int | None = None
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Make a training function give the same numbers when it runs again, on the same hardware and
-    world size.
+    """Seed all random number generators and use deterministic algorithms.
 
-    Call it first in the training function. It seeds Python's `random`, NumPy and PyTorch (all
-    devices), alike on every rank, so that all ranks build the same model; switches cuDNN's choice
-    of kernels by timing off; and has PyTorch use deterministic algorithms, or raise where it has
-    none (https://docs.pytorch.org/docs/stable/notes/randomness.html). `prepare_data_loader` then
-    orders the data by this seed and seeds the processes of the loader by the seed and the rank.
-    Deterministic algorithms can be slower. The training function's end puts all settings back.
+    A training function then computes the same numbers again on the same hardware and world size.
+    Call it first in the training function:
+
+    - Python's `random`, NumPy, and PyTorch (all devices) get the same seed on every rank, so that
+      all ranks create the same model.
+    - cuDNN does not choose kernels by timing.
+    - PyTorch uses deterministic algorithms, or raises an error if there is none
+      (https://docs.pytorch.org/docs/stable/notes/randomness.html). They can be slower.
+    - `prepare_data_loader()` derives the order of the data from this seed, and the seeds of loader
+      processes from the seed and the rank.
+
+    All settings are restored at the end of the training function.
 
     Args:
-        seed: Any number from 0 to 2**32 - 1.
+        seed: Seed from 0 to 2**32 - 1.
 
     Raises:
         ValueError: The seed is out of range.
+
+    Example:
+        ```python
+        def train_func(config):
+            drawbar.torch.enable_reproducibility(seed=42)
+            model = drawbar.torch.prepare_model(make_model())
+        ```
     """
     if not 0 <= seed < 2**32:
-        raise ValueError(f"the seed must be from 0 to 2**32 - 1, found {seed}")
+        raise ValueError(f"seed must be from 0 to 2**32 - 1, found {seed}.")
     on_attempt_end(_set_seed, _seed)
     _set_seed(seed)
     random.seed(seed)
@@ -50,18 +62,18 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic = True
     cudnn.benchmark = False
-    # Without it torch raises at the first matrix product on CUDA.
+    # Otherwise torch raises an error at the first matrix product on CUDA.
     if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         set_env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def current_seed() -> int | None:
-    """Give the seed of `enable_reproducibility`, None if it was not called in this attempt."""
+    """Return the seed of `enable_reproducibility`; None if it was not called in this attempt."""
     return _seed
 
 
 def derive_seed(*parts: int) -> int:
-    """Mix numbers into a seed of 63 bits; any change of a part changes it thoroughly."""
+    """Hash numbers to a seed of 63 bits."""
     digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -1,9 +1,9 @@
-"""One rank's share of a sampler's items.
+"""EpochSampler: shard any sampler in an order that does not depend on the world size.
 
-The order of an epoch depends on the seed and the epoch, not on the world size: it is the order that
-the user's sampler draws under that seed. In each *turn*, every rank takes one item. So the items
-that all ranks have consumed are a prefix of one known order. A `Position` of a few numbers
-describes that prefix, and training can resume from it on any number of ranks.
+The order of an epoch depends on the seed and the epoch only: it is the order that the user's
+sampler draws with that seed. In each *turn*, every rank takes one item. So the items that all ranks
+have consumed are a prefix of one known order. An `EpochPosition` of a few numbers describes that
+prefix, and training can resume from it on any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from drawbar.torch._reproducibility import derive_seed
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-# Items of an unsized sampler drawn at once. Each draw exchanges the random state of the process,
-# which takes some 0.3 ms.
+# Items of an unsized sampler drawn at once. Each draw replaces the random state of the process,
+# which takes about 0.3 ms.
 _MAX_BLOCK_SIZE = 1024
 
 
@@ -39,6 +39,10 @@ class EpochPosition:
         consumed: Items that all ranks together have consumed, without padding.
         length: Items of the epoch; None before it has begun, or if the sampler has no length.
         check: Checksum with which a resumed run verifies that the order is the same.
+
+    Example:
+        >>> EpochPosition(seed=0, consumed=8).advance(4).consumed
+        12
     """
 
     seed: int
@@ -48,7 +52,7 @@ class EpochPosition:
     check: int = 0
 
     def advance(self, items: int) -> EpochPosition:
-        """Return the position after that many more items, at most the end of the epoch."""
+        """Return the position after more items, at most at the end of the epoch."""
         consumed = self.consumed + items
         return replace(self, consumed=min(consumed, self.length or consumed))
 
@@ -71,11 +75,16 @@ class EpochSampler(Sampler[T_co]):
             first items of the epoch.
 
     Attributes:
-        upcoming: Position at which the next iteration begins.
-        current: Position at which the newest iteration began.
+        next_position: Position at which the next iteration begins.
+        current_position: Position at which the newest iteration began.
 
     Raises:
         TypeError: The source is a generator or another iterator that can be read only once.
+
+    Example:
+        >>> sampler = EpochSampler(range(6), rank=1, world_size=2, seed=0)
+        >>> list(sampler)
+        [1, 3, 5]
     """
 
     def __init__(
@@ -121,7 +130,7 @@ class EpochSampler(Sampler[T_co]):
             self.next_position = EpochPosition(seed=self.next_position.seed, epoch=epoch)
 
     def position_after(self, items: int) -> EpochPosition:
-        """Return the position after so many items of the newest iteration, of all ranks together.
+        """Return the position after a number of items of the newest iteration, of all ranks.
 
         Only items that this rank has already taken from the sampler, or padding, may be counted.
         """
@@ -132,13 +141,13 @@ class EpochSampler(Sampler[T_co]):
         return replace(position, consumed=consumed, check=self._stream.checksum(consumed))
 
     def __iter__(self) -> Iterator[T_co]:
-        # A generator, which does nothing before its first item: DataLoader calls `iter` twice when
-        # it has worker processes.
+        # A generator does nothing before its first item. This matters because DataLoader calls
+        # `iter` twice if it has worker processes.
         yield from self._begin_epoch()
 
     def _begin_epoch(self) -> Iterator[T_co]:
         begin = self.next_position
-        # Now and not at the end of the epoch, which a loop that is left by `break` never reaches.
+        # Set this now: a loop that ends with `break` never reaches the end of the epoch.
         self.next_position = EpochPosition(seed=begin.seed, epoch=begin.epoch + 1)
         self._requested_epoch = None
         for sampler in (getattr(self.source, "sampler", None), self.source):
@@ -162,11 +171,11 @@ class EpochSampler(Sampler[T_co]):
 
     def _locate(self, begin: EpochPosition, order: Sequence[object]) -> EpochPosition:
         """Return the position to begin at: the start of the order if it is not the recorded one."""
-        found = replace(begin, length=len(order), check=order_checksum(order))
-        if begin.length is None or begin == found:
-            return found
+        position = replace(begin, length=len(order), check=order_checksum(order))
+        if begin.length is None or begin == position:
+            return position
         self._warn_of_other_order(begin, f"now it has {len(order)} items, or another order")
-        return replace(found, consumed=0)
+        return replace(position, consumed=0)
 
     def _iterate_stream(self, begin: EpochPosition) -> Iterator[T_co]:
         stream = self._open_stream(begin)
@@ -195,14 +204,14 @@ class EpochSampler(Sampler[T_co]):
                     block += islice(cycle(stream.head), world_size - extra)
             yield from block[self.rank :: world_size]
 
-    def _warn_of_other_order(self, begin: EpochPosition, found: str) -> None:
+    def _warn_of_other_order(self, begin: EpochPosition, difference: str) -> None:
         if self.rank != 0:
             return
         items = "" if begin.length is None else f" of its {begin.length}"
         warnings.warn(
             f"Epoch {begin.epoch} of the data starts from its beginning: the checkpoint was saved "
-            f"after {begin.consumed}{items} items, and {found}. Use the same data and a sampler "
-            "that draws from the generators of PyTorch, NumPy, or Python, pass name= to "
+            f"after {begin.consumed}{items} items, and {difference}. Use the same data and a "
+            "sampler that draws from the generators of PyTorch, NumPy, or Python, pass name= to "
             "distinguish loaders, or set prepare_data_loader(..., resume=False).",
             stacklevel=3,
         )
@@ -233,7 +242,7 @@ def get_length(source: object) -> int | None:
 def rank_items(
     order: Sequence[T], rank: int, world_size: int, *, drop_last: bool, begin: int = 0
 ) -> list[T]:
-    """Give the items of one rank from `begin` on: each `world_size`-th, equally many for all."""
+    """Return the items of one rank from `begin` on. All ranks get the same number of items."""
     length = num_rank_items(len(order) - begin, world_size, drop_last=drop_last)
     items = list(order[begin + rank :: world_size][:length])
     missing = range(len(items), length)
@@ -241,10 +250,23 @@ def rank_items(
 
 
 def num_rank_items(items: int, world_size: int, *, drop_last: bool) -> int:
-    """Say how many items each rank gets."""
+    """Return the number of items of each rank.
+
+    Args:
+        items: Number of items of all ranks.
+        world_size: Number of ranks.
+        drop_last: Whether an incomplete last turn is dropped. Otherwise it is padded.
+
+    Returns:
+        The number of items, the same for all ranks.
+
+    Example:
+        >>> num_rank_items(10, 4, drop_last=False)
+        3
+    """
     return items // world_size if drop_last else -(-items // world_size)
 
 
 def order_checksum(order: Sequence[object]) -> int:
-    """Give a number that tells orders apart, from some 64 items, however many there are."""
+    """Return a checksum of an order, from at most 128 of its items."""
     return zlib.crc32(repr(order[:: max(1, len(order) // 64)]).encode())

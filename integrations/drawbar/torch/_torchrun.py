@@ -1,4 +1,4 @@
-"""Processes that torchrun, or `accelerate launch`, has started together."""
+"""Detect processes started by torchrun or `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from drawbar.train.backend import LauncherStore
 
 
 def is_multiprocess_torchrun() -> bool:
-    """Whether this process is one of several that a torchrun has started."""
+    """Return whether torchrun started this process as one of several."""
     return dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @functools.cache
 def torchrun_store() -> LauncherStore:
-    """Give the store that torchrun has made for this start of its processes."""
+    """Return torchrun's store for this start of its processes."""
     store, _, _ = next(rendezvous("env://"))
-    # The store is the agent's and outlives its workers: what those before a restart have put there
-    # must not be found again.
+    # The store belongs to the agent and outlives the workers. Use a new prefix after a restart, so
+    # that keys of previous workers are not read.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    found: LauncherStore = PrefixStore(f"drawbar/{restart}", store)
-    return found
+    prefix_store: LauncherStore = PrefixStore(f"drawbar/{restart}", store)
+    return prefix_store
 
 
 def uses_torchrun_store() -> bool:
-    """Whether the ranks are torchrun's, whose store stays at MASTER_ADDR and MASTER_PORT."""
+    """Return whether the ranks are torchrun processes, so that MASTER_ADDR must not change."""
     return torchrun_store.cache_info().currsize > 0

@@ -1,4 +1,4 @@
-"""TorchTrainer: the trainer for functions written in PyTorch."""
+"""TorchTrainer: run a PyTorch training function on Ray workers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,29 @@ from drawbar.train.backend import TrainFunction, resolve_config
 
 
 class TorchTrainer(DataParallelTrainer):
-    """Run a PyTorch training function on every worker, with `torch.distributed` up.
+    """Run a PyTorch training function on every worker, with `torch.distributed` initialized.
 
+    The process group is created before the function starts and destroyed after it, so remove
+    `init_process_group()` from your code. Lightning, Accelerate, and Transformers use this group.
+
+    Args:
+        train_loop_per_worker: Training function. It takes `train_loop_config` or no argument.
+        train_loop_config: Argument of the training function.
+        torch_config: Configuration of the process group. Default: `TorchConfig()`.
+        scaling_config: Number of workers and their resources. Default: one worker without GPU.
+        run_config: Run configuration: storage, restarts, callbacks.
+        datasets: Datasets by name, for `drawbar.train.get_dataset_shard()`.
+        dataset_config: Which datasets to split between the workers, and how.
+        metadata: User metadata that is stored with the checkpoints.
+        resume_from_checkpoint: Checkpoint that `get_checkpoint()` returns in a new run.
+        validation_config: Validation of checkpoints during the run.
+
+    Raises:
+        TypeError: An argument has the wrong type. See `DataParallelTrainer` for further errors.
+        ValueError: An argument has a wrong value.
+
+    Example:
+        ```python
         def train_loop(config):
             model = drawbar.torch.prepare_model(Net())
             loader = DataLoader(dataset, batch_size=32, shuffle=True)
@@ -34,16 +55,7 @@ class TorchTrainer(DataParallelTrainer):
             train_loop_config={"epochs": 5},
             scaling_config=ScalingConfig(num_workers=4, use_gpu=True),
         ).fit()
-
-    The process group is made before the function starts and taken down after it, so a script's own
-    `init_process_group` goes away. Lightning, Accelerate and Transformers find the group and use
-    it.
-
-    Args:
-        train_loop_per_worker: The training function; takes `train_loop_config` or nothing.
-        torch_config: How the process group is made; see `TorchConfig`.
-
-    All other arguments, and what is raised, are those of `drawbar.train.DataParallelTrainer`.
+        ```
     """
 
     def __init__(

@@ -1,8 +1,6 @@
-"""PyTorch through XLA: AWS Trainium and Inferentia with torch-neuronx, and other devices of
-torch_xla.
+"""TorchXLAConfig: PyTorch/XLA devices such as AWS Trainium.
 
-Only what a machine without such a device can check is tested; the variables and commands are those
-of the AWS Neuron documentation
+This is tested without XLA devices only. Variables and commands follow the AWS Neuron documentation
 (https://awsdocs-neuron.readthedocs-hosted.com/en/latest/frameworks/torch/index.html).
 """
 
@@ -29,67 +27,82 @@ _INSTALL_NEURON = (
 )
 
 _EFA_ENV = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
-"""What AWS asks for between nodes, whose network is the Elastic Fabric Adapter."""
+"""Variables that AWS requires for communication between nodes by the Elastic Fabric Adapter."""
 
 _GRAPH_EXTRACTION_ENV = {
     "NEURON_PARALLEL_COMPILE": "1",
     "NEURON_EXTRACT_GRAPHS_ONLY": "1",
     "NEURON_FALL_BACK_TO_NULL_NEFF": "1",
 }
-"""What `neuron_parallel_compile` sets for a trial run."""
+"""Variables that `neuron_parallel_compile` sets for a trial run."""
 
 
 @dataclass(frozen=True)
 class TorchXLAConfig(TorchConfig):
-    """A `TorchConfig` for XLA devices: the process group has the backend "xla".
+    """`TorchConfig` for XLA devices, with the process group backend "xla".
 
-    Ask for the devices by `ScalingConfig(resources_per_worker={"neuron_cores": 1})`;
-    `torch_xla.device()` is the worker's.
+    Request devices with `ScalingConfig(resources_per_worker={"neuron_cores": 1})`. The device of a
+    worker is `torch_xla.device()`.
 
     Args:
-        neuron_parallel_compile: Make this a trial run, after which all graphs that it needed are
-            compiled in parallel, by one worker per node, into the Neuron cache. A few steps are
-            enough; what they compute is not valid.
+        backend: Backend of `torch.distributed`. Default: "xla".
+        init_method: See `TorchConfig`.
+        timeout_s: See `TorchConfig`.
+        neuron_parallel_compile: Make this a trial run. After it, one worker per node compiles all
+            required graphs in parallel into the Neuron cache. A few steps are enough; their results
+            are not valid.
+
+    Example:
+        ```python
+        TorchTrainer(
+            train_func,
+            torch_config=TorchXLAConfig(),
+            scaling_config=ScalingConfig(
+                num_workers=2, resources_per_worker={"neuron_cores": 1}
+            ),
+        ).fit()
+        ```
     """
 
     neuron_parallel_compile: bool = False
 
-    def resolve_backend(self, *, gpus: bool) -> str:
-        """Say which backend of `torch.distributed` is used: "xla" unless one is set."""
+    def resolve_backend(self, *, has_gpus: bool) -> str:
+        """Return the backend of `torch.distributed`: "xla" unless one is set."""
         return self.backend or "xla"
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check that torch_xla is installed.
 
         Raises:
-            ImportError: It is not.
+            ImportError: torch_xla is not installed.
         """
         if importlib.util.find_spec("torch_xla") is None:
             raise ImportError(
-                "TorchXLAConfig needs torch_xla, which is not installed here. On AWS Trainium and "
-                f"Inferentia run: {_INSTALL_NEURON}; elsewhere install the torch_xla that belongs "
-                f"to torch {torch.__version__}",
+                "TorchXLAConfig needs torch_xla, which is not installed. On AWS Trainium and "
+                f"Inferentia, run: {_INSTALL_NEURON}; elsewhere, install the torch_xla version for "
+                f"torch {torch.__version__}.",
                 name="torch_xla",
             )
 
     def train_func_context(self) -> AbstractContextManager[None]:
-        """Make the process group before the training function, take it down after it."""
-        return _set_up(self)
+        """Create the process group before the training function, and destroy it afterwards."""
+        return _worker_setup(self)
 
 
 @contextmanager
-def _set_up(config: TorchXLAConfig) -> Iterator[None]:
+def _worker_setup(config: TorchXLAConfig) -> Iterator[None]:
     context = get_context()
     with attempt_cleanup():
         set_torch_threads()
-        set_env("TORCHELASTIC_RUN_ID", context.get_run_id())  # how torch-neuronx knows a launcher
-        assert not isinstance(config.timeout_s, timedelta)  # seconds, since it was checked
+        # torch-neuronx detects a launcher by this variable.
+        set_env("TORCHELASTIC_RUN_ID", context.get_run_id())
+        assert not isinstance(config.timeout_s, timedelta)  # __post_init__ converts to seconds
         if context.get_local_world_size() < context.get_world_size():
             _set_env_defaults(_EFA_ENV)
         if config.neuron_parallel_compile:
             _set_env_defaults(_GRAPH_EXTRACTION_ENV)
         with process_group(
-            config.resolve_backend(gpus=False),
+            config.resolve_backend(has_gpus=False),
             timedelta(seconds=config.timeout_s),
             torch.device("cpu"),
             set_master_env=True,
@@ -105,26 +118,23 @@ def _import_xla_backend() -> None:
 
 
 def compile_graphs() -> None:
-    """Compile the graphs that a trial run has left in the Neuron cache.
+    """Compile the graphs that a trial run has stored in the Neuron cache.
 
     Raises:
-        RuntimeError: There is no `neuron_parallel_compile` command here, or it failed.
+        RuntimeError: The command `neuron_parallel_compile` does not exist or failed.
     """
-    # The command line asks for a script also where it only compiles; `true` is one that does
-    # nothing.
+    # The command requires a program even if it only compiles; `true` does nothing.
     command = ["neuron_parallel_compile", "--command", "compile", "true"]
     try:
         subprocess.run(command, check=True)
     except FileNotFoundError as missing:
         raise RuntimeError(
             "TorchXLAConfig(neuron_parallel_compile=True) needs the command "
-            "neuron_parallel_compile, which is not on the worker's PATH; "
-            f"it comes with: {_INSTALL_NEURON}"
+            "neuron_parallel_compile, which is not on the worker's PATH. "
+            f"Install it with: {_INSTALL_NEURON}"
         ) from missing
     except subprocess.CalledProcessError as failed:
-        raise RuntimeError(
-            f"{' '.join(command)} ended with exit code {failed.returncode}"
-        ) from failed
+        raise RuntimeError(f"{' '.join(command)} exited with code {failed.returncode}") from failed
 
 
 def _set_env_defaults(variables: dict[str, str]) -> None:

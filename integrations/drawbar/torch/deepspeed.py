@@ -1,4 +1,4 @@
-"""For integrations that run DeepSpeed on CPU workers."""
+"""API for integrations that run DeepSpeed on CPU workers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ __all__ = ["disable_deepspeed_shm"]
 
 
 def disable_deepspeed_shm() -> None:
-    """Keep DeepSpeed from compiling an all-reduce of its own, which does what gloo does.
+    """Prevent DeepSpeed from compiling its shared-memory all-reduce; gloo is used instead.
 
-    It would do so as it meets a process group on CPUs for the first time. That takes a compiler and
-    a minute, and if it is cut short, every later run waits for its lock without a word.
+    DeepSpeed would compile it when it first sees a process group on CPUs. This needs a compiler and
+    takes about a minute. If it is interrupted, every later run waits for the stale lock without a
+    message.
+
+    Example:
+        ```python
+        if args.deepspeed:
+            disable_deepspeed_shm()
+        ```
     """
     import deepspeed.ops
 

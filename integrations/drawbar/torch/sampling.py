@@ -1,4 +1,4 @@
-"""Which samples each worker takes, and how far they have come: for integrations with loaders."""
+"""API for integrations with data loaders: sharding of samplers and positions in an epoch."""
 
 from drawbar.torch._sampler import EpochPosition, EpochSampler, num_rank_items
 from drawbar.train.backend import set_public_module

@@ -1,11 +1,12 @@
-"""The Trainer of Hugging Face Transformers on a group of Ray actors.
+"""Hugging Face Transformers Trainer on Ray.
 
-Inside the function of a `drawbar.torch.TorchTrainer`:
-
-trainer = transformers.Trainer(model, args, train_dataset=...)
-trainer.add_callback(RayTrainReportCallback())
-trainer = prepare_trainer(trainer)
-trainer.train()
+Example, in the training function of a `drawbar.torch.TorchTrainer`:
+    ```python
+    trainer = transformers.Trainer(model, args, train_dataset=...)
+    trainer.add_callback(RayTrainReportCallback())
+    trainer = prepare_trainer(trainer)
+    trainer.train()
+    ```
 """
 
 from drawbar.train.backend import set_public_module

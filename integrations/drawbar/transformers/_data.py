@@ -1,4 +1,4 @@
-"""Ray Data's shards as datasets for the Trainer."""
+"""Use Ray Data shards as datasets of the Trainer."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from transformers.trainer_utils import has_length
 
 
 def is_shard(data: object) -> bool:
-    """Whether this is what `get_dataset_shard` gives."""
+    """Return whether this is a shard from `get_dataset_shard()`."""
     return hasattr(data, "iter_torch_batches")
 
 
 def is_batch_iterable(data: object) -> bool:
-    """Whether these are batches of Ray Data, such as `iter_torch_batches` gives."""
+    """Return whether these are batches of Ray Data, for example from `iter_torch_batches()`."""
     plain = isinstance(data, Iterable) and not isinstance(data, IterableDataset)
     return plain and not hasattr(data, "__getitem__")
 
 
 class ShardIterableDataset(IterableDataset[object]):
-    """The rows of a shard, or its batches as they are; each iteration is an epoch.
+    """Rows of a shard, or batches. Each iteration is an epoch.
 
-    A shard begins, after a restart, with the rest of the epoch. When the checkpoint was made
-    at the very end of one there is no rest, and the Trainer is in the next epoch already.
+    After a restart, the first iteration of a shard is the remainder of the interrupted epoch. If
+    the checkpoint was saved at the end of an epoch, the remainder is empty, but the Trainer is
+    already in the next epoch. So the shard is iterated again.
     """
 
     def __init__(self, data: Any) -> None:
@@ -41,13 +42,14 @@ class ShardIterableDataset(IterableDataset[object]):
             yield from self._items
 
     def __len__(self) -> int:
-        return len(self._items)  # type: ignore[arg-type]  # raises TypeError if it is not known
+        return len(self._items)  # type: ignore[arg-type]  # raises TypeError if it is unknown
 
 
 class EpochFromStepsCallback(TrainerCallback):
-    """Tells the epoch by the steps, where the Trainer counts from the rest of one.
+    """Compute the epoch from the number of steps, which also counts steps before a restart.
 
-    With data of unknown length there is no such number, and the Trainer's stays.
+    The Trainer would count from the remainder of the interrupted epoch. With data of unknown
+    length, the Trainer's value is kept.
     """
 
     def on_step_end(

@@ -1,4 +1,4 @@
-"""The Trainer in the training function."""
+"""prepare_trainer: connect a Trainer to the run's checkpoints and data."""
 
 from __future__ import annotations
 
@@ -40,40 +40,48 @@ T = TypeVar("T", bound=Trainer)
 
 
 def prepare_trainer(trainer: T) -> T:
-    """Make a Trainer part of the run. All ranks must call it, before `train()`.
+    """Connect a Trainer to the run. Call it on all ranks before `train()`.
 
-    - `train()` goes on from the run's newest checkpoint after a restart, or when a run is
-      continued: with its optimizer, scheduler, random generators and place in the data. What you
-      pass as `resume_from_checkpoint` wins: a path, or False to begin anew; True means the same as
-      nothing where the run has a checkpoint. Only a checkpoint of an earlier attempt counts, so a
-      second Trainer in the same function begins anew.
-    - `train_dataset` and `eval_dataset` may be what `drawbar.train.get_dataset_shard` gives, whose
-      rows go through the Trainer's `data_collator`, or batches, by its `iter_torch_batches`. An
-      epoch is this worker's part, so leave `max_steps` out if the dataset given to the trainer is
-      materialized; otherwise its length is not known, and `max_steps` is needed. A dataset that is
-      not split is evaluated by all workers together.
+    - `train()` resumes from the run's latest checkpoint after a restart, or when the run is
+      resumed: with optimizer, scheduler, random generators, and position in the data.
+      `resume_from_checkpoint` takes precedence: a path, or False to start from scratch. True has no
+      effect if the run has a checkpoint. Only checkpoints of earlier attempts are used, so a second
+      Trainer in the same function starts from scratch.
+    - `train_dataset` and `eval_dataset` may be a shard from `drawbar.train.get_dataset_shard()`,
+      whose rows are passed to the Trainer's `data_collator`, or batches from its
+      `iter_torch_batches()`. An epoch is the shard of this worker. If the dataset of the trainer is
+      materialized, `max_steps` is not needed. Otherwise its length is unknown: set `max_steps`. A
+      dataset that is not split is evaluated by all workers together.
     - `load_best_model_at_end` loads from the run's checkpoints.
-    - `fsdp` and `deepspeed` work on CPUs too, where Accelerate by itself leaves both out without a
-      word (FSDP: version 2).
+    - `fsdp` (version 2) and `deepspeed` also work on CPUs, where Accelerate would ignore both
+      without a message.
 
     Args:
-        trainer: A `transformers.Trainer`, also of a subclass such as TRL's `SFTTrainer`.
+        trainer: A `transformers.Trainer`, or a subclass such as TRL's `SFTTrainer`.
 
     Returns:
-        The same object. Its class is now a subclass of what it was.
+        The same object. Its class is replaced by a subclass.
 
     Raises:
-        TypeError: It is not a `transformers.Trainer`.
-        RuntimeError: Called outside a training function, or with `TrainingArguments` that were made
-            outside of it.
+        TypeError: `trainer` is not a `transformers.Trainer`.
+        RuntimeError: Called outside a training function, or with `TrainingArguments` that were
+            created outside of it.
+
+    Example:
+        ```python
+        trainer = transformers.Trainer(model, args, train_dataset=dataset)
+        trainer.add_callback(RayTrainReportCallback())
+        trainer = prepare_trainer(trainer)
+        trainer.train()
+        ```
     """
     get_context()  # raises outside a training function
     if isinstance(trainer, PreparedTransformersTrainer):
         return trainer
     if not isinstance(trainer, Trainer):
         raise TypeError(
-            f"prepare_trainer takes a transformers.Trainer, found {trainer!r} "
-            f"({type(trainer).__name__})"
+            f"prepare_trainer needs a transformers.Trainer, found {trainer!r} "
+            f"({type(trainer).__name__})."
         )
     args = trainer.args
     if (args.fsdp or args.deepspeed) and not _uses_sharding(trainer):
@@ -84,12 +92,12 @@ def prepare_trainer(trainer: T) -> T:
     require_matching_ranks(args.world_size, args.process_index, "Trainer")
     if args.save_total_limit is not None:
         warnings.warn(
-            f"save_total_limit={args.save_total_limit} deletes nothing here, since the checkpoints "
-            "are the run's; write RunConfig(checkpoint_config=CheckpointConfig(num_to_keep="
-            f"{args.save_total_limit})) instead",
+            f"save_total_limit={args.save_total_limit} has no effect, because the run manages its "
+            "checkpoints. Set RunConfig(checkpoint_config=CheckpointConfig(num_to_keep="
+            f"{args.save_total_limit})).",
             stacklevel=2,
         )
-    # The class and not the object: callbacks and the user hold on to that.
+    # Change the class of the object: callbacks and the user keep references to the object.
     trainer_class = type(trainer)
     trainer.__class__ = type(
         trainer_class.__name__,
@@ -104,14 +112,14 @@ def _uses_sharding(trainer: Trainer) -> bool:
 
 
 class PreparedTransformersTrainer(Trainer):
-    """Changed methods of a prepared Trainer."""
+    """Methods that a prepared Trainer overrides."""
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train, from the run's newest checkpoint if no other is given.
+        """Train, starting from the run's latest checkpoint by default.
 
-        A run whose training is complete, or was stopped by a callback, trains no further.
+        Does not train if the run's training is complete, or was stopped by a callback.
         """
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, RayTrainReportCallback):
@@ -119,7 +127,7 @@ class PreparedTransformersTrainer(Trainer):
         self.remove_callback(SkipCompleteTraining)  # of an earlier call
         self.add_callback(SkipCompleteTraining)
         if is_shard(self.train_dataset) or is_batch_iterable(self.train_dataset):
-            self.args.ignore_data_skip = True  # a shard begins with what is left of the epoch
+            self.args.ignore_data_skip = True  # a shard already skips the consumed rows
             self.add_callback(EpochFromStepsCallback)
         resume_checkpoint = start_training()
         if resume_from_checkpoint not in (None, True) or resume_checkpoint is None:
@@ -143,17 +151,17 @@ class PreparedTransformersTrainer(Trainer):
         return super().get_batch_samples(*args, **kwargs)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader[object]:
-        """Give the loader of the training data."""
+        """Return the data loader of the training data."""
         data = self.train_dataset
         if is_shard(data) or is_batch_iterable(data):
             return self._make_local_loader(data, self.args.train_batch_size)
         return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Give the loader of some evaluation data."""
+        """Return the data loader of evaluation data."""
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str):
-            data = self.eval_dataset[data]  # type: ignore[index]  # a str names one of a dict's
+            data = self.eval_dataset[data]  # type: ignore[index]  # a key of a dict of datasets
         if is_shard(data) and data.num_shards == 1:  # the same on all workers: split by Accelerate
             return super().get_eval_dataloader(ShardIterableDataset(data))
         if is_shard(data) or is_batch_iterable(data):
@@ -163,21 +171,22 @@ class PreparedTransformersTrainer(Trainer):
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch.
 
-        Accelerate splits the last rows of a shard evenly, say 6 in 3 and 3, but the Trainer weighs
-        the workers' losses as if the first had a full batch. So all give the mean of these rows.
+        Accelerate splits the last rows of a dataset evenly, for example 6 rows into 3 and 3. But
+        the Trainer weights the losses as if the first worker had a full batch. So all workers
+        return the mean loss of these rows.
         """
         loss, logits, labels = super().prediction_step(*args, **kwargs)
-        split = isinstance(self.callback_handler.eval_dataloader, DataLoaderDispatcher)
-        if split and loss is not None and self.accelerator.gradient_state.end_of_dataloader:
+        is_split = isinstance(self.callback_handler.eval_dataloader, DataLoaderDispatcher)
+        if is_split and loss is not None and self.accelerator.gradient_state.end_of_dataloader:
             loss = self.accelerator.reduce(loss, "mean")
         return loss, logits, labels
 
     def _make_local_loader(
         self, data: object, batch_size: int
     ) -> torch.utils.data.DataLoader[object]:
-        """Give a loader of data that is this worker's alone.
+        """Return a data loader for the shard of this worker.
 
-        Accelerate would split it again, and read a batch ahead of what the checkpoint counts.
+        Accelerate would split it again, and read one batch more than the checkpoint counts.
         """
         dataset = ShardIterableDataset(data)
         if not is_shard(data):
@@ -193,18 +202,20 @@ class PreparedTransformersTrainer(Trainer):
         if os.path.isdir(str(self.state.best_model_checkpoint)):
             return super()._load_best_model()
         step = self.state.best_global_step
-        found = [
-            each for each in get_all_reported_checkpoints() if each.metrics.get("step") == step
+        reports = [
+            report
+            for report in get_all_reported_checkpoints()
+            if report.metrics.get("step") == step
         ]
-        if not found:
+        if not reports:
+            metric = str(self.args.metric_for_best_model).removeprefix("eval_")
+            order = "max" if self.args.greater_is_better else "min"
             raise RuntimeError(
-                f"load_best_model_at_end: the checkpoint of step {step}, the best by "
-                f"{self.args.metric_for_best_model}, is not in the run any more. Have "
-                "CheckpointConfig rank the checkpoints likewise: checkpoint_score_attribute="
-                f"'eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}', "
-                f"checkpoint_score_order={'max' if self.args.greater_is_better else 'min'!r}"
+                f"load_best_model_at_end: the best checkpoint (step {step}, by {metric}) was "
+                "deleted by the retention policy. Set CheckpointConfig("
+                f"checkpoint_score_attribute='eval_{metric}', checkpoint_score_order={order!r})."
             )
-        with found[-1].checkpoint.as_directory() as path:
+        with reports[-1].checkpoint.as_directory() as path:
             self.state.best_model_checkpoint = path
             super()._load_best_model()
 
@@ -218,8 +229,8 @@ def _require_trainer_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     manifest = checkpoint.manifest
     if manifest and all(file.path != TRAINER_STATE_NAME for file in manifest.files):
         raise RuntimeError(
-            f"{checkpoint} has no {TRAINER_STATE_NAME}, so a Trainer cannot resume from it. Use "
-            "RayTrainReportCallback for all checkpoints of the run, or set where to resume: "
-            "trainer.train(resume_from_checkpoint=...), False to start from scratch"
+            f"Cannot resume from {checkpoint}: it has no {TRAINER_STATE_NAME}. Report checkpoints "
+            "only through RayTrainReportCallback, or pass "
+            "trainer.train(resume_from_checkpoint=PATH), or False to start from scratch."
         )
     return checkpoint

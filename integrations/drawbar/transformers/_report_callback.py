@@ -1,4 +1,4 @@
-"""RayTrainReportCallback: turns a Trainer's logs and saves into reports."""
+"""RayTrainReportCallback: report the Trainer's logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from drawbar.transformers._resume import is_complete
 
 
 class RayTrainReportCallback(TrainerCallback):
-    """Report the Trainer's logs, and commit its saves as checkpoints of the run.
+    """Report the Trainer's logs and checkpoints to the run.
 
-    - Every log is reported with its `step`, by all ranks; none waits for another. A log after
-      training, such as by `evaluate()`, is reported together with the newest value of every
-      other metric, so that `Result.metrics` keeps them.
-    - Every save is reported with the newest value of each metric that was logged up to then. The
-      checkpoint is the directory that the Trainer wrote, `checkpoint-<step>`, with the files of all
-      ranks: `from_pretrained(result.checkpoint.path)` opens it. It is moved out of `output_dir`, by
-      a rename if both are on one filesystem.
-    - At the end of training, the newest values are reported once more, so that `Result.metrics`
-      has all of them.
+    - All ranks report every log with its `step`, without waiting for each other. A log after
+      training, for example by `evaluate()`, is reported with the latest value of every other
+      metric, so that `Result.metrics` contains all of them.
+    - Every save is reported with the latest value of each metric. The checkpoint is the directory
+      that the Trainer wrote, `checkpoint-<step>`, with the files of all ranks:
+      `from_pretrained(result.checkpoint.path)` opens it. It is moved out of `output_dir`, by a
+      rename if both are on the same filesystem.
+    - At the end of training, the latest values are reported once more, so that `Result.metrics`
+      contains all of them.
 
-    `save_steps`, `eval_steps` and `logging_steps` are independent. Set which checkpoints to keep by
-    `drawbar.train.CheckpointConfig`: the Trainer's `save_total_limit` finds nothing to delete. With
-    the `hub_strategy` "checkpoint" or "all_checkpoints" the directory is copied instead, since the
-    upload to the Hub still reads it.
+    `save_steps`, `eval_steps`, and `logging_steps` are independent. Set the retention policy with
+    `drawbar.train.CheckpointConfig`; the Trainer's `save_total_limit` has no effect. With
+    `hub_strategy` "checkpoint" or "all_checkpoints", the directory is copied instead of moved,
+    because the upload to the Hub still reads it.
 
-    Requires a Trainer prepared by `prepare_trainer`.
+    Requires a Trainer prepared by `prepare_trainer()`.
 
     Args:
-        validation: Whether to validate each checkpoint, as in `drawbar.train.report`.
+        validation: Whether to validate each checkpoint. See `drawbar.train.report()`.
 
     Example:
-        >>> trainer.add_callback(RayTrainReportCallback())
-        >>> trainer = prepare_trainer(trainer)
+        ```python
+        trainer.add_callback(RayTrainReportCallback())
+        trainer = prepare_trainer(trainer)
+        ```
     """
 
     CHECKPOINT_NAME = ""
@@ -49,7 +51,7 @@ class RayTrainReportCallback(TrainerCallback):
         self._is_training = False
         self._is_complete = False
         self.is_trainer_prepared = False
-        """True if the Trainer that calls this is prepared."""
+        """Whether the Trainer of this callback is prepared."""
 
     def on_train_begin(
         self,
@@ -65,9 +67,9 @@ class RayTrainReportCallback(TrainerCallback):
         """
         if not self.is_trainer_prepared:
             raise RuntimeError(
-                "RayTrainReportCallback needs a prepared Trainer, since any other starts from "
-                "scratch after a restart. Before trainer.train() write: "
-                "trainer = prepare_trainer(trainer)"
+                "RayTrainReportCallback needs a prepared Trainer; otherwise training starts from "
+                "scratch after a restart. Call trainer = prepare_trainer(trainer) before "
+                "trainer.train()."
             )
         self._is_training, self._is_complete = True, is_complete(state)
         self._newest = {name: value for logs in state.log_history for name, value in logs.items()}
@@ -84,7 +86,7 @@ class RayTrainReportCallback(TrainerCallback):
     ) -> None:
         """Report the log."""
         if self._is_training and self._is_complete:
-            return  # the throughput and loss of no steps, which are zeros
+            return  # no steps were trained, so throughput and loss are zero
         self._newest.update(logs or {})
         metrics = (logs or {}) if self._is_training else self._newest
         report({**metrics, "step": state.global_step})
@@ -98,7 +100,7 @@ class RayTrainReportCallback(TrainerCallback):
     ) -> None:
         """Report the checkpoint that the Trainer has written."""
         directory = _checkpoint_directory(args, state.global_step)
-        collective.barrier()  # until all ranks have written their files
+        collective.barrier()  # wait until all ranks have written their files
         report(
             self._newest_metrics(state),
             directory if directory.is_dir() else None,

@@ -46,10 +46,10 @@ def restore_callbacks(callbacks: list[TrainerCallback], state: TrainerState) -> 
     objects, and keep the arguments they were created with.
     """
     for name, saved in _saved_callbacks(state).items():
-        named = [each for each in callbacks if type(each).__name__ == name]
+        instances = [callback for callback in callbacks if type(callback).__name__ == name]
         states = saved if isinstance(saved, list) else [saved]
         # For several callbacks of a class, the Trainer appends their states at each save.
-        for callback, values in zip(named, states[-len(named) :], strict=False):
+        for callback, values in zip(instances, states[-len(instances) :], strict=False):
             if isinstance(callback, ExportableState):
                 vars(callback).update(values.get("attributes", {}))
 

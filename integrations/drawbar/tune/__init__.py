@@ -1,4 +1,4 @@
-"""Sweeps with Ray Tune: a trainer is what `ray.tune.Tuner` tunes, and each trial is a run."""
+"""Ray Tune: tune trainers, with one run per trial."""
 
 from drawbar.train.backend import set_public_module
 from drawbar.tune._report_callback import TuneReportCallback

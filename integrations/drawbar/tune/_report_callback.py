@@ -1,4 +1,4 @@
-"""The callback by which a function that Ray Tune runs tells what its run reports."""
+"""TuneReportCallback: forward reports to Ray Tune."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from drawbar.train import Checkpoint, RunContext, UserCallback
 from drawbar.train.backend import set_tune_trial
 
 CHECKPOINT_PATH_METRIC = "checkpoint_path"
-"""The metric that has the path of the committed checkpoint, for those reports that have one."""
+"""Metric with the path of the committed checkpoint, in reports that have a checkpoint."""
 
 
 class TuneReportCallback(UserCallback):
-    """Reports to Ray Tune what the workers report, for a Tune function that calls `fit()`.
+    """Forward the reports of a run to Ray Tune, in a Tune function that calls `fit()`.
 
+    Each round becomes one report to Tune with the metrics of rank 0. The metric `checkpoint_path`
+    is the path of the committed checkpoint. Training does not wait for Tune.
+    `DataParallelTrainer.as_trainable()` does the same, and also passes the checkpoints to Tune.
+
+    Raises:
+        RuntimeError: The callback is created outside a function that Tune runs.
+
+    Example:
+        ```python
         def trial(config):
             trainer = TorchTrainer(
                 train_func,
@@ -27,24 +36,18 @@ class TuneReportCallback(UserCallback):
             trainer.fit()
 
         tune.Tuner(tune.with_resources(trial, as_placement_group_factory(scaling)), ...).fit()
-
-    Each round of reports is one of Tune's, with rank 0's metrics; the path of its committed
-    checkpoint is in `checkpoint_path`. The training does not wait for Tune.
-    `DataParallelTrainer.as_trainable` does all this, and also hands the checkpoints to Tune.
-
-    Raises:
-        RuntimeError: It is not made inside a function that Tune runs.
+        ```
     """
 
     def __init__(self) -> None:
         context = tune.get_context()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the error below says more
+            warnings.simplefilter("ignore")  # the error below is more helpful
             name = context.get_trial_name()
         if name is None:
             raise RuntimeError(
-                "TuneReportCallback() was made outside a Tune trial; make it inside the function "
-                "that ray.tune.Tuner runs. A trainer needs none: Tuner(trainer.as_trainable(), ...)"
+                "TuneReportCallback() was created outside a Tune trial. Create it inside the "
+                "function that ray.tune.Tuner runs, or pass trainer.as_trainable() to Tuner."
             )
         set_tune_trial(
             name=name,
@@ -55,8 +58,8 @@ class TuneReportCallback(UserCallback):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "TuneReportCallback reports from the trial's own process, and RunConfig(detached=True) "
-            "runs callbacks in another one; set detached=False"
+            "TuneReportCallback must run in the process of the trial, but "
+            "RunConfig(detached=True) runs callbacks in another process. Set detached=False."
         )
 
     def after_report(
@@ -72,5 +75,5 @@ class TuneReportCallback(UserCallback):
 def tune_metrics(
     metrics: list[dict[str, object]], checkpoint: Checkpoint | None
 ) -> dict[str, object]:
-    """Give what Tune gets of one round of reports."""
+    """Return the metrics of one round for Tune."""
     return metrics[0] | ({CHECKPOINT_PATH_METRIC: checkpoint.path} if checkpoint else {})

@@ -1,4 +1,4 @@
-"""What a trial asks Ray Tune for: all that its run needs, in one placement group."""
+"""as_placement_group_factory: resources of a trial."""
 
 from __future__ import annotations
 
@@ -12,17 +12,27 @@ _EMPTY_BUNDLE = {"CPU": 0.001}  # Ray has no empty bundles
 def as_placement_group_factory(
     scaling_config: ScalingConfig, validation_config: ValidationConfig | None = None
 ) -> PlacementGroupFactory:
-    """Give the resources of a trial whose function calls `fit()`, for `ray.tune.with_resources`.
+    """Return the resources of a trial for `ray.tune.with_resources`.
 
-    The function itself takes none, so a trial costs what its workers cost. They lie in the trial's
-    placement group: either all of a trial is placed or nothing, and no trial waits for another one.
+    The function of the trial, which calls `fit()`, needs no resources itself. All workers are in
+    the placement group of the trial, so Ray places either the complete trial or nothing, and trials
+    do not block each other.
 
     Args:
-        scaling_config: The workers. An elastic group gets its largest number.
-        validation_config: Validations that ask for resources get them too.
+        scaling_config: Number of workers and their resources. An elastic run gets its maximum.
+        validation_config: Validation whose task resources are added. Default: none.
+
+    Returns:
+        A placement group factory with one bundle per worker.
+
+    Example:
+        ```python
+        resources = as_placement_group_factory(ScalingConfig(num_workers=4, use_gpu=True))
+        tuner = tune.Tuner(tune.with_resources(trial, resources))
+        ```
     """
     worker = scaling_config.bundle or _EMPTY_BUNDLE
-    if scaling_config.max_workers == 0:  # the function runs in the trial's own process
+    if scaling_config.max_workers == 0:  # training runs in the process of the trial
         return PlacementGroupFactory([worker])
     bundles = [worker] * scaling_config.max_workers
     labels = scaling_config.label_selectors
@@ -30,7 +40,7 @@ def as_placement_group_factory(
         bundles += [dict(validation_config.task_resources)] * validation_config.max_concurrent
     options = {}
     if labels:
-        rest = len(bundles) - len(labels)
-        options["bundle_label_selector"] = [*labels, *[{} for _ in range(rest)]]
+        num_unlabeled = len(bundles) - len(labels)
+        options["bundle_label_selector"] = [*labels, *[{} for _ in range(num_unlabeled)]]
     strategy = scaling_config.placement_strategy
     return PlacementGroupFactory([{}, *bundles], strategy=strategy, **options)

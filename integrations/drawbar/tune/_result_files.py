@@ -1,4 +1,4 @@
-"""The files that Ray Tune writes a trial's results into, when the trial starts again."""
+"""Keep Ray Tune's result files when a trial restarts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _original_restore = LoggerCallback._restore_from_remote
 
 
 def patch_result_restore() -> None:
-    """Have Ray Tune's loggers in this process go on with the files that lie here.
+    """Make Ray Tune's loggers in this process continue with their local files.
 
-    Tune writes `result.json` and `progress.csv` beside its controller, and copies them into the
-    storage every ten seconds or so. When a trial starts again from a checkpoint, after a failure or
-    a pause, the loggers fetch that copy over the file that it was made of, and all results since
-    are lost (ray-project/ray#38598). No setting of Tune's keeps them from that. A sweep that is
-    restored may have no such files yet, and gets the copies as ever.
+    Tune writes `result.json` and `progress.csv` on the node of its controller, and copies them to
+    the storage about every ten seconds. When a trial restarts from a checkpoint after a failure or
+    a pause, the loggers overwrite the local files with these copies, and all newer results are lost
+    (ray-project/ray#38598). Tune has no setting against this. If there are no local files, as in a
+    restored sweep, the copies are still used.
 
-    What came after the checkpoint will be reported again: the loggers, which only append, find the
-    files without it.
+    The trial reports the results after the checkpoint again. Loggers only append, so these results
+    are removed from the files.
     """
-    LoggerCallback._restore_from_remote = _restore_results  # type: ignore[method-assign]  # why: above
+    LoggerCallback._restore_from_remote = _restore_results  # type: ignore[method-assign]  # see above
 
 
 def _restore_results(self: LoggerCallback, file_name: str, trial: Trial) -> None:
@@ -51,10 +51,10 @@ def _restore_results(self: LoggerCallback, file_name: str, trial: Trial) -> None
 
 
 def truncate_after(file: Path, after: float) -> None:
-    """Take off the results that came after a `training_iteration`, and a last line that is torn."""
+    """Remove the results after a `training_iteration`, and an incomplete last line."""
     lines = file.read_bytes().splitlines(keepends=True)
     end = 0
-    with contextlib.suppress(ValueError, TypeError):  # a driver was killed while it wrote
+    with contextlib.suppress(ValueError, TypeError):  # the driver was killed during a write
         for number, iteration in _ITERATION_READERS[file.name]([line.decode() for line in lines]):
             if iteration > after:
                 break
@@ -77,4 +77,5 @@ _ITERATION_READERS: dict[str, Callable[[list[str]], Iterator[tuple[int, float]]]
     EXPR_RESULT_FILE: _iter_json,
     EXPR_PROGRESS_FILE: _iter_csv,
 }
-"""The results in a file: the number of the last line of each, and its `training_iteration`."""
+"""Readers of result files. They yield the last line number and `training_iteration` of each
+result."""

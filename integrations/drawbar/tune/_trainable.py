@@ -1,4 +1,4 @@
-"""A trainer as Ray Tune takes it: a class whose steps are the rounds of reports of a run."""
+"""as_trainable: run a trainer as a Ray Tune trial."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray import tune
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 from ray.tune.trainable import FunctionTrainable
 from ray.tune.trainable.function_trainable import (  # type: ignore[attr-defined]  # not public
-    _TrainingResult,  # what save() gives
+    _TrainingResult,  # return type of save()
 )
 
 from drawbar.train import (
@@ -41,36 +41,47 @@ STOP_TIMEOUT_S = 10.0
 
 
 def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
-    """Give what `ray.tune.Tuner` takes for a trainer. `trainer.as_trainable()` is the same.
+    """Return a Ray Tune trainable that runs a trainer in every trial.
 
+    `trainer.as_trainable()` does the same.
+
+    The names in `param_space` are arguments of the trainer. A dict replaces the given keys of a
+    dict, or the given fields of a config, for example `{"scaling_config": {"num_workers": 2}}`.
+
+    Each trial is a run in the trial's directory. Its workers are in the trial's placement group;
+    nothing else uses resources. Each round becomes one report to Tune with the metrics of rank 0
+    and the checkpoint, from which Tune can start this or another trial. Checkpoints are not copied.
+    The trainer's `FailureConfig` restarts workers within the trial; Tune's restarts the trial.
+
+    Args:
+        trainer: Trainer to tune.
+
+    Returns:
+        A class for `ray.tune.Tuner`.
+
+    Raises:
+        ValueError: The trainer's `RunConfig` has `detached=True` or a `num_to_keep`.
+
+    Example:
+        ```python
         tuner = tune.Tuner(
-            trainer.as_trainable(),
+            as_trainable(trainer),
             param_space={"train_loop_config": {"lr": tune.loguniform(1e-4, 1e-1)}},
             tune_config=tune.TuneConfig(metric="loss", mode="min", num_samples=8),
         )
-
-    The names in `param_space` are arguments of the trainer. A dict changes those keys of a dict
-    that it has, or those fields of a config: `{"scaling_config": {"num_workers": 2}}`.
-
-    Each trial is a run in the trial's folder, and its workers lie in the trial's placement group;
-    nothing else takes resources. Each round of reports is one of Tune's: rank 0's metrics, and the
-    checkpoint, which Tune can start this or another trial from. It is not copied. The trainer's
-    `FailureConfig` restarts workers within the trial; Tune's restarts the trial.
-
-    Raises:
-        ValueError: The trainer's run cannot be a trial's; the message says why.
+        ```
     """
     config = trainer.run_config
     if config.detached:
         raise ValueError(
-            "RunConfig(detached=True) outlives its driver, and a trial must end when Tune ends it; "
-            "set detached=False"
+            "as_trainable() does not support RunConfig(detached=True), because Tune must be able "
+            "to stop the trial. Set detached=False."
         )
     if config.checkpoint_config.num_to_keep is not None:
         raise ValueError(
-            f"CheckpointConfig.num_to_keep={config.checkpoint_config.num_to_keep} would delete "
-            "checkpoints that Tune starts trials from; set it in the Tuner's "
-            "ray.tune.RunConfig(checkpoint_config=ray.tune.CheckpointConfig(num_to_keep=...))"
+            f"CheckpointConfig(num_to_keep={config.checkpoint_config.num_to_keep}) would delete "
+            "checkpoints from which Tune starts trials. Set it in the Tuner's "
+            "ray.tune.RunConfig(checkpoint_config=ray.tune.CheckpointConfig(num_to_keep=...))."
         )
     kind, scaling, validation = type(trainer), trainer.scaling_config, trainer.validation_config
 
@@ -80,8 +91,8 @@ def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
         @classmethod
         def default_resource_request(cls, config: dict[str, object]) -> tune.PlacementGroupFactory:
             validate_param_space(kind, config)
-            wanted = merge_parameters(scaling, config.get("scaling_config", scaling))
-            return as_placement_group_factory(wanted, validation)
+            trial_scaling = merge_parameters(scaling, config.get("scaling_config", scaling))
+            return as_placement_group_factory(trial_scaling, validation)
 
     patch_result_restore()
     driver = DriverContext.capture(config.forward_env)
@@ -92,17 +103,16 @@ def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
 
 
 class RunTrainable(FunctionTrainable):
-    """A trial that is a run.
+    """Tune trainable whose steps are the rounds of a run.
 
-    Ray Tune knows classes, whose checkpoints it copies, and functions, which report checkpoints
-    that lie in the storage already. This is a class of the second kind, without the function's
-    thread and session.
+    Ray Tune supports classes, whose checkpoints it copies, and functions, whose checkpoints are
+    already in the storage. This class behaves like a function, without its thread and session.
     """
 
     def setup(  # type: ignore[override]  # tune.with_parameters gives the trainer
         self, config: dict[str, object], trainer: DataParallelTrainer, driver: DriverContext
     ) -> None:
-        """Take the trainer; the run starts with the first step, when Tune has said from where."""
+        """Store the trainer. The first step starts the run: Tune sets the checkpoint before it."""
         self._trainer = trainer
         self._driver = driver
         self._reset()
@@ -122,7 +132,7 @@ class RunTrainable(FunctionTrainable):
             ).start()
         metrics, checkpoint = self._rounds.get()
         if metrics is None:
-            return {RESULT_DUPLICATE: True}  # the last one was the last
+            return {RESULT_DUPLICATE: True}  # the run has ended with the previous round
         if checkpoint is not None:
             tune_checkpoint = tune.Checkpoint(
                 self._checkpoint_path(self._run.name, checkpoint), self._filesystem
@@ -131,33 +141,31 @@ class RunTrainable(FunctionTrainable):
         return tune_metrics(metrics, checkpoint) | {SHOULD_CHECKPOINT: checkpoint is not None}
 
     def save(self, checkpoint_dir: str | None = None) -> _TrainingResult:
-        """Give the newest checkpoint, with the result that it belongs to."""
+        """Return the latest checkpoint with its result."""
         if not self._saved.metrics:
             self._saved.metrics = dict(self._last_result or {})
         return self._saved
 
     def load_checkpoint(self, checkpoint_result: Any) -> None:
-        """Take the checkpoint that the run is to start from."""
+        """Set the checkpoint from which the run starts."""
         self._start_from = checkpoint_result.checkpoint.path
 
     def reset_config(self, new_config: dict[str, object]) -> bool:
-        """Be another trial, in the same process."""
+        """Switch to another trial in the same process."""
         self.cleanup()
         self._reset()
         return True
 
     def cleanup(self) -> None:
-        """End the run in order: when this returns, none of its processes is alive."""
+        """Stop the run gracefully. None of its processes is alive afterwards."""
         if self._run is not None:
             self._run.stop(save=False)
             with contextlib.suppress(TimeoutError, TrainingFailedError):
                 self._run.wait(STOP_TIMEOUT_S)
 
-    # -- the run
-
     @property
     def _trial_directory(self) -> str:
-        assert self._storage is not None  # Tune has given it
+        assert self._storage is not None  # set by Tune
         return self._storage.trial_fs_path
 
     @property
@@ -167,7 +175,7 @@ class RunTrainable(FunctionTrainable):
 
     @property
     def _remote_filesystem(self) -> FileSystem | None:
-        """The filesystem as Drawbar takes it: None for local paths."""
+        """Filesystem for Drawbar's arguments: None for local paths."""
         return None if isinstance(self._filesystem, LocalFileSystem) else self._filesystem
 
     def _start_run(self) -> RunHandle:
@@ -178,9 +186,9 @@ class RunTrainable(FunctionTrainable):
             resources=self.trial_resources,
         )
         name, start_from = self._choose_run()
-        run_config, changed = self._trainer.run_config, {}
+        run_config, overrides = self._trainer.run_config, {}
         if start_from is not None:
-            changed["resume_from_checkpoint"] = start_from
+            overrides["resume_from_checkpoint"] = start_from
         run_config = dataclasses.replace(
             run_config,
             name=name,
@@ -189,23 +197,23 @@ class RunTrainable(FunctionTrainable):
             callbacks=[*run_config.callbacks, self._rounds],
             resume="auto",
         )
-        trainer = apply_parameters(self._trainer, self.config, run_config=run_config, **changed)
-        with self._driver.apply():  # this process may be on another node than the Tuner's
+        trainer = apply_parameters(self._trainer, self.config, run_config=run_config, **overrides)
+        with self._driver.apply():  # this process may be on another node than the Tuner
             return trainer.start()
 
     def _choose_run(self) -> tuple[str, Checkpoint | None]:
-        """Give the name of the run to go on with, and the checkpoint that it begins at, if any."""
+        """Return the name of the run to start or resume, and its start checkpoint, if any."""
         selector = FileSelector(self._trial_directory, allow_not_found=True)
         infos = self._filesystem.get_file_info(selector)
         runs = sorted_run_names(info.base_name for info in infos if info.type is FileType.Directory)
-        newest = self._latest_checkpoint_path(runs[-1]) if runs else None
-        name = choose_run_name(runs, self._start_from, latest_checkpoint=newest)
+        latest = self._latest_checkpoint_path(runs[-1]) if runs else None
+        name = choose_run_name(runs, self._start_from, latest_checkpoint=latest)
         if name in runs or self._start_from is None:
             return name, None
         return name, Checkpoint(self._start_from, self._remote_filesystem)
 
     def _latest_checkpoint_path(self, name: str) -> str | None:
-        """Give the path of a run's newest checkpoint."""
+        """Return the path of a run's latest checkpoint, or None."""
         try:
             result = Result.from_path(f"{self._trial_directory}/{name}", self._remote_filesystem)
         except FileNotFoundError:
@@ -213,15 +221,15 @@ class RunTrainable(FunctionTrainable):
         return self._checkpoint_path(name, result.checkpoint) if result.checkpoint else None
 
     def _checkpoint_path(self, run: str, checkpoint: Checkpoint) -> str:
-        """Give the path of a run's checkpoint as Tune writes it, below the trial's folder."""
+        """Return the path of a run's checkpoint in the trial's directory, in Tune's notation."""
         return f"{self._trial_directory}/{run}/{checkpoint.path.rpartition('/')[2]}"
 
 
 class TuneCheckpoint(_TrainingResult):
-    """A checkpoint for Tune, equal to any other of the same path.
+    """Checkpoint for Tune that is equal to any other with the same path.
 
-    Tune asks again for the newest one when it pauses a trial, and registers it again. Objects of
-    its own class are unequal then, so that `num_to_keep` has one of them deleted for the other.
+    When Tune pauses a trial, it requests and registers the latest checkpoint again. Objects of
+    Tune's own class would be unequal, so `num_to_keep` would delete one because of the other.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -236,7 +244,7 @@ class TuneCheckpoint(_TrainingResult):
 
 
 class ReportQueue(UserCallback):
-    """The rounds of reports of a run, in order, and then its end."""
+    """Queue of the rounds of a run in order, followed by its end."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -247,11 +255,11 @@ class ReportQueue(UserCallback):
         metrics: list[dict[str, object]],
         checkpoint: Checkpoint | None,
     ) -> None:
-        """Keep a round until it is asked for."""
+        """Add a round to the queue."""
         self._queue.put((metrics, checkpoint))
 
     def wait_for_end(self, run: RunHandle) -> None:
-        """Wait for the run, and keep how it ended."""
+        """Wait for the run and add its end to the queue."""
         try:
             run.wait()
         except Exception as error:
@@ -260,13 +268,13 @@ class ReportQueue(UserCallback):
             self._queue.put((None, None))
 
     def get(self) -> tuple[list[dict[str, object]] | None, Checkpoint | None]:
-        """Wait for the next round; there are no metrics when the run is over.
+        """Wait for the next round. The metrics are None when the run has ended.
 
         Raises:
-            Exception: That ended the run.
+            Exception: Error that ended the run.
         """
-        said = self._queue.get()
-        if isinstance(said, Exception):
-            raise said
-        metrics, checkpoint = said
+        item = self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        metrics, checkpoint = item
         return metrics, checkpoint

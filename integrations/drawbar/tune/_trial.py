@@ -1,4 +1,4 @@
-"""Which run a trial goes on with, and which trainer a trial's parameters make."""
+"""Choose the run of a trial and apply its parameters to the trainer."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from drawbar.train import DataParallelTrainer
 _RUN = re.compile(r"run_(\d+)")
 
 
-def sorted_run_names(found: Iterable[str]) -> list[str]:
-    """Give the names of a trial's runs, oldest first, of what lies in its folder."""
-    return sorted(filter(_RUN.fullmatch, found), key=_number)
+def sorted_run_names(names: Iterable[str]) -> list[str]:
+    """Return the run names among the names in a trial directory, oldest first."""
+    return sorted(filter(_RUN.fullmatch, names), key=_number)
 
 
 def choose_run_name(
     runs: Sequence[str], start_from: str | None, *, latest_checkpoint: str | None
 ) -> str:
-    """Name the run that a trial goes on with when its process has started.
+    """Return the name of the run that a trial starts or resumes.
 
-    A trial has one run after another, `run_0`, `run_1` ... It goes on with the newest if that does
-    what Tune wants and counts on: start from the newest checkpoint, or from none. Otherwise a new
-    run begins. Population based training wants another trial's checkpoint; and whatever was killed
-    may have left later ones than Tune has heard of, whose results it would count from too low.
+    The runs of a trial are `run_0`, `run_1`, and so on. The trial resumes the newest run if this
+    starts from the checkpoint that Tune expects: the newest one of the run, or none. Otherwise it
+    starts a new run. Population based training expects a checkpoint of another trial. A killed
+    trial may have newer checkpoints than Tune knows of; resuming from them would make Tune count
+    iterations too low.
 
     Args:
-        runs: Names of the runs that the trial has had, oldest first.
-        start_from: Path of the checkpoint that Tune starts the trial from; None: from nothing.
-        newest: Path of the newest checkpoint of the newest run, if it has one.
+        runs: Names of the trial's runs, oldest first.
+        start_from: Path of the checkpoint from which Tune starts the trial; None for none.
+        latest_checkpoint: Path of the latest checkpoint of the newest run; None for none.
     """
     if not runs:
         return "run_0"
@@ -43,29 +44,29 @@ def _number(run: str) -> int:
 
 
 def validate_param_space(kind: type[DataParallelTrainer], config: Mapping[str, object]) -> None:
-    """Refuse parameters that are no arguments of the trainer.
+    """Check that all parameters are arguments of the trainer that can be tuned.
 
     Raises:
-        ValueError: One is not, or cannot be tuned.
+        ValueError: A parameter is not an argument, or it cannot be tuned.
     """
     if "run_config" in config:
         raise ValueError(
-            "param_space has 'run_config', which a trial cannot change: a trial's run lies in the "
-            "trial's folder. Give the Tuner a ray.tune.RunConfig, the trainer a RunConfig"
+            "param_space['run_config'] cannot be tuned, because runs are stored in the directory "
+            "of the trial. Pass a ray.tune.RunConfig to Tuner, or a RunConfig to the trainer."
         )
     known = inspect.signature(kind).parameters
     for name in config:
         if name not in known:
             raise ValueError(
-                f"param_space has {name!r}, which is no argument of {kind.__name__}; what the "
-                f"training function gets goes into 'train_loop_config': {{{name!r}: ...}}"
+                f"param_space[{name!r}] is not an argument of {kind.__name__}. Pass parameters of "
+                f"the training function as 'train_loop_config': {{{name!r}: ...}}."
             )
 
 
 def apply_parameters(
     trainer: DataParallelTrainer, config: Mapping[str, object], **overrides: object
 ) -> DataParallelTrainer:
-    """Make the trainer of a trial: the same but for its parameters and what is `changed`."""
+    """Return a copy of a trainer with the parameters of a trial and other overrides."""
     arguments = trainer.init_arguments
     for name, value in config.items():
         arguments[name] = merge_parameters(
@@ -75,10 +76,10 @@ def apply_parameters(
 
 
 def merge_parameters(value: object, parameters: object) -> Any:
-    """Give the value of an argument with parameters in it.
+    """Return the value of an argument with parameters applied.
 
-    A dict changes those keys of a dict that it has, and those fields of a config. Anything else
-    takes the value's place.
+    A dict replaces the given keys of a dict, or the given fields of a config. Any other parameter
+    replaces the value.
     """
     if isinstance(parameters, Mapping) and isinstance(value, Mapping):
         return {**value, **parameters}

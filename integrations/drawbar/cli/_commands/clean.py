@@ -1,4 +1,4 @@
-"""`drawbar clean`: what runs leave behind and nobody needs any more."""
+"""drawbar clean: delete files that runs no longer need."""
 
 from __future__ import annotations
 
@@ -19,40 +19,50 @@ _DAY = 86_400
 
 def clean(
     storage: Annotated[
-        str, typer.Argument(metavar="STORAGE", help="A storage path, or one run in it.")
+        str, typer.Argument(metavar="STORAGE", help="Storage directory or URI, or one run in it.")
     ] = "~/drawbar_results",
     keep: Annotated[
         int | None,
-        typer.Option(min=1, help="Checkpoints of each run that stay: the best, and the newest."),
+        typer.Option(
+            metavar="N", min=1, help="Keep the N best checkpoints of each run, and the newest."
+        ),
     ] = None,
     older_than: Annotated[
-        float, typer.Option(metavar="DAYS", min=0, help="For copies and work folders here.")
+        float,
+        typer.Option(
+            metavar="DAYS",
+            min=0,
+            help="Minimum age of cached copies and work directories on this machine.",
+        ),
     ] = 7,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete it.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete the files instead of listing them.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what may be deleted, or delete it.
+    """Delete files that runs no longer need.
 
-    That is: what runs that do not go on never committed; checkpoints beyond --keep; on this machine
-    copies of remote checkpoints, sockets of processes that are gone, and old work folders of runs
-    on remote storage.
+    Lists the files unless --yes is given. Includes uncommitted files of runs that have ended,
+    checkpoints beyond --keep, and on this machine cached copies of remote checkpoints, stale
+    sockets, and old work directories of runs on remote storage. Running runs are never touched.
     """
     with command_errors():
-        found = [each for run in _find_runs(storage) for each in run.find_unused_files(keep)]
-        found += find_unused_local_files(older_than * _DAY)
-    failed = _delete_all(found) if yes else {}
-    deleted = [each for each in found if each.path not in failed]
+        files = [file for run in _find_runs(storage) for file in run.find_unused_files(keep)]
+        files += find_unused_local_files(older_than * _DAY)
+    failed = _delete_all(files) if yes else {}
+    deleted = [file for file in files if file.path not in failed]
     if as_json:
-        told = [{"what": each.kind, "path": each.path, "bytes": each.nbytes} for each in deleted]
-        write_json({"deleted": yes, "found": told, "stays": failed})
+        rows = [{"kind": file.kind, "path": file.path, "bytes": file.nbytes} for file in deleted]
+        write_json({"deleted": yes, "files": rows, "failed": failed})
     else:
         _print_summary(deleted, yes=yes)
     if failed:
-        raise CommandError("; ".join(f"{path} stays: {why}" for path, why in failed.items()))
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in failed.items())
+        raise CommandError(f"Could not delete {reasons}")
 
 
 def _find_runs(storage: str) -> Iterator[RunRecord]:
-    """Give the run that was named, or those of a storage, but for what links there lead to."""
+    """Yield the named run, or all runs in a storage directory except symbolic links."""
     if "/" in storage:
         try:
             yield find_run(storage)
@@ -62,25 +72,25 @@ def _find_runs(storage: str) -> Iterator[RunRecord]:
     yield from (run for run in list_runs(storage) if not os.path.islink(run.path))
 
 
-def _delete_all(found: list[UnusedFile]) -> dict[str, str]:
-    """Delete what was found; gives what stays, by path, and why."""
+def _delete_all(files: list[UnusedFile]) -> dict[str, str]:
+    """Delete files. Returns the paths that could not be deleted, with the reasons."""
     failed = {}
-    for each in found:
+    for file in files:
         try:
-            each.remove()
+            file.remove()
         except OSError as error:
-            failed[each.path] = format_os_error(error)
+            failed[file.path] = format_os_error(error)
         except (RunInProgressError, DamagedRunError) as error:
-            failed[each.path] = str(error)
+            failed[file.path] = str(error)
     return failed
 
 
-def _print_summary(found: list[UnusedFile], *, yes: bool) -> None:
-    if not found:
-        print("nothing to delete")
+def _print_summary(files: list[UnusedFile], *, yes: bool) -> None:
+    if not files:
+        print("Nothing to delete.")
         return
     write_table(
-        [(decimal(each.nbytes), each.kind, each.path) for each in found], keep_last_column=True
+        [(decimal(file.nbytes), file.kind, file.path) for file in files], keep_last_column=True
     )
-    total = decimal(sum(each.nbytes for each in found))
-    print(f"{total} deleted" if yes else f"{total} would be deleted; --yes deletes it")
+    total = decimal(sum(file.nbytes for file in files))
+    print(f"Deleted {total}." if yes else f"{total} can be deleted. Run again with --yes.")

@@ -1,4 +1,4 @@
-"""`drawbar compare`: configurations and metrics of several runs, side by side."""
+"""drawbar compare: settings and metrics of runs side by side."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ _WIDTH = 32
 
 def compare(
     runs: RunNames,
-    show_all: Annotated[bool, typer.Option("--all", help="Settings that are equal too.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Include settings that are equal.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show runs side by side.
+    """Compare the settings and metrics of several runs.
 
-    That is: the settings in which they differ, and what they reported last.
+    Shows the settings that differ and the latest metrics.
     """
     if len(runs) < 2:
-        raise CommandError(f"compare takes two runs or more, found {len(runs)}: {runs[0]}")
-    records = [open_record(each) for each in runs]
+        raise CommandError(f"compare needs at least two runs, found {len(runs)}: {runs[0]}")
+    records = [open_record(run) for run in runs]
     settings = _align([flatten(record.config) for record in records])
     if not show_all:
         settings = {name: row for name, row in settings.items() if len(set(map(repr, row))) > 1}

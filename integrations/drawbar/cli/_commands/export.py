@@ -1,4 +1,4 @@
-"""`drawbar export`: all reports of a run as a table."""
+"""drawbar export: all reports of a run as a table."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ _FIXED_COLUMNS = ("rank", "index", "attempt", "time")
 
 def export(
     run: RunName,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV; so it is by default.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV (default).")] = False,
     as_parquet: Annotated[bool, typer.Option("--parquet", help="Write Parquet.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A file; stdout if not given.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write to FILE instead of standard output."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write all reports of a run as a table.
+    """Export all reports of a run as CSV, Parquet, or JSON.
 
-    It has a row for each rank and report.
+    Writes one row per rank and report.
     """
     if as_csv + as_parquet + as_json > 1:
-        raise CommandError("choose one of --csv, --parquet and --json")
+        raise CommandError("Use only one of --csv, --parquet, and --json.")
     rows = open_record(run).list_report_rows()
     if as_json:
         write_json(rows)
@@ -43,7 +46,7 @@ def export(
             raise CommandError(format_os_error(error)) from error
         return
     if as_parquet and sys.stdout.isatty():
-        raise CommandError("Parquet is no text for a terminal; say where to, with -o FILE")
+        raise CommandError("Parquet cannot be written to a terminal. Use --output FILE.")
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
@@ -65,11 +68,13 @@ def _to_parquet(rows: list[dict[str, object]]) -> bytes:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise CommandError('--parquet needs pyarrow: pip install "drawbar[data]"') from error
+        raise CommandError(
+            "--parquet needs pyarrow. Install it with: pip install 'drawbar[data]'"
+        ) from error
     try:
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in _columns(rows)})
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, ValueError, OverflowError) as error:
-        raise CommandError(f"a metric is not of one type, which Parquet needs: {error}") from error
+        raise CommandError(f"Parquet needs one type per metric: {error}. Use --csv.") from error
     sink = io.BytesIO()
     parquet.write_table(table, sink)
     return sink.getvalue()

@@ -1,4 +1,4 @@
-"""`drawbar launch`: run a script, as torchrun does. Its options, and what they mean."""
+"""drawbar launch: run a training script on several processes."""
 
 from __future__ import annotations
 
@@ -21,82 +21,115 @@ if TYPE_CHECKING:
 
 
 class LaunchCommand(TyperCommand):
-    """The command, which takes torchrun's other options too, and what follows the script."""
+    """Typer command that also accepts torchrun's other options before the script name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Tell torchrun's options and leave them out."""
-        options = [each for each in self.params if getattr(each, "is_flag", False)]
-        flags = {name for each in options for name in (*each.opts, *each.secondary_opts)}
-        kept, ignored = remove_torchrun_options(args, flags)
+        """Remove torchrun options without effect and print a warning for each."""
+        options = [option for option in self.params if getattr(option, "is_flag", False)]
+        flags = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+        remaining, ignored = remove_torchrun_options(args, flags)
         for name in ignored:
-            print(f"drawbar: {name} changes nothing here: {IGNORED[name]}", file=sys.stderr)
-        return super().parse_args(ctx, kept)
+            print(f"drawbar: warning: Ignoring {name}: {IGNORED[name]}", file=sys.stderr)
+        return super().parse_args(ctx, remaining)
 
 
-LAUNCH_CONTEXT = {"allow_interspersed_args": False}  # what follows the script is the script's
+LAUNCH_CONTEXT = {"allow_interspersed_args": False}  # arguments after the script belong to it
 
 
 def launch(
     script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="Its path, or with -m the name of a module.")
+        str, typer.Argument(metavar="SCRIPT", help="Script file, or module name with -m.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     num_workers: Annotated[
-        str | None, typer.Option(metavar="N|LOW:HIGH", help="Processes; 2:8 is elastic.")
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Number of processes; MIN:MAX makes the run elastic.  [default: 1]",
+        ),
     ] = None,
     use_gpu: Annotated[
         bool | None,
-        typer.Option("--use-gpu/--no-gpu", help="A GPU each; by default if there are enough."),
+        typer.Option(
+            "--use-gpu/--no-gpu",
+            help="Assign one GPU to each process.  [default: if the cluster has enough]",
+        ),
     ] = None,
     cpus_per_worker: Annotated[
-        float | None, typer.Option(metavar="N", help="CPUs of each process.")
+        float | None, typer.Option(metavar="N", help="CPUs reserved for each process.")
     ] = None,
-    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run.")] = None,
+    is_module: Annotated[
+        bool, typer.Option("-m", help="Treat SCRIPT as a module name, like python -m.")
+    ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the run. A run with this name is resumed."),
+    ] = None,
     storage_path: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where runs lie, also an address.")
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Directory or URI in which runs are stored.  [default: ~/drawbar_results]",
+        ),
     ] = None,
     max_failures: Annotated[
-        int, typer.Option(metavar="N", help="How often it may start anew; -1 without limit.")
+        int, typer.Option(metavar="N", help="Maximum number of restarts; -1 for no limit.")
     ] = 0,
     hang_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Without output or work of any rank.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Fail the attempt if no rank writes output or uses the CPU for this long.",
+        ),
     ] = None,
     resume: Annotated[
-        str, typer.Option(metavar="auto|never|must", help="What to do with a run of this name.")
+        str,
+        typer.Option(
+            metavar="auto|never|must",
+            help="Whether to resume an existing run with the same name.",
+        ),
     ] = "auto",
     detach: Annotated[
-        bool, typer.Option("--detach", help="Print the run's name, and let it go on.")
+        bool, typer.Option("--detach", help="Start the run in the background and print its name.")
     ] = False,
     env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable for the script.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="Environment variable for the script. Can be repeated."
+        ),
     ] = None,
     progress: Annotated[
         bool | None,
         typer.Option(
             "--progress/--no-progress",
-            help="Show the run's progress on standard error; by default on a terminal.",
+            help="Show the run's progress on standard error.  [default: on a terminal]",
         ),
     ] = None,
     accelerate_config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="What accelerate config has written.")
+        str | None,
+        typer.Option(metavar="FILE", help="Use a file written by 'accelerate config'."),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Of a Ray cluster.")
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Ray cluster to use.  [default: RAY_ADDRESS, a cluster on this machine, or a new "
+            "local one]",
+        ),
     ] = None,
     standalone: Annotated[
-        bool, typer.Option("--standalone", help="On a Ray of the command's own.")
+        bool, typer.Option("--standalone", help="Start a private Ray instance for this run.")
     ] = False,
     nproc_per_node: Annotated[
-        str | None, typer.Option(metavar="N|gpu|cpu|auto", help="As for torchrun.")
+        str | None, typer.Option(metavar="N|gpu|cpu|auto", help="Processes per node (torchrun).")
     ] = None,
     nnodes: Annotated[
-        str | None, typer.Option(metavar="N|LOW:HIGH", help="As for torchrun.")
+        str | None, typer.Option(metavar="N|MIN:MAX", help="Number of nodes (torchrun).")
     ] = None,
     max_restarts: Annotated[
-        int | None, typer.Option(metavar="N", help="As for torchrun: --max-failures.")
+        int | None, typer.Option(metavar="N", help="Same as --max-failures (torchrun).")
     ] = None,
 ) -> None:
     """Run a training script on several processes, like torchrun.
@@ -107,13 +140,15 @@ def launch(
     if progress is None:
         progress = sys.stderr.isatty()
     if num_workers is not None and (nproc_per_node or nnodes):
-        raise CommandError("give --num-workers, or --nproc-per-node and --nnodes")
+        raise CommandError(
+            "--num-workers cannot be combined with --nproc-per-node or --nnodes. Remove one."
+        )
     variables = _parse_env(env or [])
     if accelerate_config is not None:
-        processes, by_accelerate = _read_accelerate_config(accelerate_config)
-        variables = by_accelerate | variables
+        processes, accelerate_env = _read_accelerate_config(accelerate_config)
+        variables = accelerate_env | variables
         num_workers = num_workers or (None if nproc_per_node or nnodes else str(processes))
-    wanted = _RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
+    requested = _RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
     with command_errors():
         from drawbar import train
         from drawbar.launch import ScriptTrainer
@@ -125,12 +160,12 @@ def launch(
             name,
             storage_path,
             failure_config=failures,
-            resume=resume,  # type: ignore[arg-type]  # it is checked there
+            resume=resume,  # type: ignore[arg-type]  # RunConfig validates it
             # Off a terminal, the command prints only the script's output, like torchrun.
             logging_config=train.LoggingConfig("INFO" if progress else "WARNING"),
             detached=detach,
         )
-        trainer_on = partial(
+        make_trainer = partial(
             ScriptTrainer,
             script,
             arguments or [],
@@ -138,26 +173,25 @@ def launch(
             environment=variables,
             run_config=run_config,
         )
-        trainer_on(
-            scaling_config=wanted.to_scaling_config(MINIMAL_CLUSTER)
-        )  # before Ray, which takes seconds
-        joined = connect_ray(
-            address, standalone=standalone, cpus=wanted.cpus, must_outlive_process=detach
+        # Report wrong options before Ray starts, which takes seconds.
+        make_trainer(scaling_config=requested.to_scaling_config(MINIMAL_CLUSTER))
+        has_connected = connect_ray(
+            address, standalone=standalone, cpus=requested.cpus, must_outlive_process=detach
         )
-        trainer = trainer_on(scaling_config=wanted.to_scaling_config(ClusterSize.current()))
+        trainer = make_trainer(scaling_config=requested.to_scaling_config(ClusterSize.current()))
         if detach:
             print(trainer.start().name)
             return
         signals = StopSignals()
         handle = trainer.start()
     code = wait_for_exit_code(handle, signals)
-    if joined:
+    if has_connected:
         disconnect_ray()
     raise typer.Exit(code)
 
 
 def _read_accelerate_config(path: str) -> tuple[int, dict[str, str]]:
-    """Give the number of processes and the variables that a file of Accelerate's stands for."""
+    """Return the number of processes and the environment variables of an Accelerate config file."""
     with command_errors():
         from drawbar.launch import AccelerateLaunchConfig
 
@@ -165,13 +199,14 @@ def _read_accelerate_config(path: str) -> tuple[int, dict[str, str]]:
     return settings.num_processes, settings.env
 
 
-def _parse_env(given: Sequence[str]) -> dict[str, str]:
+def _parse_env(assignments: Sequence[str]) -> dict[str, str]:
     variables = {}
-    for each in given:
-        name, equals, value = each.partition("=")
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
         if not name or not equals:
             raise CommandError(
-                f"--env is NAME=VALUE, found {each!r}; all variables set here go too"
+                f"--env must be NAME=VALUE, found {assignment!r}. Variables of this shell are "
+                "forwarded anyway."
             )
         variables[name] = value
     return variables
@@ -179,7 +214,7 @@ def _parse_env(given: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _RequestedWorkers:
-    """How many workers the options mean, which may depend on what Ray has."""
+    """Number of workers that the options request, which may depend on the cluster."""
 
     num_workers: str | None
     nproc_per_node: str | None
@@ -189,12 +224,12 @@ class _RequestedWorkers:
 
     @property
     def cpus(self) -> int:
-        """CPUs that a Ray of its own must have: torchrun starts more processes than cores, too."""
-        asked = self.nproc_per_node or ""
-        return int(asked) if asked.isdecimal() else 0
+        """Minimum CPUs of a new Ray instance. Like torchrun, allow more processes than cores."""
+        text = self.nproc_per_node or ""
+        return int(text) if text.isdecimal() else 0
 
     def to_scaling_config(self, cluster: ClusterSize) -> ScalingConfig:
-        """Give what is to be started on a cluster of this size."""
+        """Return the scaling config for a cluster of this size."""
         from drawbar.train import ScalingConfig
 
         workers: int | tuple[int, int]
@@ -205,7 +240,7 @@ class _RequestedWorkers:
             workers, is_single_node = resolve_num_workers(
                 self.nproc_per_node or "1",
                 self.nnodes or "1",
-                gpus=cluster.most_gpus,
+                gpus=cluster.max_gpus_per_node,
                 cpus=cluster.max_cpus_per_node,
             )
         max_workers = workers if isinstance(workers, int) else workers[1]

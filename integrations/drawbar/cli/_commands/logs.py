@@ -1,4 +1,4 @@
-"""`drawbar logs`: what a rank has written."""
+"""drawbar logs: print the output of a rank."""
 
 from __future__ import annotations
 
@@ -15,25 +15,30 @@ from drawbar.train.runs import RunRecord
 
 def logs(
     run: RunName,
-    rank: Annotated[int, typer.Option(min=0, help="Whose.")] = 0,
+    rank: Annotated[int, typer.Option(metavar="N", min=0, help="Rank whose output to print.")] = 0,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run is over.")
+        bool,
+        typer.Option("--follow", "-f", help="Keep printing new output until the run ends."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write the lines as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the lines as a JSON list.")
+    ] = False,
 ) -> None:
-    """Write what a rank has written."""
+    """Print the output of a rank."""
     record = open_record(run)
     if follow and as_json:
-        raise CommandError("--json writes a whole document: it does not go with --follow")
+        raise CommandError("--json cannot be combined with --follow.")
     if follow:
-        for written in _follow_log(record, rank):
-            _print_bytes(written)
+        for output in _follow_log(record, rank):
+            _print_bytes(output)
         return
     with command_errors():
         log = record.read_log(rank)
     if log is None:
-        workers = max((each.world_size for each in record.timeline.attempts), default=0)
-        raise CommandError(f"{record.path} has no log of rank {rank}; it had {workers} workers")
+        workers = max((attempt.world_size for attempt in record.timeline.attempts), default=0)
+        raise CommandError(
+            f"Run {record.path} has no log for rank {rank}. It had {workers} workers."
+        )
     if as_json:
         write_json(log.decode(errors="replace").splitlines())
     else:

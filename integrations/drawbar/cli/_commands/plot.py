@@ -1,4 +1,4 @@
-"""`drawbar plot`: the curves of a run's metrics, in the terminal or in a file."""
+"""drawbar plot: plot metrics in the terminal or to a file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,24 @@ Curves: TypeAlias = Mapping[str, Mapping[int, float]]
 def plot(
     run: RunName,
     metrics: Annotated[
-        list[str] | None, typer.Argument(metavar="METRIC", help="Which; all if none.")
+        list[str] | None,
+        typer.Argument(metavar="METRIC", help="Metrics to plot.  [default: all]"),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write a .png, .svg, or .pdf file instead of plotting in the terminal.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the curves of metrics of rank 0."""
+    """Plot metrics in the terminal or to a file.
+
+    Plots the values that rank 0 reported.
+    """
     curves = _select_curves(open_record(run).get_curves(), metrics or [], run)
     if as_json:
         write_json(curves)
@@ -46,28 +56,32 @@ def plot(
             )
 
 
-def _select_curves(curves: Curves, wanted: list[str], run: str) -> Curves:
+def _select_curves(curves: Curves, names: list[str], run: str) -> Curves:
     if not curves:
-        raise CommandError(f"{run} has reported no numbers")
-    missing = [name for name in wanted if name not in curves]
+        raise CommandError(f"Run {run} has no numeric metrics.")
+    missing = [name for name in names if name not in curves]
     if missing:
-        raise CommandError(f"{run} has no numbers {missing[0]!r}; it has {', '.join(curves)}")
-    return {name: curves[name] for name in wanted or curves}
+        raise CommandError(
+            f"Run {run} has no metric {missing[0]!r}. Available: {', '.join(curves)}."
+        )
+    return {name: curves[name] for name in names or curves}
 
 
 def _save_figure(curves: Curves, output: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise CommandError('-o needs matplotlib: pip install "drawbar[cli]"') from error
+        raise CommandError(
+            "--output needs matplotlib. Install it with: pip install 'drawbar[cli]'"
+        ) from error
     figure = Figure(figsize=(7, 2.2 * len(curves)), layout="constrained")
     for axes, (name, points) in zip(
         figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0], curves.items(), strict=True
     ):
         axes.plot(list(points), list(points.values()))
         axes.set_ylabel(name, parse_math=False)
-    axes.set_xlabel("report")
+    axes.set_xlabel("report number")
     try:
         figure.savefig(output)
-    except (OSError, ValueError) as error:  # a folder that is not there, an unknown format
+    except (OSError, ValueError) as error:  # a missing directory, an unknown format
         raise CommandError(f"{output}: {error}") from error

@@ -1,4 +1,4 @@
-"""`drawbar runs`: the runs of a storage, the newest first."""
+"""drawbar runs: list training runs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from drawbar.train.runs import RunRecord, list_runs
 
 def runs(
     storage: Annotated[
-        str, typer.Argument(metavar="STORAGE", help="A storage path, or its address.")
+        str, typer.Argument(metavar="STORAGE", help="Storage directory or URI.")
     ] = "~/drawbar_results",
     as_json: AsJson = False,
 ) -> None:
-    """List the runs of a storage."""
+    """List training runs, newest first."""
     with command_errors():
-        found = sorted(list_runs(storage), key=_start_time, reverse=True)
-        told = [_to_dict(run) for run in found]
+        records = sorted(list_runs(storage), key=_start_time, reverse=True)
+        rows = [_to_dict(record) for record in records]
     if as_json:
-        write_json(told)
-    elif told:
-        head = ("NAME", "STATUS", "STARTED", "ATTEMPTS", "WORKERS", "SIZE", "LAST METRICS")
-        write_table([head, *map(_row, told)])
+        write_json(rows)
+    elif rows:
+        head = ("NAME", "STATUS", "STARTED", "ATTEMPTS", "WORKERS", "SIZE", "LATEST METRICS")
+        write_table([head, *map(_format_row, rows)])
     else:
-        print(f"no runs in {storage}")
+        print(f"No runs in {storage}.")
 
 
 def _start_time(run: RunRecord) -> float:
@@ -51,13 +51,13 @@ def _to_dict(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _row(told: dict[str, Any]) -> tuple[str, ...]:
+def _format_row(row: dict[str, Any]) -> tuple[str, ...]:
     return (
-        told["name"],
-        told["status"] + (" (damaged)" if told["damage"] else ""),
-        format_age(told["started"]),
-        str(told["attempts"]),
-        str(told["world_size"]),
-        decimal(told["size"]),
-        format_metrics(told["metrics"]),
+        row["name"],
+        row["status"] + (" (journal damaged)" if row["damage"] else ""),
+        format_age(row["started"]),
+        str(row["attempts"]),
+        str(row["world_size"]),
+        decimal(row["size"]),
+        format_metrics(row["metrics"]),
     )

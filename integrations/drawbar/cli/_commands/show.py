@@ -1,4 +1,4 @@
-"""`drawbar show`: what happened in a run, what came of it, and where its time went."""
+"""drawbar show: status, attempts, checkpoints, and metrics of a run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ from drawbar.cli._terminal_plot import sparkline
 from drawbar.train import Manifest
 from drawbar.train.runs import RunRecord
 
+_ENDED = ("finished", "failed", "stopped")
+
 
 def show(run: RunName, as_json: AsJson = False) -> None:
-    """Show what happened in a run.
-
-    That is: attempts, failures, checkpoints, metrics, and where the time went.
-    """
+    """Show the status, attempts, checkpoints, and metrics of a run."""
     record = open_record(run)
     with command_errors():
         checkpoints, unreadable = record.inspect_checkpoints()
@@ -56,45 +55,45 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
         "seconds": time_breakdown(record),
         "checkpoints": [
             {
-                "name": each.name,
-                "index": each.index,
-                "attempt": each.attempt,
-                "time": each.time,
-                "bytes": each.nbytes,
-                "status": each.status.value,
-                "metrics": each.metrics,
+                "name": checkpoint.name,
+                "index": checkpoint.index,
+                "attempt": checkpoint.attempt,
+                "time": checkpoint.time,
+                "bytes": checkpoint.nbytes,
+                "status": checkpoint.status.value,
+                "metrics": checkpoint.metrics,
             }
-            for each in checkpoints
+            for checkpoint in checkpoints
         ],
         "config": record.config,
     }
 
 
 def time_breakdown(record: RunRecord) -> dict[str, float]:
-    """Say where the time of a run went, in seconds.
+    """Return the seconds that a run spent in startup, training, restarts, and commits.
 
-    An attempt that has not ended counts until the run was last heard of.
+    An attempt that has not ended counts until the run's last event.
     """
     last_event = record.last_event_time or 0.0
     attempts = [
-        each
-        if each.end_time is not None
-        else replace(each, end_time=max(last_event, each.start_time))
-        for each in record.timeline.attempts
+        attempt
+        if attempt.end_time is not None
+        else replace(attempt, end_time=max(last_event, attempt.start_time))
+        for attempt in record.timeline.attempts
     ]
-    startup = sum(each.startup_seconds or each.total_seconds or 0.0 for each in attempts)
-    whole = sum(each.total_seconds or 0.0 for each in attempts)
-    saving = sum(each.checkpoint_seconds for each in attempts)
-    restart_seconds = sum(
-        max(0.0, after.start_time - before.end_time)
-        for before, after in pairwise(attempts)
-        if before.end_time is not None
+    startup = sum(attempt.startup_seconds or attempt.total_seconds or 0.0 for attempt in attempts)
+    total = sum(attempt.total_seconds or 0.0 for attempt in attempts)
+    commits = sum(attempt.checkpoint_seconds for attempt in attempts)
+    restarts = sum(
+        max(0.0, current.start_time - previous.end_time)
+        for previous, current in pairwise(attempts)
+        if previous.end_time is not None
     )
     return {
-        "starting": startup,
-        "training": whole - startup,
-        "between attempts": restart_seconds,
-        "committing checkpoints, beside the training": saving,
+        "startup": startup,
+        "training": total - startup,
+        "restarts": restarts,
+        "checkpoint_commits": commits,
     }
 
 
@@ -105,36 +104,39 @@ def _write(
         f"{escape_control_chars(record.name)}  {record.status}\n{escape_control_chars(record.path)}"
     )
     if record.start_time is not None:
+        end = record.status if record.status in _ENDED else "last update"
         print(
-            f"started {format_age(record.start_time)}, last heard of "
-            f"{format_age(record.last_event_time)}"
+            f"Started {format_age(record.start_time)}, {end} {format_age(record.last_event_time)}"
         )
     if record.damage:
-        print(f"damaged: {escape_control_chars(record.damage)}; this is what can be read")
+        print(
+            f"Journal damaged: {escape_control_chars(record.damage)}. Showing what could be read."
+        )
     attempts = record.timeline.attempts
     if attempts:
-        print("\nattempts")
-        for each in attempts:
-            print(f"  {escape_control_chars(str(each))}")
-        print("\nwhere the time went")
-        spent = time_breakdown(record)
-        write_table([(name, format_duration(seconds)) for name, seconds in spent.items()], "  ")
+        print("\nAttempts")
+        for attempt in attempts:
+            print(f"  {escape_control_chars(str(attempt))}")
+        print("\nTime")
+        times = time_breakdown(record)
+        times["checkpoint commits (in background)"] = times.pop("checkpoint_commits")
+        write_table([(name, format_duration(seconds)) for name, seconds in times.items()], "  ")
     if record.error:
-        print("\nerror\n" + indent(escape_lines(record.error), "  "))
+        print("\nError\n" + indent(escape_lines(record.error), "  "))
     if checkpoints or unreadable:
-        print("\ncheckpoints")
-        write_table([_row(each) for each in checkpoints], "  ")
-    for name, why in unreadable.items():
-        print(f"  {escape_control_chars(f'{name} cannot be read: {why}')}")
+        print("\nCheckpoints")
+        write_table([_format_row(checkpoint) for checkpoint in checkpoints], "  ")
+    for name, reason in unreadable.items():
+        print(f"  {escape_control_chars(f'{name}  unreadable: {reason}')}")
     _write_metrics(record)
     if record.config:
-        print("\nconfiguration")
+        print("\nConfiguration")
         write_table(
             [(name, one_line(value)) for name, value in flatten(record.config).items()], "  "
         )
 
 
-def _row(checkpoint: Manifest) -> tuple[str, ...]:
+def _format_row(checkpoint: Manifest) -> tuple[str, ...]:
     return (
         checkpoint.name,
         decimal(checkpoint.nbytes),
@@ -146,11 +148,11 @@ def _row(checkpoint: Manifest) -> tuple[str, ...]:
 
 def _write_metrics(record: RunRecord) -> None:
     curves = record.get_curves()
-    lasts = flatten(record.metrics or {})
-    if lasts:
-        print("\nmetrics")
+    latest = flatten(record.metrics or {})
+    if latest:
+        print("\nMetrics")
         rows = [
             (name, format_value(value), sparkline(list(curves.get(name, {}).values())))
-            for name, value in lasts.items()
+            for name, value in latest.items()
         ]
         write_table(rows, "  ")

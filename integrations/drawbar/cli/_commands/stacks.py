@@ -1,4 +1,4 @@
-"""`drawbar stacks`: where every rank of a run stands that goes on."""
+"""drawbar stacks: stack traces of all ranks of a running run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from drawbar.cli._output import CommandError, escape_lines, write_json
 
 
 def stacks(run: RunName, as_json: AsJson = False) -> None:
-    """Show where every rank stands, and its stacks.
+    """Show what every rank is doing, with stack traces.
 
-    Of a detached run on the cluster that this machine is part of, or of any run of yours that goes
-    on on this machine. What is shown is also written to the run's folder `stacks`.
+    Works for detached runs on this machine's Ray cluster and for your other runs on this machine.
+    The stack traces are also saved in the run's `stacks` directory.
     """
     handle = open_handle(run)
     with command_errors():
         try:
-            difference = handle.diagnose()
-        except RuntimeError as error:  # it is over
+            summary = handle.diagnose()
+        except RuntimeError as error:  # the run has ended
             raise CommandError(str(error)) from error
-        found = open_record(handle.path).read_stacks()
+        traces = open_record(handle.path).read_stacks()
     if as_json:
-        write_json({"path": handle.path, "difference": difference, "stacks": found})
+        write_json({"path": handle.path, "summary": summary, "stacks": traces})
         return
-    print(escape_lines(difference))
-    for rank, text in found.items():
-        print(f"\nrank {rank}\n{escape_lines(text.rstrip())}")
+    print(escape_lines(summary))
+    for rank, trace in traces.items():
+        print(f"\nRank {rank}\n{escape_lines(trace.rstrip())}")

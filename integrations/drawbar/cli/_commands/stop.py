@@ -1,4 +1,4 @@
-"""`drawbar stop`: end a run in order."""
+"""drawbar stop: stop a run gracefully."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from drawbar.cli._output import write_json
 def stop(
     run: RunName,
     save: Annotated[
-        bool, typer.Option("--save/--now", help="After its next checkpoint, or at once.")
+        bool,
+        typer.Option("--save/--now", help="Stop after the next checkpoint, or immediately."),
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """End a run in order.
+    """Stop a run gracefully.
 
-    It can be resumed. Of a detached run on the cluster that this machine is part of, or of any run
-    of yours that goes on on this machine.
+    The run can be resumed later. Works for detached runs on this machine's Ray cluster and for
+    your other runs on this machine.
     """
     handle = open_handle(run)
     with command_errors():

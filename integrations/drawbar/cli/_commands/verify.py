@@ -1,4 +1,4 @@
-"""`drawbar verify`: whether every checkpoint of a run is whole."""
+"""drawbar verify: verify the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from drawbar.cli._output import escape_control_chars, write_json
 
 
 def verify(run: RunName, as_json: AsJson = False) -> None:
-    """Check the checkpoints of a run.
+    """Verify the checkpoints of a run.
 
-    Each against its manifest and checksums; the exit code is 1 if one is damaged.
+    Compares every checkpoint with its manifest and checksums. Exits with code 1 if one is damaged.
     """
     record = open_record(run)
-    found: dict[str, str] = {}
+    damage_by_name: dict[str, str] = {}
     with command_errors():
-        for name, wrong in record.verify_checkpoints():
-            found[name] = wrong
+        for name, damage in record.verify_checkpoints():
+            damage_by_name[name] = damage
             if not as_json:
-                print(escape_control_chars(f"{name}: {wrong or 'whole'}"), flush=True)
+                status = f"damaged: {damage}" if damage else "ok"
+                print(escape_control_chars(f"{name}: {status}"), flush=True)
     if as_json:
-        write_json({"path": record.path, "damage": record.damage, "checkpoints": found})
+        write_json({"path": record.path, "damage": record.damage, "checkpoints": damage_by_name})
     else:
         if record.damage:
             print(escape_control_chars(record.damage))
-        if not found:
-            print("no checkpoints")
-    if record.damage or any(found.values()):
+        if not damage_by_name:
+            print("No checkpoints.")
+    if record.damage or any(damage_by_name.values()):
         raise typer.Exit(1)

@@ -1,1 +1,1 @@
-"""`drawbar doctor`: whether machines are fit for a run, before one is started."""
+"""drawbar doctor: check machines before a run."""

@@ -1,23 +1,23 @@
-"""What the doctor finds: how it stands with one thing, and what to do about it."""
+"""Result of one check."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-CheckStatus = Literal["ok", "warning", "problem"]
+CheckStatus = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        state: A "problem" keeps runs from working; a "warning" may.
-        subject: What was looked at.
-        found: How it is.
-        advice: What to do; "" if nothing.
-        node: The host name of the machine; "" if it concerns all.
+        status: An "error" prevents runs from working; a "warning" may.
+        subject: Checked item, for example "GPUs".
+        value: Measured value or state.
+        advice: How to fix it; "" if there is nothing to fix.
+        node: Host name of the machine; "" if the check concerns all machines.
     """
 
     status: CheckStatus

@@ -1,4 +1,4 @@
-"""What is to be said of machines, by what they tell of themselves. Pure functions."""
+"""Evaluate machine information. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOCK_S = 1.0
 
 
 def check_machine(machine: MachineInfo) -> Iterator[CheckResult]:
-    """Say what is to be said of one machine."""
+    """Check the GPUs, limits, shared memory, and disks of one machine."""
     yield _check_gpus(machine)
     yield _check_limit(machine, "open files", machine.open_files, OPEN_FILES, "-n")
     yield _check_limit(machine, "processes", machine.processes, PROCESSES, "-u")
@@ -29,19 +29,19 @@ def check_machine(machine: MachineInfo) -> Iterator[CheckResult]:
         yield CheckResult(
             "warning" if is_low else "ok",
             "/dev/shm",
-            f"{decimal(free)} of {decimal(total)} are free",
-            "Ray's objects and torch's loaders lie there: docker run --shm-size=8g"
-            if is_low
-            else "",
+            f"{decimal(free)} free of {decimal(total)}",
+            "Ray and data loaders need it. Use docker run --shm-size=8g." if is_low else "",
             machine.host,
         )
     for name, (free, total) in machine.disks.items():
         is_low = free < max(FREE_DISK, total // 20)
         yield CheckResult(
             "warning" if is_low else "ok",
-            f"disk of {name}",
-            f"{decimal(free)} of {decimal(total)} are free",
-            "free some, with `drawbar clean` for one; Ray stops at 95 % in use" if is_low else "",
+            f"disk ({name})",
+            f"{decimal(free)} free of {decimal(total)}",
+            "Free space, for example with 'drawbar clean'. Ray fails at 95% usage."
+            if is_low
+            else "",
             machine.host,
         )
 
@@ -49,90 +49,93 @@ def check_machine(machine: MachineInfo) -> Iterator[CheckResult]:
 def _check_gpus(machine: MachineInfo) -> CheckResult:
     subject, count = "GPUs", len(machine.gpus)
     torch = machine.packages.get("torch")
-    state: CheckStatus = "ok"
+    status: CheckStatus = "ok"
     advice = ""
-    found = f"{count} by nvidia-smi, {machine.torch_gpus} by torch" if count else "none"
+    value = (
+        f"{count} found by nvidia-smi, {machine.torch_gpus} usable by torch" if count else "none"
+    )
     if count and torch and machine.torch_cuda is None:
-        state, found = "problem", f"{count}, and torch {torch} is built without CUDA"
-        advice = "install the torch for your CUDA: https://pytorch.org/get-started/locally"
+        status, value = "error", f"{count} found, but torch {torch} is built without CUDA"
+        advice = "Install torch for your CUDA version: https://pytorch.org/get-started/locally"
     elif machine.unsupported_gpus:
-        state, found = (
-            "problem",
-            f"torch {torch} is not built for {', '.join(machine.unsupported_gpus)}",
-        )
-        advice = "install a torch whose torch.cuda.get_arch_list() has it"
+        status = "error"
+        value = f"torch {torch} does not support {', '.join(machine.unsupported_gpus)}"
+        advice = "Install a torch build for this GPU."
     elif count and torch and machine.torch_gpus < count:
-        state = "warning"
-        advice = "see CUDA_VISIBLE_DEVICES, and whether the driver fits torch's CUDA " + str(
-            machine.torch_cuda
+        status = "warning"
+        advice = (
+            f"Check CUDA_VISIBLE_DEVICES and that the driver supports CUDA {machine.torch_cuda}."
         )
-    return CheckResult(state, subject, found, advice, machine.host)
+    return CheckResult(status, subject, value, advice, machine.host)
 
 
 def _check_limit(
-    machine: MachineInfo, subject: str, found: int, wanted: int, option: str
+    machine: MachineInfo, subject: str, limit: int, minimum: int, option: str
 ) -> CheckResult:
-    is_low = 0 <= found < wanted
-    advice = f"ulimit {option} {wanted}, before Ray starts there" if is_low else ""
-    shown = "no limit" if found < 0 else str(found)
+    is_low = 0 <= limit < minimum
+    advice = f"Run 'ulimit {option} {minimum}' before starting Ray." if is_low else ""
+    value = "no limit" if limit < 0 else str(limit)
     return CheckResult(
-        "warning" if is_low else "ok", f"limit of {subject}", shown, advice, machine.host
+        "warning" if is_low else "ok", f"{subject} limit", value, advice, machine.host
     )
 
 
 def check_consistency(
     machines: Sequence[MachineInfo], offsets: Sequence[float]
 ) -> Iterator[CheckResult]:
-    """Say what is to be said of machines together.
+    """Compare the versions and clocks of all machines.
 
     Args:
-        machines: Them.
-        offsets: By how many seconds the clock of each is ahead of the one here.
+        machines: Information about each machine.
+        offsets: Seconds by which the clock of each machine is ahead of this one.
     """
     yield _check_same_version("python", [machine.python for machine in machines], machines)
     for name in COMPARED_PACKAGES:
-        found = [machine.packages.get(name, "not installed") for machine in machines]
-        if set(found) != {"not installed"}:
-            yield _check_same_version(name, found, machines)
+        versions = [machine.packages.get(name, "not installed") for machine in machines]
+        if set(versions) != {"not installed"}:
+            yield _check_same_version(name, versions, machines)
     for machine, offset in zip(machines, offsets, strict=True):
         is_skewed = abs(offset) > CLOCK_S
         yield CheckResult(
             "warning" if is_skewed else "ok",
             "clock",
-            f"{offset:+.2f} s",
-            "have it set by NTP (chrony): failures are put in order by their times" * is_skewed,
+            f"{abs(offset):.2f} s {'ahead' if offset >= 0 else 'behind'}",
+            "Synchronize it with NTP; failures are ordered by time." * is_skewed,
             machine.host,
         )
 
 
 def _check_same_version(
-    name: str, found: Sequence[str], machines: Sequence[MachineInfo]
+    name: str, versions: Sequence[str], machines: Sequence[MachineInfo]
 ) -> CheckResult:
-    if len(set(found)) == 1:
-        return CheckResult("ok", name, found[0])
-    where = ", ".join(f"{each} on {m.host}" for each, m in zip(found, machines, strict=True))
-    return CheckResult("problem", name, where, "install one version on all machines")
+    if len(set(versions)) == 1:
+        return CheckResult("ok", name, versions[0])
+    value = ", ".join(
+        f"{version} on {machine.host}" for version, machine in zip(versions, machines, strict=True)
+    )
+    return CheckResult("error", name, value, "Install the same version on all machines.")
 
 
 def check_requirements() -> Iterator[CheckResult]:
-    """Say which packages that are installed here are not those that Drawbar works with."""
+    """Check that the installed packages have versions that Drawbar supports."""
     from packaging.requirements import Requirement  # a dependency of Ray
 
-    told = set()
+    incompatible = set()
     try:
-        needed = requires("drawbar") or ()
+        requirements = requires("drawbar") or ()
     except PackageNotFoundError:
-        advice = 'pip install "drawbar"'
-        yield CheckResult("warning", "versions", "drawbar runs, and is not installed", advice)
+        advice = "Install it with: pip install drawbar"
+        yield CheckResult("warning", "versions", "drawbar is not installed as a package", advice)
         return
-    for each in map(Requirement, needed):
+    for requirement in map(Requirement, requirements):
+        name, specifier = requirement.name, requirement.specifier
         try:
-            found = version(each.name)
+            installed = version(name)
         except PackageNotFoundError:
             continue
-        if not each.specifier.contains(found, prereleases=True) and each.name not in told:
-            told.add(each.name)
-            advice = f'pip install "{each.name}{each.specifier}"'
-            yield CheckResult("problem", each.name, f"{found}, needed {each.specifier}", advice)
-    if not told:
-        yield CheckResult("ok", "versions", "those that Drawbar works with")
+        if not specifier.contains(installed, prereleases=True) and name not in incompatible:
+            incompatible.add(name)
+            advice = f'Install a supported version with: pip install "{name}{specifier}"'
+            yield CheckResult("error", name, f"{installed}, needed {specifier}", advice)
+    if not incompatible:
+        yield CheckResult("ok", "versions", "compatible")

@@ -1,4 +1,4 @@
-"""What is asked of a Ray cluster: its machines, what they see of the storage, how pairs meet."""
+"""Checks that need a Ray cluster: nodes, storage, and networking."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ _BYTES = 16 * 2**20
 
 
 class NodeProbe:
-    """Looks around on a node of the cluster."""
+    """Ray actor that runs checks on one node."""
 
     def __init__(self) -> None:
         if not os.environ.get("CUDA_VISIBLE_DEVICES", "none"):
-            del os.environ["CUDA_VISIBLE_DEVICES"]  # by which Ray hides what was not asked for
+            # Ray hides the GPUs from actors that did not request any.
+            del os.environ["CUDA_VISIBLE_DEVICES"]
 
     def collect(self, storage: str) -> MachineInfo:
-        """Look at the machine."""
+        """Collect information about this node."""
         return collect(storage)
 
     def path_exists(self, path: str) -> bool:
-        """Whether there is such a file here."""
+        """Return whether a path exists on this node."""
         return os.path.exists(path)
 
     def start_store(self) -> tuple[str, int]:
-        """Listen for a pair, on a port that is free; gives address and port."""
+        """Start a TCPStore for a pair of nodes on a free port. Returns its address and port."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
 
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types here
@@ -48,9 +49,9 @@ class NodeProbe:
         return address, self._store.port
 
     def measure_allreduce(self, address: str, port: int, rank: int, backend: str) -> float | str:
-        """Add up numbers with another node; gives bytes per second, or what has failed.
+        """Run all-reduce with another node. Returns bytes per second, or an error message.
 
-        A failure is told and not raised: Ray prints each raised one that is not asked for.
+        Errors are returned because Ray prints raised errors of results that are never retrieved.
         """
         try:
             return self._allreduce_bandwidth(address, port, rank, backend)
@@ -68,115 +69,117 @@ class NodeProbe:
             device = "cuda" if backend == "nccl" else "cpu"
             numbers = torch.ones(_BYTES // 4, device=device)
             distributed.all_reduce(numbers)
-            began = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(_ROUNDS):
                 distributed.all_reduce(numbers)
-            numbers.sum().item()  # it is done
-            return _ROUNDS * _BYTES / (time.perf_counter() - began)
+            numbers.sum().item()  # wait for the GPU
+            return _ROUNDS * _BYTES / (time.perf_counter() - start)
         finally:
             distributed.destroy_process_group()
 
 
 def last_line(error: Exception) -> str:
-    told = str(error).strip().splitlines()
-    return told[-1] if told else repr(error)
+    """Return the last line of an error message."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else repr(error)
 
 
 @contextmanager
 def start_probes(address: str, *, gpus: bool = False) -> Iterator[dict[str, Any]]:
-    """Have a probe on each node of the cluster at an address, by its host name.
+    """Run a probe on each node of a cluster. Yields the probes by host name.
 
     Raises:
-        ConnectionError: There is no such cluster.
+        ConnectionError: There is no cluster at the address.
     """
     did_init = not ray.is_initialized()
     if did_init:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     remote: Any = ray.remote
-    made: dict[str, Any] = {}
+    probes: dict[str, Any] = {}
     try:
         for node in ray.nodes():  # type: ignore[no-untyped-call]  # Ray has no types here
             if node["Alive"]:
-                where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                options = {"num_cpus": 0, "scheduling_strategy": where}
+                strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                options = {"num_cpus": 0, "scheduling_strategy": strategy}
                 name = node["NodeManagerHostname"]
-                while name in made:
-                    name += "'"  # two nodes of one machine
-                made[name] = remote(NodeProbe).options(**options).remote()
-        yield made
+                while name in probes:
+                    name += "'"  # two nodes on one machine
+                probes[name] = remote(NodeProbe).options(**options).remote()
+        yield probes
     finally:
-        for probe in made.values():
+        for probe in probes.values():
             ray.kill(probe)
         if did_init:
             ray.shutdown()
 
 
-def collect_machines(found: dict[str, Any], storage: str) -> tuple[list[MachineInfo], list[float]]:
-    """Look at every node; gives also by how many seconds its clock is ahead of the one here."""
-    told, offsets = [], []
-    for probe in found.values():
-        asked = time.time()
+def collect_machines(probes: dict[str, Any], storage: str) -> tuple[list[MachineInfo], list[float]]:
+    """Collect information about every node, and the seconds its clock is ahead of this machine."""
+    machines, offsets = [], []
+    for probe in probes.values():
+        request_time = time.time()
         machine: MachineInfo = ray.get(probe.collect.remote(storage), timeout=PROBE_TIMEOUT_S)
-        answered = time.time()
-        told.append(machine)
-        clock_error = max(machine.clock - answered, asked - machine.clock, 0.0)
-        offsets.append(clock_error if machine.clock > answered else -clock_error)
-    return told, offsets
+        reply_time = time.time()
+        machines.append(machine)
+        clock_error = max(machine.clock - reply_time, request_time - machine.clock, 0.0)
+        offsets.append(clock_error if machine.clock > reply_time else -clock_error)
+    return machines, offsets
 
 
-def check_storage(found: dict[str, Any], storage: str) -> Iterator[CheckResult]:
-    """Say whether every node sees what is written to the storage path here."""
+def check_storage(probes: dict[str, Any], storage: str) -> Iterator[CheckResult]:
+    """Check that every node sees a file that this machine writes to the storage path."""
     if "://" in storage:
-        yield CheckResult("ok", "storage path", f"{storage} is the same place for all nodes")
+        yield CheckResult("ok", "storage path", f"{storage} is a URI, which all nodes share")
         return
     probe_file = Path(storage) / f".drawbar-doctor-{uuid.uuid4().hex}"
-    made = [each for each in probe_file.parents if not each.exists()]
+    new_directories = [path for path in probe_file.parents if not path.exists()]
     try:
         probe_file.parent.mkdir(parents=True, exist_ok=True)
         probe_file.touch()
     except OSError as error:
-        advice = "give a storage path that this user may write to"
-        yield CheckResult("problem", "storage path", str(error), advice, socket.gethostname())
+        advice = "Choose a storage path that this user can write to."
+        yield CheckResult("error", "storage path", str(error), advice, socket.gethostname())
         return
     try:
-        for name, probe in found.items():
+        for name, probe in probes.items():
             if ray.get(probe.path_exists.remote(str(probe_file)), timeout=PROBE_TIMEOUT_S):
                 yield CheckResult("ok", "storage path", f"{storage} is shared", node=name)
             else:
                 yield CheckResult(
                     "warning",
                     "storage path",
-                    f"{storage} is another folder there: its ranks send their files to the driver",
-                    "mount it there, or take an object store, such as s3://...",
+                    f"{storage} is not shared: ranks on this node send their files to the driver",
+                    "Mount it on all nodes, or use an object store such as s3://bucket/runs.",
                     name,
                 )
     finally:
         probe_file.unlink(missing_ok=True)
-        for each in made:
-            with suppress(OSError):  # somebody has put something there meanwhile
-                each.rmdir()
+        for directory in new_directories:
+            with suppress(OSError):  # another process has created files in it
+                directory.rmdir()
 
 
-def check_node_pairs(found: dict[str, Any], backend: str) -> Iterator[CheckResult]:
-    """Have every pair of nodes meet by a backend of torch, and say how fast they are."""
-    for (one, first), (other, second) in itertools.combinations(found.items(), 2):
-        subject, pair = f"{backend} all-reduce", f"{one} and {other}"
+def check_node_pairs(probes: dict[str, Any], backend: str) -> Iterator[CheckResult]:
+    """Measure the all-reduce bandwidth of a torch backend between every pair of nodes."""
+    for (first_name, first), (second_name, second) in itertools.combinations(probes.items(), 2):
+        subject, pair = f"{backend} all-reduce", f"{first_name} and {second_name}"
         try:
             address, port = ray.get(first.start_store.remote(), timeout=PROBE_TIMEOUT_S)
-            meetings = [
+            measurements = [
                 first.measure_allreduce.remote(address, port, 0, backend),
                 second.measure_allreduce.remote(address, port, 1, backend),
             ]
-            met: list[float | str] = ray.get(meetings, timeout=PROBE_TIMEOUT_S)
+            results: list[float | str] = ray.get(measurements, timeout=PROBE_TIMEOUT_S)
         except Exception as error:
-            met = [last_line(error)]
-        failures = [each for each in met if isinstance(each, str)]
+            results = [last_line(error)]
+        failures = [result for result in results if isinstance(result, str)]
         if failures:
+            interface_env = f"{'GLOO' if backend == 'gloo' else 'NCCL'}_SOCKET_IFNAME"
             advice = (
-                "open all ports between the nodes, and name the interface that they share: "
-                f"{'GLOO' if backend == 'gloo' else 'NCCL'}_SOCKET_IFNAME"
+                f"Open all ports between the nodes, and set {interface_env} to their common "
+                "interface."
             )
-            yield CheckResult("problem", subject, failures[0], advice, pair)
+            yield CheckResult("error", subject, failures[0], advice, pair)
         else:
-            speed = min(each for each in met if isinstance(each, float))
+            speed = min(result for result in results if isinstance(result, float))
             yield CheckResult("ok", subject, f"{speed / 1e9:.2f} GB/s", node=pair)

@@ -1,4 +1,4 @@
-"""`drawbar doctor`: look at this machine, or at all of a cluster."""
+"""The doctor command."""
 
 from __future__ import annotations
 
@@ -18,37 +18,41 @@ from drawbar.cli._ray_connection import check_reachable
 def doctor(
     address: Annotated[
         str | None,
-        typer.Option(help='Of a Ray cluster, or "auto"; this machine alone if not given.'),
+        typer.Option(
+            metavar="ADDRESS",
+            help="Ray cluster to check, or 'auto'.  [default: this machine only]",
+        ),
     ] = None,
     storage: Annotated[
-        str, typer.Option(metavar="PATH", help="A storage path that nodes should share.")
+        str, typer.Option(metavar="PATH", help="Check that all nodes share this directory.")
     ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="What is well, too.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Include checks that passed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look for what would keep runs from working.
+    """Check that this machine or a Ray cluster is ready for training.
 
-    Versions, GPUs, limits, /dev/shm and disks; of a cluster also clocks, the storage path, and how
-    every pair of nodes adds up numbers by gloo and NCCL. The exit code is 1 if there is a problem.
+    Checks versions, GPUs, limits, /dev/shm, and disks; on a cluster also clocks, shared storage,
+    and gloo and NCCL bandwidth between all pairs of nodes. Exits with code 1 if there is an error.
     """
     from drawbar.cli._doctor import checks
     from drawbar.cli._doctor.machine import collect
 
     if storage and "://" not in storage:
-        storage = os.path.abspath(os.path.expanduser(storage))  # each node is in another folder
+        # Probes on other nodes have other working directories.
+        storage = os.path.abspath(os.path.expanduser(storage))
     if address is None:
-        found = [*checks.check_requirements(), *checks.check_machine(collect(storage))]
+        results = [*checks.check_requirements(), *checks.check_machine(collect(storage))]
     else:
-        found = list(_of_cluster(address, storage))
+        results = list(_check_cluster(address, storage))
     if as_json:
-        write_json(found)
+        write_json(results)
     else:
-        _write(found, everything=everything)
-    if any(each.status == "problem" for each in found):
+        _print_results(results, show_all=show_all)
+    if any(result.status == "error" for result in results):
         raise typer.Exit(1)
 
 
-def _of_cluster(address: str, storage: str) -> Iterator[CheckResult]:
+def _check_cluster(address: str, storage: str) -> Iterator[CheckResult]:
     from ray.exceptions import RayError
 
     from drawbar.cli._doctor import checks, cluster
@@ -68,17 +72,18 @@ def _of_cluster(address: str, storage: str) -> Iterator[CheckResult]:
                 if all(machine.torch_gpus for machine in machines):
                     yield from cluster.check_node_pairs(probes, "nccl")
     except ConnectionError as error:
-        raise CommandError(f"there is no Ray cluster at {address!r}: {error}") from error
+        raise CommandError(f"Cannot connect to a Ray cluster at {address!r}: {error}") from error
     except RayError as error:
-        told = str(error).strip().splitlines() or [repr(error)]
-        raise CommandError(f"a node of {address!r} cannot be looked at: {told[-1]}") from error
+        lines = str(error).strip().splitlines() or [repr(error)]
+        raise CommandError(f"Cannot inspect a node of {address!r}: {lines[-1]}") from error
 
 
-def _write(found: list[CheckResult], *, everything: bool) -> None:
-    for each in found:
-        if everything or each.status != "ok":
-            where = f" ({each.node})" if each.node else ""
-            print(escape_control_chars(f"{each.status:8} {each.subject}{where}: {each.value}"))
-            print(f"         {escape_control_chars(each.advice)}\n" * bool(each.advice), end="")
-    count = Counter(each.status for each in found)
-    print(f"{count['ok']} well, {count['warning']} warnings, {count['problem']} problems")
+def _print_results(results: list[CheckResult], *, show_all: bool) -> None:
+    for result in results:
+        if show_all or result.status != "ok":
+            node = f" ({result.node})" if result.node else ""
+            line = f"{result.status:8} {result.subject}{node}: {result.value}"
+            print(escape_control_chars(line))
+            print(f"         {escape_control_chars(result.advice)}\n" * bool(result.advice), end="")
+    count = Counter(result.status for result in results)
+    print(f"{count['ok']} passed, {count['warning']} warnings, {count['error']} errors")

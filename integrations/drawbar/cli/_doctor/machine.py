@@ -1,4 +1,4 @@
-"""What one machine tells of itself: versions, GPUs, limits, memory, disks. Runs on that machine."""
+"""Collect versions, GPUs, limits, memory, and disks of a machine."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PATIENCE_S = 60.0
+_PROGRAM_TIMEOUT_S = 60.0
 
 COMPARED_PACKAGES = ("drawbar", "ray", "cloudpickle", "msgspec", "torch", "numpy", "pyarrow")
-"""The packages that must be the same on all machines: their objects travel between them."""
+"""Packages that need the same version on all machines, because their objects are exchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineInfo:
-    """What a machine tells of itself.
+    """Versions, GPUs, limits, memory, and disks of a machine.
 
     Attributes:
-        host: Its name.
-        python: Version of Python.
-        packages: Versions of those of `COMPARED` that are installed.
-        gpus: Names of its GPUs, as the driver lists them.
-        torch_cuda: The CUDA that torch was built for; None without, or without torch.
-        torch_gpus: How many GPUs torch can use.
-        unsupported: The GPUs, with their capability, that torch was not built for.
-        open_files, processes: Soft limits; -1 if there is none.
-        shared_memory: Bytes of /dev/shm, all and free; None without it.
-        disks: Free bytes, and all, by what lies there.
-        clock: Its time, in seconds since the epoch.
+        host: Host name.
+        python: Python version.
+        packages: Versions of the installed packages of `COMPARED_PACKAGES`.
+        gpus: GPU names, as listed by nvidia-smi.
+        torch_cuda: CUDA version of the torch build; None without CUDA or torch.
+        torch_gpus: Number of GPUs that torch can use.
+        unsupported_gpus: GPUs, with their compute capability, that the torch build lacks.
+        open_files: Soft limit of open files; -1 for no limit.
+        processes: Soft limit of processes; -1 for no limit.
+        shared_memory: Free and total bytes of /dev/shm; None if it does not exist.
+        disks: Free and total bytes of each disk, by its purpose.
+        clock: Current time in seconds since the epoch.
     """
 
     host: str
@@ -54,16 +55,16 @@ class MachineInfo:
 
 
 def collect(storage: str) -> MachineInfo:
-    """Look at this machine.
+    """Collect information about this machine.
 
     Args:
-        storage: A local storage path, whose disk is looked at too; "" if there is none.
+        storage: Local storage path whose disk is included; "" for none.
     """
     cuda, usable, unsupported = _query_torch()
     return MachineInfo(
         host=socket.gethostname(),
         python=platform.python_version(),
-        packages={name: found for name in COMPARED_PACKAGES if (found := _version(name))},
+        packages={name: installed for name in COMPARED_PACKAGES if (installed := _version(name))},
         gpus=_gpus(),
         torch_cuda=cuda,
         torch_gpus=usable,
@@ -91,60 +92,59 @@ def _gpus() -> list[str]:
 
 
 def _query_torch() -> tuple[str | None, int, list[str]]:
-    """Ask torch in a process of its own: here, importing it would take memory and GPUs."""
+    """Query torch in a subprocess: importing it here would use memory and initialize GPUs."""
     if not _version("torch"):
         return None, 0, []
-    told = _run(sys.executable, "-c", _ASK_TORCH)
-    if _TORCH_MARKER not in told:
+    lines = _run(sys.executable, "-c", _QUERY_TORCH_SCRIPT)
+    if _TORCH_MARKER not in lines:
         return None, 0, []
-    cuda, count, *unsupported = told[told.index(_TORCH_MARKER) + 1 :]
+    cuda, count, *unsupported = lines[lines.index(_TORCH_MARKER) + 1 :]
     return cuda or None, int(count), unsupported
 
 
 def _run(*command: str) -> list[str]:
-    """Give the lines that a program writes; none if it fails, or does not end."""
+    """Return the output lines of a program; [] if it fails or exceeds the timeout."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_PATIENCE_S,
+            timeout=_PROGRAM_TIMEOUT_S,
         )
-    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs, say
+    except (OSError, subprocess.TimeoutExpired):  # for example a GPU driver that hangs
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return process.stdout.splitlines() if process.returncode == 0 else []
 
 
-_TORCH_MARKER = "torch tells:"
-_ASK_TORCH = f"""
+_TORCH_MARKER = "torch information:"
+_QUERY_TORCH_SCRIPT = f"""
 import torch
 print("{_TORCH_MARKER}")
 print(torch.version.cuda or "")
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(count)
 built_for = [name.split("_")[1].rstrip("a") for name in torch.cuda.get_arch_list()]
-highest = max((int(each) for each in built_for), default=0)
 for index in range(count):
     major, minor = torch.cuda.get_device_capability(index)
-    known = any(each[:-1] == str(major) and int(each[-1]) <= minor for each in built_for)
-    if not known:
+    is_supported = any(arch[:-1] == str(major) and int(arch[-1]) <= minor for arch in built_for)
+    if not is_supported:
         print(f"{{torch.cuda.get_device_name(index)}} (sm_{{major}}{{minor}})")
 """
 
 
 def _disks(storage: str) -> dict[str, tuple[int, int]]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    places = {"temporary files": Path(tempfile.gettempdir()), "work folders": cache}
+    paths = {"temporary files": Path(tempfile.gettempdir()), "work directories": cache}
     if storage and "://" not in storage:
-        places["storage path"] = Path(storage)
-    found = {name: _disk_usage(_nearest_existing(path)) for name, path in places.items()}
-    return {name: space for name, space in found.items() if space is not None}
+        paths["storage path"] = Path(storage)
+    usages = {name: _disk_usage(_nearest_existing(path)) for name, path in paths.items()}
+    return {name: usage for name, usage in usages.items() if usage is not None}
 
 
 def _nearest_existing(path: Path) -> Path:
-    return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
+    return next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
 
 
 def _disk_usage(path: Path) -> tuple[int, int] | None:

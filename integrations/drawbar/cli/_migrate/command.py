@@ -1,4 +1,4 @@
-"""`drawbar migrate`: scripts and notebooks for Ray Train become those for Drawbar."""
+"""drawbar migrate: rewrite Ray Train imports and names."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _NO_END = "\n\\ No newline at end of file\n"
 
 def migrate(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH", help="Scripts, notebooks, or folders.")
+        list[Path], typer.Argument(metavar="PATH", help="Scripts, notebooks, or directories.")
     ],
     write: Annotated[
-        bool, typer.Option("--write/--diff", help="Change the files, or show what would change.")
+        bool, typer.Option("--write/--diff", help="Change the files, or print a diff.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite Ray Train's imports and names.
+    """Rewrite Ray Train imports and names for Drawbar.
 
-    What cannot be decided is listed, with its line in the script as it was. In folders, hidden
-    ones, environments with packages, and links are passed over.
+    Prints a diff unless --write is given. Lists code that needs a manual decision, with line
+    numbers of the original file. Skips hidden directories, virtual environments, and links.
     """
     results = []
     for path in _scripts(paths):
@@ -45,14 +45,14 @@ def migrate(
         results.append({"path": str(path), "diff": diff, "notes": after.notes})
         if not as_json:
             name = escape_control_chars(str(path))
-            print(f"{name}: rewritten\n" * bool(write and diff) if write else diff, end="")
+            print(f"Rewrote {name}\n" * bool(diff) if write else diff, end="")
             for note in after.notes:
                 cell = "" if note.cell is None else f"cell {note.cell}:"
                 print(f"{name}:{cell}{note.line}: {escape_control_chars(note.text)}")
     if as_json:
         write_json(results)
-    elif not any(each["diff"] or each["notes"] for each in results):
-        print("nothing to change")
+    elif not any(result["diff"] or result["notes"] for result in results):
+        print("No changes needed.")
 
 
 def _scripts(paths: list[Path]) -> Iterator[Path]:
@@ -62,39 +62,43 @@ def _scripts(paths: list[Path]) -> Iterator[Path]:
         elif path.exists():
             yield path
         else:
-            raise CommandError(f"{path} is not there")
+            raise CommandError(f"No such file or directory: {path}")
 
 
-def _iter_scripts(folder: Path) -> Iterator[Path]:
-    """Give the scripts and notebooks of a project's own."""
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(each for each in folders if _is_project_directory(Path(place, each)))
-        own = (Path(place, name) for name in sorted(files) if name.endswith((".py", ".ipynb")))
-        yield from (path for path in own if path.is_file() and not path.is_symlink())
+def _iter_scripts(root: Path) -> Iterator[Path]:
+    """Yield the scripts and notebooks of a project, without those of installed packages."""
+    for directory, subdirectories, files in os.walk(root):
+        subdirectories[:] = sorted(
+            name for name in subdirectories if _is_project_directory(Path(directory, name))
+        )
+        paths = (
+            Path(directory, name) for name in sorted(files) if name.endswith((".py", ".ipynb"))
+        )
+        yield from (path for path in paths if path.is_file() and not path.is_symlink())
 
 
-def _is_project_directory(folder: Path) -> bool:
-    is_environment = folder.name in _SKIPPED_DIRECTORIES or (folder / "pyvenv.cfg").exists()
-    return not (is_environment or folder.name.startswith("."))
+def _is_project_directory(directory: Path) -> bool:
+    is_environment = directory.name in _SKIPPED_DIRECTORIES or (directory / "pyvenv.cfg").exists()
+    return not (is_environment or directory.name.startswith("."))
 
 
 def _try_rewrite(path: Path) -> tuple[str, RewriteResult]:
-    """Give a script as it is, and rewritten; if it cannot be, why not."""
+    """Return the text of a script and the rewritten script, or a note why it was not rewritten."""
     before = ""
     try:
         before = path.read_bytes().decode()
         return before, (rewrite_notebook if path.suffix == ".ipynb" else rewrite)(before)
     except OSError as error:
-        line, why = 0, format_os_error(error)
+        line, reason = 0, format_os_error(error)
     except SyntaxError as error:
-        line, why = error.lineno or 0, f"no Python: {error.msg}"
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a NUL
-        line, why = 0, f"it cannot be rewritten: {error}"
-    return before, RewriteResult(before, [MigrationNote(line, why)])
+        line, reason = error.lineno or 0, f"invalid Python: {error.msg}"
+    except (ValueError, RecursionError) as error:  # invalid UTF-8 or JSON, a NUL character
+        line, reason = 0, f"cannot be rewritten: {error}"
+    return before, RewriteResult(before, [MigrationNote(line, reason)])
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Put a file in the place of another: whatever happens, one of them is there."""
+    """Replace a file atomically: after a crash, either the old or the new file exists."""
     target = path.resolve()
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

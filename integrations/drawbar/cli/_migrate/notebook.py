@@ -1,6 +1,7 @@
-"""A notebook for Ray Train as one for Drawbar: its cells are one script, outputs and all else stay.
+"""Rewrite the code cells of a Jupyter notebook.
 
-What no Python is in a cell, such as `%pip install` or `!nvidia-smi`, is passed over.
+All cells are treated as one script. Outputs, other cells, and lines that are not Python, such as
+`%pip install` or `!nvidia-smi`, do not change.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _LAYOUTS: list[dict[str, Any]] = [
         (1, 2, 4, "\t", None), ((",", ": "), (", ", ": "), (",", ":")), (False, True)
     )
 ]
-"""How tools write notebooks; Jupyter's own is the first."""
+"""JSON layouts that tools use for notebooks. Jupyter's layout comes first."""
 
 
 @dataclass
 class _Cell:
-    """A cell with code: its lines, and the same with a `pass` for each that is no Python."""
+    """A code cell: its lines, and the same lines with `pass` in place of those not in Python."""
 
     number: int
     lines: list[str]
@@ -41,18 +42,18 @@ def rewrite_notebook(text: str) -> RewriteResult:
     """Rewrite a notebook.
 
     Raises:
-        ValueError: It is no notebook of Jupyter's format 4.
+        ValueError: The text is not a Jupyter notebook in format 4.
     """
     notebook = json.loads(text)
     try:
         language = _language(notebook["metadata"])
         sources = {
-            number: "".join(each["source"])
-            for number, each in enumerate(notebook["cells"], start=1)
-            if each["cell_type"] == "code"
+            number: "".join(cell["source"])
+            for number, cell in enumerate(notebook["cells"], start=1)
+            if cell["cell_type"] == "code"
         }
     except (AttributeError, KeyError, TypeError):
-        raise ValueError("it is no notebook of Jupyter's format 4") from None
+        raise ValueError("not a Jupyter notebook (format 4)") from None
     if "python" not in language.lower():
         return RewriteResult(text, [])
     cells, notes = list[_Cell](), list[MigrationNote]()
@@ -60,10 +61,10 @@ def rewrite_notebook(text: str) -> RewriteResult:
         cell, error = _read_cell(number, source)
         cells.append(cell)
         notes += [] if error is None else [error]
-    changed, found = rewrite_lines("".join(line for cell in cells for line in cell.python))
-    places = [(cell.number, line) for cell in cells for line in range(1, len(cell.lines) + 1)]
-    for note in found:
-        number, line = places[note.line - 1]
+    changed, script_notes = rewrite_lines("".join(line for cell in cells for line in cell.python))
+    positions = [(cell.number, line) for cell in cells for line in range(1, len(cell.lines) + 1)]
+    for note in script_notes:
+        number, line = positions[note.line - 1]
         notes.append(dataclasses.replace(note, line=line, cell=number))
     for cell, lines in _updated_sources(cells, changed):
         old = notebook["cells"][cell.number - 1]
@@ -74,25 +75,25 @@ def rewrite_notebook(text: str) -> RewriteResult:
 
 
 def _language(metadata: dict[str, Any]) -> str:
-    told = metadata.get("language_info", {}).get("name")
-    return str(told or metadata.get("kernelspec", {}).get("language") or "python")
+    name = metadata.get("language_info", {}).get("name")
+    return str(name or metadata.get("kernelspec", {}).get("language") or "python")
 
 
 def _read_cell(number: int, source: str) -> tuple[_Cell, MigrationNote | None]:
     lines = _LINE.findall(source)
-    whole = [line if line[-1] in "\r\n" else f"{line}\n" for line in lines]
-    error = _syntax_error(whole)
-    python = whole if error is None else list(_replace_magics(whole))
-    error = error and _syntax_error(python)  # of an empty cell there is none
+    complete = [line if line[-1] in "\r\n" else f"{line}\n" for line in lines]
+    error = _syntax_error(complete)
+    python = complete if error is None else list(_replace_magics(complete))
+    error = error and _syntax_error(python)  # an empty cell has no error
     if error is None:
         return _Cell(number, lines, python), None
-    line, why = (error.lineno, error.msg) if isinstance(error, SyntaxError) else (0, str(error))
-    note = MigrationNote(line or 0, f"no Python: {why}", number)
+    line, reason = (error.lineno, error.msg) if isinstance(error, SyntaxError) else (0, str(error))
+    note = MigrationNote(line or 0, f"invalid Python: {reason}", number)
     return _Cell(number, lines, ["pass\n"] * len(lines)), note
 
 
 def _syntax_error(lines: list[str]) -> SyntaxError | ValueError | None:
-    """Say why these lines are no Python of their own."""
+    """Return the error of parsing these lines as Python, or None."""
     try:
         parse_source("".join(lines))
     except (SyntaxError, ValueError) as error:
@@ -101,9 +102,9 @@ def _syntax_error(lines: list[str]) -> SyntaxError | ValueError | None:
 
 
 def _replace_magics(lines: list[str]) -> Iterator[str]:
-    """Give the lines of a cell with a `pass` for what IPython takes before Python sees it."""
+    """Yield the lines of a cell with `pass` in place of IPython magics and shell commands."""
     magic = _CELL_MAGIC.match(lines[0])
-    is_other = magic is not None and magic[1] not in _PYTHON_CELL_MAGICS  # %%bash, say
+    is_other = magic is not None and magic[1] not in _PYTHON_CELL_MAGICS  # for example %%bash
     indent, is_continuation = "", False
     for line in lines:
         is_magic = is_other or is_continuation or _MAGIC.match(line) is not None
@@ -114,12 +115,12 @@ def _replace_magics(lines: list[str]) -> Iterator[str]:
 
 
 def _updated_sources(cells: list[_Cell], changed: list[str]) -> Iterator[tuple[_Cell, list[str]]]:
-    """Give each cell with its lines as they are to be."""
-    rest = iter(changed)
+    """Yield each cell with its rewritten lines."""
+    remaining = iter(changed)
     for cell in cells:
         source = list[str]()
         for old, python in zip(cell.lines, cell.python, strict=True):
-            new = next(rest)
+            new = next(remaining)
             source += [old] if new == python else _LINE.findall(new)
         if source and cell.lines[-1][-1] not in "\r\n":
             source[-1] = source[-1].removesuffix("\n")
@@ -127,7 +128,7 @@ def _updated_sources(cells: list[_Cell], changed: list[str]) -> Iterator[tuple[_
 
 
 def _serialize(notebook: dict[str, Any], *, like: str) -> str:
-    """Write a notebook as it was written before, so that a diff has what has changed alone."""
+    """Serialize a notebook in the layout of the original text, so that the diff is minimal."""
     before, end = json.loads(like), like[len(like.rstrip()) :]
     for layout in _LAYOUTS:
         if json.dumps(before, **layout) + end == like:

@@ -1,4 +1,4 @@
-"""What a module of Drawbar shows, without importing it: it may need a framework."""
+"""List the public names of a module without importing it, which may need a framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drawbar.train import v2
 
 
 def public_names(module: str) -> set[str] | None:
-    """Give the names that `drawbar.train`, or a module below it, shows; None if it is not there."""
+    """Return the public names of `drawbar.train` or a submodule; None if it does not exist."""
     if module == train.__name__:
         return {*dir(train), "train"}
     path = module.removeprefix(f"{v2.__name__}.")
@@ -24,10 +24,10 @@ def public_names(module: str) -> set[str] | None:
 
 
 def _find_file(module: str) -> Path | None:
-    """Find a module's file; none of the packages that it lies in is imported."""
-    name, *inner = module.split(".")
+    """Find the file of a module without importing its parent packages."""
+    name, *submodules = module.split(".")
     spec = PathFinder.find_spec(name)
-    for part in inner:
+    for part in submodules:
         if spec is None or spec.submodule_search_locations is None:
             return None
         name = f"{name}.{part}"
@@ -36,16 +36,16 @@ def _find_file(module: str) -> Path | None:
 
 
 def _declared_names(path: Path) -> set[str]:
-    """Read `__all__`, that of each module that all is imported from, and what is imported as."""
+    """Return `__all__`, the names of star imports, and names imported as themselves."""
     names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         match node:
-            case ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List(elts=shown)):
-                names |= {each.value for each in shown if isinstance(each, ast.Constant)}  # type: ignore[misc]  # they are texts
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List(elts=elements)):
+                names |= {item.value for item in elements if isinstance(item, ast.Constant)}  # type: ignore[misc]  # they are strings
             case ast.ImportFrom(module=str(other), names=[ast.alias(name="*")]):
                 names |= public_names(other) or set()
             case ast.ImportFrom(names=aliases):
-                names |= {each.name for each in aliases if each.name == each.asname}
+                names |= {alias.name for alias in aliases if alias.name == alias.asname}
             case _:
                 pass
     return names

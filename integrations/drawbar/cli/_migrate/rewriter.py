@@ -1,7 +1,7 @@
-"""A script for Ray Train as one for Drawbar: names are replaced where they stand, all else stays.
+"""Rewrite Ray Train names in Python source code.
 
-The parser of the standard library says where they stand. A name is only replaced where it is sure
-what it means; the rest is listed with line numbers, for people to decide.
+The standard library's parser finds the names. Only names with an unambiguous meaning are replaced;
+all others are listed with line numbers for a manual decision. Nothing else in the source changes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,27 @@ _OLD, _NEW, _TUNE = "ray.train", "drawbar.train", "ray.tune"
 _AIR = ("ray.air", "ray.air.config")
 _TUNE_CALLBACK = "ray.tune.integration.ray_train"
 _CONFIGS = ("CheckpointConfig", "DataConfig", "FailureConfig", "RunConfig", "ScalingConfig")
-_IN_TEXT = (
-    (re.compile(r"\bray\.train\b"), "text names ray.train; should it name drawbar.train?"),
-    (re.compile(r"\bRAY_TRAIN_\w+"), "no environment variable changes what Drawbar does"),
-    (re.compile(r"ray_results"), "runs lie in ~/drawbar_results, or RunConfig(storage_path=)"),
+_STRING_NOTES = (
+    (
+        re.compile(r"\bray\.train\b"),
+        "string contains 'ray.train'; replace it if it is a module name",
+    ),
+    (re.compile(r"\bRAY_TRAIN_\w+"), "Drawbar does not read RAY_TRAIN_* variables"),
+    (
+        re.compile(r"ray_results"),
+        "Drawbar stores runs in ~/drawbar_results, or in RunConfig(storage_path=...)",
+    ),
 )
 
 
 @dataclass(frozen=True)
 class MigrationNote:
-    """What a person must decide: the line in the script as it was, and what about it.
+    """A line that needs a manual decision.
 
-    In a notebook it is the line in a cell; cells are counted from 1.
+    Attributes:
+        line: Line in the original script, or in the cell of a notebook, counted from 1.
+        text: What to decide.
+        cell: Cell of the notebook, counted from 1; None in a script.
     """
 
     line: int
@@ -42,7 +51,7 @@ class MigrationNote:
 
 @dataclass(frozen=True)
 class RewriteResult:
-    """A script or a notebook, rewritten, and what is left to people."""
+    """Text of a rewritten script or notebook, and notes for manual decisions."""
 
     text: str
     notes: list[MigrationNote]
@@ -50,7 +59,7 @@ class RewriteResult:
 
 @dataclass(order=True, frozen=True)
 class _Edit:
-    """Bytes `start` to `end` of a line, counted from 1, become `text`."""
+    """Replacement of bytes `start` to `end` of a line (counted from 1) with `text`."""
 
     line: int
     start: int
@@ -68,7 +77,8 @@ def rewrite(text: str) -> RewriteResult:
     """Rewrite a script.
 
     Raises:
-        SyntaxError, ValueError: It is no Python.
+        SyntaxError: The script is not valid Python.
+        ValueError: The script contains a NUL character.
     """
     mark = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else ""
     lines, notes = rewrite_lines(text.removeprefix(mark))
@@ -76,70 +86,74 @@ def rewrite(text: str) -> RewriteResult:
 
 
 def rewrite_lines(text: str) -> tuple[list[str], list[MigrationNote]]:
-    """Do so, and give what has become of each line, which may be two."""
+    """Rewrite a script and return its lines. A rewritten line may contain a line break."""
     tree = parse_source(text)
     lines = text.encode().splitlines(keepends=True)
-    found = _Changes()
+    changes = _Changes()
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in imports:
         if isinstance(node, ast.Import):
-            _plain_import(node, found)
+            _plain_import(node, changes)
         else:
-            _from_import(node, lines, found)
-    attributes = _replace_attributes(tree, found)
-    _missing_imports(tree, imports, attributes, lines, found)
-    _check_config_calls(tree, found)
-    _check_strings(tree, found)
-    notes = sorted(set(found.notes), key=lambda note: (note.line, note.text))
-    return _apply_edits(lines, found.edits), notes
+            _from_import(node, lines, changes)
+    attributes = _replace_attributes(tree, changes)
+    _missing_imports(tree, imports, attributes, lines, changes)
+    _check_config_calls(tree, changes)
+    _check_strings(tree, changes)
+    notes = sorted(set(changes.notes), key=lambda note: (note.line, note.text))
+    return _apply_edits(lines, changes.edits), notes
 
 
 def parse_source(text: str) -> ast.Module:
-    """Parse a script, without a word about what is odd in it.
+    """Parse a script without syntax warnings.
 
     Raises:
-        SyntaxError, ValueError: It is no Python.
+        SyntaxError: The script is not valid Python.
+        ValueError: The script contains a NUL character.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text)
 
 
-def _plain_import(node: ast.Import, found: _Changes) -> None:
-    for each in node.names:
-        if _is_submodule(each.name, _OLD):
-            new = _NEW + each.name.removeprefix(_OLD)
-            found.edits.append(
-                _Edit(each.lineno, each.col_offset, each.col_offset + len(each.name), new)
+def _plain_import(node: ast.Import, changes: _Changes) -> None:
+    for alias in node.names:
+        if _is_submodule(alias.name, _OLD):
+            new = _NEW + alias.name.removeprefix(_OLD)
+            changes.edits.append(
+                _Edit(alias.lineno, alias.col_offset, alias.col_offset + len(alias.name), new)
             )
-            found.notes += _missing_names(node.lineno, new, ())
-        elif _is_submodule(each.name, "ray.air"):
-            found.notes.append(
-                MigrationNote(node.lineno, f"{each.name}: its names are in drawbar.train")
+            changes.notes += _missing_names(node.lineno, new, ())
+        elif _is_submodule(alias.name, "ray.air"):
+            changes.notes.append(
+                MigrationNote(node.lineno, f"{alias.name}: its names are in drawbar.train")
             )
 
 
-def _from_import(node: ast.ImportFrom, lines: list[bytes], found: _Changes) -> None:
-    module, names = node.module or "", [each.name for each in node.names]
+def _from_import(node: ast.ImportFrom, lines: list[bytes], changes: _Changes) -> None:
+    module, names = node.module or "", [alias.name for alias in node.names]
     if node.level:
         return
     if _is_submodule(module, _OLD):
         new = _NEW + module.removeprefix(_OLD)
-        _rename_module(node, module, new, lines, found)
-        found.notes += _missing_names(node.lineno, new, names)
+        _rename_module(node, module, new, lines, changes)
+        changes.notes += _missing_names(node.lineno, new, names)
     elif module in _AIR:
         unknown = [name for name in names if name not in train.__all__]
         if unknown:
-            what = f"{module}: {', '.join(unknown)}: call drawbar.train.report and the like"
-            found.notes.append(MigrationNote(node.lineno, what))
+            text = (
+                f"drawbar.train has no {', '.join(unknown)} of {module}; call functions such as "
+                "drawbar.train.report"
+            )
+            changes.notes.append(MigrationNote(node.lineno, text))
         else:
-            _rename_module(node, module, _NEW, lines, found)
+            _rename_module(node, module, _NEW, lines, changes)
     elif module == _TUNE_CALLBACK:
-        _rename_module(node, module, "drawbar.tune", lines, found)
+        _rename_module(node, module, "drawbar.tune", lines, changes)
     elif module == "ray" and names == ["train"]:
-        _rename_module(node, module, "drawbar", lines, found)
+        _rename_module(node, module, "drawbar", lines, changes)
     elif module == "ray" and "train" in names:
-        _split_import(node, lines, found)
+        _split_import(node, lines, changes)
 
 
 def _is_submodule(module: str, parent: str) -> bool:
@@ -147,39 +161,39 @@ def _is_submodule(module: str, parent: str) -> bool:
 
 
 def _rename_module(
-    node: ast.ImportFrom, old: str, new: str, lines: list[bytes], found: _Changes
+    node: ast.ImportFrom, old: str, new: str, lines: list[bytes], changes: _Changes
 ) -> None:
     written = re.compile(rb"from\s+(" + re.escape(old.encode()) + rb")(?=\s)")
     match = written.match(lines[node.lineno - 1], node.col_offset)
     if match is None:
-        found.notes.append(MigrationNote(node.lineno, f"import from {new} instead of {old}"))
+        changes.notes.append(MigrationNote(node.lineno, f"import from {new} instead of {old}"))
     else:
-        found.edits.append(_Edit(node.lineno, *match.span(1), new))
+        changes.edits.append(_Edit(node.lineno, *match.span(1), new))
 
 
-def _split_import(node: ast.ImportFrom, lines: list[bytes], found: _Changes) -> None:
-    """Take `train` out of `from ray import train, tune`, into a line of its own."""
-    kept = [each for each in node.names if each.name != "train"]
-    (moved,) = [each for each in node.names if each.name == "train"]
+def _split_import(node: ast.ImportFrom, lines: list[bytes], changes: _Changes) -> None:
+    """Move `train` from `from ray import train, tune` to a separate import."""
+    others = [alias for alias in node.names if alias.name != "train"]
+    (moved,) = [alias for alias in node.names if alias.name == "train"]
     if node.end_lineno != node.lineno:
-        text = "import train from drawbar, in a line of its own"
-        found.notes.append(MigrationNote(moved.lineno, text))
+        text = "move 'from drawbar import train' to a separate line"
+        changes.notes.append(MigrationNote(moved.lineno, text))
         return
-    both = f"from drawbar import {ast.unparse(moved)}", f"from ray import {_format_aliases(kept)}"
+    both = f"from drawbar import {ast.unparse(moved)}", f"from ray import {_format_aliases(others)}"
     indent = lines[node.lineno - 1][: node.col_offset].decode()
     assert node.end_col_offset is not None  # it comes from a parser
     text = f"{both[0]}\n{indent}{both[1]}" if not indent.strip() else "; ".join(both)
-    found.edits.append(_Edit(node.lineno, node.col_offset, node.end_col_offset, text))
+    changes.edits.append(_Edit(node.lineno, node.col_offset, node.end_col_offset, text))
 
 
 def _format_aliases(names: Iterable[ast.alias]) -> str:
     return ", ".join(map(ast.unparse, names))
 
 
-def _replace_attributes(tree: ast.AST, found: _Changes) -> list[ast.Attribute]:
-    """Replace `ray.train` where it is an expression; gives those."""
+def _replace_attributes(tree: ast.AST, changes: _Changes) -> list[ast.Attribute]:
+    """Replace `ray.train` in expressions. Returns the replaced nodes."""
     replaced = []
-    shadowed = any(
+    is_shadowed = any(
         (isinstance(node, ast.arg) and node.arg == "ray")
         or (isinstance(node, ast.Name) and node.id == "ray" and isinstance(node.ctx, ast.Store))
         for node in ast.walk(tree)
@@ -188,12 +202,11 @@ def _replace_attributes(tree: ast.AST, found: _Changes) -> list[ast.Attribute]:
         match node:
             case ast.Attribute(value=ast.Name(id="ray"), attr="train"):
                 assert node.end_col_offset is not None  # it comes from a parser
-                if shadowed or node.lineno != node.end_lineno:
-                    found.notes.append(
-                        MigrationNote(node.lineno, "is this ray.train the module's?")
-                    )
+                if is_shadowed or node.lineno != node.end_lineno:
+                    text = "check manually: 'ray' may be reassigned, so 'ray.train' is not replaced"
+                    changes.notes.append(MigrationNote(node.lineno, text))
                     continue
-                found.edits.append(_Edit(node.lineno, node.col_offset, node.end_col_offset, _NEW))
+                changes.edits.append(_Edit(node.lineno, node.col_offset, node.end_col_offset, _NEW))
                 replaced.append(node)
             case _:
                 pass
@@ -205,21 +218,21 @@ def _missing_imports(
     imports: list[ast.Import | ast.ImportFrom],
     attributes: list[ast.Attribute],
     lines: list[bytes],
-    found: _Changes,
+    changes: _Changes,
 ) -> None:
-    """Import what `import ray` and `import ray.train` have bound, and is still needed."""
+    """Add imports for names that the replaced `import ray.train` or `import ray` bound."""
     plain = [
-        (node, each)
+        (node, alias)
         for node in imports
         if isinstance(node, ast.Import)
-        for each in node.names
-        if each.asname is None
+        for alias in node.names
+        if alias.asname is None
     ]
-    moved = [node for node, each in plain if _is_submodule(each.name, _OLD)]
-    stay = [
+    moved = [node for node, alias in plain if _is_submodule(alias.name, _OLD)]
+    unchanged = [
         node
-        for node, each in plain
-        if _is_submodule(each.name, "ray") and not _is_submodule(each.name, _OLD)
+        for node, alias in plain
+        if _is_submodule(alias.name, "ray") and not _is_submodule(alias.name, _OLD)
     ]
     replaced = {id(node.value) for node in attributes}
     uses = [
@@ -227,25 +240,26 @@ def _missing_imports(
         for node in ast.walk(tree)
         if isinstance(node, ast.Name) and node.id == "ray" and id(node) not in replaced
     ]
-    if attributes and not moved and stay:
-        _insert(stay[0], f"import {_NEW}", lines, found)
-    if uses and moved and not stay:
-        _insert(moved[0], "import ray", lines, found)
+    if attributes and not moved and unchanged:
+        _insert(unchanged[0], f"import {_NEW}", lines, changes)
+    if uses and moved and not unchanged:
+        _insert(moved[0], "import ray", lines, changes)
 
 
-def _insert(node: ast.stmt, statement: str, lines: list[bytes], found: _Changes) -> None:
+def _insert(node: ast.stmt, statement: str, lines: list[bytes], changes: _Changes) -> None:
     indent = lines[node.lineno - 1][: node.col_offset].decode()
     text = f"{statement}\n{indent}" if not indent.strip() else f"{statement}; "
-    found.edits.append(_Edit(node.lineno, node.col_offset, node.col_offset, text))
+    changes.edits.append(_Edit(node.lineno, node.col_offset, node.col_offset, text))
 
 
 def _missing_names(line: int, module: str, names: Iterable[str]) -> Iterator[MigrationNote]:
-    there = public_names(module)
-    if there is None:
-        yield MigrationNote(line, f"there is no {module}; what is public lies in drawbar.train")
+    existing = public_names(module)
+    if existing is None:
+        text = f"module {module} does not exist; import from drawbar.train"
+        yield MigrationNote(line, text)
         return
     for name in names:
-        if name not in there and name != "*":
+        if name not in existing and name != "*":
             yield MigrationNote(line, _missing_name_reason(name, module))
 
 
@@ -259,58 +273,60 @@ def _missing_name_reason(name: str, module: str) -> str:
     return f"{module} has no {name}"
 
 
-def _check_config_calls(tree: ast.AST, found: _Changes) -> None:
-    """List arguments of configs that Drawbar does not take."""
-    tunes = {
-        each.asname or each.name
+def _check_config_calls(tree: ast.AST, changes: _Changes) -> None:
+    """Note config arguments that Drawbar does not have."""
+    tune_names = {
+        alias.asname or alias.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and _is_submodule(node.module or "", _TUNE)
-        for each in node.names
+        for alias in node.names
     }
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if name == "Tuner":
-            found.notes += _check_tuner_call(node, tunes)
-        if name not in _CONFIGS or _is_from_tune(node.func, tunes):
+            changes.notes += _check_tuner_call(node, tune_names)
+        if name not in _CONFIGS or _is_from_tune(node.func, tune_names):
             continue
-        taken = inspect.signature(getattr(train, name)).parameters
+        parameters = inspect.signature(getattr(train, name)).parameters
         for keyword in node.keywords:
-            if keyword.arg is not None and keyword.arg not in taken:
-                text = f"{name} takes no {keyword.arg}; it says at the call what to write instead"
-                found.notes.append(MigrationNote(keyword.value.lineno, text))
+            if keyword.arg is not None and keyword.arg not in parameters:
+                text = (
+                    f"{name} has no argument {keyword.arg!r}; run the script to see the replacement"
+                )
+                changes.notes.append(MigrationNote(keyword.value.lineno, text))
 
 
-def _check_tuner_call(call: ast.Call, tunes: set[str]) -> Iterator[MigrationNote]:
+def _check_tuner_call(call: ast.Call, tune_names: set[str]) -> Iterator[MigrationNote]:
     yield MigrationNote(
-        call.lineno, "Tuner takes trainer.as_trainable(), if it was given a trainer"
+        call.lineno, "if Tuner receives a trainer, pass trainer.as_trainable() instead"
     )
-    for each in call.keywords:
-        value = each.value
-        made_by_tune = isinstance(value, ast.Call) and _is_from_tune(value.func, tunes)
-        if each.arg == "run_config" and not made_by_tune:
-            text = "Tuner takes the RunConfig and CheckpointConfig of ray.tune, not drawbar.train"
+    for keyword in call.keywords:
+        value = keyword.value
+        is_tune_config = isinstance(value, ast.Call) and _is_from_tune(value.func, tune_names)
+        if keyword.arg == "run_config" and not is_tune_config:
+            text = "Tuner needs RunConfig and CheckpointConfig of ray.tune, not of drawbar.train"
             yield MigrationNote(value.lineno, text)
 
 
-def _is_from_tune(function: ast.expr, names: set[str]) -> bool:
-    """Whether a config is Ray Tune's, which has some by the same names; `names` are from there."""
+def _is_from_tune(function: ast.expr, tune_names: set[str]) -> bool:
+    """Return whether a config class comes from Ray Tune, which has classes of the same names."""
     if isinstance(function, ast.Attribute):
         return ast.unparse(function.value).split(".")[-1] == "tune"
-    return isinstance(function, ast.Name) and function.id in names
+    return isinstance(function, ast.Name) and function.id in tune_names
 
 
-def _check_strings(tree: ast.AST, found: _Changes) -> None:
+def _check_strings(tree: ast.AST, changes: _Changes) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            told = [text for pattern, text in _IN_TEXT if pattern.search(node.value)]
-            found.notes += [MigrationNote(node.lineno, text) for text in told]
+            texts = [text for pattern, text in _STRING_NOTES if pattern.search(node.value)]
+            changes.notes += [MigrationNote(node.lineno, text) for text in texts]
 
 
 def _apply_edits(lines: list[bytes], edits: list[_Edit]) -> list[str]:
     changed = list(lines)
-    for edit in sorted(edits, reverse=True):  # the last first, so that places stay
+    for edit in sorted(edits, reverse=True):  # last first, so that earlier offsets stay valid
         line = changed[edit.line - 1]
         changed[edit.line - 1] = line[: edit.start] + edit.text.encode() + line[edit.end :]
     return [line.decode() for line in changed]
