@@ -86,7 +86,7 @@ def test_several_slices_are_joined_to_one_program() -> None:
 
 
 def test_slices_of_which_one_lacks_workers_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="3 on 'a', 1 on 'b'. Assign each worker to a slice"):
+    with pytest.raises(RuntimeError, match=r"3 on 'a', 1 on 'b'. Assign each worker to a slice"):
         multislice_env(["a", "a", "a", "b"], 0, "10.0.0.1")
 
 

@@ -433,21 +433,22 @@ ESCAPING_PATHS = ["../victim", "a/../../victim", "/etc/passwd", "", "a//b", "./a
 @pytest.mark.parametrize("path", ESCAPING_PATHS)
 def test_manifest_with_escaping_path_is_damaged(run: RunDirectory, path: str) -> None:
     (run.local_path / "victim").write_text("1")
-    path = commit(run, stage_files(make_staged(run, {"file": "1"})), name="checkpoint_000001")
-    text = (path / MANIFEST_FILE).read_text()
-    (path / MANIFEST_FILE).write_text(text.replace('"file"', json.dumps(path)))
+    staged = stage_files(make_staged(run, {"file": "1"}))
+    checkpoint_path = commit(run, staged, name="checkpoint_000001")
+    text = (checkpoint_path / MANIFEST_FILE).read_text()
+    (checkpoint_path / MANIFEST_FILE).write_text(text.replace('"file"', json.dumps(path)))
     assert run.checkpoints.list_intact() == []
     assert run.checkpoints.list_damaged() == ["checkpoint_000001"]
     with pytest.raises(CheckpointError, match="manifest is damaged"):
-        Checkpoint(path).verify()
+        Checkpoint(checkpoint_path).verify()
 
 
 @pytest.mark.parametrize("path", ESCAPING_PATHS)
 def test_checksums_with_escaping_path_are_damaged(run: RunDirectory, path: str) -> None:
-    path = commit(run, stage_files(make_staged(run, {"a": "a"})))
-    (path / CHECKSUMS_FILE).write_text(json.dumps({path: "0" * 16}))
+    checkpoint_path = commit(run, stage_files(make_staged(run, {"a": "a"})))
+    (checkpoint_path / CHECKSUMS_FILE).write_text(json.dumps({path: "0" * 16}))
     with pytest.raises(CheckpointError, match=r"checksums\.json cannot be read: .* is not a valid"):
-        Checkpoint(path).verify()
+        Checkpoint(checkpoint_path).verify()
 
 
 @pytest.mark.parametrize("name", ["../victim", "..", "a/../../victim", ""])

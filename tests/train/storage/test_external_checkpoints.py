@@ -92,9 +92,9 @@ def test_resume_from_checkpoint_committed_in_place(storage_path: str, parent: st
             def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
                 return write_checkpoint(path, Path(checkpoint, "model").read_text())
 
-            with train.checkpoint_dir() as path:
-                (path / "model").write_text(str(step))
-                train.report({"step": step}, checkpoint=path, checkpoint_upload_fn=upload)
+            with train.checkpoint_dir() as directory:
+                (directory / "model").write_text(str(step))
+                train.report({"step": step}, checkpoint=directory, checkpoint_upload_fn=upload)
         else:
             checkpoint = write_checkpoint(path, str(step))
             train.report({"step": step}, checkpoint=checkpoint, checkpoint_upload_mode=NO_UPLOAD)

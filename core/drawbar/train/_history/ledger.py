@@ -99,9 +99,8 @@ class DataLedger:
             if isinstance(event, DatasetEpochEnded):
                 ended.append(event)
             elif isinstance(event, AttemptStarted):
-                ended = [
-                    event for event in ended if event.shard_epoch.index < event.first_report_index
-                ]
+                first = event.first_report_index
+                ended = [epoch for epoch in ended if epoch.shard_epoch.index < first]
         by_epoch: dict[tuple[str, int], list[DatasetEpochEnded]] = {}
         for event in ended:
             by_epoch.setdefault((event.shard_epoch.dataset, event.shard_epoch.epoch), []).append(
