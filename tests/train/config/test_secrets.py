@@ -87,7 +87,7 @@ def test_what_an_older_version_wrote_down_is_not_shown_either() -> None:
 
 
 def test_secrets_are_names() -> None:
-    with pytest.raises(TypeError, match=r"RunConfig.secrets must be a list of keys"):
+    with pytest.raises(TypeError, match=r"RunConfig.secret_keys must be a list of keys"):
         RunConfig(secret_keys="license")
 
 

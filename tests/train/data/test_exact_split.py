@@ -48,7 +48,7 @@ def test_a_cut_moves_to_the_nearest_beginning_of_a_group() -> None:
 
 
 def test_group_column_needs_unequal_parts() -> None:
-    with pytest.raises(ValueError, match="group_column='q' keeps groups whole"):
+    with pytest.raises(ValueError, match="group_column='q' needs workers with different"):
         DataConfig(group_column="q")
 
 

@@ -191,7 +191,7 @@ def test_require_package() -> None:
 
 def test_a_version_too_old_is_refused() -> None:
     require_version("xgboost", "3.10.0rc1", "3.1", requirement="drawbar[xgboost]")
-    message = r'xgboost 2.1.4 is installed here, but 3.1 or newer .* --upgrade "drawbar\[xgboost\]"'
+    message = r'xgboost 2.1.4 is installed, but 3.1 or newer .* --upgrade "drawbar\[xgboost\]"'
     with pytest.raises(ImportError, match=message):
         require_version("xgboost", "2.1.4", "3.1", requirement="drawbar[xgboost]")
 
