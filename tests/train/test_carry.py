@@ -184,7 +184,7 @@ def test_a_detached_run_and_its_callbacks_have_the_objects(tmp_path: Path) -> No
     value, made, given = result.return_values[0]
     assert [value, ray.get(made), given] == [3, "made", threshold]
     assert queue.get(timeout=10) == 3
-    with pytest.warns(UserWarning, match="rank . is lost: .* ended with the Ray that it was in"):
+    with pytest.warns(UserWarning, match="rank . is lost: .* was lost when its Ray session ended"):
         assert train.attach(str(tmp_path / "run")).wait().return_values == [None, None]
 
 

@@ -103,7 +103,7 @@ HOLDS_ITSELF["a"] = HOLDS_ITSELF
         ({"when": np.datetime64("2024-01-01")}, TypeError, "metric 'when' is a datetime.date"),
         ({"logits": torch.ones(2, 3)}, ValueError, r"'logits' is a Tensor of shape \(2, 3\).*mean"),
         ({"a": {"x": np.zeros(0)}}, ValueError, r"metric 'a/x' is a ndarray of shape \(0,\)"),
-        ({"own": HOLDS_ITSELF}, ValueError, "metric 'own' is nested too deeply, or holds itself"),
+        ({"own": HOLDS_ITSELF}, ValueError, "metric 'own' is nested too deeply, or contains itself"),
         ({"text": "\ud800"}, ValueError, "metric 'text'"),
         ({"a": {"\udfff": 1}}, ValueError, "metric 'a/"),
     ],

@@ -219,7 +219,7 @@ def test_a_stream_that_gives_nobody_a_row_is_an_error(run_config: RunConfig) -> 
     )
 
     def read(by_name: dict[str, DatasetShard]) -> None:
-        with pytest.raises(ValueError, match="fewer rows than there are workers, 2: none gets"):
+        with pytest.raises(ValueError, match="fewer rows than the 2 workers, which get"):
             list(by_name["train"].iter_rows())
 
     with ThreadPoolExecutor(2) as ranks:

@@ -197,9 +197,9 @@ def test_a_dataset_that_gives_no_worker_a_row_is_refused_before_anything_starts(
         (frame(0), r"datasets\['train'\] has no rows"),
         (datasets.Dataset.from_dict(nothing), r"datasets\['train'\] has no rows"),
         (ray.data.from_arrow(pa.table(nothing)), r"datasets\['train'\] has no rows"),
-        (frame(3)["id"], r"datasets\['train'\], .*, gives no table: AttributeError"),
+        (frame(3)["id"], r"datasets\['train'\] cannot be read as a table: .*; AttributeError"),
         (pd.DataFrame(index=range(5)), r"datasets\['train'\] has no columns"),
-        (frame(1), r"datasets\['train'\] has 1 row for 2 workers: none gets one"),
+        (frame(1), r"datasets\['train'\] has 1 row for 2 workers, which get equally many rows"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=told):
             DataParallelTrainer(

@@ -141,10 +141,10 @@ class Backend:
     """
 
     share_cuda_visible_devices: bool = False
-    """Whether each worker sees all GPUs of the run on its node, not only its assigned ones."""
+    """True if each worker sees all GPUs of the run on its node, not only its assigned ones."""
 
     can_reuse_processes: bool = False
-    """Whether a process can be initialized again after an attempt, with another world size."""
+    """True if a process can be initialized again after an attempt, with another world size."""
 
     def on_start(self, worker_group: BackendWorkerGroup, backend_config: Any) -> None:
         """Set up the framework when all workers have started and have their ranks.

@@ -39,9 +39,9 @@ class DataConfig(ConfigRepr):
         enable_shard_locality: Whether workers prefer blocks that are stored on their node. Ray Data
             does this only if the order of rows is not preserved.
         uneven_rows: Handling of rows that cannot be divided evenly between the workers.
-            "drop" leaves out at most `num_workers - 1` rows of an epoch, also if it was resumed with
-            another number of workers; for streamed datasets, up to that many at each number of
-            workers.
+            "drop" leaves out at most `num_workers - 1` rows of an epoch, also if it was resumed
+            with another number of workers; for streamed datasets, up to that many at each number
+            of workers.
             "pad" repeats one row of a neighbouring worker on workers that have one row less.
             "keep" assigns every row to exactly one worker, so some workers have one more row and
             maybe one more batch. Use it if workers do not wait for each other at each batch, or
@@ -144,7 +144,7 @@ class DataConfig(ConfigRepr):
 
     @property
     def has_custom_split(self) -> bool:
-        """Whether a subclass overrides `configure`."""
+        """True if a subclass overrides `configure`."""
         return type(self).configure is not DataConfig.configure
 
     def configure(

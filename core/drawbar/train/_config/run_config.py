@@ -1,7 +1,7 @@
 """Configuration of a run: storage, failures, checkpoints, logging, and callbacks.
 
-All classes are frozen. Their constructors raise `ValueError` or `TypeError` for invalid arguments, so
-that mistakes are reported at the user's line before a process starts.
+All classes are frozen. Their constructors raise `ValueError` or `TypeError` for invalid arguments,
+so that mistakes are reported at the user's line before a process starts.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class RunContext:
 class UserCallback:
     """Base class of callbacks that observe a run.
 
-    Pass instances as `RunConfig(callbacks=[...])`. The methods are called in the controller's process
-    in the order of events, one at a time, on a separate thread. A slow callback delays later
-    callbacks but not training.
+    Pass instances as `RunConfig(callbacks=[...])`. The methods are called in the controller's
+    process in the order of events, one at a time, on a separate thread. A slow callback delays
+    later callbacks but not training.
 
     Example:
         class PrintLoss(UserCallback):
@@ -135,8 +135,8 @@ class FailureConfig(ConfigRepr):
             a timedelta, after which the console and `RunHandle.stalled_ranks` report the rank, its
             location, and how to inspect it. The run continues. None disables the warning.
         controller_failure_limit: Ray Train's name for `max_startup_failures`.
-        relax_collectives_on_preemption: Accepted for compatibility with Ray Train and ignored with a
-            warning.
+        relax_collectives_on_preemption: Accepted for compatibility with Ray Train and ignored with
+            a warning.
         preemption_grace_s: Accepted for compatibility with Ray Train and ignored with a warning.
 
     Raises:
@@ -196,8 +196,9 @@ class FailureConfig(ConfigRepr):
 
 
 _SAVING_ADVICE = (
-    "a checkpoint is saved whenever the function calls report(checkpoint=...); the report callbacks "
-    "of the integrations have separate options, such as RayTrainReportCallback(frequency=10)"
+    "a checkpoint is saved whenever the function calls report(checkpoint=...); the report "
+    "callbacks of the integrations have separate options, such as "
+    "RayTrainReportCallback(frequency=10)"
 )
 
 

@@ -36,8 +36,8 @@ class ScalingConfig(ConfigRepr):
         use_gpu: Whether each worker uses a GPU. The default is one GPU;
             `resources_per_worker["GPU"]` sets another number.
         resources_per_worker: Ray resources of one worker, such as `{"CPU": 4, "GPU": 1}`. `memory`
-            is in bytes; other keys are custom resources. Default: `{"CPU": 1}`, or `{"GPU": 1}` with
-            `use_gpu`.
+            is in bytes; other keys are custom resources. Default: `{"CPU": 1}`, or `{"GPU": 1}`
+            with `use_gpu`.
         placement_strategy: Ray's placement group strategy: "PACK" (as few nodes as possible),
             "SPREAD", "STRICT_PACK" (one node or fail), or "STRICT_SPREAD" (one worker per node or
             fail).
@@ -48,7 +48,7 @@ class ScalingConfig(ConfigRepr):
         use_tpu: Whether each worker uses TPUs. The default is one TPU;
             `resources_per_worker["TPU"]` sets another number.
         topology: Topology of a TPU slice, such as "2x2x2". Requires `use_tpu` and
-            `accelerator_type`. Workers run on nodes of such slices, by default one worker per host
+            `accelerator_type`. Workers run on nodes of slices with this topology, by default one worker per host
             with all of its chips. If the cluster has several slices, select one with
             `label_selector={"ray.io/tpu-slice-name": ...}`.
         elastic_resize_monitor_interval_s: Accepted for compatibility with Ray Train and ignored
@@ -199,7 +199,7 @@ class ScalingConfig(ConfigRepr):
 
     @property
     def elasticity_enabled(self) -> bool:
-        """Whether the number of workers may change during the run."""
+        """True if the number of workers may change during the run."""
         return isinstance(self.num_workers, tuple)
 
     @property

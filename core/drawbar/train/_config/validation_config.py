@@ -163,7 +163,7 @@ class ValidationConfig(ConfigRepr):
             raise type(error)(f"ValidationConfig.ray_remote_kwargs={options!r}: {error}") from None
 
     def to_settings(self) -> dict[str, object]:
-        """Return the settings that a resumed run compares with those of its last start."""
+        """Return the settings that a resumed run compares with its last start."""
         return {**to_journal_dict(self), "fn": getattr(self.fn, "__qualname__", repr(self.fn))}
 
     @property
