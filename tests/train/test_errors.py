@@ -142,7 +142,7 @@ def test_a_description_has_process_log_file_and_traceback() -> None:
     assert lines[:3] == [
         "rank 1: ValueError: boom (train.py:12 in step)",
         "  pid 321 on node-7, after 4 reports",
-        "  its full output: /runs/a/logs/rank_1.log",
+        "  full output: /runs/a/logs/rank_1.log",
     ]
     assert lines[-1] == "  ValueError: boom"
 

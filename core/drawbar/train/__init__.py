@@ -166,7 +166,7 @@ _LAZY_NAMES = {
     "RunHandle": "drawbar.train._handle.run_handle",
     "attach": "drawbar.train._handle.run_handle",
 }
-"""Modules of the names that need Ray, whose import takes a second and which readers of runs lack."""
+"""Names imported on first use, since importing Ray takes a second and reading runs needs no Ray."""
 
 _REPLACEMENTS = {
     "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",

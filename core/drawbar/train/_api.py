@@ -15,8 +15,8 @@ def set_public_module(namespace: dict[str, Any]) -> None:
     private module that defines the class, so that pickles still load when the class has moved. Only
     objects of private modules are changed; an object of two public modules belongs to the first.
 
-    As a drawback, `inspect.getsource` raises OSError for these classes (but not for their methods or
-    for functions), since it opens the file of `__module__`. NumPy's classes have the same drawback.
+    As a drawback, `inspect.getsource` raises OSError for these classes (but not for methods and
+    functions), since it opens the file of `__module__`. NumPy's classes have the same drawback.
 
     Args:
         namespace: The `globals()` of the module. Call this function below its `__all__`.

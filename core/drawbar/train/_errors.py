@@ -1,8 +1,8 @@
 """Exceptions of a run, and worker failures as plain data.
 
 A worker describes a failure by a `WorkerFailure`, plain data that any process can read; the pickled
-exception is an optional addition. The driver creates the exceptions below from it. All of them can be
-pickled.
+exception is an optional addition. The driver creates the exceptions below from it. All of them can
+be pickled.
 
     TrainingFailedError             fit() did not finish
     ├── WorkerGroupError            one or more workers failed; the root cause comes first

@@ -1,10 +1,10 @@
 """Serialize user objects between processes.
 
-cloudpickle's bytes hide object references and actor handles from Ray: no process would own them, and
-`ray.get` would wait forever. References are therefore extracted and kept next to the bytes, in the
+cloudpickle's bytes hide object references and actor handles from Ray: no process would own them,
+and `ray.get` would wait forever. References are therefore extracted and kept next to the bytes, in the
 object that Ray itself serializes, so that Ray counts them and their owner keeps them. Only
-`deserialize` runs user code; processes in between only hold a `Serialized`. Ray is imported only for
-serializing, since commands that only read runs do not need it.
+`deserialize` runs user code; processes in between only hold a `Serialized`. Ray is imported only to
+serialize, since commands that only read runs do not need it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MIN_SHARED_BYTES = 1 << 20
 Reducer = Callable[[object], tuple[object, ...]]
 
 SharedBuffer = bytes | memoryview | pickle.PickleBuffer
-"""Content of such an array, in this process or in the object store."""
+"""Content of a shared array, in this process or in the object store."""
 
 
 class MissingReferenceError(LookupError):
-    """An object cannot be deserialized, since it refers to an object of a Ray session that ended."""
+    """A serialized object refers to an object of a Ray session that has ended."""
 
 
 class Serialized:

@@ -1,6 +1,6 @@
 """Daemon threads that keep working while the interpreter shuts down.
 
-The pools of `concurrent.futures`, and with them `asyncio.to_thread`, reject work as soon as the main
+The pools of `concurrent.futures`, and with them `asyncio.to_thread`, reject work when the main
 thread has ended. A run may continue after that: in another thread that called `fit()`, or until the
 shutdown of the interpreter has stopped the run.
 """
@@ -28,8 +28,8 @@ _logger = logging.getLogger("drawbar.train")
 async def run_in_daemon_thread(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
     """Call a function in a separate daemon thread and return its result.
 
-    If the coroutine is cancelled, the function continues, and neither the shutdown of the event loop
-    nor that of the interpreter waits for it, unlike for `asyncio.to_thread`.
+    If the coroutine is cancelled, the function continues. Neither the event loop nor the
+    interpreter waits for it when they shut down, unlike with `asyncio.to_thread`.
     """
     import asyncio  # takes 40 ms, which commands that only read runs should not pay
 

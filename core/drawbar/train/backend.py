@@ -1,9 +1,9 @@
 """Public API for framework integrations.
 
-An integration consists of a `BackendConfig` (user settings) and its `Backend` (hooks that run in the
-controller). Most integrations only need `BackendConfig.train_func_context`, which wraps the training
-function on each worker and may use `drawbar.train.collective` to agree on an address, without a
-separate round trip. The hooks of `Backend` are for frameworks that need something in the
+An integration consists of a `BackendConfig` (user settings) and its `Backend` (hooks that run in
+the controller). Most integrations only need `BackendConfig.train_func_context`, which wraps the
+training function on each worker and may use `drawbar.train.collective` to agree on an address,
+without a separate round trip. The hooks of `Backend` are for frameworks that need something in the
 controller, such as a tracker.
 """
 
