@@ -195,7 +195,7 @@ PAGES = sorted(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_compile_and_are_run(page: str) -> None:
+def test_docs_blocks_compile_and_have_a_test(page: str) -> None:
     for block in blocks_of(page):
         compile(block.code, page, "exec")
     assert (page in GIVEN) != (page in OTHER_TESTS)
@@ -234,7 +234,7 @@ INSTALLING = [page for page in PAGES if INSTALLS.search((REPO / page).read_text(
 
 
 @pytest.mark.parametrize("page", INSTALLING)
-def test_the_installation_line_brings_what_the_page_imports(page: str) -> None:
+def test_docs_installation_line_covers_imports_of_the_page(page: str) -> None:
     lines = INSTALLS.findall((REPO / page).read_text())
     extras = [f"drawbar[{extras}]" for extras, _ in lines]
     besides = [each for _, others in lines for each in others.split()]
@@ -246,7 +246,7 @@ def test_the_installation_line_brings_what_the_page_imports(page: str) -> None:
     assert missing == []
 
 
-def test_the_quick_start_is_the_example_that_is_run() -> None:
+def test_docs_quickstart_matches_the_example() -> None:
     (block,) = blocks_of("docs/quickstart.md")
     assert block.code.strip() == (REPO / "examples" / "quickstart.py").read_text().strip()
 
@@ -254,7 +254,7 @@ def test_the_quick_start_is_the_example_that_is_run() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of frameworks
 @pytest.mark.parametrize("page", GIVEN)
-def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(open_run, "DEFAULT_STORAGE_PATH", str(tmp_path / "runs"))
     monkeypatch.setattr(_package, "_told", None)  # the page on Lightning says which

@@ -1,4 +1,4 @@
-"""What an editor and `help()` say of the names that scripts use."""
+"""Tests of completion in editors and of `help()` for public names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WANTED = {
 
 
 @pytest.mark.parametrize("typed", WANTED)
-def test_an_editor_completes(typed: str) -> None:
+def test_editor_completion_offers_public_names(typed: str) -> None:
     offered = {each.name for each in jedi.Script(HEAD + typed).complete()}
     assert WANTED[typed] - offered == set()
 
@@ -36,14 +36,14 @@ def test_an_editor_completes(typed: str) -> None:
 @pytest.mark.parametrize(
     "thing", [train.ScalingConfig, train.RunConfig, TorchTrainer, train.report]
 )
-def test_help_names_each_argument(thing: object) -> None:
+def test_help_lists_all_arguments(thing: object) -> None:
     text = pydoc.plain(pydoc.render_doc(thing))
     assert callable(thing)
     arguments = [name for name in inspect.signature(thing).parameters if name[0] != "_"]
     assert [name for name in arguments if f"{name}:" not in text] == []
 
 
-def test_help_explains_each_argument_by_its_own_name() -> None:
+def test_docstring_args_match_signature() -> None:
     """Else `make docs` ends with an error, and it needs what the tests do without."""
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     nodes = [node for tree in trees for node in ast.walk(tree)]

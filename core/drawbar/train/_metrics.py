@@ -77,8 +77,8 @@ def _normalize_value(value: object, key: str) -> object:
         return int(value) if isinstance(value, int) else float(value)
     raise TypeError(
         f"metric {key!r} is a {type(value).__module__}.{type(value).__qualname__}; report() "
-        "accepts numbers, strings, booleans, None, lists and dicts of them, and tensors with one element. "
-        "Save larger objects in a checkpoint"
+        "accepts numbers, strings, booleans, None, lists and dicts of them, and tensors with one "
+        "element. Save larger objects in a checkpoint"
     )
 
 

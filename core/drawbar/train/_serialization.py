@@ -1,8 +1,8 @@
 """Serialize user objects between processes.
 
 cloudpickle's bytes hide object references and actor handles from Ray: no process would own them,
-and `ray.get` would wait forever. References are therefore extracted and kept next to the bytes, in the
-object that Ray itself serializes, so that Ray counts them and their owner keeps them. Only
+and `ray.get` would wait forever. References are therefore extracted and kept next to the bytes, in
+the object that Ray itself serializes, so that Ray counts them and their owner keeps them. Only
 `deserialize` runs user code; processes in between only hold a `Serialized`. Ray is imported only to
 serialize, since commands that only read runs do not need it.
 """

@@ -178,10 +178,6 @@ class BackendConfig(ArgumentErrors):
 
     The constructor rejects unknown arguments with a suggestion.
 
-    Args:
-        args: Positional arguments of the subclass.
-        kwargs: Keyword arguments of the subclass.
-
     Raises:
         TypeError: An argument is unknown.
 

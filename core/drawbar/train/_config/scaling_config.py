@@ -49,8 +49,8 @@ class ScalingConfig(ConfigRepr):
             `resources_per_worker["TPU"]` sets another number.
         topology: Topology of a TPU slice, such as "2x2x2". Requires `use_tpu` and
             `accelerator_type`. Workers run on nodes of slices with this topology, by
-            default one worker per host with all of its chips. If the cluster has several slices, select one with
-            `label_selector={"ray.io/tpu-slice-name": ...}`.
+            default one worker per host with all of its chips. If the cluster has several slices,
+            select one with `label_selector={"ray.io/tpu-slice-name": ...}`.
         elastic_resize_monitor_interval_s: Accepted for compatibility with Ray Train and ignored
             with a warning. Elastic runs are resized when a checkpoint is committed.
 
