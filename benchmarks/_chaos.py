@@ -60,7 +60,7 @@ class Kill:
     """One strike.
 
     Attributes:
-        victim: What is killed.
+        victim: Kind of process to kill.
         which: Which of those there are, from 0 to below 1.
         after: Seconds of calm before it.
         at_rest: The run makes a checkpoint before it; otherwise the strike may hit a run that is
@@ -144,7 +144,7 @@ class Chaos:
     # -- looking
 
     def newest(self) -> int:
-        """Give the newest step that a worker knows to be committed, -1 if there is none."""
+        """Return the latest step that a worker knows to be committed, -1 if there is none."""
         return max(numbers(self._folder / "acknowledged"), default=-1)
 
     def wait_for_a_checkpoint(self, after: int) -> None:
@@ -162,7 +162,7 @@ class Chaos:
             raise AssertionError(f"no {what} within {PATIENCE_SECONDS:g} s; driver:\n{log}")
 
     def check(self) -> None:
-        """Check that the run's directory is whole and holds what workers were told is committed."""
+        """Check that the run directory is intact and has the steps known to be committed."""
         from drawbar.train.testing import check_run
 
         check_link_targets(self._folder)
@@ -189,11 +189,11 @@ class Chaos:
             try:
                 step_of(Path(newest))
             except FileNotFoundError:
-                continue  # the run goes on, and retention has deleted it: look again
+                continue  # the run continues, and retention deleted the checkpoint: check again
             return
 
     def _check_gone(self) -> None:
-        """Check that of a run whose driver has ended nothing is left after 5 s."""
+        """Check that no process of a run is left 5 s after its driver has ended."""
         is_gone = becomes_true(lambda: not self._remains(), within=GONE_SECONDS)
         assert is_gone, f"alive {GONE_SECONDS:g} s later: {self._remains()}"
 
@@ -212,7 +212,7 @@ class Chaos:
         return [*processes, *children, *groups, *living]
 
     def _workers(self) -> list[Any]:
-        """Give the processes of the run's workers, on all nodes, oldest first."""
+        """Return the processes of the run's workers on all nodes, oldest first."""
         import psutil
 
         found = []
@@ -224,7 +224,7 @@ class Chaos:
     # -- striking
 
     def strike(self, kill: Kill) -> None:
-        """Kill one, and put what the cluster needs to go on in its place."""
+        """Kill a process, and replace a killed node."""
         match kill.victim:
             case "worker":
                 if workers := self._workers():
@@ -323,7 +323,7 @@ def unleash(
 
 
 def main() -> None:
-    """Strike as the command line says."""
+    """Run chaos with the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks._chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))

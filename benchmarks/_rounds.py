@@ -27,14 +27,14 @@ class SideFailed(Exception):
 
 @dataclass
 class Outcome:
-    """What one side gave over all rounds."""
+    """Samples of one system over all rounds."""
 
     samples: Samples = field(default_factory=dict)
     rounds: int = 0
     failures: list[str] = field(default_factory=list)
 
     def add(self, samples: Mapping[str, list[float]]) -> None:
-        """Put one round's samples to those of the rounds before."""
+        """Add the samples of one round."""
         for key, values in samples.items():
             self.samples.setdefault(key, []).extend(values)
 
@@ -95,7 +95,7 @@ def run_side(scenario: Scenario, side: Side, log: Path) -> Samples:
 
 
 def _environment() -> dict[str, str]:
-    """The driver's environment: ours, without settings that would change what is compared."""
+    """Return this environment without settings that would change what is compared."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -106,7 +106,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill what the driver started and left in its process group; Ray's own processes follow it."""
+    """Kill the driver's process group; Ray's processes end with it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -38,7 +38,7 @@ class WatchedView(PlainDisplay):
 
 
 def files_on(frame: FrameType | None, since: tuple[str, ...]) -> list[str]:
-    """Give the core's files on a stack, since the outermost function of these names."""
+    """Return the core files on a stack, from the outermost function of these names."""
     files: list[str] = []
     found: list[str] = []
     while frame is not None:
@@ -51,7 +51,7 @@ def files_on(frame: FrameType | None, since: tuple[str, ...]) -> list[str]:
 
 
 class FitWatch:
-    """Looks at the calls of this process from `fit()` until the workers are told to run."""
+    """Trace calls in this process from `fit()` until the workers are started."""
 
     def __init__(self) -> None:
         self.stacks: list[str] = []

@@ -60,11 +60,11 @@ def _clear_accelerate_env() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One local Ray with 8 logical CPUs and 4 logical GPUs, whatever the machine has.
+    """Start one local Ray with 8 logical CPUs and at least 4 logical GPUs on any machine.
 
     Each process of pytest-xdist has its own.
     """
-    # Otherwise, Ray's log monitor lists the logs of all workers ten times a second instead of twice.
+    # Otherwise, Ray's log monitor lists all logs ten times a second instead of twice.
     os.environ["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"] = "0"
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "600")  # a busy machine needs longer
     wait_for_started_nodes()

@@ -1,6 +1,6 @@
 """The blocks of Python in the README and the docs run, in the order of their page.
 
-What its installation line brings is what a page imports.
+The packages that a page imports must be installed by its installation line.
 
 A block stands in what the page before it has made, and in what its reader has: `GIVEN`. One whose
 title says so runs inside a training function. One that needs GPUs or a cluster says that in its
@@ -140,7 +140,7 @@ GIVEN = {
         """,
     "docs/xgboost.md": CLICKS,
 }
-"""By page: what its blocks use and do not make, as a reader has a model and data."""
+"""Code by page that defines what its blocks use, such as a model and data."""
 
 FEW_ROUNDS = {"num_boost_round=500": "num_boost_round=3", "num_workers=2": "num_workers=1"}
 SMALLER = {
@@ -155,7 +155,7 @@ SMALLER = {
     "docs/transformers.md": {"num_workers=4, use_gpu=True": "num_workers=0"},
     "docs/xgboost.md": FEW_ROUNDS,
 }
-"""By page: what is run with less."""
+"""Replacements in pages that make their blocks run with less work."""
 
 OTHER_TESTS = {
     "docs/cli.md": "tests/cli",
@@ -164,11 +164,11 @@ OTHER_TESTS = {
     "docs/tune.md": "tests/tune",
     "docs/writing-an-integration.md": "tests/train/test_writing_an_integration.py",
 }
-"""Pages that show a part of what these run in full: their blocks are compiled here."""
+"""Pages with parts of scripts that other tests run completely. Their blocks are compiled here."""
 
 
 class Block(NamedTuple):
-    """A block of a page: the line that it begins at, its title and its code."""
+    """A code block of a page: line number, title, and code."""
 
     line: int
     title: str
@@ -257,7 +257,7 @@ def test_docs_quickstart_matches_the_example() -> None:
 def test_docs_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(open_run, "DEFAULT_STORAGE_PATH", str(tmp_path / "runs"))
-    monkeypatch.setattr(_package, "_told", None)  # the page on Lightning says which
+    monkeypatch.setattr(_package, "_told", None)  # the Lightning page selects a package
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     cloudpickle.register_pickle_by_value(module)

@@ -1,6 +1,6 @@
-"""What Ray Train's documentation teaches works after its imports are changed.
+"""Examples of Ray Train's documentation work after a change of their imports.
 
-Each script in `idioms/` is one documented way of writing, and checks what came of it.
+Each script in `idioms/` follows one documented pattern and checks its result.
 """
 
 from __future__ import annotations

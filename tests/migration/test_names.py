@@ -39,7 +39,7 @@ LEFT_OUT = {
 LEFT_OUT_ARGUMENTS = {
     "Result(metrics_dataframe=)": "it is read from the journal",
     "Result(return_value=)": "the first of return_values",
-    "PreemptionError(drain_timed_out=)": "the message says it",
+    "PreemptionError(drain_timed_out=)": "part of the message",
 }
 LEFT_OUT_MEMBERS = {
     "ScalingConfig.as_placement_group_factory": "drawbar.tune.as_placement_group_factory",
@@ -87,7 +87,7 @@ def test_ray_train_arguments_are_accepted(path: str) -> None:
 
 
 def arguments(value: Any) -> set[str]:
-    """The arguments that a function or class takes; what is refused here may have any name."""
+    """Return the arguments of a function or class; rejected arguments may have any name."""
     replaced = getattr(value, "_replaced", {})
     try:
         taken = inspect.signature(value).parameters

@@ -86,7 +86,7 @@ def _pickled_by_value(main: Callable[[], Any]) -> bytes:
 
 
 def _unread(stream: IO[str] | None) -> str:
-    """Return the unread content of a pipe without waiting, since other processes may hold it open."""
+    """Return unread pipe content without waiting, since other processes may hold it open."""
     if stream is None or stream.closed:
         return ""
     os.set_blocking(stream.fileno(), False)

@@ -91,9 +91,7 @@ def _prepare(driver: int) -> None:
     _setups.append(os.getpid())
 
 
-def test_process_setup_hook_runs_once_in_each_process(
-    run_config: RunConfig, tmp_path: Path
-) -> None:
+def test_process_setup_hook_runs_once_per_process(run_config: RunConfig, tmp_path: Path) -> None:
     def function() -> int:
         assert importlib.import_module(__name__)._setups == [os.getpid()]
         if get_context().get_world_rank() == 0 and not (tmp_path / "failed").exists():
@@ -172,8 +170,8 @@ def test_console_during_worker_startup_shows_number_of_started_processes(
             scaling_config=ScalingConfig(num_workers=2),
             run_config=run_config,
         ).start()
-        said = ""
-        while "the processes of 2 workers are starting, 0 of them are up" not in said:
-            said += capfd.readouterr().err
+        output = ""
+        while "the processes of 2 workers are starting, 0 of them are up" not in output:
+            output += capfd.readouterr().err
     run.wait()
-    assert "waiting for" not in said
+    assert "waiting for" not in output

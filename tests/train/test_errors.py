@@ -172,7 +172,7 @@ def at(time: float, rank: int, kind: FailureKind = "exception") -> WorkerFailure
         ([], []),
     ],
 )
-def test_sort_root_cause_first_sorts_by_time_and_prefers_deaths(
+def test_sort_root_cause_first_prefers_deaths(
     failures: list[WorkerFailure], ranks: list[int]
 ) -> None:
     assert [failure.rank for failure in sort_root_cause_first(failures)] == ranks

@@ -33,7 +33,7 @@ def constants_classes_functions(name: str) -> tuple[bool, bool, str]:
 
 
 def is_own(module: ModuleType, value: Any) -> bool:
-    """Whether a value belongs to this module: defined in it or, for a package, in a part of it."""
+    """Return whether a value is defined in this module or, for a package, in a part of it."""
     return str(getattr(value, "__module__", "")).startswith(module.__name__)
 
 

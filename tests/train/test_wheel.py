@@ -66,7 +66,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_contains_all_packages_with_types_and_no_tests(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-    packages = {"/".join(name.split("/")[:2]) for name in names}  # py.typed holds for what is below
+    packages = {"/".join(name.split("/")[:2]) for name in names}  # py.typed covers subpackages
     assert "drawbar/train" in packages
     assert {name for name in names if name.endswith("py.typed")} == {
         f"{package}/py.typed" for package in packages

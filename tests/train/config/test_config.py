@@ -208,7 +208,7 @@ def test_config_repr_shows_only_changed_fields(config: object, shown: str) -> No
         ),
     ],
 )
-def test_scaling_config_bundle_has_resources_of_one_worker(
+def test_scaling_config_bundle_of_one_worker(
     config: ScalingConfig, bundle: dict[str, float]
 ) -> None:
     assert config.bundle == bundle
@@ -275,9 +275,7 @@ def test_logging_config_accepts_levels_in_any_case() -> None:
     ("split", "train", "valid"),
     [("all", True, True), (("train",), True, False), ([], False, False), (["valid"], False, True)],
 )
-def test_data_config_is_split_depends_on_datasets_to_split(
-    split: Any, train: bool, valid: bool
-) -> None:
+def test_data_config_is_split_by_datasets_to_split(split: Any, train: bool, valid: bool) -> None:
     config = DataConfig(datasets_to_split=split)
     assert (config.is_split("train"), config.is_split("valid")) == (train, valid)
 

@@ -84,7 +84,7 @@ def ids_of_both() -> tuple[list[int], list[int]]:
 
 
 def ids_of(name: str) -> list[int]:
-    """Give the ids that this worker gets in one pass over a dataset."""
+    """Return the ids that this worker reads in one epoch of a dataset."""
     batches = train.get_dataset_shard(name).iter_batches(batch_size=7)
     return [int(each) for batch in batches for each in batch["id"]]
 
@@ -95,7 +95,7 @@ def assert_split(shards: list[list[int]], rows: int) -> None:
     assert len({len(shard) for shard in shards}) == 1
 
 
-def test_train_dataset_is_split_and_others_are_complete_on_each_worker(
+def test_train_dataset_is_split_and_others_are_complete(
     run_config: RunConfig,
 ) -> None:
     def function() -> tuple[list[int], list[int], float]:
@@ -103,7 +103,7 @@ def test_train_dataset_is_split_and_others_are_complete_on_each_worker(
         left = shard.get_context().execution_options.resource_limits.cpu
         found = iter(shard.iter_rows())
         first = next(found)["id"]
-        valid = ids_of("valid")  # in the middle of another one: they share what the workers leave
+        valid = ids_of("valid")  # during another iteration: both share the remaining resources
         return [first, *(row["id"] for row in found)], valid, left
 
     datasets = {"train": lazy(100), "valid": lazy(10)}
@@ -169,7 +169,7 @@ def test_data_config_split_of_missing_dataset_warns(run_config: RunConfig) -> No
 
 
 class OddAndEven(DataConfig):
-    """Gives one worker the odd rows and the other the even ones; the rest as by default."""
+    """Split train into odd and even rows; split other datasets by default."""
 
     def configure(
         self,
@@ -268,7 +268,7 @@ def test_trainer_with_invalid_dataset_raises_before_start(run_config: RunConfig)
 
 
 def rest_of_ids() -> list[int]:
-    """Give what this worker gets of a dataset of which two rows were read before rank 1 died."""
+    """Return the rows that this worker reads after two rows were read before rank 1 died."""
     if train.get_context().get_attempt() == 0:
         batches = iter(train.get_dataset_shard("train").iter_batches(batch_size=2))
         next(batches)
@@ -287,7 +287,7 @@ def hold_cpu() -> None:
 def test_workers_without_cpu_left_for_streamed_data_raise(
     run_config: RunConfig, drivers: Drivers
 ) -> None:
-    """What lies in memory needs none, in a restart inside an epoch neither."""
+    """Datasets in memory need no CPU, also when an epoch is resumed."""
 
     def main() -> None:
         ray.init(address="local", num_cpus=2, include_dashboard=False)
@@ -305,15 +305,15 @@ def test_workers_without_cpu_left_for_streamed_data_raise(
         values = fit(rest_of_ids, restarts, {"train": in_memory(10)}).return_values
         assert [len(each) for each in values] == [3, 3]
         cluster._PLACEMENT_RELEASE_S = 0.1
-        beside = dataclasses.replace(run_config, name="beside others")
+        busy = dataclasses.replace(run_config, name="busy cluster")
         hold_cpu()
         with pytest.raises(InsufficientResourcesError, match="hold CPU=2 of the cluster's CPU=2"):
-            fit(ids, beside, {"train": lazy(10)}, num_workers=1)
+            fit(ids, busy, {"train": lazy(10)}, num_workers=1)
         hold_cpu()
         set_tune_trial(name="trial", id="1", directory="", resources=None)
         for config in (DataConfig(), DataConfig(uneven_rows="keep"), scaled):
             with pytest.raises(InsufficientResourcesError, match="max_concurrent_trials"):
-                fit(ids, beside, {"train": lazy(10)}, num_workers=0, dataset_config=config)
+                fit(ids, busy, {"train": lazy(10)}, num_workers=0, dataset_config=config)
 
     drivers.run(main)
 

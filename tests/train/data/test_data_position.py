@@ -101,7 +101,7 @@ def fit(
 
 
 def interrupted(config: RunConfig, *workers: int, name: str = "train", **options: Any) -> Result:
-    """A run that fails after 17 batches and is gone on with by other workers."""
+    """Return a run that fails after 17 batches and is resumed by other numbers of workers."""
     first, second = workers
     with pytest.raises(TrainingFailedError, match="killed"):
         fit(walk(17, name=name), config, first, **options)
@@ -109,7 +109,7 @@ def interrupted(config: RunConfig, *workers: int, name: str = "train", **options
 
 
 def restarted(function: Callable[[], Any], config: RunConfig, times: int = 1) -> Any:
-    """Run a function that fails so many times, on one worker; give what it returns then."""
+    """Run a function that fails a number of times on one worker; return its final value."""
     config = replace(config, failure_config=FailureConfig(max_failures=times))
     return run_in_threads(function, num_workers=1, run_config=config).return_value
 
@@ -125,7 +125,7 @@ def take(shard: Any, rows: int) -> tuple[list[int], dict[str, Any]]:
 
 
 def everything(result: Result) -> list[int]:
-    """The ids seen up to the checkpoint by the ranks of then, and after it by those of now."""
+    """Return the ids that all ranks have read up to the checkpoint and after it."""
     ranks = result.return_values
     return sorted(chain(*ranks[0][:-1], *(rank[-1] for rank in ranks)))
 
@@ -135,7 +135,7 @@ def pid_of(actor: Any) -> int:
 
 
 def has_aborted(pid: int) -> bool:
-    """Whether a process of Ray's has told of that before its end."""
+    """Return whether a Ray process logged an abort before it ended."""
     node: Any = ray._private.worker.global_worker.node
     (log,) = Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err")
     return "SIGABRT" in log.read_text()
@@ -147,7 +147,7 @@ class TestShards:
     pytestmark = on_ray
 
     @pytest.mark.parametrize("workers", [(2, 3), (0, 2)])
-    def test_resume_with_other_world_size_reads_each_row_once(
+    def test_resume_resized_reads_rows_once(
         self, run_config: RunConfig, workers: tuple[int, int]
     ) -> None:
         result = interrupted(run_config, *workers)
@@ -196,9 +196,7 @@ class TestShards:
         assert len(set(seen)) == len(seen) == ROWS - 2  # 980 rows leave two over for 3 workers
         assert positions == {"dataset:train": {"epoch": 1, "read": []}}
 
-    def test_resume_of_unsplit_dataset_continues_on_all_workers(
-        self, run_config: RunConfig
-    ) -> None:
+    def test_resume_of_unsplit_dataset_on_all_workers(self, run_config: RunConfig) -> None:
         result = interrupted(run_config, 0, 2, datasets={"valid": lazy()}, name="valid")
         assert [rank[-1] for rank in result.return_values] == [list(range(170, ROWS))] * 2
 
@@ -273,7 +271,7 @@ class TestRowPosition:
 
 
 class TestSources:
-    """What integrations use: `drawbar.train.backend.register_data_position`."""
+    """Positions of integrations: `drawbar.train.backend.register_data_position`."""
 
     def test_registered_position_is_restored_once(self, run_config: RunConfig) -> None:
         def function() -> list[Any]:

@@ -53,7 +53,7 @@ def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
 @pytest.mark.parametrize(
     "shuffle", [{}, {"local_shuffle_buffer_size": 30, "local_shuffle_seed": 7}]
 )
-def test_map_style_resume_with_other_world_sizes_creates_items_once(
+def test_map_style_resume_resized_creates_items_once(
     shuffle: dict[str, int],
 ) -> None:
     position, seen = None, list[int]()

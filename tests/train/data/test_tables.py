@@ -127,7 +127,7 @@ def test_seeded_shuffle_resumes_and_differs_by_epoch_and_rank() -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_small_shuffle_buffer_yields_equal_batch_counts() -> None:
-    """From such blocks Ray Data alone makes 15 batches in place of 13 (ray-project/ray#66085)."""
+    """Ray Data alone makes 15 instead of 13 batches of these blocks (ray-project/ray#66085)."""
     sizes = [175, 20, 37, 28, 9, 10, 1, 1]
     (shard,) = shards(pa.table({"id": range(sum(sizes))}), 1)
     blocks = [pa.table({"id": range(size)}) for size in sizes]
@@ -162,7 +162,7 @@ def test_table_shard_has_all_iterator_methods() -> None:
         ("keep", [[0, 1], [2, 3], [4, 5, 6]]),
     ],
 )
-def test_uneven_rows_option_determines_rows_of_each_rank(
+def test_uneven_rows_sets_rows_of_each_rank(
     uneven_rows: UnevenRows, parts: list[list[int]]
 ) -> None:
     found = shards(frame(7), 3, uneven_rows=uneven_rows)
@@ -194,7 +194,7 @@ def test_dataset_without_rows_for_workers_raises_before_start(
 ) -> None:
     (tmp_path / "files").mkdir()
     nothing: dict[str, list[int]] = {"id": []}
-    for given, told in (
+    for dataset, message in (
         (tmp_path / "files", rf"no Parquet file in {tmp_path}/files"),
         (frame(0), r"datasets\['train'\] has no rows"),
         (datasets.Dataset.from_dict(nothing), r"datasets\['train'\] has no rows"),
@@ -203,10 +203,10 @@ def test_dataset_without_rows_for_workers_raises_before_start(
         (pd.DataFrame(index=range(5)), r"datasets\['train'\] has no columns"),
         (frame(1), r"datasets\['train'\] has 1 row for 2 workers, which get equally many rows"),
     ):
-        with pytest.raises((ValueError, FileNotFoundError), match=told):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
             DataParallelTrainer(
                 lambda: None,
-                datasets={"train": given},
+                datasets={"train": dataset},
                 scaling_config=ScalingConfig(num_workers=2),
                 run_config=run_config,
             ).fit()
