@@ -1,14 +1,14 @@
-"""Kill processes of a run at random moments, and look each time whether anything was lost.
+"""Kill random processes of a run and check that nothing is lost.
 
     python -m benchmarks._chaos --kills 20 --seed 7
 
-Four workers checkpoint in a loop on a cluster of three nodes; with links to folders of the user's,
-ASYNC hand-over of such folders and an elastic group of two to four, unless `--hazards` names fewer
-of these. Of each ten kills, six hit a worker,
-two a whole node and two the driver; the order, the moments and the victims are drawn from the seed.
-All are SIGKILLs. After each of them the run's directory must be whole, and whatever a killed driver
-has left must be gone 5 s later; in the end the run finishes and nothing of it is alive. What the
-seed cannot fix is the machine's own timing: a seed gives the same kills, not the same interleaving.
+Four workers save checkpoints in a loop on a cluster of three nodes. Unless `--hazards` selects fewer
+features, checkpoints contain links to user directories, user directories are moved with ASYNC
+uploads, and the group is elastic with two to four workers. Of ten kills, six hit a worker, two a
+node, and two the driver; the seed determines their order, times, and victims. All kills are
+SIGKILLs. After each kill, the run directory must be intact, and processes of a killed driver must
+exit within 5 s. Finally, the run finishes and leaves no process. The seed does not determine the
+timing of the machine: it reproduces the kills, but not their interleaving.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def draw(seed: int, count: int) -> list[Kill]:
 
 
 class Chaos:
-    """A cluster, a run on it in a driver of its own, and the means to strike and to look.
+    """A cluster, a run on it in a separate driver, and methods to kill and check processes.
 
     Args:
-        folder: An empty one, for the run and the driver's output.
-        hazards: What the run does besides saving files, of `HAZARDS`.
+        folder: Empty directory for the run and the driver's output.
+        hazards: Features of the run in addition to saving files; see `HAZARDS`.
     """
 
     def __init__(self, folder: Path, hazards: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
-"""Run the sides in turn, several times, each in a fresh process.
+"""Run the systems of a scenario in turn, several times, each in a new process.
 
-Interleaving (A B C A B C) spreads whatever else the machine does over all sides, so that the ratio
+Interleaving (A B C A B C) distributes other load of the machine over all systems, so that the ratio
 of their medians stays fair.
 """
 

@@ -1,7 +1,7 @@
-"""What a scenario is: the sides that do the same work, what each measures, and the goals.
+"""Scenarios: systems that do the same work, their measures, and goals.
 
-Nothing here or in a scenario's file imports Ray or a framework at the top, because the workers
-import these files too and would pay for it in the middle of a measurement.
+This module and the scenario files do not import Ray or a framework at module level, since workers
+import these files too, which would distort measurements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run scripts in forks of a process that has already imported their modules.
 
-To import its framework costs a script more than much of the rest. But for that, it finds in its
-fork what `python script.py` gives it. `Forks` runs this file as a script, and tells it what to run.
+Importing a framework takes much of the run time of a script. Otherwise, the environment in a fork
+is that of `python script.py`. `Forks` runs this file as a script and sends it requests.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The blocks of Python in the README and the docs run, in the order of their page.
+"""Tests that run the Python blocks of the README and the docs in the order of their page.
 
 The packages that a page imports must be installed by its installation line.
 
-A block stands in what the page before it has made, and in what its reader has: `GIVEN`. One whose
-title says so runs inside a training function. One that needs GPUs or a cluster says that in its
-title, and is only compiled.
+A block sees the variables of the previous blocks of its page, and those in `GIVEN`. The title of a
+block selects whether it runs in a training function. Blocks that need GPUs or a cluster, according
+to their titles, are only compiled.
 """
 
 from __future__ import annotations

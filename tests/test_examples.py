@@ -26,9 +26,9 @@ def forks(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def run(tmp_path: Path, forks: Forks) -> Callable[..., str]:
-    """`run(script, *arguments)`: what it prints; its home is the test's own folder.
+    """Return a function that runs a script in the temporary directory and returns its output.
 
-    With `own_ray` it starts a Ray of its own, which takes as long as all the rest.
+    With `own_ray`, the script starts another Ray, which takes as long as everything else.
     """
     tests_ray = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     token = Path.home() / ".ray" / "auth_token"
