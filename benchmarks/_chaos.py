@@ -2,8 +2,8 @@
 
     python -m benchmarks._chaos --kills 20 --seed 7
 
-Four workers save checkpoints in a loop on a cluster of three nodes. Unless `--hazards` selects fewer
-features, checkpoints contain links to user directories, user directories are moved with ASYNC
+Four workers save checkpoints in a loop on a cluster of three nodes. Unless `--hazards` selects
+fewer features, checkpoints contain links to user directories, user directories are moved with ASYNC
 uploads, and the group is elastic with two to four workers. Of ten kills, six hit a worker, two a
 node, and two the driver; the seed determines their order, times, and victims. All kills are
 SIGKILLs. After each kill, the run directory must be intact, and processes of a killed driver must

@@ -81,14 +81,14 @@ def run_side(scenario: Scenario, side: Side, log: Path) -> Samples:
             start_new_session=True,
         )
         try:
-            said, _ = process.communicate(timeout=scenario.timeout)
+            output, _ = process.communicate(timeout=scenario.timeout)
         except subprocess.TimeoutExpired:
             raise SideFailed(f"no end after {scenario.timeout:.0f} s; see {log}") from None
         finally:
             _end_session(process)
     if not said:
         raise SideFailed(f"ended with exit code {process.returncode} and no answer; see {log}")
-    answer: Answer = json.loads(said)
+    answer: Answer = json.loads(output)
     if "error" in answer:
         raise SideFailed(f"{answer['error']}; see {log}")
     return answer["samples"]
