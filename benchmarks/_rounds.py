@@ -86,7 +86,7 @@ def run_side(scenario: Scenario, side: Side, log: Path) -> Samples:
             raise SideFailed(f"no end after {scenario.timeout:.0f} s; see {log}") from None
         finally:
             _end_session(process)
-    if not said:
+    if not output:
         raise SideFailed(f"ended with exit code {process.returncode} and no answer; see {log}")
     answer: Answer = json.loads(output)
     if "error" in answer:
